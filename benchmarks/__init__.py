@@ -1,6 +1,6 @@
 """Every measurement of mpjax beside its rivals, as suites of one command.
 
-    python -m benchmarks --suite cpu|aot|gpu|scaling|gate [CASE ...] [--part PART]
+    python -m benchmarks --suite cpu|aot|gpu|scaling|fit|gate [CASE ...] [--part PART]
     python -m benchmarks --list
     python -m benchmarks --page
 
@@ -27,6 +27,7 @@ SUITES = {
     "scaling": "loss scaling, memory and time as models and devices grow",
     "watching": "steps whose precision is watched, compiled for an absent GPU: memory and bytes",
     "ladder": "settings that save memory, one after another, on language models for an absent GPU",
+    "fit": "settings that save memory, and jax.checkpoint: the frontier of memory and time",
     "gate": "models of few layers, compiled for an H100: no worse than what is recorded",
 }
 

@@ -4,8 +4,10 @@ from ._src.base.devices import DeviceFacts
 from ._src.hardware.batch_size import BatchTry, LargestBatch
 from ._src.hardware.collectives import CollectiveRow
 from ._src.hardware.devices import DeviceReport
+from ._src.hardware.fit import MemoryFit
 from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
+from ._src.hardware.trials import FitTry
 from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison
 from ._src.instruments.explain import CastReport
@@ -28,11 +30,13 @@ __all__ = [
     "DeviceFacts",
     "DeviceReport",
     "Finding",
+    "FitTry",
     "GradientHistogram",
     "LargestBatch",
     "LintReport",
     "LossScaleAdvice",
     "MatmulRow",
+    "MemoryFit",
     "MemoryRow",
     "NonfiniteReport",
     "Overflow",

@@ -25,7 +25,7 @@ MODELS = {
     "gpt2_medium": functools.partial(gpt2, layers=24, width=1024, heads=16),
     "gpt2_softmax": functools.partial(gpt2, spelled_out=True),
     "llama": llama,
-    "llama_remat": functools.partial(llama, remat=True),
+    "llama_remat": functools.partial(llama, around=jax.checkpoint),
     "llama_unrolled": functools.partial(llama, scanned=False),
     "bert": bert,
     "vit": vit,

@@ -140,10 +140,10 @@ def llama(
     groups=4,
     vocabulary=32000,
     scanned=True,
-    remat=False,
     head="written",
+    around=None,
 ):
-    """Llama with grouped queries. Its layers are scanned or unrolled, checkpointed or not."""
+    """Llama with grouped queries, scanned or unrolled. ``around`` is put around its layers."""
     shared, hidden = width // heads * groups, 11 * width // 4
     shapes = {
         "norm": (width,),
@@ -165,7 +165,7 @@ def llama(
         "head": array(width, vocabulary),
     }
     layer = functools.partial(llama_layer, dtype=dtype, heads=heads, groups=groups)
-    layer = jax.checkpoint(layer) if remat else layer
+    layer = around(layer) if around else layer
 
     def loss(params, rest, batch):
         x = used(params["embed"], dtype)[batch[0]]

@@ -43,8 +43,8 @@ TITLES = {
 }
 
 
-# Suites whose tables are on the pages of the same names.
-TABLES = ("watching", "weights")
+# Suites whose tables are on pages of their subjects.
+TABLES = {"watching": "watching", "weights": "weights", "fit": "howto/fit_in_memory"}
 
 
 def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
@@ -78,8 +78,8 @@ def write() -> None:
 def filled_pages(results: Path = RESULTS) -> dict[Path, str]:
     """Returns the pages that show a suite's table between two marks, with the current table."""
     filled = {}
-    for name in TABLES:
-        page, path = DOCS / f"{name}.md", results / f"{name}.json"
+    for name, subject in TABLES.items():
+        page, path = DOCS / f"{subject}.md", results / f"{name}.json"
         stored = json.loads(path.read_text()) if path.exists() else None
         text = f"{_section(name)(stored, {})[0]}\n{origin(stored)}" if stored else "Not measured."
         before, mark, rest = page.read_text().partition(f"<!-- table: {name} -->\n")

@@ -10,7 +10,7 @@ import pytest
 
 import mpjax
 from mpjax._src.base.progress import advance, progress_bar
-from mpjax._src.hardware import aot, batch_size
+from mpjax._src.hardware import aot, batch_size, fit, trials
 
 
 class Terminal(io.StringIO):
@@ -79,6 +79,23 @@ def test_compile_for_and_largest_batch_show_progress(monkeypatch):
     for call in (mpjax.compile_for, lambda target, f, **shown: mpjax.lint(f, **shown)):
         with pytest.raises(TypeError, match="progress='no' must be True or False"):
             call("h100", jnp.sin, progress="no")
+
+
+def test_fit_memory_shows_which_setting_it_traces_and_compiles(monkeypatch):
+    seen, stderr = [], terminal(monkeypatch)
+
+    def stop(*_):
+        seen.append(stderr.getvalue())
+        raise mpjax.errors.CompileError
+
+    monkeypatch.setattr(fit, "require", lambda target: None)
+    monkeypatch.setattr(trials, "compilers", lambda target: progress_bar(False, "", ""))
+    monkeypatch.setattr(trials, "compile_program", stop)
+    x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    with pytest.raises(mpjax.errors.CompileError):
+        mpjax.hardware.fit_memory("h100", lambda policy: jnp.sin, x)
+    assert "fit for h100" not in seen[0] and "fit h100: 0 compiled" in seen[0]
+    assert "tracing as given" in seen[0] and "compiling as given" in seen[0]
 
 
 def test_progress_bar_counts_its_own_unit(monkeypatch):

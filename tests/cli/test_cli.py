@@ -226,6 +226,8 @@ class Compiled(mpjax.reports.CompileReport):
             collectives=(),
             compute_ms=math.inf,
             memory_ms=12.3456,
+            host_bytes=0.0,
+            host_ms=0.0,
             notes=("datasheet peaks",),
             xla_costs={},
             hlo="",
@@ -465,7 +467,9 @@ def test_an_error_of_the_program_is_one_line(folder):
     assert done.stderr.splitlines()[-1].startswith("Error: program:raises() failed: IndexError")
 
 
-@pytest.mark.parametrize("command", [(), ("doctor",), ("explain",), ("compile",), ("compare",)])
+@pytest.mark.parametrize(
+    "command", [(), ("doctor",), ("explain",), ("compile",), ("fit",), ("compare",)]
+)
 def test_help_of_each_command_has_examples_and_fits(command):
     result = run(*command, "--help")
     assert result.exit_code == 0

@@ -232,6 +232,7 @@ def test_optimizer_state_on_the_host_frees_device_memory(policy):
     moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.opt_state)) / 8
     assert on_device.argument_bytes - on_host.argument_bytes >= 0.99 * moments
     assert on_host.total_bytes < on_device.total_bytes
+    assert on_device.host_bytes == 0 and on_host.host_bytes >= 2 * 0.99 * moments
     sent = [[(r.carries, r.dtype, r.wire_bytes) for r in report.collectives] for report in reports]
     assert sorted(sent[0]) == sorted(sent[1])
 

@@ -1,15 +1,18 @@
 """largest_batch: the search with a compiler of our own, and with the true ones."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 from absent import both, compiles, report, shape
+from ladders import SHORT
 
 import mpjax
-from mpjax._src.hardware import batch_size
+from mpjax._src.hardware import batch_size, ladder
+from mpjax._src.hardware.ladder import Setting
 from mpjax._src.hardware.targets import GIB, find_target
 
 H100 = find_target("h100")
@@ -97,12 +100,62 @@ def args(batch):
         ({"reserve": "no"}, ValueError, "reserve='no' must be a share"),
         ({"timeout": 0}, ValueError, "timeout=0 must be a number of seconds"),
         ({"target": "h1000"}, ValueError, "target='h1000' is not known"),
+        ({"storage": "all"}, ValueError, "storage='all' must be 'any'"),
+        ({"storage": "any", "policy": "bfloat16"}, ValueError, "policy='bfloat16' casts at the"),
     ],
 )
 def test_largest_batch_refuses_bad_arguments(change, error, match):
     call = {"target": "h100", "make_args": args, "fun": jnp.sin, **change}
     with pytest.raises(error, match=match):
         mpjax.hardware.largest_batch(**call)
+
+
+# ---- with any setting --------------------------------------------------------------------------
+
+
+class Sizes:
+    """Steps of given bytes: one for all, and one for each of the batch."""
+
+    def __init__(self, figures):
+        self.figures, self.compiled_for = figures, []
+
+    def compiled(self, setting, batch):
+        self.compiled_for.append((setting.name, batch))
+        fixed, each = self.figures[setting.name]
+        return of_size((fixed + each * batch) * 2**20)
+
+
+def any_setting(figures, available):
+    rungs = [Setting(name, mpjax.get_policy(f"O2:bfloat16,{name}")) for name in figures]
+    steps = Sizes(figures)
+    smallest = batch_size._Smallest(steps, rungs, lambda batch: batch, available * 2**20)
+    found = batch_size.search(H100, smallest, available * 2**20, 0.25, 1, 2**20)
+    return smallest.told(found), steps
+
+
+FAST, LEAN, EIGHT = "storage=fast", "storage=lean", "fused_attention=true"
+
+
+def test_largest_batch_of_any_setting_is_that_of_the_smallest():
+    found, steps = any_setting({FAST: (1, 8), LEAN: (2, 4), EIGHT: (8, 2)}, 50)
+    assert found.batch == 21 and found.next_bytes == 52 * 2**20
+    assert found.policy == "O2:bfloat16,fused_attention=true"
+    assert {t.setting for t in found.tries} == {EIGHT}
+    assert len(steps.compiled_for) <= 2 * 5 + 1 + 3 + 2
+
+
+def test_largest_batch_of_any_setting_finds_the_smallest_where_one_does_not_fit():
+    """The ladder's last setting is not the smallest one."""
+    found, _ = any_setting({FAST: (1, 8), LEAN: (2, 2), EIGHT: (8, 4)}, 50)
+    assert found.batch == 24 and found.policy == "O2:bfloat16,storage=lean"
+    assert found.report.total_bytes == 50 * 2**20
+    assert [t.setting for t in found.tries] == [EIGHT] * 4 + [LEAN] * 6
+
+
+def test_largest_batch_of_any_setting_names_the_fastest_that_fits_it():
+    found, _ = any_setting({FAST: (3, 2), LEAN: (2, 2), EIGHT: (2, 2)}, 51)
+    assert found.batch == 24 and found.policy == "O2:bfloat16"
+    assert "policy  O2:bfloat16" in str(found) and "setting" in str(found)
 
 
 # ---- with the compilers --------------------------------------------------------------------------
@@ -118,6 +171,30 @@ def test_largest_batch_agrees_with_arithmetic(target):
     # A TPU's program takes a little itself, and its batches are padded.
     assert expected - (target == "v5e") * 8 <= found.batch <= expected
     assert found.report.fits and found.report.total_bytes <= found.available_bytes
+
+
+@pytest.mark.thorough
+@compiles("v100")
+def test_largest_batch_of_any_setting_is_that_of_the_best_one(monkeypatch):
+    monkeypatch.setattr(ladder, "LADDER", SHORT)
+
+    def loss(w, x):
+        for _ in range(4):
+            x = x + jax.nn.gelu(x @ w) @ w.T
+        return jnp.mean(x**2)
+
+    def make_step(policy):
+        return jax.grad(mpjax.autocast(loss, policy))
+
+    def make_args(batch):
+        return shape(512, 2048), shape(batch, 512)
+
+    call = functools.partial(mpjax.hardware.largest_batch, "v100", make_args, multiple_of=2**15)
+    policies = "mixed_float16", "mixed_float16,storage=lean"
+    each = {policy: call(make_step(policy)).batch for policy in policies}
+    found = call(make_step, storage="any", policy="mixed_float16")
+    assert found.batch == max(each.values()) > min(each.values())
+    assert each[found.policy] == found.batch
 
 
 @compiles("v5e")

@@ -2,7 +2,8 @@
 
 tests/hlo holds: seven turns of ``c = tanh(c @ w)`` in bfloat16, as a scan and with its carries
 stacked; the gradients of a strided float16 convolution; `jax.nn.dot_product_attention`; a float32
-matmul at precision="highest".
+matmul at precision="highest"; and, by hand in XLA's form, arrays that go to the host and back, and
+a call of cuDNN's attention.
 """
 
 from pathlib import Path
@@ -49,6 +50,27 @@ def test_a_stack_that_a_loop_fills_costs_the_slices():
     turn = 2 * 64 * 128
     assert 7 * turn <= stacked - plain <= 4 * 7 * turn  # not 7 times the whole stack: 49 turns
     assert plain > 7 * turn
+
+
+def test_bytes_to_and_from_the_host_are_those_on_the_device():
+    """As XLA writes them, for GPUs and TPUs: whole arrays, and slices in loops."""
+    array, row = 2 * 8 * 4, 2 * 1 * 4
+    costs = hlo_costs.costs(read("hosted"))
+    assert costs.host_bytes == (array + row, array + row)
+    assert costs.bytes == sum(costs.host_bytes) + 2 * row  # and the slice, on the device
+    assert hlo_costs.costs(read("scan_h100")).host_bytes == (0, 0)
+    assert hlo_costs.costs(read("scan_v5e")).host_bytes == (0, 0)  # its own vector memory
+
+
+@pytest.mark.parametrize(("name", "products"), [("", 2), ("Backward", 5)])
+def test_fused_attention_counts_the_products_of_its_scores(name, products):
+    text = read("attention_cudnn").replace("fmhaSoftmax", f"fmhaSoftmax{name}")
+    whole = hlo_costs.costs(text)
+    (matmul,) = whole.matmuls
+    assert matmul.flops == products * 2 * 4 * 8 * 512 * 1024 * 64
+    assert (matmul.operands, matmul.library, whole.unknown_calls) == ("bf16", True, ())
+    (causal,) = hlo_costs.costs(text.replace("NO_MASK", "CAUSAL")).matmuls
+    assert causal.flops == products * 2 * 4 * 8 * (512 * 513 // 2) * 64
 
 
 def test_convolutions_by_a_library_count_as_convolutions():

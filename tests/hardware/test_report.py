@@ -57,6 +57,16 @@ def test_report_gives_memory_and_roofline():
     assert found.flops == found.matmul_flops + costs.other_flops
 
 
+def test_report_counts_the_link_to_the_host(monkeypatch):
+    assert report("h100").host_ms == 0.0 and "host" not in str(report("h100"))
+    monkeypatch.setattr(hlo_costs, "host_bytes", lambda op, to_host: 2**30 * (1 + to_host))
+    found = report("h100")
+    assert found.bound == "host" and found.roofline_ms == found.host_ms
+    runs = found.host_bytes / (3 * 2**30)
+    assert runs >= 1 and found.host_ms == pytest.approx(runs * 2 * 2**30 / 64e9 * 1e3)
+    assert "host, ms" in str(found)
+
+
 def test_compile_report_is_data():
     found = report("v100")
     plain = json.loads(json.dumps(found.to_dict()))

@@ -23,7 +23,7 @@ import numpy as np
 import mpjax
 from mpjax._src.base.devices import device_facts
 from mpjax._src.document.text import text_of
-from mpjax._src.hardware import batch_size
+from mpjax._src.hardware import batch_size, fit, ladder, trials
 from mpjax._src.hardware.devices import DeviceReport
 from mpjax._src.hardware.targets import find_target
 from mpjax._src.instruments.nonfinite import Range
@@ -154,6 +154,29 @@ def largest(limit):
     return dataclasses.replace(found, tries=tries)
 
 
+def fitted(available, every=False):
+    """A search among settings whose figures are given, and whose times are set."""
+    template = compiled("h100")
+    policy = mpjax.get_policy("mixed_bfloat16")
+    lean = policy.replace(storage="lean")
+    settings = {
+        ladder.Setting("as given", policy): (2**30, 5.0),
+        ladder.Setting("fused attention", policy.replace(fused_attention=True)): (2**29, 4.5),
+        ladder.Setting("storage lean", lean): (2**28, 6.0),
+        ladder.Setting("jax.checkpoint, dots_saveable", policy, "dots_saveable"): (2**28, 7.0),
+    }
+
+    def compile_setting(setting):
+        temp, ms = settings[setting]
+        return dataclasses.replace(template, temp_bytes=temp, memory_ms=ms, bytes_accessed=3e9 * ms)
+
+    tried = trials.Trials(compile_setting, available)
+    tried.all_of(settings)
+    found = fit.told(tried, find_target("h100"), 0.25, every)
+    tries = tuple(dataclasses.replace(t, seconds=1.5) for t in found.tries)
+    return dataclasses.replace(found, tries=tries)
+
+
 def devices(*names):
     return DeviceReport(tuple(map(device_facts, names)), "1.2.3", {"bfloat16": 0.5, "float16": 2.0})
 
@@ -195,6 +218,8 @@ REPORTS = {
     "compile_v5e": lambda: compiled("v5e"),
     "largest_batch": lambda: largest(2**20),
     "largest_batch_limited": lambda: largest(8),
+    "fit": lambda: fitted(2**30),
+    "fit_none": lambda: dataclasses.replace(fitted(2**27, True), rows=64, fitting_rows=24),
     "devices": lambda: devices("h100", "h100", "v100", "v5e", "t4"),
 }
 

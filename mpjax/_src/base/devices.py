@@ -47,12 +47,15 @@ class Sheet(NamedTuple):
 class Chip(NamedTuple):
     """What `compile_for` needs of a TPU, from cloud.google.com/tpu/docs, one page per version.
 
+    The link is from "How to scale your model" (jax-ml.github.io/scaling-book/tpus).
+
     Attributes:
         axes: The axes of the torus.
         memory: In bytes.
         bandwidth: In bytes per second.
         half: The peak of bfloat16, in TFLOP/s.
         byte: The peak of int8.
+        link: The bandwidth of the link to the host in each direction, in bytes per second.
     """
 
     axes: int
@@ -60,6 +63,7 @@ class Chip(NamedTuple):
     bandwidth: float
     half: float
     byte: float
+    link: float = 16e9
 
 
 class Card(NamedTuple):
@@ -172,7 +176,7 @@ TPUS = {
     "v4": Chip(3, 32 * GIB, 1228e9, 275, 275),
     "v5e": Chip(2, 16 * GIB, 819e9, 197, 394),
     "v5p": Chip(3, 95 * GIB, 2765e9, 459, 918),
-    "v6e": Chip(2, 32 * GIB, 1640e9, 918, 1836),
+    "v6e": Chip(2, 32 * GIB, 1640e9, 918, 1836, 32e9),
     "v7x": None,
 }
 # Names that JAX, clouds and vendors use for the same devices.

@@ -1,4 +1,4 @@
-"""The command line: ``mpjax doctor``, ``explain``, ``compile``, ``compare`` and ``lint``.
+"""The command line: ``mpjax doctor``, ``explain``, ``compile``, ``fit``, ``compare`` and ``lint``.
 
 Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
 line, for an error in the user's module or function, and for a result that cannot be written.
@@ -16,8 +16,9 @@ import jax
 
 import mpjax
 from mpjax._src.cli import options, printing
-from mpjax._src.cli.load import TargetError, describe, load, running
+from mpjax._src.cli.load import TargetError, describe, load, load_maker, running
 from mpjax._src.hardware.report import CompileReport, document_of
+from mpjax._src.hardware.trials import takes_checkpoint
 
 FINDING, WRONG = 1, 2
 
@@ -53,13 +54,14 @@ def cli() -> None:
 
     TARGET is MODULE:FUNCTION or path/to/file.py:FUNCTION. FUNCTION takes no arguments and returns
     (fun, args): a function, and the tuple of arguments to call it with. Commands that do not run
-    the function also accept jax.ShapeDtypeStruct as arguments.
+    the function also accept jax.ShapeDtypeStruct as arguments. For fit, FUNCTION takes a policy.
 
     \b
     Examples:
       mpjax doctor
       mpjax explain train.py:loss --argnums 0
       mpjax compile train:step --target v100,h100 --policy mixed_float16
+      mpjax fit train:step --target a100
       mpjax compare train:loss --argnums 0 --tolerance 0.05 --json
       mpjax lint train:step --sarif
     """
@@ -207,6 +209,83 @@ def compile_(
 
 @cli.command()
 @options.target
+@click.option(
+    "--target",
+    "device",
+    required=True,
+    metavar="NAME",
+    help="An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.",
+)
+@options.policy("mixed_bfloat16", "The policy to which settings are added.")
+@click.option("--every", is_flag=True, help="Compile all settings, for the whole frontier.")
+@click.option(
+    "--reserve",
+    type=options.Number(0, 1, max_open=True),
+    metavar="SHARE",
+    help="The share of the memory to keep free: by default 0.25 on GPUs, which JAX does not give "
+    "to programs, and 0.05 on TPUs.",
+)
+@options.plot
+@options.html
+@options.as_json
+@options.show_traceback
+def fit(
+    target: str,
+    device: str,
+    policy: Any,
+    every: bool,
+    reserve: float | None,
+    plot: Path | None,
+    html: Path | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Find the fastest setting with which a training step fits a device.
+
+    Compiles the step with few of the settings that save memory, and prints the policy to copy.
+    FUNCTION takes a policy, and returns (fun, args) with the step under that policy. If it also
+    takes checkpoint=, a function to put around the loss or a layer, jax.checkpoint is compared.
+    Exits with 1 if nothing fits.
+
+    \b
+    Examples:
+      mpjax fit train:step --target a100
+      mpjax fit train:step --target v100 --policy mixed_float16
+      mpjax fit train:step --target a100 --every --plot frontier.png
+    """
+    _use_cpu()
+    make = load_maker(target)
+    with running(f"fitting {target} to {device}"):
+        make_step, args = _stepping(make, policy)
+        found = api.hardware.fit_memory(
+            device, make_step, *args, policy=policy, every=every, reserve=reserve
+        )
+        if plot:
+            found.plot(plot)
+        page = found.to_html(f"{target} on {device}") if html else None
+    if as_json:
+        result = found.to_dict()
+        printing.json_to_stdout({"target": target, "policy": str(policy), "result": result})
+    else:
+        click.echo(f"{target} under {policy} and settings that save memory")
+        printing.show(found.document())
+        if plot:
+            click.echo(f"\nPicture written to {plot}")
+    _write(html, page, as_json)
+    if not found.fits:
+        _finding(f"nothing fits {found.target}")
+
+
+def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function from a policy to the step, and the arguments of the step."""
+    if takes_checkpoint(make):
+        args = make(policy, checkpoint=lambda fun: fun)[1]
+        return lambda policy, checkpoint: make(policy, checkpoint=checkpoint)[0], args
+    return lambda policy: make(policy)[0], make(policy)[1]
+
+
+@cli.command()
+@options.target
 @options.policy("mixed_bfloat16")
 @options.argnums(0)
 @options.has_aux
@@ -232,9 +311,7 @@ def compile_(
     metavar="SCALE",
     help="The loss scale: a number, none, or auto (1, unless something computes in float16).",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the errors to this file."
-)
+@options.plot
 @options.html
 @options.as_json
 @options.show_traceback

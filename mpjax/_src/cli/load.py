@@ -5,6 +5,7 @@ arguments, which may be `jax.ShapeDtypeStruct`.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +23,11 @@ from mpjax._src.base.lines import is_library
 FORM = (
     "FUNCTION takes no arguments and returns (fun, args): a function, and the tuple of arguments "
     "to call it with."
+)
+
+FORM_OF_FIT = (
+    "For fit, FUNCTION takes a policy, and returns (fun, args): the training step under that "
+    "policy, and the tuple of its arguments."
 )
 
 # Advice in the library's messages, and the same advice for the command line.
@@ -44,14 +50,30 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     Raises:
         TargetError: If there is no such function, or it does not return this form.
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise TargetError(
-            f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {FORM}"
-        )
     with running(f"reading {target}"):
-        thing = _attribute(_module(place), place, name)
-        return _call(thing, target)
+        thing = _named(target, FORM)
+        _check_takes(thing, target, FORM)
+        return _called(thing, target, FORM)
+
+
+def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Returns the function of a policy that MODULE:FUNCTION names, which returns (fun, args).
+
+    Its result takes ``checkpoint=`` if the named function does.
+
+    Raises:
+        TargetError: If there is no such function, or it does not take a policy.
+    """
+    with running(f"reading {target}"):
+        thing = _named(target, FORM_OF_FIT)
+        _check_takes(thing, target, FORM_OF_FIT, "policy")
+
+        @functools.wraps(thing)
+        def make(*policy: Any, **checkpoint: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            call = functools.partial(thing, *policy, **checkpoint)
+            return _called(call, target, FORM_OF_FIT)
+
+        return make
 
 
 @contextlib.contextmanager
@@ -87,6 +109,15 @@ def describe(error: BaseException) -> str:
 
 
 # ---- inside --------------------------------------------------------------------------------------
+
+
+def _named(target: str, form: str) -> Any:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(
+            f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {form}"
+        )
+    return _attribute(_module(place), place, name, form)
 
 
 def _is_part(missing: str | None, place: str) -> bool:
@@ -135,35 +166,40 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _attribute(thing: Any, place: str, name: str) -> Any:
+def _attribute(thing: Any, place: str, name: str, form: str) -> Any:
     for part in name.split("."):
         if not hasattr(thing, part):
             public = [each for each in dir(thing) if not each.startswith("_")]
-            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {FORM}")
+            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
         thing = getattr(thing, part)
         place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
     return thing
 
 
-def _check_takes_nothing(thing: Callable[..., Any], target: str) -> None:
+def _check_takes(thing: Any, target: str, form: str, *given: str) -> None:
+    """Refuses what cannot be called with these arguments, and a ``checkpoint`` if it takes one."""
+    if not callable(thing):
+        raise TargetError(f"{target} is {_kind(thing)}, not a function. {form}")
     with contextlib.suppress(ValueError):  # some built-in callables have no signature
+        signature = inspect.signature(thing)
+        more = {"checkpoint": None} if given and "checkpoint" in signature.parameters else {}
         try:
-            inspect.signature(thing).bind()
+            signature.bind(*given, **more)
         except TypeError as error:
+            what = f"with {' and '.join(given)}" if given else "without arguments"
+            advice = "" if given else " Write a function that returns yours and its arguments."
             raise TargetError(
-                f"{target} cannot be called without arguments: {error}. {FORM} Write a function "
-                "that returns yours and its arguments."
+                f"{target} cannot be called {what}: {error}. {form}{advice}"
             ) from None
 
 
-def _call(thing: Any, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    if not callable(thing):
-        raise TargetError(f"{target} is {_kind(thing)}, not a function. {FORM}")
-    _check_takes_nothing(thing, target)
+def _called(
+    thing: Callable[[], Any], target: str, form: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     with running(f"{target}()"):
         result = thing()
     if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):
-        raise TargetError(f"{target}() returned {_kind(result)}. {FORM}")
+        raise TargetError(f"{target}() returned {_kind(result)}. {form}")
     fun, args = result
     if not isinstance(args, tuple | list):
         raise TargetError(

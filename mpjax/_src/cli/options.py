@@ -91,6 +91,12 @@ html = click.option(
     metavar="FILE",
     help="Also write the report to this file, as an HTML page with a map of the program.",
 )
+plot = click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also draw the result to this file, a PNG.",
+)
 show_traceback = click.option(
     "--traceback",
     "show_traceback",

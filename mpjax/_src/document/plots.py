@@ -105,6 +105,35 @@ def plot_agreement(report: Any, path: str | Path | None = None) -> Any:
     return _saved(figure, path)
 
 
+def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
+    """Plots a `MemoryFit`."""
+    shown = [each for each in fit.tries if not (each.refused or each.same_as)]
+    if not shown:
+        raise ValueError("fit has no settings that compile, so there is nothing to plot.")
+    figure = _figure_class()(figsize=(10, 5), layout="constrained")
+    axes = figure.add_subplot()
+    front = sorted(_place(each) for each in shown if each.frontier)
+    axes.step(*zip(*front, strict=True), where="post", color="grey", lw=1, label="frontier")
+    for number, each in enumerate(sorted(shown, key=_place), 1):
+        color = "tab:orange" if each.checkpoint else "tab:blue"
+        axes.scatter(*_place(each), s=30, color=color, zorder=3)
+        offset = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(str(number), _place(each), **offset, fontsize="small")
+        axes.plot([], [], " ", marker=f"${number}$", color=color, label=each.setting)
+    room, most = fit.available_bytes / 2**30, 1.2 * max(memory for _, memory in map(_place, shown))
+    if room < 2 * most:
+        axes.axhline(room, color="tab:red", lw=1, ls="--", label=f"available on {fit.target}")
+    axes.set_ylim(0, max(most, 1.1 * room if room < 2 * most else 0))
+    axes.set_xlabel("roofline, ms")
+    axes.set_ylabel("memory, GiB")
+    figure.legend(fontsize="small", loc="outside right upper")
+    return _saved(figure, path)
+
+
+def _place(one: Any) -> tuple[float, float]:
+    return one.roofline_ms, one.total_bytes / 2**30
+
+
 def plot_precision(reports: Sequence[Any], path: str | Path | None = None) -> Any:
     """Plots the `PrecisionReport` of each sampled step of a run, in order."""
     if not reports or not all(report.steps for report in reports):

@@ -1,8 +1,9 @@
 """`largest_batch`: the largest batch that fits a device, which this machine need not have."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +19,14 @@ from mpjax._src.hardware.aot import (
     compile_program,
     lower,
 )
-from mpjax._src.hardware.compiler import compilers
+from mpjax._src.hardware.compiler import compilers, require
+from mpjax._src.hardware.ladder import Setting
 from mpjax._src.hardware.report import CompileReport
-from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, find_target, size
+from mpjax._src.hardware.targets import Target, checked_reserve, find_target, size
+from mpjax._src.hardware.trials import TRY, Steps, Trials, checked_policy
+from mpjax._src.policy.policy import Policy, PolicyLike
 
-TRY = "compiled"  # what progress counts
+COLUMNS = ("batch", "memory", "", "seconds", "setting")
 
 
 @public("mpjax.reports")
@@ -36,12 +40,14 @@ class BatchTry:
             large.
         fits: Whether that much memory is available.
         seconds: The time for tracing and compiling, in seconds.
+        setting: The name of the setting with which it was compiled, with ``storage="any"``.
     """
 
     batch: int
     total_bytes: int | None
     fits: bool
     seconds: float
+    setting: str = ""
 
 
 @public("mpjax.reports")
@@ -59,6 +65,8 @@ class LargestBatch(Report):
         reserve: The share of the memory that is kept free, from 0 to 1.
         limited: Whether the search ended at ``limit``, so that larger batches may fit.
         tries: All sizes that were compiled, in order.
+        policy: With ``storage="any"``, the policy of the fastest setting with which the batch fits,
+            as a string; else "".
     """
 
     target: str
@@ -69,6 +77,7 @@ class LargestBatch(Report):
     reserve: float
     limited: bool
     tries: tuple[BatchTry, ...]
+    policy: str = ""
 
     def document(self) -> Document:
         rows = tuple(
@@ -77,6 +86,7 @@ class LargestBatch(Report):
                 "rejected" if t.total_bytes is None else size(t.total_bytes),
                 "fits" if t.fits else "does not fit",
                 f"{t.seconds:.1f}",
+                t.setting,
             )
             for t in self.tries
         )
@@ -86,8 +96,8 @@ class LargestBatch(Report):
             f"{self.target}: the largest batch is {self.batch}, with "
             f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
             f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)",
-            (more,) if self.limited else (),
-            (Table("Compiled", ("batch", "memory", "", "seconds"), rows, ("",)),),
+            (*([f"policy  {self.policy}"] if self.policy else []), *([more] * self.limited)),
+            (Table("Compiled", COLUMNS, rows, COLUMNS[2:5:2]),),
             drawing=self.report._drawing,
         )
 
@@ -103,6 +113,8 @@ def largest_batch(
     timeout: float = 600.0,
     compiler_options: Mapping[str, Any] | None = None,
     progress: bool = True,
+    storage: str | None = None,
+    policy: "PolicyLike" = "mixed_bfloat16",
 ) -> LargestBatch:
     """Finds the largest batch whose program fits a target, by doubling and bisection.
 
@@ -126,6 +138,10 @@ def largest_batch(
             parts of a step to save memory; ``{"xla_gpu_memory_limit_slop_factor": 1000}`` turns
             this off.
         progress: Whether to show the progress if stderr is a terminal.
+        storage: "any" to look for the largest batch that fits with any setting of `fit_memory`.
+            ``fun`` is then a function from a policy to the function to compile, as ``make_step``
+            there. None, the default, compiles ``fun`` as it is.
+        policy: With ``storage="any"``, the policy to which the settings are added, or its name.
 
     Returns:
         A `LargestBatch`.
@@ -149,22 +165,35 @@ def largest_batch(
     """
     check_progress(progress)
     accelerator = find_target(target)
-    reserve = accelerator.reserve if reserve is None else reserve
-    _check(make_args, fun, multiple_of, reserve, limit, timeout)
+    _check(make_args, fun, multiple_of, limit, timeout)
+    reserve = checked_reserve(accelerator, reserve)
     _check_dependence(make_args, multiple_of)
     options = checked_options(compiler_options)
     available = int(accelerator.memory * (1 - reserve))
+    if storage is not None:
+        base = _base(storage, policy)
+        steps = Steps(accelerator, fun, timeout, options)
+        require(accelerator)
+        with progress_bar(progress, f"batches for {accelerator.name}", TRY):
+            args = functools.partial(_args, make_args)
+            ladder = steps.ladder(base, args(multiple_of))
+            smallest = _Smallest(steps, ladder, args, available)
+            found = search(accelerator, smallest, available, reserve, multiple_of, limit)
+            return smallest.told(found)
     with (
         compilers(accelerator) as child,
         progress_bar(progress, f"batches for {accelerator.name}", TRY),
     ):
 
         def compile_batch(batch: int) -> CompileReport | None:
+            advance(TRY, f"compiling a batch of {batch}", by=0)
             program = lower(accelerator, fun, _args(make_args, batch))
             try:
                 return compile_program(child, accelerator, program, timeout, options)
             except OutOfMemoryError:
                 return None
+            finally:
+                advance(TRY)
 
         return search(accelerator, compile_batch, available, reserve, multiple_of, limit)
 
@@ -184,11 +213,9 @@ def search(
     def fits(units: int) -> bool:
         start = time.perf_counter()
         batch = units * multiple_of
-        advance(TRY, f"compiling a batch of {batch}", by=0)
         report = reports[units] = compile_batch(batch)
         total = None if report is None else report.total_bytes
         good = total is not None and total <= available
-        advance(TRY)
         tries.append(BatchTry(batch, total, good, round(time.perf_counter() - start, 2)))
         return good
 
@@ -209,12 +236,54 @@ def search(
     )
 
 
+class _Smallest:
+    """Compiles batches with the setting that takes the least memory.
+
+    That is the last one of the ladder, until a batch does not fit: there all settings are compared.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        ladder: Sequence[Setting],
+        args: Callable[[int], tuple[Any, ...]],
+        available: int,
+    ):
+        self.steps, self.ladder, self.args, self.available = steps, ladder, args, available
+        self.setting, self.compared = ladder[-1], False
+        self.names: dict[int, str] = {}
+
+    def __call__(self, batch: int) -> CompileReport | None:
+        args = self.args(batch)
+        report = self.steps.compiled(self.setting, args)
+        if not self.compared and not self._fits(report):
+            self.compared = True
+            reports = {s: self.steps.compiled(s, args) for s in reversed(self.ladder)}
+            sizes = {s: r.total_bytes for s, r in reports.items() if r}
+            self.setting = min(sizes, key=lambda s: sizes[s], default=self.setting)
+            report = reports[self.setting]
+        self.names[batch] = self.setting.name
+        return report
+
+    def told(self, found: LargestBatch) -> LargestBatch:
+        """Returns the result of a search with the fastest setting with which its batch fits."""
+        args = self.args(found.batch)
+        trials = Trials(lambda setting: self.steps.compiled(setting, args), self.available)
+        trials.climb(self.ladder)
+        best = trials.best() or self.setting  # else the ladder's last setting is not the smallest
+        report = trials.reports.get(best) or self.steps.compiled(best, args)
+        assert report is not None
+        tries = tuple(dataclasses.replace(t, setting=self.names[t.batch]) for t in found.tries)
+        return dataclasses.replace(found, report=report, policy=str(best.policy), tries=tries)
+
+    def _fits(self, report: CompileReport | None) -> bool:
+        return report is not None and report.total_bytes <= self.available
+
+
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _check(
-    make_args: Any, fun: Any, multiple_of: int, reserve: float, limit: int, timeout: float
-) -> None:
+def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: float) -> None:
     check_callable(make_args, "make_args")
     check_callable(fun, "fun")
     check_timeout(timeout)
@@ -226,13 +295,15 @@ def _check(
             f"limit={brief(limit)} must be at least multiple_of={brief(multiple_of)}, the smallest "
             "batch."
         )
-    legal = isinstance(reserve, int | float) and not isinstance(reserve, bool)
-    if not legal or not 0 <= reserve < 1:
+
+
+def _base(storage: Any, policy: Any) -> Policy:
+    if storage != "any":
         raise ValueError(
-            f"reserve={brief(reserve)} must be a share of the device's memory, from 0 to less "
-            f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps "
-            "free, and 0.05 on TPUs."
+            f"storage={brief(storage)} must be 'any', which tries all settings, or None. For one "
+            "setting, build fun with a policy such as 'mixed_bfloat16,storage=lean'."
         )
+    return checked_policy(policy)
 
 
 def _args(make_args: Callable[[int], Any], batch: int) -> tuple[Any, ...]:

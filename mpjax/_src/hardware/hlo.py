@@ -18,6 +18,7 @@ NAME = re.compile(r"%([\w.\-]+)")
 CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
+HOST = 5  # the memory space of arrays in the host's memory
 CUSTOM = re.compile(r'custom_call_target="([^"]*)"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # Instructions whose result counts as the same value as their operand.

@@ -14,6 +14,7 @@ import re
 import numpy as np
 
 from mpjax._src.hardware.hlo import (
+    HOST,
     VIEWS,
     Computation,
     Op,
@@ -29,6 +30,9 @@ from mpjax._src.hardware.hlo import (
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
 PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
+# In the configuration of cuDNN's attention: the shape of the scores, and its own mask.
+SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
+CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
 SLICES = {"dynamic-slice", "slice", "gather"}
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
@@ -41,7 +45,7 @@ ARITHMETIC = {
     *("rsqrt", "cbrt", "sine", "cosine", "tan", "erf", "atan2", "remainder", "sign", "floor"),
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
-LIBRARIES = ("__cublas", "__cudnn$conv")
+LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
 # Custom calls that only place or rename arrays; below also those that only sort.
 PLACES = (
     *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
@@ -85,6 +89,7 @@ class Costs:
         other_flops: The FLOPs of everything else: one per element of an arithmetic result.
         bytes: The bytes read from and written to main memory, assuming that no cache keeps arrays
             between two kernels.
+        host_bytes: The bytes sent to the host's memory, and those read from it.
         constant_bytes: The bytes of the arrays that are part of the program.
         unknown_loops: The number of loops with an unknown number of iterations; each counts once.
         unknown_calls: The names of custom calls whose FLOPs are not known.
@@ -93,6 +98,7 @@ class Costs:
     matmuls: tuple[Matmul, ...]
     other_flops: float
     bytes: float
+    host_bytes: tuple[float, float]
     constant_bytes: float
     unknown_loops: int
     unknown_calls: tuple[str, ...]
@@ -102,7 +108,7 @@ def costs(text: str) -> Costs:
     """Returns the cost of one run of an optimized HLO module."""
     module, entry = parse(text)
     matmuls: list[Matmul] = []
-    flops = traffic = constants = 0.0
+    flops = traffic = constants = sent = received = 0.0
     loops, calls = 0, dict[str, None]()
     for computation, op, times, fused, scope in runs(module, entry):
         product = matmul(computation, op, times, scope)
@@ -120,7 +126,9 @@ def costs(text: str) -> Costs:
             constants += op.bytes
         if not fused:
             traffic += times * bytes_moved(module, computation, op)
-    return Costs(tuple(matmuls), flops, traffic, constants, loops, tuple(calls))
+            sent += times * host_bytes(op, to_host=True)
+            received += times * host_bytes(op, to_host=False)
+    return Costs(tuple(matmuls), flops, traffic, (sent, received), constants, loops, tuple(calls))
 
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
@@ -175,6 +183,8 @@ def _flops(op: Op, left: Shape, right: Shape) -> float:
     if target.startswith("__cublas"):
         axes = _gemm_contraction(op)
         return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
+    if target.startswith("__cudnn$fmha"):
+        return _attention_flops(op, left.dims[-1])
     # cuDNN's gradients are described by the forward convolution's window and dimension labels.
     roles = (left, right, result)
     if target == "__cudnn$convBackwardInput":
@@ -182,6 +192,16 @@ def _flops(op: Op, left: Shape, right: Shape) -> float:
     elif target == "__cudnn$convBackwardFilter":
         roles = (left, result, right)
     return _convolution_flops(op.attributes, *(shape.dims for shape in roles))
+
+
+def _attention_flops(op: Op, width: int) -> float:
+    """Counts the entries of the scores that a mask leaves, in 2 products, or 5 of the gradients."""
+    scores = SCORES.search(op.attributes)
+    *heads, queries, keys = map(int, re.findall(r"\d+", scores[1])) if scores else (0, 0)
+    entries = queries * keys
+    if CAUSAL.search(op.attributes):
+        entries = sum(min(query + 1, keys) for query in range(queries))
+    return 2.0 * (5 if "Backward" in custom_target(op) else 2) * width * math.prod(heads) * entries
 
 
 def _gemm_contraction(op: Op) -> list[int]:
@@ -246,6 +266,8 @@ def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op
         return 2 * computation.ops[op.operands[1]].bytes
     if code == "scatter":  # also the rows that the updates hit are read, and written
         return sum(o.bytes for o in operands[1:]) + 2 * operands[-1].bytes
+    if hosted := host_bytes(op, to_host=True) + host_bytes(op, to_host=False):
+        return hosted  # read or written once on the device
     # A start returns its destination and its source, and then a handle.
     if code == "copy-start":
         return sum(shape.bytes for shape in op.shapes[:2])
@@ -257,6 +279,18 @@ def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op
     if code == "custom-call" and custom_target(op).startswith("__cu") and len(op.shapes) > 1:
         written -= op.shapes[-1].bytes  # scratch
     return written + sum(o.bytes for o in operands)
+
+
+def host_bytes(op: Op, to_host: bool) -> float:
+    """Returns the bytes that an asynchronous instruction sends to the host, or reads from there.
+
+    Of an array on the host, a loop reads or writes a slice. The slice is what is on the device.
+    """
+    if not op.opcode.endswith("-start") or all(s.space != HOST for s in op.shapes):
+        return 0
+    # The destination is the first shape of a copy, and the last before a handle of the others.
+    destination = op.shapes[0 if op.opcode == "copy-start" else -2]
+    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == HOST))
 
 
 def _reads(module: dict[str, Computation], kernel: Computation, operands: list[Op]) -> float:

@@ -84,6 +84,10 @@ class CompileReport(Report):
         collectives: The arrays that devices exchange, the most bytes first.
         compute_ms: The time of the FLOPs at the datasheet's peak rates, in milliseconds.
         memory_ms: The time of the bytes at the datasheet's bandwidth, in milliseconds.
+        host_bytes: The bytes that the program exchanges with the host's memory, where it keeps
+            arrays there (offloading).
+        host_ms: The time of these bytes on the link to the host, in milliseconds, the longer one of
+            both directions.
         notes: Sentences on the assumptions behind the figures, and on costs that they leave out.
         xla_costs: XLA's own "flops" and "bytes accessed". XLA counts the body of a loop once and
             ignores library calls.
@@ -107,6 +111,8 @@ class CompileReport(Report):
     collectives: tuple[CollectiveRow, ...]
     compute_ms: float
     memory_ms: float
+    host_bytes: float
+    host_ms: float
     notes: tuple[str, ...]
     xla_costs: dict[str, float] = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
@@ -139,12 +145,14 @@ class CompileReport(Report):
 
     @property
     def roofline_ms(self) -> float:
-        """The larger of `compute_ms` and `memory_ms`: a lower bound of the time, not a forecast."""
-        return max(self.compute_ms, self.memory_ms)
+        """The longest of `compute_ms`, `memory_ms` and `host_ms`: a lower bound, not a forecast."""
+        return max(self.compute_ms, self.memory_ms, self.host_ms)
 
     @property
     def bound(self) -> str:
-        """The larger part of the roofline: "compute" or "memory"."""
+        """The longest part of the roofline: "compute", "memory" or "host"."""
+        if self.host_ms > max(self.compute_ms, self.memory_ms):
+            return "host"
         return "compute" if self.compute_ms >= self.memory_ms else "memory"
 
     @property
@@ -194,11 +202,18 @@ COSTS: dict[str, Callable[[CompileReport], str]] = {
     "widened": lambda r: f"{sum(row.share for row in r.disguised):.1%}",
 }
 
+# The costs of what a program keeps in the host's memory, which few programs do.
+OFFLOADED: dict[str, Callable[[CompileReport], str]] = {
+    "to and from host": lambda r: size(r.host_bytes),
+    "host, ms": lambda r: _figure(r.host_ms),
+}
+
 
 def document_of(reports: Sequence[CompileReport]) -> Document:
     """Returns what reports on one program show, the targets side by side."""
     names = tuple(r.target for r in reports)
-    costs = tuple((name, *map(figure, reports)) for name, figure in COSTS.items())
+    shown = COSTS | (OFFLOADED if any(r.host_bytes for r in reports) else {})
+    costs = tuple((name, *map(figure, reports)) for name, figure in shown.items())
     tables = [Table("Memory and costs of one run", ("", *names), costs, ("",))]
     matmuls = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
     told, notes = [], dict[str, list[str]]()
@@ -273,6 +288,8 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         collectives=collectives(answer["hlo"], answer["asked"]) if target.devices > 1 else (),
         compute_ms=_compute_seconds(target, costs) * 1e3,
         memory_ms=costs.bytes / target.bandwidth * 1e3,
+        host_bytes=sum(costs.host_bytes),
+        host_ms=max(costs.host_bytes) / target.link * 1e3,
         notes=tuple(_notes(target, costs, rows, answer.get("left_out"))),
         xla_costs=answer["xla_costs"],
         hlo=answer["hlo"],

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 from mpjax._src.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
 from mpjax._src.base.errors import brief, did_you_mean
@@ -14,6 +15,10 @@ CARD_FIELDS = (
     *("core_count", "fpus_per_core", "threads_per_core_limit", "shared_memory_per_core"),
     *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
 )
+
+# PCI Express of 16 lanes, in bytes per second in each direction, by the major compute capability:
+# generations 3, 4, 5 and 6 (NVIDIA's datasheets give the sum of both directions).
+PCIE = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 128e9}
 
 GPUS = {name: card.sheet for name, card in CARDS.items() if card.sheet}
 TPU_CHIPS = {name: chip for name, chip in TPUS.items() if chip}
@@ -36,6 +41,7 @@ class Target:
         capability: NVIDIA's compute capability; "" for TPUs.
         memory: The memory of one device, in bytes.
         bandwidth: The bandwidth of that memory, in bytes per second.
+        link: The bandwidth of the link to the host in each direction, in bytes per second.
         peaks: The peak FLOP/s by dtype, of the matrix units if they support the dtype.
         topology: XLA's name of the topology.
         config: The text proto that XLA's GPU compiler needs; "" for TPUs.
@@ -50,6 +56,7 @@ class Target:
     capability: str
     memory: int
     bandwidth: float
+    link: float
     peaks: Peaks
     topology: str
     config: str
@@ -111,6 +118,19 @@ def _alike(asked: Named) -> str:
     return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
 
 
+def checked_reserve(target: Target, reserve: Any) -> float:
+    """Returns the share of the memory to keep free; None stands for the target's default."""
+    share = target.reserve if reserve is None else reserve
+    legal = isinstance(share, int | float) and not isinstance(share, bool)
+    if not legal or not 0 <= share < 1:
+        raise ValueError(
+            f"reserve={brief(share)} must be a share of the device's memory, from 0 to less "
+            f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps "
+            "free, and 0.05 on TPUs."
+        )
+    return share
+
+
 def size(count: float) -> str:
     """Returns a number of bytes as text, in B, KiB, MiB or GiB."""
     for unit_name, unit_size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
@@ -123,7 +143,7 @@ def _gpu(name: str) -> Target:
     device, memory, bandwidth, peaks, facts = GPUS[name]
     capability = CARDS[name].capability
     return Target(
-        *(name, "cuda", device, capability, memory, bandwidth),
+        *(name, "cuda", device, capability, memory, bandwidth, PCIE[capability.split(".")[0]]),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
         "1x1x1",
         _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
@@ -133,12 +153,12 @@ def _gpu(name: str) -> Target:
 
 
 def _tpu(name: str) -> Target:
-    axes, memory, bandwidth, half, byte = TPU_CHIPS[name]
+    axes, memory, bandwidth, half, byte, link = TPU_CHIPS[name]
     # The matrix unit takes bfloat16: float32 is 6 passes of it, or 3 at precision="high".
     peaks = {"bf16": half * 1e12, "f32": half * 1e12 / 6, "s8": byte * 1e12}
     topology = f"{name}:{_torus(1, axes)}"
     return Target(
-        name, "tpu", f"TPU {name}", "", memory, bandwidth, peaks, topology, "", 0.05, name
+        name, "tpu", f"TPU {name}", "", memory, bandwidth, link, peaks, topology, "", 0.05, name
     )
 
 
