@@ -310,8 +310,8 @@ def readme(cases: Rows) -> list[str]:
         "| {} | {} | {} |".format(FLOAT32, *sizes(FLOAT32)),
         "| casts by hand | {} | {} |".format(*sizes(HAND)),
         '| mpjax, `"mixed_bfloat16"` | **{}** | **{}** |'.format(*sizes("autocast")),
-        f"Of {len(CASES)} models compiled for an H100, {over[0]} need more memory than with casts "
-        f"by hand, and {over[1]} move more bytes",
+        f"Of {len(CASES)} models compiled for an H100, {over[0]} need{'s' * (over[0] == 1)} more "
+        f"memory than with casts by hand, and {over[1]} move{'s' * (over[1] == 1)} more bytes",
     ]
 
 
