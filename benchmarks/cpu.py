@@ -12,6 +12,7 @@
     instruments  find_nonfinite and compare, relative to a gradient
     checkpoints  checksums, relative to a save and to a restore without them
     underflow    the error of float16 gradients, by loss scale and batch
+    codes        the error of gradients by what the backward pass reads, for each model
     bf16_dots    half beside float32, on CPUs that multiply half
     inference    forward passes with bfloat16 weights beside float32 ones, by batch
     quality      half's held-out quality, three seeds: a long case, which runs only when named
@@ -29,6 +30,7 @@ from tqdm import tqdm
 from benchmarks import Options
 from benchmarks.on_cpu import (
     checkpoints,
+    codes,
     dispatch,
     dots,
     gates,
@@ -58,6 +60,7 @@ CASES = {
     "instruments": instruments.case,
     "checkpoints": checkpoints.case,
     "underflow": underflow.case,
+    "codes": codes.case,
     "bf16_dots": dots.case,
     "inference": inference.case,
     quality.CASE: quality.case,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.on_cpu import dots, goals, quality
+from benchmarks.on_cpu import codes, dots, goals, quality
 from benchmarks.on_gpu.tables import reason, text
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import above, shortfalls, table, written
@@ -20,6 +20,7 @@ SAYS = {
     "instruments": "Time and peak memory of instruments that run a program operation by operation",
     "checkpoints": "Checksums of a state's arrays, relative to a save and to a restore without",
     "underflow": "One gradient of the byte-level GPT in float16, compared with float32",
+    "codes": "Error of a bfloat16 gradient, relative to float32's, by storage: small models",
     "bf16_dots": "Training of networks that mostly multiply, on a CPU that multiplies bfloat16",
     "inference": "Forward passes with bfloat16 weights, relative to float32 ones, timed in pairs",
     "quality": "Held-out figures as means over three seeds, compared with the range of float32",
@@ -132,7 +133,18 @@ def means(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     )
 
 
-OWN = {"underflow": underflow, quality.CASE: means}
+def errors(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield table(
+        ("model", *codes.STORAGES, "8bit / fast"),
+        [
+            (name, *(f"{row[s]:.2%}" for s in codes.STORAGES), f"{row['ratio']:.2f}x")
+            for name, row in rows.items()
+            if "ratio" in row
+        ],
+    )
+
+
+OWN = {"underflow": underflow, "codes": errors, quality.CASE: means}
 
 
 def short(rows: goals.Rows, causes: dict[str, Any]) -> list[tuple[str, str, float, str]]:
