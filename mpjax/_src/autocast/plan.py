@@ -279,13 +279,7 @@ def _store(
 
 
 def _goal_inside(op: Op, by: str) -> str:
-    """Returns the goal inside an op with programs, given that around it.
-
-    A loop writes what derivatives read to stacks, one entry in each iteration, and reads it from
-    there. So in a loop the fewest bytes kept are the fewest moved as well.
-    """
-    if by == FAST and op.inside.kind == SCAN:
-        return LEAN
+    """Returns the goal inside an op with programs, given that around it."""
     return by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
 
 

@@ -1,0 +1,96 @@
+"""storage=lean in loops: no copies of parameters are kept, and those of constants are made once."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import equations, normal
+
+import mpjax
+
+LEAN = "mixed_bfloat16,storage=lean"
+BIG = normal(2, 64, 16)
+
+
+def kept(fun, policy, *args):
+    """Returns how many arrays of each shape and dtype are kept, arguments not counted."""
+    report = mpjax.explain(fun, policy, argnums=0)(*args)
+    return collections.Counter((k.dtype, k.shape) for k in report.kept)
+
+
+LAYERS = normal(3, 6, 8, 8, scale=0.3)  # of six layers
+SCALES = normal(4, 6, 8)
+
+
+def layers_of(layer, *params):
+    """Returns a loss of stacked layers, and its arguments."""
+
+    def fun(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, p: (layer(x, *p), None), x, params)[0] ** 2)
+
+    return fun, params, BIG[:, :8]
+
+
+def nested(params, x):
+    def group(x, w):
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0], None
+
+    return jnp.mean(jax.lax.scan(group, x, params[0])[0] ** 2)
+
+
+STACKS = {
+    "plain": layers_of(lambda x, w: x + jnp.tanh(x @ w), LAYERS),
+    "transposed": layers_of(lambda x, w: x + jnp.tanh(x @ w.T), LAYERS),
+    "halved": layers_of(lambda x, w: x + (x @ w[:, :4]) @ w[:, 4:].T, LAYERS),
+    "scaled": layers_of(lambda x, w, s: x + (x @ w) * s, LAYERS, SCALES),
+    "mapped": layers_of(jax.vmap(lambda x, w: x + jnp.tanh(x @ w), (0, None)), LAYERS),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_scan_keeps_no_copies_of_its_parameters(name):
+    found = kept(STACKS[name][0], LEAN, *STACKS[name][1:])
+    stacks = {shape for _, shape in found if shape[0] == 6}
+    assert {shape[1] for shape in stacks} == {64}  # what is computed from the data
+
+
+def test_nested_scan_keeps_no_copies_of_its_parameters():
+    found = kept(nested, LEAN, (LAYERS.reshape(2, 3, 8, 8),), BIG[:, :8])
+    assert {shape for _, shape in found if shape[0] == 2} == {(2, 3, 64, 8)}
+
+
+def recurrent(w, x):
+    """A recurrent network: all iterations read the same weights."""
+
+    def cell(h, x):
+        h = jnp.tanh(x @ w[:8] + h @ w[8:])
+        return h, h
+
+    return jnp.mean(jax.lax.scan(cell, jnp.zeros((4, 8)), x)[1] ** 2)
+
+
+def test_copies_of_a_loops_constants_are_made_once():
+    args = normal(5, 16, 8), normal(6, 5, 4, 8)
+    gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(recurrent, LEAN)))(*args)
+    (back,) = (e for e in gradient.eqns if e.primitive.name == "scan" and e.params["reverse"])
+    weights = [(8, 8), (16, 8)]
+    copied = [
+        e.outvars[0].aval
+        for e in equations(back.params["jaxpr"].jaxpr)
+        if e.primitive.name == "convert_element_type" and e.invars[0].aval.shape in weights
+    ]
+    assert not [aval for aval in copied if aval.dtype == jnp.bfloat16]
+
+
+def test_what_comes_into_a_loop_is_kept_in_half_if_half_operations_alone_read_it():
+    def fun(w, x):
+        def cell(h, x):
+            h = jnp.tanh(h + x @ w)
+            return h, None
+
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros((4, 8)), jnp.exp(x))[0] ** 2)
+
+    args = normal(5, 8, 8), normal(6, 5, 4, 8)
+    found = kept(fun, LEAN, *args)
+    assert found["f32", (5, 4, 8)] == 0 < found["bf16", (5, 4, 8)]
