@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
-from support import normal
+from models import MODELS
+from support import normal, thorough_but
 
 import mpjax
+from benchmarks.models import MODELS as NETWORKS
+from benchmarks.models import SMALL
+from benchmarks.on_cpu.codes import drawn
 from mpjax._src.autocast import coding
 
 LEAN, CODED = "mixed_bfloat16,storage=lean", "mixed_bfloat16,storage=8bit"
@@ -73,6 +77,28 @@ def test_large_values_are_kept_as_codes(fun, codes, most):
     kept = {array.dtype for array in coded.kept if np.prod(array.shape) >= coding.FEWEST}
     assert codes <= kept
     assert coded.stored_after < most * lean.stored_after
+
+
+def efficientnet():
+    """Squeeze and excitation, in which all results of an island are kept."""
+    model, params, rest, batch, _ = NETWORKS["efficientnet"](**SMALL["efficientnet"])
+    params, rest = drawn(params, 0), drawn(rest, 1)
+    return lambda p: model(p, rest, drawn(batch, 2, data=True))[0], params
+
+
+MAKERS = {**MODELS, "efficientnet": efficientnet}
+
+
+@pytest.mark.parametrize("name", thorough_but(MAKERS, "efficientnet"))
+def test_no_gradient_of_a_model_is_lost(name, monkeypatch):
+    monkeypatch.setattr(coding, "FEWEST", 4)
+    model, params = MAKERS[name]()
+    lean, coded = (
+        jax.jit(jax.grad(mpjax.autocast(model, policy)))(params) for policy in (LEAN, CODED)
+    )
+    size = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(lean)))
+    for a, b in zip(jax.tree.leaves(lean), jax.tree.leaves(coded), strict=True):
+        assert np.linalg.norm(a - b) < max(2**-10 * size, np.linalg.norm(a) / 4)
 
 
 def test_few_entries_are_kept_as_they_are():

@@ -195,9 +195,6 @@ class Island:
     ) -> tuple[list[Any], list[Any]]:
         """Evaluates its ops; ``sums`` are the results of reductions, if they are known."""
         body = self.body
-        there = env.known_of((*body.outs, *body.sums))
-        if there and there.keys() >= {*body.outs, *body.sums}:
-            return [there[v] for v in body.outs], [there[v] for v in body.sums]
         kept = dict(zip(body.sums, sums, strict=False))
         inner = body.start(env, zip(body.ins, arrays, strict=True), kept)
         for op in body.ops:
@@ -325,6 +322,14 @@ class SoftmaxIsland(Island):
     @property
     def needs(self) -> Iterator[Value]:
         yield from (*self.ins[1:], *self.outs)
+
+    def forward(
+        self, env: Env, arrays: Sequence[Any], sums: Sequence[Any] = ()
+    ) -> tuple[list[Any], list[Any]]:
+        body, there = self.body, env.known_of((*self.body.outs, *self.body.sums))
+        if there and there.keys() >= {*body.outs, *body.sums}:  # its derivative reads nothing else
+            return [there[v] for v in body.outs], [there[v] for v in body.sums]
+        return super().forward(env, arrays, sums)
 
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
         forward = functools.partial(self.forward, env)
