@@ -60,6 +60,7 @@ COMPILED = {
     "fused": ("h100", ATTENTIVE, ("autocast, fused attention",)),
     "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
     "gates": ("h100", ("gpt2", "resnet50"), GATED),
+    "codes": ("h100", CASES, ("autocast, 8bit",)),
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
 # These train in float16 with a loss scale.

@@ -6,11 +6,9 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
 from absent import compiles, shape
-from ladders import BASE, FALLING, MIB, NAMES, SHORT, fitted, program
+from ladders import BASE, FALLING, MIB, NAMES, SHORT, STEP, fitted, loss_fn, program
 
 import mpjax
 from mpjax._src.hardware import fit, ladder
@@ -115,16 +113,6 @@ def test_fit_memory_says_nothing_of_a_batch_that_it_does_not_know():
 
 
 # ---- arguments ---------------------------------------------------------------------------------
-
-
-def loss_fn(params, batch):
-    h = batch
-    for w in params:
-        h = h + jax.nn.gelu(h @ w) @ w.T
-    return jnp.mean(h**2)
-
-
-STEP = functools.partial(mpjax.build_train_step, loss_fn, optax.sgd(0.1))
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,15 @@
 """The settings of fit_memory: how their steps are made, compared and measured."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from absent import shape
-from ladders import BASE, FALLING, H100, LADDER, MIB, SHORT, fitted, program
+from ladders import BASE, FALLING, H100, LADDER, MIB, SHORT, STEP, fitted, loss_fn, program
 
 import mpjax
 from mpjax._src.hardware import fit, ladder, trials
-
-
-def loss_fn(params, batch):
-    h = batch
-    for w in params:
-        h = h + jax.nn.gelu(h @ w) @ w.T
-    return jnp.mean(h**2)
-
-
-STEP = functools.partial(mpjax.build_train_step, loss_fn, optax.sgd(0.1))
 
 
 def steps(make_step):

@@ -9,22 +9,14 @@ inside the program, or of an operation that computes its derivative from its own
 from collections.abc import Iterator, Sequence
 
 from mpjax._src.autocast.schedule import made_where_read
-from mpjax._src.autocast.steps import (
-    ChunkedLoss,
-    FusedAttention,
-    KeptAttention,
-    Recurrence,
-    SoftmaxIsland,
-    Step,
-    needs,
-)
+from mpjax._src.autocast.steps import KeptAttention, SoftmaxIsland, Step, needs, runs_once
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.base import _jax, rules
+from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.program.graph import Op, Value
 
 # Kinds of `coded.KINDS`.
-SHARE, LEVELS, FLOATS = "share", "int8", "e4m3"
+SHARE, LEVELS = "share", "int8"
 
 # The fewest entries of a code. XLA may write and read those of smaller arrays in kernels of their
 # own, which takes more time than their bytes.
@@ -41,20 +33,6 @@ def kinds(analysis: Analysis, steps: Sequence[Step]) -> dict[Value, str]:
         for v in values
         if v not in whole and _may_be_coded(analysis, v)
     }
-
-
-def runs_once(analysis: Analysis, step: Step) -> bool:
-    """Returns whether a step may not run again to find its derivative at codes.
-
-    That of a matmul or a reduction does not need its result; other operations that are not computed
-    twice might, and so do programs and kernels.
-    """
-    if isinstance(step, FusedAttention | ChunkedLoss | Recurrence):
-        return True
-    if not isinstance(step, Op) or step.spec.runs_again:
-        return False
-    reads_operands = step.spec.need == rules.HALF or rules.REDUCES in step.spec.traits
-    return not (reads_operands or step.spec.linear) or analysis.rulings[step].rule == "program"
 
 
 def _read_whole(analysis: Analysis, step: Step) -> Iterator[Value]:

@@ -16,8 +16,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src.autocast.coded import Coded, decode
 from mpjax._src.base import _jax
+from mpjax._src.base.coded import Coded, decode
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import rule_of
 from mpjax._src.program.graph import Place

@@ -15,13 +15,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpjax._src.autocast.coded import coded_bytes
-from mpjax._src.autocast.coding import runs_once
 from mpjax._src.autocast.mincut import cheapest_cut
 from mpjax._src.autocast.schedule import connected, flow_of, in_order, made_where_read, together
-from mpjax._src.autocast.steps import Checkpoint, CodedCheckpoint, Recomputed, Step, needs
+from mpjax._src.autocast.steps import (
+    Checkpoint,
+    CodedCheckpoint,
+    Recomputed,
+    Step,
+    needs,
+    runs_once,
+)
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
+from mpjax._src.base.coded import coded_bytes
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.program.graph import Block, Op, Value
 

@@ -146,7 +146,7 @@ def complete(
     """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
     analysis = analyse(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
-    by = WRITTEN if plan.as_written else TANGENTS if linear else plan.policy.storage
+    by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
     named = (name for name in REPLACED if getattr(plan.policy, name) and not linear)
     analysis = store(plan.block, analysis, by, frozenset(named))
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
@@ -186,11 +186,10 @@ def analyse(
 
 # ---- storage -------------------------------------------------------------------------------------
 
-# The goals of the choice: few bytes moved; few bytes kept; few bytes moved by the tangents that a
-# rule computes; the peepholes alone, inside a checkpoint of the user's; nothing, if there is no
-# backward pass or the program runs as it was traced.
-FAST, LEAN, CODED = CHOICES["storage"].values
-TANGENTS, PEEPHOLES, WRITTEN = "tangents", "peepholes", "written"
+# The goals of the choice: few bytes moved; few bytes kept; few bytes kept, in codes; the peepholes
+# alone, inside a checkpoint of the user's; nothing, if there is no backward pass, or if the program
+# runs as it was traced.
+FAST, LEAN, CODED, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
 
 # The goals inside primitives with programs, where they differ from those around them.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
@@ -250,7 +249,8 @@ def _store(
                     if op.ins[index] in alive and i not in changing
                 ]
                 analysis.once.update(_once_inside(op, sub, analysis.once))
-                _store(sub.program, analysis, _goal_inside(op, by), {*inner}, replaced)
+                goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
+                _store(sub.program, analysis, goal, {*inner}, replaced)
         elif analysis.once:
             reads = {v for v in op.ins if not v.constant}
             analysis.once.update(op.outs if reads and reads <= analysis.once else ())
@@ -260,7 +260,7 @@ def _store(
     chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
     taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
-    more = chains.islands(links, flow) if by in (FAST, TANGENTS, PEEPHOLES) else []
+    more = chains.islands(links, flow) if by in (FAST, PEEPHOLES) else []
     # If islands depend on each other in a cycle, none is used.
     attempts = (_in_steps(flow.ops, together) for together in ([*chosen, *more], chosen))
     steps: Sequence[Step] = next(filter(None, attempts), flow.ops)
@@ -276,11 +276,6 @@ def _store(
         analysis.kept.update(kept)
         analysis.codes.update({v: kinds[v] for v in kept if v in kinds})
     analysis.steps[block] = tuple(steps)
-
-
-def _goal_inside(op: Op, by: str) -> str:
-    """Returns the goal inside an op with programs, given that around it."""
-    return by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
 
 
 def _once_inside(op: Op, sub: Inside, once: Collection[Value]) -> Iterator[Value]:
@@ -348,7 +343,6 @@ FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island
     FAST: _fewest_moved,
     LEAN: _fewest_kept,
     CODED: _fewest_coded,
-    TANGENTS: _fewest_moved,
     PEEPHOLES: _special,
     WRITTEN: lambda flow, replaced, links: [],
 }

@@ -484,6 +484,20 @@ def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
         yield from op.outs
 
 
+def runs_once(analysis: Analysis, step: Any) -> bool:
+    """Returns whether a step may not run again to find its derivative at codes.
+
+    That of a matmul or a reduction does not need its result; other operations that are not computed
+    twice might, and so do programs and kernels.
+    """
+    if isinstance(step, FusedAttention | ChunkedLoss | Recurrence):
+        return True
+    if not isinstance(step, Op) or step.spec.runs_again:
+        return False
+    reads_operands = step.spec.need == rules.HALF or rules.REDUCES in step.spec.traits
+    return not (reads_operands or step.spec.linear) or analysis.rulings[step].rule == "program"
+
+
 # ---- other steps that run together --------------------------------------------------------------
 
 

@@ -365,6 +365,23 @@ def test_a_barrier_stands_on_its_platforms_alone(barrier, platforms, lowered):
     np.testing.assert_array_equal(jax.vmap(jax.grad(barrier))(X), X)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_carrier_is_zero_and_carries_all_derivatives(around):
+    """What a code depends on: partial evaluation of a loop's body keeps the dependence."""
+
+    def fun(x):
+        def body(total, x):
+            return total + jnp.square(x + _jax.carrier(x)), None
+
+        return jax.lax.scan(around(body), 0.0, x)[0]
+
+    # As (x + 0)**2 with the tangent 2 * dx: the derivative is 4x, and its derivative 8.
+    np.testing.assert_allclose(jax.jvp(fun, (X,), (X,))[1], 4 * jnp.square(X).sum(), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(fun)(X), 4 * X, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: jax.grad(fun)(x).sum())(X), 8.0, rtol=1e-6)
+    assert not jax.vmap(_jax.carrier)(X).any()
+
+
 @pytest.mark.parametrize(("axis", "held"), [(None, "2x4x3"), (0, "5x2x4x3"), (2, "5x2x4x3")])
 def test_the_left_operand_of_a_matmul_is_held_in_its_order_on_cpus_alone(axis, held):
     """Batch, free and contracted dimensions: XLA:CPU has no kernel for another order."""

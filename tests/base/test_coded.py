@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import thorough_but
 
-from mpjax._src.autocast.coded import BLOCK, KINDS, block_of, coded_bytes, decode, encode
+from mpjax._src.base.coded import BLOCK, KINDS, block_of, coded_bytes, decode, encode
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 SHAPES = [(), (3,), (4, 64), (3, 197), (2, 3, 256), (2, 1000), (0,), (4, 0)]
