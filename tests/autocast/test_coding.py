@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from models import MODELS
-from support import normal, thorough_but
+from support import equations, normal, thorough_but
 
 import mpjax
 from benchmarks.models import MODELS as NETWORKS
@@ -99,6 +99,34 @@ def test_no_gradient_of_a_model_is_lost(name, monkeypatch):
     size = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(lean)))
     for a, b in zip(jax.tree.leaves(lean), jax.tree.leaves(coded), strict=True):
         assert np.linalg.norm(a - b) < max(2**-10 * size, np.linalg.norm(a) / 4)
+
+
+def alike(queries, x):
+    """An attention whose values are almost the same, so that the terms of its row sums cancel."""
+    keys, values = WEIGHTS[1][0][:, :64], WEIGHTS[0][0][:, 64:128]
+    q, k, v = (x[None, :, None] @ w for w in (queries, keys, values))
+    return (jax.nn.dot_product_attention(4 * q, k, 8 + v) * normal(9, 1, len(x), 1, 64)).sum()
+
+
+def test_values_and_result_of_an_attention_are_kept_whole():
+    args = WEIGHTS[0][0][:, :64], normal(5, 256, 256)
+    exact = exactly(jax.grad(alike), *args)
+    lean, coded = (
+        error(jax.grad(mpjax.autocast(alike, policy))(*args), exact) for policy in (LEAN, CODED)
+    )
+    assert coded < 1.5 * lean  # of values in 8 bits, it is about 2 times
+
+
+def test_recurrence_runs_once():
+    def states(w, x):
+        h = jax.lax.associative_scan(
+            lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (jax.nn.sigmoid(x @ w), x @ w)
+        )[1]
+        return jnp.square(jax.nn.silu(h)).sum()
+
+    gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(states, CODED)))(WEIGHTS[0][0], X)
+    names = [eqn.primitive.name for eqn in equations(gradient.jaxpr)]
+    assert names.count("linear_recurrence") == 2
 
 
 def test_few_entries_are_kept_as_they_are():
