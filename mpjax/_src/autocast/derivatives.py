@@ -29,24 +29,29 @@ def cast(array: Any, dtype: Any) -> Any:
     return jax.lax.convert_element_type(array, dtype)
 
 
-# The name of values that are kept for the backward pass.
-KEPT = "mpjax.kept"
+# The names of values that are kept for the backward pass: from the forward pass on, or from when it
+# computes them again.
+KEPT, PASSING = "mpjax.kept", "mpjax.passing"
 
 
-def keep(array: Any) -> Any:
+def keep(array: Any, name: str = KEPT) -> Any:
     """Marks an array that mpjax's checkpoints keep for the backward pass."""
-    return array if _jax.in_taylor_mode([array]) else checkpoint_name(array, KEPT)
+    return array if _jax.in_taylor_mode([array]) else checkpoint_name(array, name)
 
 
-def kept_alone(run: Callable[[Any], Any], arrays: Any, prevent_cse: bool) -> Any:
+def kept_alone(
+    run: Callable[[Any], Any], arrays: Any, prevent_cse: bool, whole: bool = False
+) -> Any:
     """Runs a function under a checkpoint: the backward pass repeats it from the marked values.
 
-    Values that may not be computed twice are kept as well, if the backward pass needs them.
+    Values that may not be computed twice are kept as well, if the backward pass needs them; but if
+    ``whole``, matmuls and all else run twice, and only values with the name `KEPT` are kept.
     """
     if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
         return run(arrays)
     arrays = _ended_together(arrays) if prevent_cse else arrays
-    return jax.checkpoint(run, policy=_is_kept, prevent_cse=prevent_cse)(arrays)
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT) if whole else _is_kept
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
 
 
 def from_codes(
@@ -116,7 +121,7 @@ def _ended_together(arrays: Any) -> Any:
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     if primitive.name == "name":
-        return bool(params["name"] == KEPT)
+        return params["name"] in (KEPT, PASSING)
     inside = [eqn for jaxpr in _jax.programs_in(params) for eqn in jaxpr.eqns]
     if inside:
         return any(_is_kept(eqn.primitive, **eqn.params) for eqn in inside)
@@ -309,7 +314,7 @@ def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
     return add(args[0]) if _jax.in_taylor_mode(args) else ruled(*args)
 
 
-def recurrence(a: Any, b: Any, axis: int, half: Any) -> Any:
+def recurrence(a: Any, b: Any, axis: int, half: Any, name: str = KEPT) -> Any:
     """Computes ``h[t] = a[t] h[t-1] + b[t]`` along an axis, from ``h[0] = b[0]``.
 
     If ``half`` is not None, ``h`` is rounded to it, and its derivative reads it as it is rounded.
@@ -317,10 +322,12 @@ def recurrence(a: Any, b: Any, axis: int, half: Any) -> Any:
     if _jax.in_taylor_mode([a, b]):
         h = _jax.scanned(a, b, axis=axis)
         return h if half is None else cast(h, half)
-    return _jax.recurrence(a, b, axis) if half is None else _rounded_recurrence(a, b, axis, half)
+    if half is None:
+        return _jax.recurrence(a, b, axis)
+    return _rounded_recurrence(a, b, axis, half, name)
 
 
-def _rounded_recurrence(a: Any, b: Any, axis: int, half: Any) -> Any:
+def _rounded_recurrence(a: Any, b: Any, axis: int, half: Any, name: str) -> Any:
     @functools.partial(jax.checkpoint, prevent_cse=False)  # else the moved recurrence would be kept
     def drive(moving, out):
         return _jax.drive(moving, cast(out, FLOAT32), axis)
@@ -329,7 +336,7 @@ def _rounded_recurrence(a: Any, b: Any, axis: int, half: Any) -> Any:
         return cast(_jax.recurrence(a, b, axis), half)
 
     def jvp(primals, tangents):
-        out = keep(call(*primals))
+        out = keep(call(*primals), name)
         if all(isinstance(t, SymbolicZero) for t in tangents):
             return out, _jax.zero_tangent(out)
         moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
@@ -608,7 +615,9 @@ class Weighing(NamedTuple):
     weigh: Callable[[Any, Sequence[Any]], Any] | None
 
 
-def softmax(run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool) -> list[Any]:
+def softmax(
+    run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool, name: str = KEPT
+) -> list[Any]:
     """Runs a softmax in float32. Its derivative is computed from its result, kept in half.
 
     Args:
@@ -616,6 +625,7 @@ def softmax(run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool) -
         arrays: The exponent, and operands that are constant for the derivative.
         form: The properties of the softmax.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
+        name: The name under which checkpoints keep the result.
     """
 
     def call(*arrays):
@@ -626,7 +636,7 @@ def softmax(run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool) -
         if isinstance(tangents[0], SymbolicZero):
             return out, _jax.zero_tangent(out)
         slope = _softmax_slope(form[:3], out.dtype, prevent_cse)
-        kept = keep(cast(out, form.half))
+        kept = keep(cast(out, form.half), name)
         return kept if out.dtype == form.half else out, slope(kept, tangents[0])
 
     return [with_tangent(call, jvp, symbolic_zeros=True)(*arrays)]
@@ -667,6 +677,7 @@ def attention(
     by: Weighing,
     shows: bool = False,
     again: bool = False,
+    names: Sequence[str] = ("", ""),
 ) -> list[Any]:
     """Runs a softmax and its matmul with values.
 
@@ -682,6 +693,7 @@ def attention(
         by: The matmul, and the operations before it.
         shows: Whether the softmax is returned after the result, in half and without a tangent.
         again: Whether ``run`` returns one that was kept.
+        names: The names under which checkpoints keep the result and the softmax, or "".
     """
     eqn, place, half, weigh = by.eqn, by.place, form.half, by.weigh
 
@@ -736,6 +748,7 @@ def attention(
         (out,), (p,) = run(primals)
         more, tangents = list(primals[2 : form.moving]), tangents[: form.moving]
         p, v = in_half(p), cast(primals[1], half)
+        out, p = (keep(x, name) if name else x for x, name in zip((out, p), names, strict=True))
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []
         if moving[0]:

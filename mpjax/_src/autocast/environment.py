@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.derivatives import cast, keep, known
+from mpjax._src.autocast.derivatives import KEPT, PASSING, cast, keep, known
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.coded import Coded, encode
@@ -71,11 +71,17 @@ class Env:
     def write(self, value: Value, array: Any) -> None:
         """Records an array in its own dtype."""
         analysis = self.settings.analysis
-        if value in analysis.kept and value not in analysis.codes:
-            array = keep(array)
+        name = self.name(value)
+        if name and value not in analysis.codes:
+            array = keep(array, name)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
         if value in analysis.codes:  # here, where reports see which operation computed it
             self.code(value)
+
+    def name(self, value: Value) -> str:
+        """Returns the name under which checkpoints keep a value; "" if they do not."""
+        analysis = self.settings.analysis
+        return KEPT if value in analysis.kept else PASSING if value in analysis.passing else ""
 
     def held(self, value: Value) -> tuple[list[Any], list[Any]]:
         """Returns the arrays of a value, for `hold`."""
@@ -127,12 +133,14 @@ class Env:
             array = cast(array, self.stored[value].dtype)
         self.write(value, array)
 
-    def inside(self, depth: int, known: dict[Value, Any] | None = None) -> "Env":
+    def inside(
+        self, depth: int, known: dict[Value, Any] | None = None, in_loop: bool | None = None
+    ) -> "Env":
         """Returns an environment for steps that are traced separately, below ``depth`` names.
 
         Values in ``known`` are not computed again.
         """
-        env = Env(self.settings, self.in_loop, depth)
+        env = Env(self.settings, self.in_loop if in_loop is None else in_loop, depth)
         env._known = known or {}
         return env
 

@@ -22,6 +22,7 @@ from mpjax._src.autocast.steps import (
     CodedCheckpoint,
     Recomputed,
     Step,
+    WholeCheckpoint,
     needs,
     runs_once,
 )
@@ -29,31 +30,46 @@ from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.coded import coded_bytes
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.program.graph import Block, Op, Value
+from mpjax._src.program.graph import Op, Value
+
+
+class Part(NamedTuple):
+    """The steps of a block, for which the kept values are chosen.
+
+    Attributes:
+        steps: The steps on which results or effects depend.
+        results: The results of the block.
+        alive: The arguments that are in memory anyway.
+        in_loop: Whether the block is the body of a loop, or inside one.
+    """
+
+    steps: Sequence[Step]
+    results: Sequence[Value]
+    alive: Collection[Value]
+    in_loop: bool
 
 
 def checkpoints(
     analysis: Analysis,
-    steps: Sequence[Step],
-    block: Block,
-    alive: Collection[Value],
+    part: Part,
+    chosen: "Chosen",
     kinds: Mapping[Value, str] = MappingProxyType({}),
-) -> tuple[Sequence[Step], frozenset[Value]]:
-    """Returns the steps of a block, recomputed ones in checkpoints, and the values that it keeps.
+) -> Sequence[Step]:
+    """Returns the steps of a part, with those that run again in checkpoints.
 
     Args:
         analysis: What is known about the values.
-        steps: The steps.
-        block: The block.
-        alive: The arguments that are in memory anyway.
+        part: The part.
+        chosen: What it keeps, and computes again.
         kinds: The kind of code in which values would be kept, for those that have one.
     """
-    steps, results = _live(steps, block.outvars), block.outvars
-    chosen, copied = _choose(analysis, steps, alive, kinds), _copied(analysis, steps, alive)
+    steps, copied = part.steps, _copied(analysis, part)
     alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step, kinds))
-    wanted = _groups(analysis, steps, chosen, copied, block.in_loop, kinds)
-    closed = _nested([*wanted], _Reach(steps))
-    spans = [span for span in closed if not span & alone]
+    wanted = _groups(analysis, part, chosen, copied, kinds)
+    spans = [span for span in _nested([*wanted], _Reach(steps)) if not span & alone]
+    whole = sum(1 << i for i, step in enumerate(steps) if chosen.repeats(step))
+    # Steps inside a group that repeats matmuls are not repeated once more, for themselves.
+    spans = [s for s in spans if not any(s | o == o != s and o & whole for o in spans)]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the current checkpoint of each step
     first = [*steps]
@@ -63,11 +79,26 @@ def checkpoints(
         groups = [
             sorted({now[first[i]] for i in _bits(span)}, key=when.__getitem__) for span in level
         ]
-        steps = gathered(analysis, steps, results, groups, copied)
+        steps = gathered(analysis, steps, part.results, groups, copied)
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
-    kept = chosen.kept
-    return [_of_codes(step, kept) for step in steps] if kinds else steps, kept
+    if kinds:
+        return [_of_codes(step, chosen.kept) for step in steps]
+    return [_of_matmuls(analysis, part, chosen, step) for step in steps]
+
+
+def _of_matmuls(analysis: Analysis, part: Part, chosen: "Chosen", step: Step) -> Step:
+    """Returns a step that repeats matmuls, if it is a checkpoint around such.
+
+    While its backward pass runs, it keeps what lean would keep of these steps.
+    """
+    if not isinstance(step, Checkpoint) or not any(map(chosen.repeats, step.steps)):
+        return step
+    inside = Part(live(step.steps, step.outs), step.outs, part.alive, part.in_loop)
+    own = choose(analysis, inside, there={*step.ins, *chosen.kept})
+    passing = own.kept - chosen.kept
+    steps = tuple(checkpoints(analysis, inside, own))
+    return WholeCheckpoint(steps, step.ins, step.outs, frozenset(passing))
 
 
 def _of_codes(step: Step, kept: Collection[Value]) -> Step:
@@ -103,7 +134,7 @@ def gathered(
     return regrouped
 
 
-def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
+def live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
     """Returns the steps on which results or effects depend.
 
     A checkpoint has cotangents for all that it computes, and would run matmuls with those zeros.
@@ -122,26 +153,48 @@ def _live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
 
 
 class Chosen(NamedTuple):
-    """The values of some steps to compute again, and those to keep."""
+    """What is kept of some steps, and what is computed again.
+
+    Attributes:
+        again: The values to compute again.
+        kept: The values to keep.
+        priced: The steps that may run again although that is not free.
+    """
 
     again: set[Value]
     kept: frozenset[Value]
+    priced: Collection[Step] = ()
+
+    def repeats(self, step: Step) -> bool:
+        """Returns whether a step runs again although that is not free."""
+        return step in self.priced and not self.again.isdisjoint(step.outs)
 
 
-def _choose(
+def choose(
     analysis: Analysis,
-    steps: Sequence[Step],
-    alive: Collection[Value],
-    kinds: Mapping[Value, str],
+    part: Part,
+    kinds: Mapping[Value, str] = MappingProxyType({}),
+    costs: Mapping[Step, int] = MappingProxyType({}),
+    there: Collection[Value] = (),
 ) -> Chosen:
-    """Returns the values of some steps to compute again, and those to keep."""
+    """Chooses what is kept of some steps: what costs the least, in bytes.
+
+    Args:
+        analysis: What is known about the values.
+        part: The steps.
+        kinds: The kind of code in which values would be kept, for those that have one.
+        costs: The cost of running a step again, for those that may although that is not free.
+        there: Further values that are in memory anyway.
+    """
+    steps = part.steps
+    again_too = {step for step in steps if step in costs or _runs_again(analysis, step)}
     producer = {v: step for step in steps for v in step.outs}
     number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
     # To compute a result again, each operand is kept or computed again: an edge from each.
     edges = [
         (number[v], number[out])
         for step in steps
-        if _runs_again(analysis, step)
+        if step in again_too
         for v in step.ins
         if v in number
         for out in step.outs
@@ -150,14 +203,18 @@ def _choose(
     fixed = [
         number[v]
         for v in number
-        if v not in producer or v in analysis.once or not _runs_again(analysis, producer[v])
+        if v not in producer or v in analysis.once or producer[v] not in again_too
     ]
     needed = {v for step in steps for v in needs(analysis, step) if v in number}
-    weights = [0 if v in alive else _bytes(analysis, v, kinds.get(v)) for v in number]
-    cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed])
-    later = _crosses(analysis, steps, kinds)
+    weights = [
+        0 if v in part.alive or v in there else kept_bytes(analysis, v, kinds.get(v))
+        for v in number
+    ]
+    prices = {number[v]: costs[step] for v, step in producer.items() if step in costs}
+    cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed], prices)
+    later = _crosses(analysis, steps, kinds, again_too)
     chosen = [v for v in producer if number[v] in cut or v in later]
-    kept = frozenset(v for v in chosen if weights[number[v]] > 0)
+    kept = frozenset(v for v in chosen if weights[number[v]] > 0 or v in there)
     again: set[Value] = set()
     # Behind the cut: what needed values are computed from, back to kept ones.
     todo = [*needed]
@@ -165,15 +222,20 @@ def _choose(
         value = todo.pop()
         if value in producer and value not in kept and value not in (analysis.once | again):
             again.add(value)
-            todo += producer[value].ins if _runs_again(analysis, producer[value]) else ()
-    return Chosen(again, kept)
+            todo += producer[value].ins if producer[value] in again_too else ()
+    return Chosen(again, kept, costs.keys())
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
     return (v for step in steps for v in step.ins if not v.literal)
 
 
-def _crosses(analysis: Analysis, steps: Sequence[Step], kinds: Mapping[Value, str]) -> set[Value]:
+def _crosses(
+    analysis: Analysis,
+    steps: Sequence[Step],
+    kinds: Mapping[Value, str],
+    again_too: Collection[Step],
+) -> set[Value]:
     """Returns the values that are computed before a nested program and used after it.
 
     A program inside a checkpoint would run twice, and effects are not possible there.
@@ -182,7 +244,7 @@ def _crosses(analysis: Analysis, steps: Sequence[Step], kinds: Mapping[Value, st
     crossing: set[Value] = set()
     for step in steps:
         here = max((level.get(v, 0) for v in step.ins), default=0)
-        used = {*needs(analysis, step), *(step.ins if _runs_again(analysis, step) else ())}
+        used = {*needs(analysis, step), *(step.ins if step in again_too else ())}
         crossing |= {v for v in used if level.get(v, here) < here}
         level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step, kinds))
     return crossing
@@ -205,7 +267,7 @@ def _runs_again(analysis: Analysis, step: Step) -> bool:
     return step.spec.runs_again
 
 
-def _bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int:
+def kept_bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int:
     """Returns the bytes needed to keep a value in each iteration; 0 for an argument or constant."""
     if (
         value in analysis.once
@@ -231,26 +293,25 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _copied(analysis: Analysis, steps: Sequence[Step], alive: Collection[Value]) -> set[Op]:
+def _copied(analysis: Analysis, part: Part) -> set[Op]:
     """Returns the operations on constants and parameters alone, which each group repeats."""
-    results: set[Value] = set()
+    there = {*part.alive}
     copied: set[Op] = set()
-    for step in steps:
-        alone = all(v.literal or analysis.is_raw(v) or v in alive or v in results for v in step.ins)
+    for step in part.steps:
+        alone = all(v.literal or analysis.is_raw(v) or v in there for v in step.ins)
         if not analysis.once.isdisjoint(step.outs):
             continue
         if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(analysis, step):
             copied.add(step)
-            results.update(step.outs)
+            there.update(step.outs)
     return copied
 
 
 def _groups(
     analysis: Analysis,
-    steps: Sequence[Step],
+    part: Part,
     chosen: Chosen,
     copied: set[Op],
-    in_loop: bool,
     kinds: Mapping[Value, str],
 ) -> Iterator[int]:
     """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
@@ -260,7 +321,7 @@ def _groups(
     matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
     at the matmul.
     """
-    again, kept = chosen
+    steps, (again, kept, _) = part.steps, chosen
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
     there = {*place, *_kept_as_stored(analysis, steps, again)}
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
@@ -292,11 +353,12 @@ def _groups(
                 if analysis.stored[v].dtype == FLOAT32 and v not in analysis.small
             )
         for v in wanted.union(needs(analysis, step)) - analysis.once:
-            if v in place and v not in kept and _runs_again(analysis, steps[place[v]]):
-                if steps[place[v]] in copied and in_loop:
+            maker = steps[place[v]] if v in place and v not in kept else None
+            if maker and (_runs_again(analysis, maker) or chosen.repeats(maker)):
+                if maker in copied and part.in_loop:
                     pairs.append((i, i))
                     worth.add(i)  # else a view of a parameter would be written to a stack
-                elif not (steps[place[v]] in copied or made_where_read(analysis, steps[place[v]])):
+                elif not (maker in copied or made_where_read(analysis, maker)):
                     pairs.append((place[v], i))
             elif (
                 isinstance(step, Op)

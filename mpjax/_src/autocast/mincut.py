@@ -1,6 +1,7 @@
 """The cheapest set of values from which all needed values can be computed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ def cheapest_cut(
     edges: Iterable[tuple[int, int]],
     given: Iterable[int],
     needed: Iterable[int],
+    costs: Mapping[int, int] = MappingProxyType({}),
 ) -> set[int]:
     """Returns the lightest set of nodes that every path from given to needed nodes passes through.
 
@@ -28,6 +30,7 @@ def cheapest_cut(
         edges: Pairs of nodes; the first is an operand of the second.
         given: The nodes that cannot be recomputed.
         needed: The nodes that must be in the set, or be computed from it.
+        costs: The cost of computing a node, for those that are not free to compute.
 
     Returns:
         The set.
@@ -37,11 +40,14 @@ def cheapest_cut(
     count = len(weights)
     source, sink = 2 * count, 2 * count + 1
     # Rounded up, so that only weight 0 is free; the sum of all weights stands for "unbounded".
-    unit = max(1, -(-sum(weights) // (MOST // 2 - count)))
+    total = sum(weights) + sum(costs.values())
+    unit = max(1, -(-total // (MOST // 2 - 2 * count)))
     capacity = [-(-weight // unit) for weight in weights]
-    unbounded = sum(capacity) + 1
+    paid = {(source, 2 * i): -(-cost // unit) for i, cost in costs.items()}
+    unbounded = sum(capacity) + sum(paid.values()) + 1
     arcs = {(2 * i, 2 * i + 1): c for i, c in enumerate(capacity)}
     arcs |= {(2 * i + 1, 2 * j): unbounded for i, j in edges}
+    arcs |= paid
     arcs |= {(source, 2 * i): unbounded for i in given}
     arcs |= {(2 * i + 1, sink): unbounded for i in needed}
     if not arcs:

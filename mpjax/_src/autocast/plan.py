@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mpjax._src.autocast import chains, coding, cross_entropies, fusion, peepholes
+from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -32,7 +32,7 @@ from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.flow import Flow, flow_of
 from mpjax._src.autocast.islands import groups, islands, leave_small
-from mpjax._src.autocast.lean import checkpoints
+from mpjax._src.autocast.lean import Part, checkpoints, choose, live
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.scans import recurrences
@@ -45,6 +45,7 @@ from mpjax._src.autocast.steps import (
     KeptAttention,
     Recomputed,
     Step,
+    WholeCheckpoint,
 )
 from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -186,10 +187,11 @@ def analyse(
 
 # ---- storage -------------------------------------------------------------------------------------
 
-# The goals of the choice: few bytes moved; few bytes kept; few bytes kept, in codes; the peepholes
-# alone, inside a checkpoint of the user's; nothing, if there is no backward pass, or if the program
-# runs as it was traced.
-FAST, LEAN, CODED, PEEPHOLES, WRITTEN = *CHOICES["storage"].values, "peepholes", "written"
+# The goals of the choice: few bytes moved; few bytes kept; few bytes kept, in codes; a number of
+# bytes kept, by computing matmuls again; the peepholes alone, inside a checkpoint of the user's;
+# nothing, if there is no backward pass, or if the program runs as it was traced.
+FAST, LEAN, CODED = CHOICES["storage"].values
+AGAIN, PEEPHOLES, WRITTEN = "again", "peepholes", "written"
 
 # The goals inside primitives with programs, where they differ from those around them.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
@@ -199,13 +201,13 @@ INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 REPLACED = "fused_attention", "chunked_loss"
 
 
-def store(block: Block, analysis: Analysis, by: str, replaced: Collection[str]) -> Analysis:
+def store(block: Block, analysis: Analysis, by: str | float, replaced: Collection[str]) -> Analysis:
     """Picks the steps of a program, and the values that it keeps for the backward pass.
 
     Args:
         block: The program.
         analysis: What is known about its values.
-        by: The goal.
+        by: The goal, or for `AGAIN` the number.
         replaced: Which of `REPLACED` are asked for.
 
     Returns:
@@ -222,15 +224,41 @@ def store(block: Block, analysis: Analysis, by: str, replaced: Collection[str]) 
         steps={},
         kept=set(),
         codes={},
+        passing=set(),
     )
-    _store(block, planned, by, {*block.invars}, replaced)
+    goal = by if isinstance(by, str) else AGAIN
+    parts: dict[Block, Part] = {}
+    _pick(block, planned, goal, {*block.invars}, replaced, parts)
+    if not isinstance(by, str):
+        default = store(block, analysis, FAST, replaced)
+        most = budget.most(default, block, parts)
+        kept = budget.within(planned, block, parts, by, most)
+        if kept is None:
+            return default
+        for inner, chosen in kept.chosen.items():
+            planned.kept.update(chosen.kept)
+            planned.steps[inner] = tuple(kept.steps[inner])
+            for step in kept.steps[inner]:
+                planned.passing.update(step.passing if isinstance(step, WholeCheckpoint) else ())
+        return planned
+    for inner, part in parts.items():
+        kinds = coding.kinds(planned, part.steps) if by == CODED else {}
+        chosen = choose(planned, part, kinds)
+        planned.kept.update(chosen.kept)
+        planned.codes.update({v: kinds[v] for v in chosen.kept if v in kinds})
+        planned.steps[inner] = tuple(checkpoints(planned, part, chosen, kinds))
     return planned
 
 
-def _store(
-    block: Block, analysis: Analysis, by: str, alive: Collection[Value], replaced: Collection[str]
+def _pick(
+    block: Block,
+    analysis: Analysis,
+    by: str,
+    alive: Collection[Value],
+    replaced: Collection[str],
+    parts: dict[Block, Part],
 ) -> None:
-    """Picks the steps of every block, and the values that it keeps for the backward pass.
+    """Picks the steps of every block.
 
     Args:
         block: The block.
@@ -238,6 +266,7 @@ def _store(
         by: The goal.
         alive: The arguments of the block that are in memory anyway.
         replaced: Which of `REPLACED` are asked for.
+        parts: Gets the blocks for which the kept values are chosen afterwards.
     """
     for op in block.ops:
         if analysis.rulings[op].rule == "program":
@@ -250,7 +279,7 @@ def _store(
                 ]
                 analysis.once.update(_once_inside(op, sub, analysis.once))
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                _store(sub.program, analysis, goal, {*inner}, replaced)
+                _pick(sub.program, analysis, goal, {*inner}, replaced, parts)
         elif analysis.once:
             reads = {v for v in op.ins if not v.constant}
             analysis.once.update(op.outs if reads and reads <= analysis.once else ())
@@ -270,12 +299,9 @@ def _store(
     for step in steps:
         if isinstance(step, Elementwise):
             chains.unrounded(step.ops, flow, differentiated=False)
-    if by in (LEAN, CODED):
-        kinds = coding.kinds(analysis, steps) if by == CODED else {}
-        steps, kept = checkpoints(analysis, steps, block, alive, kinds)
-        analysis.kept.update(kept)
-        analysis.codes.update({v: kinds[v] for v in kept if v in kinds})
     analysis.steps[block] = tuple(steps)
+    if by in (LEAN, CODED, AGAIN):
+        parts[block] = Part(live(steps, block.outvars), block.outvars, alive, block.in_loop)
 
 
 def _once_inside(op: Op, sub: Inside, once: Collection[Value]) -> Iterator[Value]:
@@ -328,14 +354,21 @@ def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -
 
 def _fewest_coded(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the same islands, for values kept as codes: of the inputs, not of rounded copies."""
-    return [*map(_of_codes, _fewest_kept(flow, replaced, links))]
+    chosen = _fewest_again(flow, replaced, links)
+    coded: dict[Island, Island] = {
+        i: dataclasses.replace(i, rounded=frozenset()) for i in chosen if isinstance(i, Recomputed)
+    }
+    return [coded.get(i, i) for i in chosen]
 
 
-def _of_codes(island: Island) -> Island:
+def _fewest_again(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
+    """Returns the same islands, with a choice for the softmax of each attention: kept or not."""
+    return [*map(_of_choice, _fewest_kept(flow, replaced, links))]
+
+
+def _of_choice(island: Island) -> Island:
     if isinstance(island, Attention):
         return KeptAttention(island.body, island.form, island.matmul, island.weights)
-    if isinstance(island, Recomputed):
-        return dataclasses.replace(island, rounded=frozenset())
     return island
 
 
@@ -343,6 +376,7 @@ FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island
     FAST: _fewest_moved,
     LEAN: _fewest_kept,
     CODED: _fewest_coded,
+    AGAIN: _fewest_again,
     PEEPHOLES: _special,
     WRITTEN: lambda flow, replaced, links: [],
 }

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from mpjax._src.autocast import derivatives, fused, written
-from mpjax._src.autocast.derivatives import Softmax, Weighing, known
+from mpjax._src.autocast.derivatives import KEPT, Softmax, Weighing, known
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.flow import Flow, free_producers
 from mpjax._src.autocast.operations import at, evaluate, run_step, run_steps
@@ -333,7 +333,8 @@ class SoftmaxIsland(Island):
 
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
         forward = functools.partial(self.forward, env)
-        return derivatives.softmax(forward, arrays, self.form, not env.in_loop)
+        name = env.name(self.outs[0]) or KEPT
+        return derivatives.softmax(forward, arrays, self.form, not env.in_loop, name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -383,7 +384,10 @@ class KeptAttention(Attention):
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
         forward, (weights,) = functools.partial(self.forward, env), self.body.sums
         again = bool(env.known_of([weights]))
-        out, p = derivatives.attention(forward, arrays, self.form, self.by(env), True, again)
+        codes = env.settings.analysis.codes
+        names = ["" if v in codes else env.name(v) for v in self.outs]
+        by = self.by(env)
+        out, p = derivatives.attention(forward, arrays, self.form, by, True, again, names)
         env.write(weights, p)
         return [out]
 
@@ -452,7 +456,8 @@ class Recurrence(Island):
         (result,) = self.outs
         in_half = result in self.body.in_half or env.stored[result].dtype in HALVES
         a, b = arrays
-        return [derivatives.recurrence(a, b, self.axis, self.body.half if in_half else None)]
+        half = self.body.half if in_half else None
+        return [derivatives.recurrence(a, b, self.axis, half, env.name(result) or KEPT)]
 
 
 # ---- what derivatives read ----------------------------------------------------------------------
@@ -518,6 +523,8 @@ class Checkpoint:
     ins: tuple[Value, ...]
     outs: tuple[Value, ...]
 
+    whole = False
+
     @property
     def ops(self) -> tuple[Op, ...]:
         return tuple(op for step in self.steps for op in ops_of(step))
@@ -525,10 +532,13 @@ class Checkpoint:
     def run(self, env: Env) -> None:
         """Runs the steps under a checkpoint."""
         stored, tree = jax.tree.flatten([self._taken(value, env) for value in self.ins])
-        inner = functools.partial(env.inside, env.depth)
+        # What a whole one repeats, and its backward pass, are one computation, also in a loop.
+        inner = functools.partial(env.inside, env.depth, in_loop=env.in_loop and not self.whole)
         steps = functools.partial(run_steps, self.steps, self.outs)
         run, trees = as_function(self.ins, self.outs, tree, inner, Env.as_stored, steps)
-        results = derivatives.kept_alone(lambda stored: run(*stored), stored, not env.in_loop)
+        results = derivatives.kept_alone(
+            lambda stored: run(*stored), stored, not env.in_loop, self.whole
+        )
         hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
 
     def _taken(self, value: Value, env: Env) -> tuple[list[Any], list[Any]]:
@@ -544,6 +554,19 @@ class Checkpoint:
             if len(reads) == 1 and arrays[0].dtype == FLOAT32:
                 arrays = [*arrays, *copies]
         return arrays, exact
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeCheckpoint(Checkpoint):
+    """A checkpoint that repeats matmuls too.
+
+    Attributes:
+        passing: What the backward pass keeps once it has computed it again.
+    """
+
+    passing: frozenset[Value]
+
+    whole = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

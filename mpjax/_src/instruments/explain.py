@@ -531,7 +531,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
         _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
         _signature(computes, [_after(v, dtypes[v]) for v in op.outs]),
         words(reason),
-        flops_of(op.eqn),
+        _jax.flops_of(op.eqn),
         times,
         left_alone=ruling.leaves_alone(op),
         storage=storage,
@@ -598,7 +598,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
             BACKWARD + where,
-            flops_of(eqn),
+            _jax.flops_of(eqn),
             times,
             index,
             library=lines[1],
@@ -620,30 +620,11 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
 # ---- totals -------------------------------------------------------------------------------------
 
 
-def flops_of(eqn: Any) -> int:
-    """Returns the number of floating-point operations of a matmul or convolution."""
-    if not eqn.outvars:
-        return 0
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = [eqn.invars[0].aval.shape[d] for d in contracted]
-        return 2 * _jax.size_of((*out.shape, *depth))
-    if name == "ragged_dot_general":
-        return 2 * _jax.size_of((*out.shape, eqn.invars[0].aval.shape[-1]))
-    if name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        kernel = eqn.invars[1].aval.shape
-        per_output = [size for d, size in enumerate(kernel) if d != numbers.rhs_spec[0]]
-        return 2 * _jax.size_of((*out.shape, *per_output))
-    return 0
-
-
 def _half_share(jaxpr: Any) -> float:
     total = half = 0
     for eqn, _, times in equations(jaxpr):
         if rule_of(eqn.primitive.name).need == HALF:
-            flops = flops_of(eqn) * times
+            flops = _jax.flops_of(eqn) * times
             total += flops
             dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}
             half += flops if dtypes <= set(HALVES) else 0

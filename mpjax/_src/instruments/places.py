@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.tables import Ruling
+from mpjax._src.base import _jax
 from mpjax._src.base.patterns import matches
-from mpjax._src.instruments.explain import flops_of
 from mpjax._src.program.graph import Op
 from mpjax._src.program.site import shown
 
@@ -27,7 +27,7 @@ class Places:
         pairs, rulings = plan.numbered, plan.analysis.rulings
         self.rows = plan.rows
         self.movable = [op for op, _ in pairs if is_movable(op, rulings[op])]
-        self._flops = {self.rows[op]: flops_of(op.eqn) * times for op, times in pairs}
+        self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
         self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
 

@@ -6,6 +6,7 @@ grammar and `str(policy)` writes it. The casts themselves are in `trees`.
 
 import dataclasses
 import json
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -90,8 +91,8 @@ CHOICES = {
     ),
     "storage": Choice(
         ("fast", "lean", "8bit"),
-        "'fast' (move few bytes), 'lean' (keep few bytes for the backward pass) or '8bit' (keep "
-        "8-bit codes of them).",
+        "'fast' (move few bytes), 'lean' (keep few bytes for the backward pass), '8bit' (keep "
+        "8-bit codes of them), or a number from 0 (keep the fewest bytes) to 1 (as 'fast').",
     ),
     "gather": Choice(
         ("half", "float32"),
@@ -151,7 +152,11 @@ class Policy(jmp.Policy):
             "lean"; gradients have a rounding error of 8 bits. Values are kept as they are where a
             derivative would amplify that error (the values and the result of an attention), where
             they are exact, and where they are small (ActNN, Chen et al., 2021; COAT, Xi et al.,
-            2024).
+            2024). A number is a budget, as PyTorch's ``activation_memory_budget``: of the bytes
+            that "fast" keeps beyond the fewest that are possible, the share that may be kept. The
+            backward pass then repeats matmuls and reductions too, those first that save the most
+            bytes for the time that they take. 0 keeps the fewest bytes, and 1 means "fast".
+            Results differ by rounding alone.
         fused_attention: For op-level casting: whether hand-written attention,
             ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, runs in a fused kernel:
             cuDNN's on NVIDIA GPUs from Ampere on, flash attention on TPUs (Dao et al., 2022). The
@@ -203,7 +208,7 @@ class Policy(jmp.Policy):
     half_ops: tuple[str, ...] = ()
     full_ops: tuple[str, ...] = ()
     follow_ops: tuple[str, ...] = ()
-    storage: str = "fast"
+    storage: str | float = "fast"
     fused_attention: bool = False
     chunked_loss: bool = False
     gather: str = "half"
@@ -314,7 +319,7 @@ class Policy(jmp.Policy):
         )
 
     @deprecated("policy.replace(storage=...)")
-    def with_storage(self, storage: str) -> "Policy":
+    def with_storage(self, storage: str | float) -> "Policy":
         """Deprecated: use ``replace(storage=...)``."""
         return self.replace(storage=storage)
 
@@ -522,9 +527,10 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
       "O3" (everything half, no master weights). A suffix names the half dtype: "O2:float16".
 
     Settings may follow, separated by commas: ``master_weights=false``, ``casting=op``,
-    ``storage=lean``, ``fused_attention=true``, ``chunked_loss=true``, ``gather=float32``,
-    ``reduce=half``, ``masters=split``, ``rounding=stochastic``, ``moments=8bit``,
-    ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]``. Mappings and lists are written in JSON.
+    ``storage=lean``, ``storage=0.4``, ``fused_attention=true``, ``chunked_loss=true``,
+    ``gather=float32``, ``reduce=half``, ``masters=split``, ``rounding=stochastic``,
+    ``moments=8bit``, ``overrides={"*norm*": "f32"}``, ``half_ops=["exp"]``. Mappings and lists are
+    written in JSON.
 
     Args:
         x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted.
@@ -743,7 +749,8 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     fields["overrides"] = tuple(overrides.items())
     patterns = _strings(policy.keep_full, "keep_full")
     fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)
-    _check_choices(policy)
+    fields["storage"] = _storage(policy.storage)
+    _check_choices(policy, fields)
     _check_kept(policy, fields)
     for names in OP_LISTS:
         fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))
@@ -751,14 +758,28 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     return fields
 
 
-def _check_choices(policy: Policy) -> None:
+def _check_choices(policy: Policy, fields: dict[str, Any]) -> None:
     for name in ("master_weights", "fused_attention", "chunked_loss"):
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
     for name, (values, legal) in CHOICES.items():
-        value = getattr(policy, name)
-        if not isinstance(value, str) or value not in values:
+        value = fields.get(name, getattr(policy, name))
+        number = name == "storage" and type(value) is float and 0 <= value < 1
+        if not number and not (isinstance(value, str) and value in values):
             raise ValueError(f"{name}={brief(value)} must be {legal}{did_you_mean(value, values)}")
+
+
+def _storage(value: Any) -> Any:
+    """Returns a number from 0 to 1 as a float, 1 as its name, and all else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if number == 1:
+        return CHOICES["storage"].values[0]
+    return number if 0 <= number < 1 else value
 
 
 def _list_of_each(lists: dict[str, tuple[str, ...]]) -> dict[str, str]:

@@ -312,3 +312,22 @@ def called(eqn: Any) -> str:
     program = eqn.params.get("call_jaxpr")
     info = getattr(open_jaxpr(program)[0], "debug_info", None)
     return getattr(info, "func_name", None) or eqn.primitive.name
+
+
+def flops_of(eqn: Any) -> int:
+    """Returns the number of floating-point operations of a matmul or convolution."""
+    if not eqn.outvars:
+        return 0
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = [eqn.invars[0].aval.shape[d] for d in contracted]
+        return 2 * size_of((*out.shape, *depth))
+    if name == "ragged_dot_general":
+        return 2 * size_of((*out.shape, eqn.invars[0].aval.shape[-1]))
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = eqn.invars[1].aval.shape
+        per_output = [size for d, size in enumerate(kernel) if d != numbers.rhs_spec[0]]
+        return 2 * size_of((*out.shape, *per_output))
+    return 0
