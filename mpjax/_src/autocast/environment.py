@@ -133,14 +133,12 @@ class Env:
             array = cast(array, self.stored[value].dtype)
         self.write(value, array)
 
-    def inside(
-        self, depth: int, known: dict[Value, Any] | None = None, in_loop: bool | None = None
-    ) -> "Env":
+    def inside(self, depth: int, known: dict[Value, Any] | None = None) -> "Env":
         """Returns an environment for steps that are traced separately, below ``depth`` names.
 
         Values in ``known`` are not computed again.
         """
-        env = Env(self.settings, self.in_loop if in_loop is None else in_loop, depth)
+        env = Env(self.settings, self.in_loop, depth)
         env._known = known or {}
         return env
 

@@ -532,8 +532,7 @@ class Checkpoint:
     def run(self, env: Env) -> None:
         """Runs the steps under a checkpoint."""
         stored, tree = jax.tree.flatten([self._taken(value, env) for value in self.ins])
-        # What a whole one repeats, and its backward pass, are one computation, also in a loop.
-        inner = functools.partial(env.inside, env.depth, in_loop=env.in_loop and not self.whole)
+        inner = functools.partial(env.inside, env.depth)
         steps = functools.partial(run_steps, self.steps, self.outs)
         run, trees = as_function(self.ins, self.outs, tree, inner, Env.as_stored, steps)
         results = derivatives.kept_alone(
