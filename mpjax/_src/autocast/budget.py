@@ -11,8 +11,17 @@ The budget is that of PyTorch's ``activation_memory_budget``; the prices are tho
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mpjax._src.autocast.lean import Chosen, Part, checkpoints, choose, kept_bytes
-from mpjax._src.autocast.schedule import ops_of
+from mpjax._src.autocast.lean import (
+    Chosen,
+    Part,
+    checkpoints,
+    choose,
+    copies,
+    inner,
+    keeping,
+    kept_bytes,
+)
+from mpjax._src.autocast.schedule import flow_of, ops_of
 from mpjax._src.autocast.steps import (
     Attention,
     Checkpoint,
@@ -74,18 +83,21 @@ def within(
         most: The bytes that the default keeps.
     """
     prices = {b: dict(_prices(analysis, part.steps)) for b, part in parts.items()}
-    found: dict[tuple[frozenset[Value], ...], tuple[Kept, Estimate]] = {}
+    found: list[tuple[Kept, Estimate]] = []
+    tried = set()
     for rate in (None, *RATES):
         chosen = {b: choose(analysis, p, costs=_at(rate, prices[b])) for b, p in parts.items()}
-        key = tuple(one.kept for one in chosen.values())
-        if key not in found:
-            kept = _run(analysis, block, parts, chosen)
-            found[key] = kept, _estimate(analysis, block, kept, prices)
-    least = min(estimate.peak for _, estimate in found.values())
+        while chosen and (key := tuple(one.kept for one in chosen.values())) not in tried:
+            tried.add(key)
+            steps = {b: checkpoints(analysis, p, chosen[b]) for b, p in parts.items()}
+            kept = _but_the_last(analysis, block, parts, Kept(chosen, steps))
+            found.append((kept, _estimate(analysis, block, kept, prices)))
+            chosen = _split(analysis, parts, Kept(chosen, steps))
+    least = min(estimate.peak for _, estimate in found)
     budget = least + number * (most - least)
     if most <= budget:
         return None
-    fitting = [one for one in found.values() if one[1].peak <= budget]
+    fitting = [one for one in found if one[1].peak <= budget]
     return min(fitting, key=lambda one: (one[1].moved, one[1].peak))[0]
 
 
@@ -133,22 +145,21 @@ def _size(value: Value) -> int:
 # ---- candidates ----------------------------------------------------------------------------------
 
 
-def _run(
-    analysis: Analysis,
-    block: Block,
-    parts: Mapping[Block, Part],
-    chosen: dict[Block, Chosen],
+def _but_the_last(
+    analysis: Analysis, block: Block, parts: Mapping[Block, Part], kept: Kept
 ) -> Kept:
-    """Returns how the blocks run for what was chosen to be kept."""
-    steps = {b: [*checkpoints(analysis, p, chosen[b])] for b, p in parts.items()}
-    last = _last(steps.get(block, ()), parts)
-    if last is not None:
-        # The backward pass begins with its values: it may as well keep them.
-        steps[block] = [
-            s for step in steps[block] for s in (last.steps if step is last else [step])
-        ]
-        chosen[block] = chosen[block]._replace(kept=chosen[block].kept | last.passing)
-    return Kept(chosen, steps)
+    """Returns the same without the last repetition of matmuls, if the backward pass begins there.
+
+    At that time all else is kept too, so that it saves nothing.
+    """
+    last = _last(kept.steps.get(block, ()), parts)
+    if last is None:
+        return kept
+    part, now = parts[block], kept.chosen[block]
+    own = inner(analysis, part, now, last)[1]
+    now = keeping(analysis, part, now.kept | own.kept, now.priced)
+    steps = checkpoints(analysis, part, now)
+    return Kept({**kept.chosen, block: now}, {**kept.steps, block: steps})
 
 
 def _last(steps: Sequence[Step], parts: Collection[Block]) -> WholeCheckpoint | None:
@@ -159,6 +170,44 @@ def _last(steps: Sequence[Step], parts: Collection[Block]) -> WholeCheckpoint | 
         if isinstance(step, Op) and any(sub.program in parts for sub in step.subs):
             return None
     return None
+
+
+def _split(analysis: Analysis, parts: Mapping[Block, Part], kept: Kept) -> dict[Block, Chosen]:
+    """Returns a choice that keeps more values, which split the largest of what runs again at once.
+
+    The minimum cut does not count what the backward pass keeps for a while, of each such group.
+    """
+    large = {
+        step: (b, sum(kept_bytes(analysis, v) for v in step.passing))
+        for b, steps in kept.steps.items()
+        for step in steps
+        if isinstance(step, WholeCheckpoint)
+    }
+    largest = max((size for _, size in large.values()), default=0)
+    split = {**kept.chosen}
+    for step, (b, size) in large.items():
+        if 2 * size > largest:
+            waist = _waist(analysis, step, size, copies(analysis, parts[b]))
+            split[b] = keeping(analysis, parts[b], split[b].kept | waist, split[b].priced)
+    return split
+
+
+def _waist(
+    analysis: Analysis, group: WholeCheckpoint, size: int, copied: Collection[Op]
+) -> frozenset[Value]:
+    """Returns the values that split a group in two so that the least is kept, or nothing."""
+    inside = [*_inside(group)]
+    flow = flow_of(analysis, inside, group.outs, copied)
+    least, waist = size, frozenset[Value]()
+    before, crossing = 0, set[Value]()
+    for i, step in enumerate(inside):
+        before += sum(kept_bytes(analysis, v) for v in step.outs if v in group.passing)
+        crossing.update(v for v in step.outs if v in group.again and v in flow.producer)
+        crossing = {v for v in crossing if flow.last.get(v, -1) > i}
+        kept = sum(kept_bytes(analysis, v) for v in crossing) + max(before, size - before)
+        if kept < least:
+            least, waist = kept, frozenset(crossing)
+    return waist
 
 
 def _estimate(
@@ -174,8 +223,8 @@ def _estimate(
             inside = [*_inside(step)]
             total += sum(kept_bytes(analysis, v) for s in inside for v in s.outs if v in mine)
             peak = max(peak, total + sum(kept_bytes(analysis, v) for v in step.passing))
-            repeats = (s for s in inside if kept.chosen[block].repeats(s))
-            moved += sum(prices[block][s] for s in repeats)
+            repeats = (s for s in inside if not step.again.isdisjoint(s.outs))
+            moved += sum(prices[block].get(s, 0) for s in repeats)
             continue
         for s in _inside(step):
             total += sum(kept_bytes(analysis, v) for v in s.outs if v in mine)

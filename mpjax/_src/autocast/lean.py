@@ -63,7 +63,7 @@ def checkpoints(
         chosen: What it keeps, and computes again.
         kinds: The kind of code in which values would be kept, for those that have one.
     """
-    steps, copied = part.steps, _copied(analysis, part)
+    steps, copied = part.steps, copies(analysis, part)
     alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step, kinds))
     wanted = _groups(analysis, part, chosen, copied, kinds)
     spans = [span for span in _nested([*wanted], _Reach(steps)) if not span & alone]
@@ -94,11 +94,18 @@ def _of_matmuls(analysis: Analysis, part: Part, chosen: "Chosen", step: Step) ->
     """
     if not isinstance(step, Checkpoint) or not any(map(chosen.repeats, step.steps)):
         return step
-    inside = Part(live(step.steps, step.outs), step.outs, part.alive, part.in_loop)
-    own = choose(analysis, inside, there={*step.ins, *chosen.kept})
-    passing = own.kept - chosen.kept
+    inside, own = inner(analysis, part, chosen, step)
+    again = chosen.again.intersection(v for s in step.steps for v in s.outs)
     steps = tuple(checkpoints(analysis, inside, own))
-    return WholeCheckpoint(steps, step.ins, step.outs, frozenset(passing))
+    return WholeCheckpoint(steps, step.ins, step.outs, again, own.kept - chosen.kept)
+
+
+def inner(
+    analysis: Analysis, part: Part, chosen: "Chosen", step: Checkpoint
+) -> tuple[Part, "Chosen"]:
+    """Returns the steps of a checkpoint as a part, and what lean keeps of them in addition."""
+    inside = Part(live(step.steps, step.outs), step.outs, part.alive, part.in_loop)
+    return inside, choose(analysis, inside, there={*step.ins, *chosen.kept})
 
 
 def _of_codes(step: Step, kept: Collection[Value]) -> Step:
@@ -161,7 +168,7 @@ class Chosen(NamedTuple):
         priced: The steps that may run again although that is not free.
     """
 
-    again: set[Value]
+    again: frozenset[Value]
     kept: frozenset[Value]
     priced: Collection[Step] = ()
 
@@ -215,15 +222,23 @@ def choose(
     later = _crosses(analysis, steps, kinds, again_too)
     chosen = [v for v in producer if number[v] in cut or v in later]
     kept = frozenset(v for v in chosen if weights[number[v]] > 0 or v in there)
+    return keeping(analysis, part, kept, costs.keys())
+
+
+def keeping(
+    analysis: Analysis, part: Part, kept: frozenset[Value], priced: Collection[Step]
+) -> Chosen:
+    """Returns what is computed again if some values are kept: what needed ones are made of."""
+    producer = {v: step for step in part.steps for v in step.outs}
     again: set[Value] = set()
-    # Behind the cut: what needed values are computed from, back to kept ones.
-    todo = [*needed]
+    todo = [v for step in part.steps for v in needs(analysis, step)]
     while todo:
         value = todo.pop()
         if value in producer and value not in kept and value not in (analysis.once | again):
             again.add(value)
-            todo += producer[value].ins if producer[value] in again_too else ()
-    return Chosen(again, kept, costs.keys())
+            step = producer[value]
+            todo += step.ins if step in priced or _runs_again(analysis, step) else ()
+    return Chosen(frozenset(again), kept, priced)
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
@@ -293,7 +308,7 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _copied(analysis: Analysis, part: Part) -> set[Op]:
+def copies(analysis: Analysis, part: Part) -> set[Op]:
     """Returns the operations on constants and parameters alone, which each group repeats."""
     there = {*part.alive}
     copied: set[Op] = set()
@@ -380,7 +395,7 @@ def _is_linear(analysis: Analysis, step: Op) -> bool:
 
 
 def _kept_as_stored(
-    analysis: Analysis, steps: Sequence[Step], again: set[Value]
+    analysis: Analysis, steps: Sequence[Step], again: frozenset[Value]
 ) -> Iterator[Value]:
     """Yields the values that are in memory anyway, or that the backward pass reads as stored.
 

@@ -560,9 +560,11 @@ class WholeCheckpoint(Checkpoint):
     """A checkpoint that repeats matmuls too.
 
     Attributes:
-        passing: What the backward pass keeps once it has computed it again.
+        again: The values that the backward pass computes again.
+        passing: What it keeps once it has computed them again.
     """
 
+    again: frozenset[Value]
     passing: frozenset[Value]
 
     whole = True

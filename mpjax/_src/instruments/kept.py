@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.plan import Plan
+from mpjax._src.autocast.schedule import ops_of
 from mpjax._src.autocast.steps import (
     Attention,
     Checkpoint,
@@ -16,6 +17,7 @@ from mpjax._src.autocast.steps import (
     Recurrence,
     Sloped,
     Step,
+    WholeCheckpoint,
 )
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
@@ -105,6 +107,7 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
 
 
 SIDES = "left operand", "right operand"
+AGAIN = "computed again"
 
 
 def storage_of(plan: Plan) -> dict[Op, str]:
@@ -140,7 +143,10 @@ def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, st
     for step in steps:
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
-                texts.setdefault(op, "computed again")
+                texts.setdefault(op, AGAIN)
+        for inner in _steps([step]) if isinstance(step, WholeCheckpoint) else ():
+            if not step.again.isdisjoint(inner.outs):
+                texts |= dict.fromkeys(ops_of(inner), AGAIN)
     return texts
 
 
