@@ -56,18 +56,20 @@ class Kept(NamedTuple):
     steps: Mapping[Block, Sequence[Step]]
 
 
-class Estimate(NamedTuple):
-    """The estimated cost of what is kept.
+class Moment(NamedTuple):
+    """A step, or a program inside, in the order of the forward pass.
 
     Attributes:
-        kept: The bytes that the forward pass keeps.
-        peak: The most bytes that the backward pass keeps at any time.
-        moved: The bytes that it moves to compute values again, with FLOPs in bytes.
+        kept: The bytes that it keeps from the forward pass on.
+        passing: The bytes that it keeps in addition while its backward pass runs.
+        moved: The bytes that are moved to compute its values again, with FLOPs in bytes.
+        group: The step, if it computes matmuls again.
     """
 
-    kept: int = 0
-    peak: int = 0
+    kept: int
+    passing: int = 0
     moved: int = 0
+    group: WholeCheckpoint | None = None
 
 
 def within(
@@ -83,22 +85,25 @@ def within(
         most: The bytes that the default keeps.
     """
     prices = {b: dict(_prices(analysis, part.steps)) for b, part in parts.items()}
-    found: list[tuple[Kept, Estimate]] = []
+    found: list[tuple[Kept, Sequence[Moment]]] = []
     tried = set()
     for rate in (None, *RATES):
         chosen = {b: choose(analysis, p, costs=_at(rate, prices[b])) for b, p in parts.items()}
         while chosen and (key := tuple(one.kept for one in chosen.values())) not in tried:
             tried.add(key)
             steps = {b: checkpoints(analysis, p, chosen[b]) for b, p in parts.items()}
-            kept = _but_the_last(analysis, block, parts, Kept(chosen, steps))
-            found.append((kept, _estimate(analysis, block, kept, prices)))
-            chosen = _split(analysis, parts, Kept(chosen, steps))
-    least = min(estimate.peak for _, estimate in found)
+            kept = Kept(chosen, steps)
+            found.append((kept, [*_moments(analysis, block, kept, prices)]))
+            chosen = _split(analysis, parts, kept)
+    least = min((_peak(moments) for _, moments in found), default=most)
     budget = least + number * (most - least)
     if most <= budget:
         return None
-    fitting = [one for one in found if one[1].peak <= budget]
-    return min(fitting, key=lambda one: (one[1].moved, one[1].peak))[0]
+    fitting = [(k, moments, _relaxed(moments, budget)) for k, moments in found]
+    fitting = [one for one in fitting if _peak(one[2]) <= budget]
+    kept, moments, relaxed = min(fitting, key=lambda one: sum(m.moved for m in one[2]))
+    groups = {m.group for m in moments} - {m.group for m in relaxed}
+    return _without(analysis, block, parts, kept, [g for g in groups if g is not None])
 
 
 def most(analysis: Analysis, block: Block, parts: Collection[Block]) -> int:
@@ -145,31 +150,21 @@ def _size(value: Value) -> int:
 # ---- candidates ----------------------------------------------------------------------------------
 
 
-def _but_the_last(
-    analysis: Analysis, block: Block, parts: Mapping[Block, Part], kept: Kept
+def _without(
+    analysis: Analysis,
+    block: Block,
+    parts: Mapping[Block, Part],
+    kept: Kept,
+    groups: Sequence[WholeCheckpoint],
 ) -> Kept:
-    """Returns the same without the last repetition of matmuls, if the backward pass begins there.
-
-    At that time all else is kept too, so that it saves nothing.
-    """
-    last = _last(kept.steps.get(block, ()), parts)
-    if last is None:
+    """Returns how a program runs if it keeps the values of some groups instead."""
+    if not groups:
         return kept
     part, now = parts[block], kept.chosen[block]
-    own = inner(analysis, part, now, last)[1]
-    now = keeping(analysis, part, now.kept | own.kept, now.priced)
+    more = (inner(analysis, part, now, group)[1].kept for group in groups)
+    now = keeping(analysis, part, now.kept.union(*more), now.priced)
     steps = checkpoints(analysis, part, now)
     return Kept({**kept.chosen, block: now}, {**kept.steps, block: steps})
-
-
-def _last(steps: Sequence[Step], parts: Collection[Block]) -> WholeCheckpoint | None:
-    """Returns the last step that repeats matmuls, or None if a program inside comes after it."""
-    for step in reversed(steps):
-        if isinstance(step, WholeCheckpoint):
-            return step
-        if isinstance(step, Op) and any(sub.program in parts for sub in step.subs):
-            return None
-    return None
 
 
 def _split(analysis: Analysis, parts: Mapping[Block, Part], kept: Kept) -> dict[Block, Chosen]:
@@ -210,32 +205,53 @@ def _waist(
     return waist
 
 
-def _estimate(
+# ---- memory over time ----------------------------------------------------------------------------
+
+
+def _moments(
     analysis: Analysis,
     block: Block,
     kept: Kept,
     prices: Mapping[Block, Mapping[Step, int]],
-) -> Estimate:
-    total = peak = moved = 0
+) -> Iterator[Moment]:
+    """Yields what the steps of a block keep and move."""
     mine = kept.chosen[block].kept if block in kept.chosen else ()
     for step in kept.steps.get(block, block.ops):
+        inside = [*_inside(step)]
+        size = sum(kept_bytes(analysis, v) for s in inside for v in s.outs if v in mine)
         if isinstance(step, WholeCheckpoint):
-            inside = [*_inside(step)]
-            total += sum(kept_bytes(analysis, v) for s in inside for v in s.outs if v in mine)
-            peak = max(peak, total + sum(kept_bytes(analysis, v) for v in step.passing))
             repeats = (s for s in inside if not step.again.isdisjoint(s.outs))
-            moved += sum(prices[block].get(s, 0) for s in repeats)
-            continue
-        for s in _inside(step):
-            total += sum(kept_bytes(analysis, v) for v in s.outs if v in mine)
-        if not isinstance(step, Op):
-            continue
-        for sub in step.subs:
-            turns = turns_of(step.eqn)
-            one = _estimate(analysis, sub.program, kept, prices)
-            peak = max(peak, total + one.kept * (turns - 1) + one.peak)
-            total, moved = total + one.kept * turns, moved + one.moved * turns
-    return Estimate(total, max(peak, total), moved)
+            moved = sum(prices[block].get(s, 0) for s in repeats)
+            passing = sum(kept_bytes(analysis, v) for v in step.passing)
+            yield Moment(size, passing, moved, step)
+        elif size:
+            yield Moment(size)
+        for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
+            turns, within = turns_of(op.eqn), [*_moments(analysis, sub.program, kept, prices)]
+            total, moved = sum(m.kept for m in within), sum(m.moved for m in within)
+            if total or moved:
+                yield Moment(total * turns, _peak(within) - total, moved * turns)
+
+
+def _peak(moments: Sequence[Moment]) -> int:
+    """Returns the most bytes that are kept at any time of the backward pass."""
+    total = peak = 0
+    for moment in moments:
+        total += moment.kept
+        peak = max(peak, total + moment.passing)
+    return peak
+
+
+def _relaxed(moments: Sequence[Moment], budget: float) -> Sequence[Moment]:
+    """Returns moments of which groups keep their values instead, as many as the budget allows.
+
+    The last ones first: the backward pass begins with them, and their values are the first to go.
+    """
+    for i, moment in reversed([*enumerate(moments)]):
+        if moment.group is not None:
+            keeps = [*moments[:i], Moment(moment.kept + moment.passing), *moments[i + 1 :]]
+            moments = keeps if _peak(keeps) <= budget else moments
+    return moments
 
 
 def _inside(step: Step) -> Iterator[Step]:
