@@ -17,7 +17,6 @@ from mpjax._src.autocast.lean import (
     checkpoints,
     choose,
     copies,
-    inner,
     keeping,
     kept_bytes,
 )
@@ -161,7 +160,7 @@ def _without(
     if not groups:
         return kept
     part, now = parts[block], kept.chosen[block]
-    more = (inner(analysis, part, now, group)[1].kept for group in groups)
+    more = (group.passing for group in groups)
     now = keeping(analysis, part, now.kept.union(*more), now.priced)
     steps = checkpoints(analysis, part, now)
     return Kept({**kept.chosen, block: now}, {**kept.steps, block: steps})

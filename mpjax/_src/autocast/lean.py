@@ -94,18 +94,11 @@ def _of_matmuls(analysis: Analysis, part: Part, chosen: "Chosen", step: Step) ->
     """
     if not isinstance(step, Checkpoint) or not any(map(chosen.repeats, step.steps)):
         return step
-    inside, own = inner(analysis, part, chosen, step)
+    inside = Part(live(step.steps, step.outs), step.outs, part.alive, part.in_loop)
+    own = choose(analysis, inside, there={*step.ins, *chosen.kept})
     again = chosen.again.intersection(v for s in step.steps for v in s.outs)
     steps = tuple(checkpoints(analysis, inside, own))
     return WholeCheckpoint(steps, step.ins, step.outs, again, own.kept - chosen.kept)
-
-
-def inner(
-    analysis: Analysis, part: Part, chosen: "Chosen", step: Checkpoint
-) -> tuple[Part, "Chosen"]:
-    """Returns the steps of a checkpoint as a part, and what lean keeps of them in addition."""
-    inside = Part(live(step.steps, step.outs), step.outs, part.alive, part.in_loop)
-    return inside, choose(analysis, inside, there={*step.ins, *chosen.kept})
 
 
 def _of_codes(step: Step, kept: Collection[Value]) -> Step:

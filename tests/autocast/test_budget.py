@@ -1,0 +1,169 @@
+"""storage=NUMBER: lean's gradients from fewer bytes, within a budget, and few bytes moved."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import MODELS
+from programs import PROGRAMS, W, X
+from support import normal, thorough_but
+
+import mpjax
+from mpjax._src.autocast import budget
+from mpjax._src.autocast.plan import AGAIN, FAST, LEAN, _pick, analyse, make_plan, outline, store
+from mpjax._src.autocast.schedule import ops_of
+from mpjax._src.autocast.steps import WholeCheckpoint
+from mpjax._src.base.dtypes import FLOAT32
+
+BIG = normal(2, 64, 8)
+
+
+def policy(storage):
+    return mpjax.get_policy("mixed_bfloat16").replace(storage=storage)
+
+
+def planned(fun, storage):
+    return mpjax.autocast(fun, policy(storage))
+
+
+def chain(w, x, layers=16):
+    """Products with what a layer made: each needs its operand again."""
+    for _ in range(layers):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def scanned(w, x):
+    def layer(x, _):
+        y = jnp.tanh(x @ w) @ w
+        return x + jnp.tanh(jnp.tanh(y @ w) @ w), None
+
+    return jnp.mean(jax.lax.scan(layer, x, None, length=6)[0] ** 2)
+
+
+def attention(w, x, layers=2):
+    for _ in range(layers):
+        q, k, v = (x @ (w * i) for i in (1, 2, 3))
+        x = x + jax.nn.softmax(q @ k.T) @ v @ w
+    return jnp.mean(x**2)
+
+
+SUITE = {
+    **{name: (fun, (W, X)) for name, fun in PROGRAMS.items()},
+    "chain": (chain, (W, BIG)),
+    "scanned": (scanned, (W, BIG)),
+    "attention": (attention, (W, BIG)),
+}
+QUICK = ["chain", "scanned", "attention", "switch", "custom_vjp", "shard_mapped"]
+
+
+def products(fun, *args):
+    """Returns how many matmuls and convolutions a compiled gradient runs."""
+    gradient = jax.jit(jax.grad(fun, allow_int=True))
+    return len(re.findall(r" (dot|convolution)\(", gradient.lower(*args).compile().as_text()))
+
+
+def kept_bytes(fun, storage, *args):
+    return mpjax.explain(fun, policy(storage), argnums=0)(*args).stored_after
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0.0, 0.3])
+@pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
+def test_loss_is_that_of_lean_and_gradients_are_as_exact(name, number):
+    fun, args = SUITE[name]
+    found, lean = (
+        jax.jit(jax.value_and_grad(planned(fun, storage), allow_int=True))(*args)
+        for storage in (number, "lean")
+    )
+    assert found[0] == lean[0]
+    exact = jax.jit(jax.grad(fun, allow_int=True))(*args)
+    if exact.dtype == FLOAT32:
+        errors = [np.linalg.norm(one[1] - exact) for one in (found, lean)]
+        assert errors[0] <= 1.3 * errors[1] + 2**-7 * np.linalg.norm(exact), errors
+
+
+@pytest.mark.parametrize("name", thorough_but(MODELS, "mixture of experts"))
+def test_gradients_of_models_are_those_of_lean(name):
+    loss, params = MODELS[name]()
+    found, lean = (
+        jax.jit(jax.value_and_grad(planned(loss, storage)))(params) for storage in (0.0, "lean")
+    )
+    assert found[0] == lean[0]
+    size = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(lean[1])))
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(lean[1]), strict=True):
+        assert np.linalg.norm(a - b) < 2**-6 * size
+
+
+def test_matmuls_run_again_and_less_is_kept():
+    for fun in (chain, scanned, attention):
+        assert products(planned(fun, 0.0), W, BIG) > products(planned(fun, "lean"), W, BIG)
+        assert kept_bytes(fun, 0.0, W, BIG) < kept_bytes(fun, "lean", W, BIG) * 0.7
+
+
+def test_one_is_fast():
+    assert policy(1) == policy("fast")
+
+
+# ---- the budget ----------------------------------------------------------------------------------
+
+
+def choices(fun, *args):
+    """Returns a function from a number to the moments of what it keeps, and the two ends."""
+    traced = jax.make_jaxpr(fun)(*args)
+    outlined = outline(traced.jaxpr, traced.consts, policy("lean"))
+    analysis = analyse(outlined, [FLOAT32] * len(traced.in_avals))
+    parts, block = {}, outlined.block
+    tables = store(block, analysis, LEAN, ())
+    _pick(block, tables, AGAIN, {*block.invars}, (), parts)
+    most = budget.most(store(block, analysis, FAST, ()), block, parts)
+    prices = {b: dict(budget._prices(tables, part.steps)) for b, part in parts.items()}
+
+    def moments(number):
+        kept = budget.within(tables, block, parts, number, most)
+        return kept and [*budget._moments(tables, block, kept, prices)]
+
+    return moments, most
+
+
+@pytest.mark.parametrize("fun", [chain, scanned, attention])
+def test_more_budget_moves_less_and_stays_within_it(fun):
+    moments, most = choices(fun, W, BIG)
+    least = budget._peak(moments(0.0))
+    moved = []
+    for number in np.linspace(0, 0.99, 12):
+        found = moments(number)
+        if found is None:
+            assert least + number * (most - least) >= most
+            continue
+        assert budget._peak(found) <= least + number * (most - least)
+        moved.append(sum(m.moved for m in found))
+    assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1] == 0
+
+
+def test_groups_are_split_so_that_the_backward_pass_keeps_few_at_a_time():
+    # Of n equal layers, the least is kept with about the root of n groups of as many.
+    size = BIG.size * 2
+    for layers in (16, 64):
+        moments, most = choices(functools.partial(chain, layers=layers), W, BIG)
+        assert most >= layers * size
+        assert budget._peak(moments(0.0)) <= (2 * layers**0.5 + 2) * size
+
+
+def test_the_last_layers_are_not_repeated():
+    # When the backward pass begins, all else is kept anyway.
+    steps = steps_of(chain, 0.0)
+    whole = [i for i, step in enumerate(steps) if isinstance(step, WholeCheckpoint)]
+    later = [op for step in steps[whole[-1] + 1 :] for op in ops_of(step)]
+    assert whole and sum(op.name == "dot_general" for op in later) >= 3
+
+
+def steps_of(fun, storage):
+    traced = jax.make_jaxpr(fun)(W, BIG)
+    plan = make_plan(traced.jaxpr, traced.consts, policy(storage), [FLOAT32] * 2)
+    return plan.analysis.steps[plan.block]
