@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.jet import jet
+from jax.sharding import PartitionSpec as P
 from models import MODELS
 from programs import PROGRAMS, W, X
-from support import normal, thorough_but
+from support import equations, normal, thorough_but
 
 import mpjax
 from mpjax._src.autocast import budget
@@ -167,3 +169,109 @@ def steps_of(fun, storage):
     traced = jax.make_jaxpr(fun)(W, BIG)
     plan = make_plan(traced.jaxpr, traced.consts, policy(storage), [FLOAT32] * 2)
     return plan.analysis.steps[plan.block]
+
+
+# ---- what may not run twice ----------------------------------------------------------------------
+
+
+def test_devices_communicate_as_often():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        def part(w, x):
+            for _ in range(3):
+                x = jnp.tanh(jax.lax.pmean(jnp.tanh(x @ w) @ w, "i") @ w)
+            return jax.lax.pmean(jnp.mean(x**2), "i")
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(w, x)
+
+    def sums(storage):
+        gradient = jax.make_jaxpr(jax.grad(planned(loss, storage)))(W, BIG)
+        return sum(eqn.primitive.name.startswith("psum") for eqn in equations(gradient))
+
+    assert sums(0.0) == sums("lean")
+    assert products(planned(loss, 0.0), W, BIG) > products(planned(loss, "lean"), W, BIG)
+
+
+def test_effects_happen_once(capfd):
+    def loss(w, x):
+        for i in range(4):
+            x = jnp.tanh(jnp.tanh(x @ w) @ w)
+            if i == 1:
+                jax.debug.print("here {}", x[0, 0])
+        return jnp.mean(x**2)
+
+    jax.block_until_ready(jax.jit(jax.grad(planned(loss, 0.0)))(W, BIG))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("here") == 1
+    assert products(planned(loss, 0.0), W, BIG) > products(planned(loss, "lean"), W, BIG)
+
+
+def test_dropout_masks_are_the_same_when_values_are_computed_again():
+    def loss(w, x):
+        for i in range(6):
+            x = jnp.tanh(x @ w)
+            x = jnp.where(jax.random.bernoulli(jax.random.key(i), 0.5, x.shape), 2 * x, 0) @ w
+        return jnp.mean(x**2)
+
+    found, lean = (jax.jit(jax.grad(planned(loss, s)))(W, BIG) for s in (0.0, "lean"))
+    np.testing.assert_allclose(found, lean, rtol=2**-6, atol=2**-6 * np.abs(lean).max())
+
+
+def test_the_users_own_checkpoints_stay():
+    def loss(w, x):
+        for _ in range(3):
+            x = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x)
+        return jnp.mean(x**2)
+
+    number, lean = (planned(loss, storage) for storage in (0.0, "lean"))
+    assert products(number, W, BIG) == products(lean, W, BIG)
+
+
+# ---- what people see -----------------------------------------------------------------------------
+
+
+def test_explain_tells_which_matmuls_are_computed_again():
+    rows = mpjax.explain(chain, policy(0.0), argnums=0)(W, BIG).rows
+    told = [row.storage for row in rows if row.primitive == "dot_general"][:16]
+    assert {"computed again", "kept in bf16"} <= {*told}
+    rows = mpjax.explain(attention, policy(0.0), argnums=0)(W, BIG).rows
+    assert "computed again" in {row.storage for row in rows if row.primitive == "exp"}
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+DIRECTION = normal(9, 8, 8)
+TRANSFORMED = {
+    "vmap": lambda f: lambda w: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), BIG),
+    "jvp": lambda f: lambda w: jax.jvp(lambda w: f(w, BIG), (w,), (DIRECTION,))[1],
+    "linearize": lambda f: lambda w: jax.linearize(lambda w: f(w, BIG), w)[1](DIRECTION),
+    "remat": lambda f: lambda w: jax.grad(jax.checkpoint(f))(w, BIG),
+    "scan": lambda f: jax.grad(
+        lambda w: jax.lax.scan(lambda c, _: (c + f(w, BIG), None), 0.0, None, length=2)[0]
+    ),
+    "cond": lambda f: jax.grad(lambda w: jax.lax.cond(w[0, 0] < 9, f, lambda *_: 0.0, w, BIG)),
+    "twice": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, BIG) * DIRECTION)),
+    "forward over reverse": lambda f: (
+        lambda w: jax.jvp(lambda w: jax.grad(f)(w, BIG), (w,), (DIRECTION,))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("fun", thorough_but([chain, scanned, attention], attention))
+def test_transformations(name, fun):
+    transform = TRANSFORMED[name]
+    found, lean, exact = (
+        jax.jit(transform(f))(W) for f in (planned(fun, 0.0), planned(fun, "lean"), fun)
+    )
+    errors = [np.linalg.norm(one - exact) for one in (found, lean)]
+    assert errors[0] <= 1.3 * errors[1] + 2**-7 * np.linalg.norm(exact), errors
+
+
+def test_taylor_mode():
+    series = [BIG / 9, jnp.zeros_like(BIG)]
+    _, found = jet(lambda x: planned(chain, 0.0)(W, x), (BIG,), (series,))
+    _, want = jet(lambda x: planned(chain, "lean")(W, x), (BIG,), (series,))
+    np.testing.assert_allclose(found, want, rtol=1e-2, atol=1e-3)

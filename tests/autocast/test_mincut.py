@@ -1,6 +1,7 @@
 """The cheapest cut: least weight, nearest to what is needed, whatever the size of weights."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -20,14 +21,6 @@ def separates(kept, edges, given, needed):
     return not reached & {*needed}
 
 
-def cheapest(weights, edges, given, needed):
-    """Returns the weight of the cheapest set, by trying all."""
-    nodes = range(len(weights))
-    sets = itertools.chain.from_iterable(itertools.combinations(nodes, n) for n in (*nodes, 99))
-    found = [sum(weights[i] for i in s) for s in sets if separates({*s}, edges, given, needed)]
-    return min([*found, sum(weights)])
-
-
 @st.composite
 def graphs(draw):
     size = draw(st.integers(1, 7))
@@ -36,6 +29,46 @@ def graphs(draw):
     edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
     some = st.lists(st.integers(0, size - 1), unique=True)
     return weights, edges, draw(some), draw(some)
+
+
+def cost_with(kept, weights, edges, given, needed, costs):
+    """Returns the weight of a set and the cost of what is computed from it, or infinity."""
+    again, todo = set(), [i for i in needed if i not in kept]
+    while todo:
+        node = todo.pop()
+        if node not in again:
+            again.add(node)
+            todo += [a for a, b in edges if b == node and a not in kept]
+    if again & {*given}:
+        return math.inf
+    return sum(weights[i] for i in kept) + sum(costs.get(i, 0) for i in again)
+
+
+@st.composite
+def priced(draw):
+    graph = draw(graphs())
+    nodes = st.integers(0, len(graph[0]) - 1)
+    return *graph, draw(st.dictionaries(nodes, st.integers(0, 9)))
+
+
+@given(priced())
+@settings(max_examples=150)
+def test_cheapest_cut_weighs_nodes_against_the_cost_of_computing_them(case):
+    weights, edges, fixed, needed, costs = case
+    kept = cheapest_cut(*case)
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(range(len(weights)), n) for n in range(len(weights) + 1)
+    )
+    best = min(cost_with({*s}, weights, edges, fixed, needed, costs) for s in sets)
+    assert cost_with(kept, weights, edges, fixed, needed, costs) == best
+
+
+def cheapest(weights, edges, given, needed):
+    """Returns the weight of the cheapest set, by trying all."""
+    nodes = range(len(weights))
+    sets = itertools.chain.from_iterable(itertools.combinations(nodes, n) for n in (*nodes, 99))
+    found = [sum(weights[i] for i in s) for s in sets if separates({*s}, edges, given, needed)]
+    return min([*found, sum(weights)])
 
 
 @given(graphs())
