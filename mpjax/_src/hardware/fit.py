@@ -159,9 +159,10 @@ def fit_memory(
     """Finds the fastest setting with which a training step fits the memory of a target.
 
     The settings are a ladder, on which each step keeps fewer bytes for the backward pass than the
-    one before: the policy as it is given, with fused attention, and with ``storage=lean``. A
-    bisection compiles few of them. Among those that fit, the fastest is the one with the smallest
-    roofline (`CompileReport.roofline_ms`), which is a bound and not a forecast.
+    one before: the policy as it is given, with fused attention, without the logits of a loss, and
+    with less and less storage (lean, 8-bit codes, numbers down to 0). A bisection compiles few of
+    them. Among those that fit, the fastest is the one with the smallest roofline
+    (`CompileReport.roofline_ms`), which is a bound and not a forecast.
 
     Args:
         target: The target, as for `compile_for`.
