@@ -61,7 +61,8 @@ class Moment(NamedTuple):
     Attributes:
         kept: The bytes that it keeps from the forward pass on.
         passing: The bytes that it keeps in addition while its backward pass runs.
-        moved: The bytes that are moved to compute its values again, with FLOPs in bytes.
+        moved: The bytes that are moved to compute its values again, with FLOPs in bytes, or to keep
+            them.
         group: The step, if it computes matmuls again.
     """
 
@@ -132,7 +133,7 @@ def _prices(analysis: Analysis, steps: Sequence[Step]) -> Iterator[tuple[Step, i
         if not isinstance(step, ChunkedLoss) and all(map(_may_run_again, ops_of(step))):
             if isinstance(step, Op) and step.spec.runs_again:
                 continue
-            moved = sum(map(_size, {v for v in (*step.ins, *step.outs) if not v.literal}))
+            moved = sum(_size(analysis, v) for v in {*step.ins, *step.outs})
             yield step, moved + sum(_jax.flops_of(op.eqn) for op in ops_of(step)) // FLOPS_PER_BYTE
 
 
@@ -142,8 +143,11 @@ def _may_run_again(op: Op) -> bool:
     return op.spec.runs_again or not (op.subs or op.spec.need in (rules.PROGRAM, rules.LEFT))
 
 
-def _size(value: Value) -> int:
-    return _jax.bytes_of(value.aval) if _jax.is_array(value.aval) else 0
+def _size(analysis: Analysis, value: Value) -> int:
+    if value.literal or not _jax.is_array(value.aval):
+        return 0
+    dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
+    return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
 
 
 # ---- candidates ----------------------------------------------------------------------------------
@@ -228,6 +232,8 @@ def _moments(
         for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
             turns, within = turns_of(op.eqn), [*_moments(analysis, sub.program, kept, prices)]
             total, moved = sum(m.kept for m in within), sum(m.moved for m in within)
+            # What a loop keeps is copied to a stack, and back.
+            moved += 2 * total if op.inside.loop else 0
             if total or moved:
                 yield Moment(total * turns, _peak(within) - total, moved * turns)
 
