@@ -232,8 +232,8 @@ def _moments(
         for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
             turns, within = turns_of(op.eqn), [*_moments(analysis, sub.program, kept, prices)]
             total, moved = sum(m.kept for m in within), sum(m.moved for m in within)
-            # What a loop keeps is copied to a stack, and back.
-            moved += 2 * total if op.inside.loop else 0
+            # What a loop keeps is copied to a stack and back: matmuls read and write no slices.
+            moved += 4 * total if op.inside.loop else 0
             if total or moved:
                 yield Moment(total * turns, _peak(within) - total, moved * turns)
 
