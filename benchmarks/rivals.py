@@ -158,6 +158,10 @@ LADDER = {
     "autocast, lean, chunked loss, fused attention": f",storage=lean{_CHUNKED}{_FUSED}",
     "autocast, 8bit": ",storage=8bit",
     "autocast, 8bit, chunked loss, fused attention": f",storage=8bit{_CHUNKED}{_FUSED}",
+    "autocast, 0.5": ",storage=0.5",
+    "autocast, 0.25": ",storage=0.25",
+    "autocast, 0": ",storage=0.0",
+    "autocast, 0, chunked loss, fused attention": f",storage=0.0{_CHUNKED}{_FUSED}",
     "autocast, lean, linear_cross_entropy": ",storage=lean",
     "autocast, lean, jax-cce": ",storage=lean",
 }

@@ -133,8 +133,8 @@ def choices(fun, *args):
     return moments, most
 
 
-@pytest.mark.parametrize("fun", [chain, scanned, attention])
-def test_more_budget_moves_less_and_stays_within_it(fun):
+@pytest.mark.parametrize(("fun", "ways"), [(chain, 4), (scanned, 1), (attention, 3)])
+def test_more_budget_moves_less_and_stays_within_it(fun, ways):
     moments, most = choices(fun, W, BIG)
     least = budget._peak(moments(0.0))
     moved = []
@@ -145,7 +145,7 @@ def test_more_budget_moves_less_and_stays_within_it(fun):
             continue
         assert budget._peak(found) <= least + number * (most - least)
         moved.append(sum(m.moved for m in found))
-    assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
+    assert moved == sorted(moved, reverse=True) and len({*moved}) >= ways
 
 
 def test_groups_are_split_so_that_the_backward_pass_keeps_few_at_a_time():
@@ -169,6 +169,11 @@ def steps_of(fun, storage):
     traced = jax.make_jaxpr(fun)(W, BIG)
     plan = make_plan(traced.jaxpr, traced.consts, policy(storage), [FLOAT32] * 2)
     return plan.analysis.steps[plan.block]
+
+
+def test_what_a_loop_keeps_has_the_price_of_a_stack():
+    # Copies to it and back move more than the two products that are computed again.
+    assert kept_bytes(scanned, 0.9, W, BIG) < kept_bytes(scanned, "lean", W, BIG)
 
 
 # ---- what may not run twice ----------------------------------------------------------------------

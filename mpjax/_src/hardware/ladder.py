@@ -12,12 +12,11 @@ from mpjax._src.policy.policy import Policy
 LADDER: tuple[dict[str, Any], ...] = (
     {"fused_attention": True},  # no scores of attention
     {"chunked_loss": True},  # no logits
-    {"storage": 0.75},
     {"storage": "lean"},  # elementwise operations are computed again
-    {"storage": 0.5},
-    {"storage": "8bit"},  # most of what is kept takes a byte for each entry
+    {"storage": 0.5},  # matmuls are computed again, as far as the budget asks for it
     {"storage": 0.25},
-    {"storage": 0.0},  # matmuls are computed again
+    {"storage": "8bit"},  # most of what is kept takes a byte for each entry
+    {"storage": 0.0},
 )
 
 # What `jax.checkpoint` may keep of the function that it is put around, by name.
