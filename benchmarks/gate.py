@@ -22,7 +22,10 @@ SLACK = 1.02
 JUDGED = ("temp_mib", "bytes_gb", "looped_gb")
 OURS = ("autocast", "autocast, lean")
 # Settings that are judged for one model.
-MORE = {"gpt2": ("autocast, lean, chunked loss",)}
+MORE = {
+    "gpt2": ("autocast, lean, chunked loss", "autocast, 8bit", "autocast, 0.25"),
+    "llama": ("autocast, 0.5",),
+}
 HAND = ("by hand",)
 SOFTMAX = ("by hand", "by hand, half softmax")
 

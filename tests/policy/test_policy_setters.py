@@ -3,9 +3,11 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 import mpjax
+from mpjax._src.base.errors import brief
 from mpjax._src.policy.policy import KEYS
 
 # Another value of each setting, and the setter that has an argument for it.
@@ -93,3 +95,22 @@ def test_masters_and_moments_settings_add_up():
 def test_replace_refuses_an_unknown_setting(setting, message):
     with pytest.raises(TypeError, match=message):
         mpjax.get_policy("mixed_bfloat16").replace(**setting)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [(0.4, 0.4), ("0.4", 0.4), (0, 0.0), (np.float32(0.5), 0.5), (1, "fast"), ("1.0", "fast")],
+)
+def test_storage_may_be_a_number(given, stored):
+    policy = mpjax.get_policy("mixed_bfloat16").replace(storage=given)
+    assert policy.storage == stored and type(policy.storage) is type(stored)
+    assert mpjax.get_policy(str(policy)) == policy == eval(repr(policy), {"Policy": mpjax.Policy})
+    assert hash(policy) == hash(mpjax.get_policy(f"mixed_bfloat16,storage={given}"))
+
+
+@pytest.mark.parametrize("bad", [True, float("nan"), 1.5, -0.1, "2", "nan", None, "leen", 1j])
+def test_storage_refuses_other_numbers(bad):
+    with pytest.raises(ValueError, match=r"storage=.* number from 0 .* to 1") as caught:
+        mpjax.get_policy("mixed_bfloat16").replace(storage=bad)
+    assert brief(bad) in str(caught.value)
+    assert ("Did you mean 'lean'" in str(caught.value)) == (bad == "leen")
