@@ -68,7 +68,7 @@ def test_random_programs_are_sound_under_lean(first):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("storage", CHOICES["storage"].values)
+@pytest.mark.parametrize("storage", [*CHOICES["storage"].values, 0.0])
 def test_many_random_programs_are_sound(storage):
     first = 10**6 if os.environ.get("CI") else secrets.randbelow(10**9)
     judge(range(first, first + MANY // 2), storage, SHOWN)
