@@ -1,11 +1,14 @@
-"""A number as storage: how much is kept, between what the default keeps and the least.
+"""A number as storage: how much is kept, between the fewest bytes that are possible and `lean`.
 
 Below `lean`, matmuls, reductions and islands run again too, each at a price: the bytes that it
-moves, and its FLOPs in bytes. The minimum cut of `lean` then weighs bytes kept against bytes moved,
-at some rate of exchange, and each rate gives a candidate. Of those whose largest memory, as
-estimated here, is within the budget, the one that moves the fewest bytes again is chosen.
+moves, and its FLOPs in bytes. The minimum cut then weighs bytes kept against bytes moved, at some
+rate of exchange. Each rate gives a candidate; so does each split of the groups that run again, as
+long as a group would keep much at once. Of the candidates whose largest memory, as estimated here,
+is within the budget, the one that moves the fewest bytes again is chosen. Groups keep their values
+instead as far as the budget allows.
 
-The budget is that of PyTorch's ``activation_memory_budget``; the prices are those of a roofline.
+The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `lean` does; the
+prices are those of a roofline.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,13 +25,10 @@ from mpjax._src.autocast.lean import (
 )
 from mpjax._src.autocast.schedule import flow_of, ops_of
 from mpjax._src.autocast.steps import (
-    Attention,
     Checkpoint,
     ChunkedLoss,
-    Recomputed,
     Step,
     WholeCheckpoint,
-    needs,
 )
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
@@ -39,7 +39,7 @@ from mpjax._src.program.graph import EXCHANGES, Block, Op, Value
 FLOPS_PER_BYTE = 256
 
 # The rates of exchange, in bytes kept for a byte moved: from no matmul again to almost all.
-RATES = [2.0**-i for i in range(-1, 11)]
+RATES = [2.0**-i for i in range(11)]
 
 # Of these, each device would wait for the others once more.
 COMMUNICATES = EXCHANGES | {
@@ -72,52 +72,33 @@ class Moment(NamedTuple):
     group: WholeCheckpoint | None = None
 
 
-def within(
-    analysis: Analysis, block: Block, parts: Mapping[Block, Part], number: float, most: int
-) -> Kept | None:
-    """Returns what a program keeps within a budget, or None if the default is within it.
+def within(analysis: Analysis, block: Block, parts: Mapping[Block, Part], number: float) -> Kept:
+    """Returns what a program keeps within a budget.
 
     Args:
         analysis: What is known about its values.
         block: The program.
         parts: The steps of each of its blocks for which this is chosen.
-        number: The budget: 0 for the fewest bytes that are possible, 1 for ``most``.
-        most: The bytes that the default keeps.
+        number: The budget: 0 for the fewest bytes that are possible, 1 for those of `lean`.
     """
     prices = {b: dict(_prices(analysis, part.steps)) for b, part in parts.items()}
     found: list[tuple[Kept, Sequence[Moment]]] = []
     tried = set()
     for rate in (None, *RATES):
         chosen = {b: choose(analysis, p, costs=_at(rate, prices[b])) for b, p in parts.items()}
-        while chosen and (key := tuple(one.kept for one in chosen.values())) not in tried:
+        while (key := tuple(one.kept for one in chosen.values())) not in tried:
             tried.add(key)
             steps = {b: checkpoints(analysis, p, chosen[b]) for b, p in parts.items()}
             kept = Kept(chosen, steps)
             found.append((kept, [*_moments(analysis, block, kept, prices)]))
             chosen = _split(analysis, parts, kept)
-    least = min((_peak(moments) for _, moments in found), default=most)
-    budget = least + number * (most - least)
-    if most <= budget:
-        return None
+    peaks = [_peak(moments) for _, moments in found]  # of lean first
+    budget = min(peaks) + number * (peaks[0] - min(peaks))
     fitting = [(k, moments, _relaxed(moments, budget)) for k, moments in found]
     fitting = [one for one in fitting if _peak(one[2]) <= budget]
     kept, moments, relaxed = min(fitting, key=lambda one: sum(m.moved for m in one[2]))
     groups = {m.group for m in moments} - {m.group for m in relaxed}
     return _without(analysis, block, parts, kept, [g for g in groups if g is not None])
-
-
-def most(analysis: Analysis, block: Block, parts: Collection[Block]) -> int:
-    """Returns the bytes that a program with a plan keeps, of the given blocks."""
-    kept: dict[Value, int] = {}
-    for step in analysis.steps.get(block, ()):
-        weights = step.body.sums if isinstance(step, Attention) else ()
-        kept |= {v: kept_bytes(analysis, v) for v in (*needs(analysis, step), *weights)}
-        if isinstance(step, Recomputed):
-            kept |= {v: _jax.size_of(v.aval.shape) * 2 for v in step.rounded if v not in kept}
-    inside = (
-        turns_of(op.eqn) * most(analysis, sub.program, parts) for op in block.ops for sub in op.subs
-    )
-    return (sum(kept.values()) if block in parts else 0) + sum(inside)
 
 
 # ---- prices --------------------------------------------------------------------------------------
@@ -138,7 +119,7 @@ def _prices(analysis: Analysis, steps: Sequence[Step]) -> Iterator[tuple[Step, i
 
 
 def _may_run_again(op: Op) -> bool:
-    if op.eqn.effects or op.name in COMMUNICATES or op.subs:
+    if op.eqn.effects or op.name in COMMUNICATES:
         return False
     return op.spec.runs_again or not (op.subs or op.spec.need in (rules.PROGRAM, rules.LEFT))
 

@@ -230,11 +230,7 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
     parts: dict[Block, Part] = {}
     _pick(block, planned, goal, {*block.invars}, replaced, parts)
     if not isinstance(by, str):
-        default = store(block, analysis, FAST, replaced)
-        most = budget.most(default, block, parts)
-        kept = budget.within(planned, block, parts, by, most)
-        if kept is None:
-            return default
+        kept = budget.within(planned, block, parts, by)
         for inner, chosen in kept.chosen.items():
             planned.kept.update(chosen.kept)
             planned.steps[inner] = tuple(kept.steps[inner])

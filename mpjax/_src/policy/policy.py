@@ -153,7 +153,7 @@ class Policy(jmp.Policy):
             derivative would amplify that error (the values and the result of an attention), where
             they are exact, and where they are small (ActNN, Chen et al., 2021; COAT, Xi et al.,
             2024). A number is a budget, as PyTorch's ``activation_memory_budget``: of the bytes
-            that "fast" keeps beyond the fewest that are possible, the share that may be kept. The
+            that "lean" keeps beyond the fewest that are possible, the share that may be kept. The
             backward pass then repeats matmuls and reductions too, those first that save the most
             bytes for the time that they take. 0 keeps the fewest bytes, and 1 means "fast".
             Results differ by rounding alone.
