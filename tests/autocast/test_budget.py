@@ -116,13 +116,10 @@ def test_one_is_fast():
 # ---- the budget ----------------------------------------------------------------------------------
 
 
-def choices(fun, *args):
+def choices(fun):
     """Returns a function from a number to the moments of what it keeps, and those of lean."""
-    traced = jax.make_jaxpr(fun)(*args)
-    outlined = outline(traced.jaxpr, traced.consts, policy("lean"))
-    analysis = analyse(outlined, [FLOAT32] * len(traced.in_avals))
+    outlined, tables = outline_of(fun)
     parts, block = {}, outlined.block
-    tables = store(block, analysis, LEAN, ())
     _pick(block, tables, AGAIN, {*block.invars}, (), parts)
     prices = {b: dict(budget._prices(tables, part.steps)) for b, part in parts.items()}
 
@@ -140,7 +137,7 @@ def choices(fun, *args):
 
 @pytest.mark.parametrize(("fun", "ways"), [(chain, 4), (scanned, 1), (attention, 2)])
 def test_more_budget_moves_less_and_stays_within_it(fun, ways):
-    moments, lean = choices(fun, W, BIG)
+    moments, lean = choices(fun)
     least = budget._peak(moments(0.0))
     moved = []
     for number in np.linspace(0, 0.99, 12):
@@ -154,7 +151,7 @@ def test_groups_are_split_so_that_the_backward_pass_keeps_few_at_a_time():
     # Of n equal layers, the least is kept with about the root of n groups of as many.
     size = BIG.size * 2
     for layers in (16, 64):
-        moments, lean = choices(functools.partial(chain, layers=layers), W, BIG)
+        moments, lean = choices(functools.partial(chain, layers=layers))
         assert lean >= layers * size
         assert budget._peak(moments(0.0)) <= (2 * layers**0.5 + 2) * size
 
@@ -174,8 +171,24 @@ def steps_of(fun, storage):
 
 
 def test_what_a_loop_keeps_has_the_price_of_a_stack():
-    # Copies to it and back move more than the two products that are computed again.
-    assert kept_bytes(scanned, 0.9, W, BIG) < kept_bytes(scanned, "lean", W, BIG)
+    moments, _ = choices(scanned)
+    (loop,) = [moment for moment in moments(None) if moment.moved]
+    # Each value is read and written twice: to the stack, and back.
+    assert loop.moved == 4 * loop.kept
+
+
+def outline_of(fun):
+    """Returns a program as a plan, and its tables under lean."""
+    traced = jax.make_jaxpr(fun)(W, BIG)
+    outlined = outline(traced.jaxpr, traced.consts, policy("lean"))
+    return outlined, store(outlined.block, analyse(outlined, [FLOAT32] * 2), LEAN, ())
+
+
+def test_a_product_has_the_price_of_its_bytes_and_its_flops():
+    outlined, tables = outline_of(lambda w, x: x @ w)
+    ((_, price),) = budget._prices(tables, outlined.block.ops)
+    bytes_moved = 4 * (W.size + BIG.size) + 4 * BIG.size  # its result is returned in float32
+    assert price == bytes_moved + 2 * BIG.size * 8 // 256
 
 
 # ---- what may not run twice ----------------------------------------------------------------------
@@ -186,17 +199,25 @@ def test_devices_communicate_as_often():
 
     def loss(w, x):
         def part(w, x):
-            for _ in range(3):
-                x = jnp.tanh(jax.lax.pmean(jnp.tanh(x @ w) @ w, "i") @ w)
+            for _ in range(3):  # what was gathered is larger than what is sent
+                for _ in range(3):
+                    x = jnp.tanh(x @ w) @ w
+                gathered = jax.lax.all_gather(x, "i", tiled=True)
+                x = jnp.tanh(x + (gathered @ gathered.T)[: x.shape[0], : x.shape[1]])
             return jax.lax.pmean(jnp.mean(x**2), "i")
 
         return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(w, x)
 
-    def sums(storage):
+    def exchanges(storage):
         gradient = jax.make_jaxpr(jax.grad(planned(loss, storage)))(W, BIG)
-        return sum(eqn.primitive.name.startswith("psum") for eqn in equations(gradient))
+        return sum("all_gather" in eqn.primitive.name for eqn in equations(gradient))
 
-    assert sums(0.0) == sums("lean")
+    assert exchanges(0.0) == exchanges("lean") == 3
+    tables = outline_of(loss)[1]
+    ops = [op for steps in tables.steps.values() for step in steps for op in ops_of(step)]
+    priced = {op.name for op, _ in budget._prices(tables, ops)}
+    assert {"all_gather", "dot_general"} <= {op.name for op in ops}
+    assert "dot_general" in priced and "all_gather" not in priced
     assert products(planned(loss, 0.0), W, BIG) > products(planned(loss, "lean"), W, BIG)
 
 

@@ -26,7 +26,6 @@ from mpjax._src.autocast.lean import (
 from mpjax._src.autocast.schedule import flow_of, ops_of
 from mpjax._src.autocast.steps import (
     Checkpoint,
-    ChunkedLoss,
     Step,
     WholeCheckpoint,
 )
@@ -111,11 +110,11 @@ def _at(rate: float | None, prices: Mapping[Step, int]) -> dict[Step, int]:
 def _prices(analysis: Analysis, steps: Sequence[Step]) -> Iterator[tuple[Step, int]]:
     """Yields the steps that may run again at a price, and the price of each in bytes moved."""
     for step in steps:
-        if not isinstance(step, ChunkedLoss) and all(map(_may_run_again, ops_of(step))):
-            if isinstance(step, Op) and step.spec.runs_again:
-                continue
+        free = isinstance(step, Op) and step.spec.runs_again
+        if not free and all(map(_may_run_again, ops_of(step))):
+            flops = sum(_jax.flops_of(op.eqn) for op in ops_of(step))
             moved = sum(_size(analysis, v) for v in {*step.ins, *step.outs})
-            yield step, moved + sum(_jax.flops_of(op.eqn) for op in ops_of(step)) // FLOPS_PER_BYTE
+            yield step, moved + flops // FLOPS_PER_BYTE
 
 
 def _may_run_again(op: Op) -> bool:
