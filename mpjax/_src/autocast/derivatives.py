@@ -314,35 +314,42 @@ def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
     return add(args[0]) if _jax.in_taylor_mode(args) else ruled(*args)
 
 
-def recurrence(a: Any, b: Any, axis: int, half: Any, name: str = KEPT) -> Any:
+def recurrence(
+    a: Any, b: Any, axis: int, half: Any, name: str = KEPT, there: Sequence[Any] = ()
+) -> Any:
     """Computes ``h[t] = a[t] h[t-1] + b[t]`` along an axis, from ``h[0] = b[0]``.
 
     If ``half`` is not None, ``h`` is rounded to it, and its derivative reads it as it is rounded.
+
+    Args:
+        a: The factors.
+        b: What is added.
+        axis: The axis.
+        half: The dtype of the result, or None.
+        name: The name under which checkpoints keep it.
+        there: The result, if it was kept; then it is not computed again.
     """
     if _jax.in_taylor_mode([a, b]):
         h = _jax.scanned(a, b, axis=axis)
         return h if half is None else cast(h, half)
-    if half is None:
+    if half is None and not there:
         return _jax.recurrence(a, b, axis)
-    return _rounded_recurrence(a, b, axis, half, name)
 
-
-def _rounded_recurrence(a: Any, b: Any, axis: int, half: Any, name: str) -> Any:
     @functools.partial(jax.checkpoint, prevent_cse=False)  # else the moved recurrence would be kept
     def drive(moving, out):
         return _jax.drive(moving, cast(out, FLOAT32), axis)
 
-    def call(a, b):
-        return cast(_jax.recurrence(a, b, axis), half)
+    def call(a, b, *there):
+        return there[0] if there else cast(_jax.recurrence(a, b, axis), half)
 
     def jvp(primals, tangents):
         out = keep(call(*primals), name)
-        if all(isinstance(t, SymbolicZero) for t in tangents):
+        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents[:2]]
+        if moving == [None, None]:
             return out, _jax.zero_tangent(out)
-        moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-        return out, cast(_jax.recurrence(primals[0], drive(moving, out), axis), half)
+        return out, cast(_jax.recurrence(primals[0], drive(moving, out), axis), out.dtype)
 
-    return with_tangent(call, jvp, symbolic_zeros=True)(a, b)
+    return with_tangent(call, jvp, symbolic_zeros=True)(a, b, *there)
 
 
 def wide_cotangent(fun: Callable[..., Any], args: Sequence[Any]) -> Any:

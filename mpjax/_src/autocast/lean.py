@@ -83,7 +83,7 @@ def checkpoints(
         around = {step: c for c in steps if isinstance(c, Checkpoint) for step in c.steps}
         now = {step: around.get(holder, holder) for step, holder in now.items()}
     if kinds:
-        return [_of_codes(step, chosen.kept) for step in steps]
+        return [_of_codes(step, chosen.kept, kinds) for step in steps]
     return [_of_matmuls(analysis, part, chosen, step) for step in steps]
 
 
@@ -101,13 +101,15 @@ def _of_matmuls(analysis: Analysis, part: Part, chosen: "Chosen", step: Step) ->
     return WholeCheckpoint(steps, step.ins, step.outs, again, own.kept - chosen.kept)
 
 
-def _of_codes(step: Step, kept: Collection[Value]) -> Step:
-    """Returns a step whose derivative reads codes, if it is a checkpoint."""
+def _of_codes(step: Step, kept: Collection[Value], kinds: Collection[Value]) -> Step:
+    """Returns a step whose derivative reads codes, if it is a checkpoint with values as codes."""
     if not isinstance(step, Checkpoint):
         return step
-    inside = tuple(_of_codes(s, kept) for s in step.steps)
+    inside = tuple(_of_codes(s, kept, kinds) for s in step.steps)
     made = [v for s in inside for v in (s.kept if isinstance(s, CodedCheckpoint) else s.outs)]
     own = tuple(v for v in dict.fromkeys(made) if v in kept)
+    if not any(v in kinds and v in kept for v in (*step.ins, *own)):
+        return step
     return CodedCheckpoint(inside, step.ins, step.outs, own)
 
 

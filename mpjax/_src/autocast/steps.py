@@ -457,7 +457,8 @@ class Recurrence(Island):
         in_half = result in self.body.in_half or env.stored[result].dtype in HALVES
         a, b = arrays
         half = self.body.half if in_half else None
-        return [derivatives.recurrence(a, b, self.axis, half, env.name(result) or KEPT)]
+        name, there = env.name(result) or KEPT, [*env.known_of([result]).values()]
+        return [derivatives.recurrence(a, b, self.axis, half, name, there)]
 
 
 # ---- what derivatives read ----------------------------------------------------------------------
@@ -495,7 +496,7 @@ def runs_once(analysis: Analysis, step: Any) -> bool:
     That of a matmul or a reduction does not need its result; other operations that are not computed
     twice might, and so do programs and kernels.
     """
-    if isinstance(step, FusedAttention | ChunkedLoss | Recurrence):
+    if isinstance(step, FusedAttention | ChunkedLoss):
         return True
     if not isinstance(step, Op) or step.spec.runs_again:
         return False
