@@ -63,7 +63,7 @@ def test_step_flops_do_not_count_tables_that_are_only_looked_up():
     like_gpt2 = cases.step_flops("gpt2", sizes, 10**6)
     assert like_gpt2 - cases.step_flops("bert", sizes, 10**6) == 6 * table * cases.items(sizes)
     assert cases.step_flops("resnet50", cases.SMOKE["resnet50"], 10**6) is None
-    patches = cases.step_flops("vit", cases.SIZES["vit"], 0) / (12 * 12 * 768 * 128)
+    patches = cases.step_flops("vit", cases.SIZES["vit"], 0) / (12 * 12 * 768 * 64)
     assert patches == 196**2
 
 
