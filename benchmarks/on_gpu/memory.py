@@ -1,6 +1,7 @@
 """The memory of a training step that `mpjax.compile_for` predicts, beside what a device uses.
 
-Each row has four figures of one step with its state donated:
+Each row has four figures of one step with its state donated, and the GB that the compiled and the
+predicted program move:
 
     predicted   `compile_for` the device's own target, in a process that sees no device
     compiled    `memory_analysis()` of the executable that the device compiled
@@ -91,6 +92,8 @@ def with_differences(row: dict[str, Any]) -> dict[str, Any]:
     """Adds the differences and ratios of a row's figures."""
     predicted, compiled, peak = (row.get(key) for key in ("predicted", "compiled", "peak"))
     if predicted:
+        row["predicted_over_compiled"] = total(predicted) / total(compiled)
+        row["predicted_over_gb"] = row["predicted_gb"] / row["gb"]
         row["kernels"] = total(compiled) - total(predicted)
     if peak:
         row["library_and_allocator"] = peak - total(compiled)

@@ -9,13 +9,14 @@ import mpjax
 from benchmarks.on_gpu.cases import sizes_of
 from benchmarks.on_gpu.flops import target_of
 from benchmarks.on_gpu.jax_rivals import Skip, arrays, compile_step, jitted, precisely, program_of
+from mpjax._src.hardware.hlo_costs import costs
 
 # By model and rival: the program, its sizes and its executable.
 COMPILED: dict[tuple[str, str], tuple[Any, dict[str, Any], Any]] = {}
 
 
 def compiled(case: str, way: str, smoke: bool) -> dict[str, Any]:
-    """Compiles for the device; returns the memory of the executable and of autotuning.
+    """Compiles for the device; returns the executable's memory and GB, and autotuning's memory.
 
     The memory of autotuning is None if the program was in JAX's cache.
     """
@@ -39,6 +40,7 @@ def compiled(case: str, way: str, smoke: bool) -> dict[str, Any]:
     return {
         "kind": jax.local_devices()[0].device_kind,
         "compiled": fields,
+        "gb": round(costs(executable.as_text()).bytes / 1e9, 3),
         "compile_s": round(seconds, 1),
         "tuning": None if cached else in_use("peak_bytes_in_use"),
     }
@@ -80,7 +82,7 @@ def predicted(case: str, way: str, smoke: bool, kind: str) -> dict[str, Any]:
     return {
         "predicted": fields,
         "target": target.name,
-        "gb": round(report.bytes_accessed / 1e9, 3),
+        "predicted_gb": round(report.bytes_accessed / 1e9, 3),
         "compute_ms": round(report.compute_ms, 3),
         "memory_ms": round(report.memory_ms, 3),
     }

@@ -10,6 +10,12 @@ from benchmarks.on_gpu.tables import reason, text
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import MET, above, shortfalls, table, written
 
+PREDICTED = """What `compile_for` predicts without the device, relative to what was measured: the
+most memory in use while steps run, the memory of the executable that the device compiled after
+tuning its kernels, and the bytes that this executable moves by the same count.
+"""
+RATIOS = ("predicted_over_peak", "predicted_over_compiled", "predicted_over_gb")
+
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
     """Returns the goals, a table of steps for each model, and the ratios above 1.00x."""
@@ -38,7 +44,24 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
             if above(ratio["median"]):
                 cause = causes.get(model, {}).get(name, "not known")
                 short.append((TITLES[model], name, ratio["median"], cause))
+    parts += ["### What compilers without the device predict\n", PREDICTED, _predictions(rows)]
     return "\n".join((*parts, shortfalls(short))), {}
+
+
+def _predictions(rows: dict[str, Any]) -> str:
+    """Returns the table of predicted memory and bytes relative to the device's."""
+    header = ("model, program", "memory, of the peak", "memory, of the program's", "bytes moved")
+    found = [
+        (
+            f"{TITLES[case.removeprefix('memory ')]}, {way}",
+            *(f"{row[key]:.3f}" if key in row else None for key in RATIOS),
+        )
+        for case, ways in rows.items()
+        if case.startswith("memory ")
+        for way, row in ways.items()
+        if "predicted" in row
+    ]
+    return table(header, found)
 
 
 def _beside(rival: str, row: dict[str, Any]) -> tuple[str, ...]:
