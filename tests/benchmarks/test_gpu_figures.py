@@ -157,11 +157,14 @@ def test_gpu_page_shows_ratios_and_what_is_above_one():
         "jmp": {"failed": "x"},
     }
     text, charts = section({"cases": {"speed gpt2": rows}}, {})
-    assert "| by hand | **1.20x** (1.10 to 1.30) | - |  |" in text and "failed: x" in text
+    assert "| by hand | **1.20x** (1.10 to 1.30) | - | - | - |  |" in text and "failed: x" in text
     assert "| GPT-2 124M | mpjax / by hand | **1.20x** | not known |" in text and not charts
     ratios = {"predicted_over_peak": 0.99, "predicted_over_gb": 1.0}
-    text, _ = section({"cases": {"memory bert": {"mpjax": {"predicted": {}, **ratios}}}}, {})
-    assert "| BERT-base, mpjax | 0.990 | - | 1.000 |" in text
+    row = {"predicted": {}, **ratios, "memory_ms": 9, "compute_ms": 3}
+    timed = {"mpjax": {"ms": 12, "mfu": 0.4}}
+    text, _ = section({"cases": {"memory bert": {"mpjax": row}, "speed bert": timed}}, {})
+    assert "| BERT-base, mpjax | 0.990 | - | 1.000 | 0.75 |" in text
+    assert "| mpjax | - | - | 12.0 | 40.0% |  |" in text
 
 
 def test_counted_reads_a_junit_report():
