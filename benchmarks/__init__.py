@@ -22,7 +22,7 @@ RESULTS = HERE / "results"
 SUITES = {
     "cpu": "steps timed in pairs on this CPU, dispatch, tracing, reports, instruments, checksums",
     "aot": "memory, bytes and matmuls of training steps, for GPUs and TPUs that are not present",
-    "gpu": "steps timed in pairs on a GPU",
+    "gpu": "steps on a GPU: times beside rivals', memory beside what was predicted",
     "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
     "watching": "steps whose precision is watched, compiled for an absent GPU: memory and bytes",

@@ -1,11 +1,12 @@
 """Suite "gpu": mpjax beside its rivals on one NVIDIA GPU.
 
-    python benchmarks/gpu.py --part speed|memory|quality|tests [CASE ...] [--budget 470] [--smoke]
+    python benchmarks/gpu.py [CASE ...] [--part PART] [--budget 470] [--smoke]
 
-This is ``python -m benchmarks --suite gpu``. Each part stops cleanly when its budget of seconds is
-spent, and resumes at the next call. Compiled programs are kept in ``--cache``. If something is
-missing (PyTorch, NVML, compilers for absent hardware), its row says so. The parts are in
-`benchmarks.on_gpu`. ``--smoke`` runs small models on any device, to test that the suite runs.
+PART is memory, speed, predictions, quality or tests; by default all. This is ``python -m benchmarks
+--suite gpu``. Each part stops cleanly when its budget of seconds is spent, and resumes at the next
+call. Compiled programs are kept in ``--cache``. If something is missing (PyTorch, NVML, compilers
+for absent hardware), its row says so. The parts are in `benchmarks.on_gpu`. ``--smoke`` runs small
+models on any device, to test that the suite runs.
 """
 
 import os
@@ -28,8 +29,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 CASES = tuple(SIZES)
 PARTS = {
-    "speed": speed.run,
     "memory": memory.run,
+    "speed": speed.run,
+    "predictions": memory.predictions,
     "quality": quality.run,
     "tests": repository_tests.run,
 }

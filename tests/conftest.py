@@ -90,6 +90,20 @@ def pytest_collection_modifyitems(items):
         item.add_marker(kind_of(item.path))
 
 
+# What JAX says to a mesh, and to pmap, for which one device, such as a GPU, is too few.
+TOO_FEW = re.compile("Number of devices 1 must be|cannot select an axis to squeeze out")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except ValueError as error:
+        if jax.device_count() == 1 and TOO_FEW.search(str(error)):
+            pytest.skip("needs several devices")
+        raise
+
+
 # ---- what a run costs ---------------------------------------------------------------------------
 
 SLOWEST = 10

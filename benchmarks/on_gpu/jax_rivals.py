@@ -1,6 +1,7 @@
 """The rivals in JAX, including mpjax: those of `benchmarks.rivals` with a dtype and settings."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mpjax
 from benchmarks.on_gpu.cases import labels
 from benchmarks.rivals import lacks, program
 
@@ -39,11 +39,13 @@ class Way(NamedTuple):
 
 
 # JAX's default precision lets the tensor cores round float32 to TF32; "highest" does not.
-# A policy that fuses attention by itself would be another row, beside "mpjax fused".
 RIVALS = {
     "mpjax": Way("autocast"),
-    "mpjax fused": Way("autocast", attention=mpjax.dot_product_attention),
+    "mpjax fused": Way("autocast, fused attention"),
     "mpjax lean": Way("autocast, lean"),
+    "mpjax 8bit": Way("autocast, 8bit"),
+    "mpjax lean, chunked loss": Way("autocast, lean, chunked loss"),
+    "mpjax 8bit, chunked loss, fused": Way("autocast, 8bit, chunked loss, fused attention"),
     "mpjax float16": Way("build_train_step", "float16"),
     "float32": Way("float32", precision="highest"),
     "float32, TF32": Way("float32"),
@@ -76,26 +78,47 @@ def precisely(rival: str) -> Any:
     return jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()
 
 
+def jitted(program: Any) -> Any:
+    return jax.jit(program.step, donate_argnums=0)
+
+
+def compile_step(program: Any, rival: str) -> Any:
+    """Compiles a rival's step for abstract arrays, so that JAX's cache has one entry for it."""
+    with precisely(rival):
+        return jitted(program).lower(program.state, program.batch).compile()
+
+
 def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
 def arrays(program: Any, sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Returns parameters, the rest and a batch. They are the same for every rival."""
+    abstract = (program.params, program.rest, program.batch)
+    leaves, tree = jax.tree.flatten_with_path(abstract)
+    tops = {n: labels(sizes, n) for n in (1, 2) if n == 1 or "vocabulary" in sizes}
+    drawn = draw(
+        tuple((keys, leaf.shape, leaf.dtype) for keys, leaf in leaves), tuple(tops.items())
+    )
+    return jax.tree.unflatten(tree, map(jnp.asarray, drawn))
+
+
+@functools.lru_cache(1)
+def draw(leaves: tuple[Any, ...], tops: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
+    """Returns arrays for leaves (path, shape, dtype): each process draws those of a model once."""
     rng = np.random.default_rng(0)
 
-    def draw(keys, leaf):
+    def one(keys, shape, dtype):
         last = str(getattr(keys[-1], "key", keys[-1]))
-        if jnp.issubdtype(leaf.dtype, jnp.integer):
-            top = labels(sizes, len(leaf.shape))
-            return jnp.asarray(rng.integers(0, top, leaf.shape), leaf.dtype)
-        if len(leaf.shape) == 1:
-            return (jnp.zeros if last in ("bias", "mean") else jnp.ones)(leaf.shape, leaf.dtype)
-        fan_in = 1 if keys[0].idx == 2 else np.prod(leaf.shape[:-1])
-        values = rng.standard_normal(leaf.shape, dtype=np.float32) / np.float32(np.sqrt(fan_in))
-        return jnp.asarray(values, leaf.dtype)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return rng.integers(0, dict(tops)[len(shape)], shape, dtype)
+        if len(shape) == 1:
+            return (np.zeros if last in ("bias", "mean") else np.ones)(shape, dtype)
+        fan_in = 1 if keys[0].idx == 2 else np.prod(shape[:-1])
+        values = rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(fan_in))
+        return values.astype(dtype)
 
-    return jax.tree.map_with_path(draw, (program.params, program.rest, program.batch))
+    return [one(*leaf) for leaf in leaves]
 
 
 def build(
@@ -103,19 +126,24 @@ def build(
 ) -> tuple[Callable[[int], float], Callable[[], float], dict[str, Any]]:
     """Returns a function that times steps, a function that returns the last loss, and facts."""
     found = program_of(case, sizes, rival)
-    params, rest, batch = arrays(found, sizes)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    state = jax.jit(found.init)(params, rest)
-    del params, rest
-    jitted = jax.jit(found.step, donate_argnums=0)
     start = time.perf_counter()
-    with precisely(rival):
-        compiled = jitted.lower(state, batch).compile()
-    facts = {"parameters": int(count), "compile_s": round(time.perf_counter() - start, 2)}
-    state, out = jax.block_until_ready(compiled(state, batch))
+    compiled = compile_step(found, rival)
+    facts = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(found.params)),
+        "compile_s": round(time.perf_counter() - start, 2),
+    }
+    state = batch = out = None
+
+    def load() -> None:
+        """Fills the device's memory, which the programs of all models would not fit together."""
+        nonlocal state, batch
+        params, rest, batch = arrays(found, sizes)
+        state = jax.block_until_ready(jax.jit(found.init)(params, rest))
 
     def run(steps: int) -> float:
         nonlocal state, out
+        if state is None:
+            load()
         start = time.perf_counter()
         for _ in range(steps):
             state, out = compiled(state, batch)

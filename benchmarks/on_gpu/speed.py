@@ -1,6 +1,7 @@
-"""Times training steps in pairs: mpjax and one rival at a time, each in its own process.
+"""Times training steps in turn: mpjax's ways and its rivals, all of a model in the same rounds.
 
-A round times each of them once, one after the other. Every ratio is taken within a round. The most
+A round times each of them once, one after the other. Every ratio is taken within a round. Those of
+the part `memory` were compiled there, several at a time, and are read from the cache. The most
 important rivals come first for all models, so that a small budget leaves out the others.
 """
 
@@ -17,14 +18,19 @@ from benchmarks.on_gpu.statistics import paired_ratio
 # Every rival is compared with these in the same rounds.
 OURS = ("mpjax", "mpjax fused")
 TIERS = (
-    ("torch autocast, compile", "by hand", "float32"),
-    ("by hand, fused", "torch float32, compile", "mpjax float16", "DynamicScale float16"),
-    ("torch float16, GradScaler, compile", "mpjax lean", "float32, TF32", "jmp"),
+    (
+        *("by hand", "float32", "mpjax lean", "mpjax 8bit", "mpjax lean, chunked loss"),
+        *("mpjax 8bit, chunked loss, fused", "float32, TF32"),
+    ),
+    ("torch autocast, compile", "by hand, fused", "mpjax float16", "DynamicScale float16"),
+    ("torch float16, GradScaler, compile", "torch float32, compile", "jmp"),
     ("torch autocast", "torch float32, TF32, compile", "Transformer Engine"),
     ("torch autocast, max-autotune", "mixed-precision-for-JAX"),
 )
+# The benchmarks' Llama is not written in PyTorch, and takes no kernel by hand.
+NOT_LLAMA = {"by hand, fused", *(r for t in TIERS for r in t if worker.framework_of(r) == "torch")}
 # The number of rounds, and the largest number of seconds and steps of a turn.
-ROUNDS, SMOKE_ROUNDS, TURN, MOST = 13, 2, 0.3, 60
+ROUNDS, SMOKE_ROUNDS, TURN, MOST = 11, 2, 0.2, 60
 
 
 class Bench(NamedTuple):
@@ -42,41 +48,38 @@ Live = dict[str, tuple[children.Call, dict[str, Any]]]
 
 def run(options: Any, results: Any, left: Callable[[], float], variables: dict[str, str]) -> None:
     """Measures missing rows until the budget is spent."""
-    todo = [
-        (case, [rival for rival in tier if applies(case, rival) and missing(results, case, rival)])
-        for case, tier in order(options)
-    ]
     with (
-        tqdm(total=sum(len(rivals) for _, rivals in todo), unit="rival", disable=None) as bar,
         processes(options.smoke, variables, left) as started,
         contextlib.suppress(children.Late),
     ):
         bench = Bench(options, results, left, started)
-        for case, rivals in todo:
-            if rivals and left() > 0:
-                measure(bench, case, rivals, bar)
+        for tier in TIERS:
+            for case in tqdm(options.cases, unit="model", disable=None):
+                if (rivals := asked(bench, case, tier)) and left() > 0:
+                    with contextlib.suppress(children.Died):
+                        measure(bench, case, rivals)
 
 
-def order(options: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields models and rivals. A smoke test has all rivals of the first model, one of others."""
-    for tier in TIERS:
-        for case in options.cases:
-            few = options.smoke and case != options.cases[0]
-            if not few:
-                yield case, tier
-            elif tier is TIERS[0]:
-                yield case, tier[:1]
+def asked(bench: Bench, case: str, tier: tuple[str, ...]) -> list[str]:
+    """Returns the missing rivals. A smoke test has all rivals of the first model, one of others."""
+    few = bench.options.smoke and case != bench.options.cases[0]
+    tier = tier[: tier is TIERS[0]] if few else tier
+    return [rival for rival in tier if applies(case, rival) and missing(bench, case, rival)]
 
 
 def applies(case: str, rival: str) -> bool:
     """Returns whether a rival differs from others on this model."""
     if rival == "Transformer Engine":
         return case.startswith("gpt2")
+    if "chunked" in rival:
+        return case in cases.LANGUAGE_MODELS
+    if case == "llama" and rival in NOT_LLAMA:
+        return False
     return "fused" not in rival or case in cases.TRANSFORMERS
 
 
-def missing(results: Any, case: str, rival: str) -> bool:
-    return results.get(f"speed {case}", rival) is None
+def missing(bench: Bench, case: str, rival: str) -> bool:
+    return bench.results.get(f"speed {case}", rival) is None
 
 
 @contextlib.contextmanager
@@ -96,48 +99,61 @@ def processes(smoke: bool, variables: dict[str, str], left: Callable[[], float])
         yield started
 
 
-def measure(bench: Bench, case: str, rivals: list[str], bar: tqdm) -> None:
-    """Times mpjax's own ways beside each other, and then beside each rival."""
-    with bench.started("jax") as ours, contextlib.suppress(children.Died):
-        base = compare(bench, case, [name for name in OURS if applies(case, name)], ours, {})
-        for rival in rivals if base else ():
-            if bench.left() <= 0:
-                return
-            bar.set_description(f"{case}, {rival}")
-            with bench.started(worker.framework_of(rival)) as theirs:
-                compare(bench, case, [rival], theirs, base)
-            bar.update()
+def measure(bench: Bench, case: str, rivals: list[str]) -> None:
+    """Builds mpjax's ways and the rivals, those of a framework in one process, and times them."""
+    ours = [*(way for way in OURS if applies(case, way)), *in_framework("jax", rivals)]
+    theirs = in_framework("torch", rivals)
+    with contextlib.ExitStack() as stack:
+        live = build(bench, case, ours, stack.enter_context(bench.started("jax")))
+        if theirs and live:
+            call = stack.enter_context(bench.started("torch"))
+            with contextlib.suppress(children.Died):
+                live |= build(bench, case, theirs, call)
+        compare(bench, case, live)
 
 
-def compare(bench: Bench, case: str, names: list[str], call: children.Call, base: Live) -> Live:
-    """Builds rivals in one process, times them beside those of ``base``, and puts their rows.
+def in_framework(framework: str, rivals: list[str]) -> list[str]:
+    return [rival for rival in rivals if worker.framework_of(rival) == framework]
 
-    Returns:
-        All rivals that can be timed now.
-    """
-    began = bench.left()
-    smoke = bench.options.smoke
-    try:
-        facts = {name: call(worker.build, case, name, smoke) for name in names}
-        added = {name: (call, row) for name, row in facts.items() if "seconds" in row}
-        for name in names:
-            if name not in added:
-                bench.results.put(f"speed {case}", name, facts[name])
-        times = rounds(case, base | added, smoke) if added else {}
-        for name in added:
-            if missing(bench.results, case, name):
-                row = figures(case, smoke, name, facts[name], times)
-                row["loss"] = call(worker.loss, case, name)
-                bench.results.put(f"speed {case}", name, row)
-        return base | added
-    except children.Late:
-        if began > 0.9 * bench.options.budget:  # the next attempt would be late too
-            why = f"takes longer than the budget of {bench.options.budget:g} s"
-            bench.results.put(f"speed {case}", names[0], {"failed": why})
-        raise
-    except children.Died as error:
-        bench.results.put(f"speed {case}", names[0], {"failed": str(error)})
-        raise
+
+def build(bench: Bench, case: str, names: list[str], call: children.Call) -> Live:
+    """Builds rivals in one process and returns those that can be timed; puts why others cannot."""
+    began, live = bench.left(), {}
+    for name in names:
+        try:
+            facts = call(worker.build, case, name, bench.options.smoke)
+        except children.Late:
+            if began > 0.9 * bench.options.budget:  # the next attempt would be late too
+                why = f"takes longer than the budget of {bench.options.budget:g} s"
+                bench.results.put(f"speed {case}", name, {"failed": why})
+            raise
+        except children.Died as error:
+            bench.results.put(f"speed {case}", name, {"failed": str(error)})
+            raise
+        keep(bench, case, name, call, facts, "peak", live)
+    return live
+
+
+def compare(bench: Bench, case: str, live: Live) -> None:
+    """Times rivals beside each other and puts their rows."""
+    smoke, warm = bench.options.smoke, {}
+    for name, (call, facts) in live.items():
+        seconds = call(worker.warm, case, name, smoke)
+        keep(bench, case, name, call, facts | seconds, "seconds", warm)
+    times = rounds(case, warm, smoke)
+    for name, (call, facts) in warm.items():
+        if missing(bench, case, name):
+            row = figures(case, smoke, name, facts, times)
+            row["loss"] = call(worker.loss, case, name)
+            bench.results.put(f"speed {case}", name, row)
+
+
+def keep(bench: Bench, case: str, name: str, call: children.Call, facts: dict, key: str, to: Live):
+    """Adds a rival that has a fact, and puts the row of one that has a reason instead."""
+    if key in facts:
+        to[name] = call, facts
+    else:
+        bench.results.put(f"speed {case}", name, facts)
 
 
 def rounds(case: str, live: Live, smoke: bool) -> dict[str, dict[str, list[float]]]:

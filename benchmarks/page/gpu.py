@@ -10,17 +10,27 @@ from benchmarks.on_gpu.tables import reason, text
 from benchmarks.page.charts import Chart
 from benchmarks.page.tables import MET, above, shortfalls, table, written
 
+PREDICTED = """What `compile_for` predicts without the device, relative to what was measured: the
+memory, relative to the most in use while steps run and to the executable that the device compiled
+after tuning its kernels; the bytes that this executable moves by the same count; and the time of
+the roofline, a lower bound, relative to the time of a step.
+"""
+RATIOS = ("predicted_over_peak", "predicted_over_compiled", "predicted_over_gb")
+
 
 def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
     """Returns the goals, a table of steps for each model, and the ratios above 1.00x."""
     rows = stored["cases"]
+    found = list(goals.found(rows))
     judged = [
         (name, text(row["bound"]), text(row["found"]), MET[row["met"]])
-        for name, row in goals.found(rows)
+        for name, row in found
+        if row["met"] is not None
     ]
     parts = [
         "A time is the median ratio over rounds, with its 95% bootstrap interval in brackets.\n",
         table(("goal", "bound", "found", ""), judged),
+        f"{len(found) - len(judged)} goals were not measured.\n",
     ]
     short = []
     for case, rivals in rows.items():
@@ -30,7 +40,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         parts.append(f"### {TITLES[model]}\n")
         parts.append(
             table(
-                ("relative to", *OURS, "not measured because"),
+                ("relative to", *OURS, "its step, ms", "of the bf16 peak", "not measured because"),
                 [_beside(*row) for row in rivals.items()],
             )
         )
@@ -38,7 +48,35 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
             if above(ratio["median"]):
                 cause = causes.get(model, {}).get(name, "not known")
                 short.append((TITLES[model], name, ratio["median"], cause))
-    return "\n".join((*parts, shortfalls(short))), {}
+    if any(row.get("ratios") for ways in rows.values() for row in ways.values()):
+        parts.append(shortfalls(short))
+    parts += ["### What compilers without the device predict\n", PREDICTED, _predictions(rows)]
+    return "\n".join(parts), {}
+
+
+def _predictions(rows: dict[str, Any]) -> str:
+    """Returns the table of predicted memory and bytes relative to the device's."""
+    columns = ("memory, of the peak", "of the program's", "bytes moved", "roofline, of the time")
+    found = [
+        (
+            f"{TITLES[model]}, {way}",
+            *(f"{row[key]:.3f}" if key in row else None for key in RATIOS),
+            _roofline(row, rows.get(f"speed {model}", {}).get(way, {})),
+        )
+        for model, ways in (
+            (c.removeprefix("memory "), w) for c, w in rows.items() if "memory" in c
+        )
+        for way, row in ways.items()
+        if "predicted" in row
+    ]
+    return table(("model, program", *columns), found)
+
+
+def _roofline(row: dict[str, Any], timed: dict[str, Any]) -> str | None:
+    """Returns the roofline's time as a share of the measured time."""
+    if "memory_ms" not in row or "ms" not in timed:
+        return None
+    return f"{max(row['memory_ms'], row['compute_ms']) / timed['ms']:.2f}"
 
 
 def _beside(rival: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -47,7 +85,9 @@ def _beside(rival: str, row: dict[str, Any]) -> tuple[str, ...]:
         f"{written(r['median'])}{quotient(r)[quotient(r).index(' ') :]}" if r else "-"
         for r in found
     ]
-    return rival, *cells, reason(row) or ""
+    step = f"{row['ms']:.1f}" if "ms" in row else "-"
+    share = f"{row['mfu']:.1%}" if row.get("mfu") else "-"
+    return rival, *cells, step, share, reason(row) or ""
 
 
 def _ratios(rivals: dict[str, dict[str, Any]]):

@@ -99,11 +99,12 @@ def test_levels_of_a_recurrence_are_not_kept():
 
 def test_recurrences_run_under_other_transformations():
     auto = mpjax.autocast(layer, FAST)
-    each = [jax.grad(auto)(W, x[None]) for x in X]
-    mapped = jax.vmap(lambda x: jax.grad(auto)(W, x[None]))(X)
+    gradient = jax.jit(jax.grad(auto))
+    each = [gradient(W, x[None]) for x in X]
+    mapped = jax.jit(jax.vmap(lambda x: jax.grad(auto)(W, x[None])))(X)
     np.testing.assert_allclose(mapped, jnp.stack(each), rtol=0.02, atol=1e-4)
-    tangent = jax.jvp(lambda w: auto(w, X), (W,), (W,))[1]
-    np.testing.assert_allclose(tangent, jnp.vdot(jax.grad(auto)(W, X), W), rtol=0.02)
+    tangent = jax.jit(lambda w: jax.jvp(lambda w: auto(w, X), (w,), (w,))[1])(W)
+    np.testing.assert_allclose(tangent, jnp.vdot(gradient(W, X), W), rtol=0.02)
 
     def layers(w, x):
         return jax.lax.scan(lambda x, w: (x + layer(w, x), None), x, w)[0].mean()
@@ -117,6 +118,8 @@ def test_recurrences_run_in_taylor_mode():
         return jnp.mean(jax.lax.associative_scan(THEN["plain"], (jnp.sin(x), x), axis=1)[1] ** 2)
 
     series = (jnp.ones_like(X), jnp.zeros_like(X))
-    got, want = (jet(f, (X,), (series,)) for f in (mpjax.autocast(fun, FAST), fun))
+    got, want = (
+        jax.jit(lambda x, f=f: jet(f, (x,), (series,)))(X) for f in (mpjax.autocast(fun, FAST), fun)
+    )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4)

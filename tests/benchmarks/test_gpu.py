@@ -57,7 +57,7 @@ def test_speed_times_pairs_and_says_what_is_missing(results, cache, monkeypatch,
 
 @pytest.mark.thorough
 def test_gpu_memory_part_says_what_cannot_be_compared(results, cache):
-    gpu.run(options("memory", cache=cache), results)
+    gpu.run(options("memory", "predictions", cache=cache), results)
     row = results.cases["memory gpt2"]["mpjax"]
     assert row["compiled"]["arguments"] > 0 and row["compiled"]["temporary"] > 0
     assert "cpu" in row["no_peak"] and "'cpu'" in row["no_prediction"]
@@ -113,8 +113,10 @@ class Bell:
             if self.left() <= 0:
                 raise children.Late("build")
             self.built.append((case, rival))
-            facts = {"seconds": 0.1, "parameters": 7, "compile_s": 1.0}
+            facts = {"parameters": 7, "compile_s": 1.0}
             return {**facts, "peak": 1e12, "no_joules": "none here"}
+        if function is worker.warm:
+            return {"seconds": 0.1}
         return 0.5 if function is worker.loss else {"seconds": 0.1 * args[0]}
 
 
@@ -137,8 +139,9 @@ def ring(monkeypatch, results):
 
 
 def test_a_budget_that_runs_out_leaves_rows_and_the_next_call_goes_on(ring, results):
-    assert len(ring(4)) == 4
-    assert set(results.cases["speed gpt2"]) >= {"mpjax", "mpjax fused", speed.TIERS[0][0]}
+    first = {*speed.OURS, *speed.TIERS[0]}
+    assert len(ring(len(first) + 1)) == len(first) + 1
+    assert set(results.cases["speed gpt2"]) == first
     assert "speed resnet50" not in results.cases
     before = {(case, rival) for case, rows in results.cases.items() for rival in rows}
     again = ring(1000)
@@ -148,9 +151,10 @@ def test_a_budget_that_runs_out_leaves_rows_and_the_next_call_goes_on(ring, resu
 
 
 def test_speed_runs_the_first_tier_of_rivals_for_all_models_first(ring):
+    first = [(case, r) for case in ("gpt2", "resnet50") for r in speed.TIERS[0]]
     built = [pair for pair in ring(1000) if pair[1] not in speed.OURS]
-    assert {case for case, _ in built[:6]} == {"gpt2", "resnet50"}
-    assert {rival for _, rival in built[:6]} == set(speed.TIERS[0])
+    first = [pair for pair in first if speed.applies(*pair)]
+    assert set(built[: len(first)]) == set(first)
 
 
 def test_rival_that_takes_longer_than_the_budget_is_not_tried_again(ring, results):

@@ -63,7 +63,7 @@ def test_step_flops_do_not_count_tables_that_are_only_looked_up():
     like_gpt2 = cases.step_flops("gpt2", sizes, 10**6)
     assert like_gpt2 - cases.step_flops("bert", sizes, 10**6) == 6 * table * cases.items(sizes)
     assert cases.step_flops("resnet50", cases.SMOKE["resnet50"], 10**6) is None
-    patches = cases.step_flops("vit", cases.SIZES["vit"], 0) / (12 * 12 * 768 * 128)
+    patches = cases.step_flops("vit", cases.SIZES["vit"], 0) / (12 * 12 * 768 * 64)
     assert patches == 196**2
 
 
@@ -80,9 +80,11 @@ def test_target_of_knows_a_device_by_what_it_calls_itself(kind, name):
 def test_differences_of_memory_are_attributed():
     fields = {"arguments": 100, "results": 100, "aliased": 90, "temporary": 40, "code": 0}
     assert memory.total(fields) == 150
+    few = {**fields, "temporary": 30}
     row = memory.with_differences(
-        {"compiled": fields, "predicted": {**fields, "temporary": 30}, "peak": 160}
+        {"compiled": fields, "predicted": few, "peak": 160, "gb": 8, "predicted_gb": 6}
     )
+    assert row["predicted_over_compiled"] == 140 / 150 and row["predicted_over_gb"] == 0.75
     assert row["kernels"] == 10 and row["library_and_allocator"] == 10
     assert row["predicted_over_peak"] == 140 / 160 and row["compiled_over_peak"] == 150 / 160
     assert memory.with_differences({"compiled": fields, "no_peak": "why"}) == {
@@ -155,8 +157,14 @@ def test_gpu_page_shows_ratios_and_what_is_above_one():
         "jmp": {"failed": "x"},
     }
     text, charts = section({"cases": {"speed gpt2": rows}}, {})
-    assert "| by hand | **1.20x** (1.10 to 1.30) | - |  |" in text and "failed: x" in text
+    assert "| by hand | **1.20x** (1.10 to 1.30) | - | - | - |  |" in text and "failed: x" in text
     assert "| GPT-2 124M | mpjax / by hand | **1.20x** | not known |" in text and not charts
+    ratios = {"predicted_over_peak": 0.99, "predicted_over_gb": 1.0}
+    row = {"predicted": {}, **ratios, "memory_ms": 9, "compute_ms": 3}
+    timed = {"mpjax": {"ms": 12, "mfu": 0.4}}
+    text, _ = section({"cases": {"memory bert": {"mpjax": row}, "speed bert": timed}}, {})
+    assert "| BERT-base, mpjax | 0.990 | - | 1.000 | 0.75 |" in text
+    assert "| mpjax | - | - | 12.0 | 40.0% |  |" in text
 
 
 def test_counted_reads_a_junit_report():

@@ -86,6 +86,18 @@ def test_compile_for_refuses_callbacks(monkeypatch, target):
         mpjax.compile_for(target, prints, 1.0)
 
 
+def test_compile_for_refuses_callbacks_beside_a_gpu_too(monkeypatch):
+    """There JAX lowers them, as here a call of the same name."""
+    monkeypatch.setattr(aot, "require", lambda target: None)
+
+    def prints(x):
+        kind = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.ffi.ffi_call("xla_ffi_python_gpu_callback", kind)(x)
+
+    with pytest.raises(mpjax.errors.CompileError, match="it calls back into Python"):
+        mpjax.compile_for("h100", prints, 1.0)
+
+
 # ---- with the compilers --------------------------------------------------------------------------
 
 

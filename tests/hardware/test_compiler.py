@@ -135,6 +135,11 @@ def test_a_compiler_that_is_not_there_is_an_error_and_not_a_hang(monkeypatch):
             mpjax.errors.CompileError,
             "RESOURCE_EXHAUSTED: of v",
         ),
+        (
+            "ptxas too old. Falling back",
+            mpjax.errors.CompileError,
+            "not for a V100: install jax-cuda12",
+        ),
         ("libdevice not found", mpjax.errors.CompileError, "pip install nvidia-cuda-nvcc-cu12"),
     ],
 )

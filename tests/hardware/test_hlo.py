@@ -14,6 +14,7 @@ import pytest
 from mpjax._src.hardware import hlo, hlo_costs
 from mpjax._src.hardware.hlo import Shape
 from mpjax._src.hardware.hlo_costs import Matmul
+from mpjax._src.hardware.memory import Sizes, by_kind, memory_rows
 
 FOLDER = Path(__file__).parent / "hlo"
 TURN = 2 * 64 * 128 * 128
@@ -50,6 +51,19 @@ def test_a_stack_that_a_loop_fills_costs_the_slices():
     turn = 2 * 64 * 128
     assert 7 * turn <= stacked - plain <= 4 * 7 * turn  # not 7 times the whole stack: 49 turns
     assert plain > 7 * turn
+
+
+def test_kernel_that_runs_beside_others_is_read_as_a_kernel():
+    text = read("stack_h100")
+    line = next(x for x in text.splitlines() if " %loop_dynamic_update_slice_fusion = " in x)
+    before, rest = line.split(" fusion(")
+    name, result = before.split(" = ")
+    given = f"(({result}, s32[], bf16[64,128]{{1,0}}), {result}, u32[])"
+    start = f"{name}.start = {given} fusion-start({rest}"
+    apart = text.replace(line, f"{start}\n{before} fusion-done({name.strip()}.start)")
+    assert hlo_costs.costs(apart) == hlo_costs.costs(text)
+    sizes = Sizes(0, 0, 2**20, 0)
+    assert by_kind(memory_rows(apart, sizes)) == by_kind(memory_rows(text, sizes))
 
 
 def test_bytes_to_and_from_the_host_are_those_on_the_device():

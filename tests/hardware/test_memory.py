@@ -61,6 +61,26 @@ def test_memory_rows_of_a_training_step_have_each_kind():
     assert {f"layer_{i}" for i in range(LAYERS - 1)} <= scopes
 
 
+def test_memory_rows_tell_codes_from_other_kept_activations():
+    """By hand, in XLA's form: XLA:CPU computes codes again in the backward pass."""
+    forward, backward = "jvp(layer)", "transpose(jvp(layer))"
+    lines = [
+        ("%x", "f32[64]{0} parameter(0)", ""),
+        ("%codes", "s8[64]{0} tanh(%x)", forward),
+        ("%scales", "u8[4]{0} slice(%codes)", forward),
+        ("%half", "bf16[64]{0} tanh(%x)", forward),
+        ("%mask", "pred[64]{0} compare(%x, %x)", forward),
+        ("%wide", "f32[64]{0} multiply(%codes, %scales)", backward),
+        ("ROOT %out", "f32[8]{0} slice(%mask, %wide, %half)", backward),
+    ]
+    ops = (f'  {name} = {op}, metadata={{op_name="jit(f)/{at}/op"}}' for name, op, at in lines)
+    entry = "\n".join(("ENTRY %main (x: f32[64]) -> f32[8] {", *ops, "}"))
+    sizes = Sizes(64 * BYTES, 0, 2**10, 0)
+    found = by_kind(memory_rows(f"HloModule f, is_scheduled=true\n\n{entry}\n", sizes))
+    assert found["kept 8-bit codes"] == 64 + 4
+    assert found["kept activations"] == 64 * (2 + 1)
+
+
 @pytest.mark.parametrize("policy", ["params=bfloat16,compute=bfloat16,output=float32"])
 def test_memory_rows_tell_masters_from_parameters(policy):
     rows, _, _ = trained(policy)

@@ -29,6 +29,9 @@ STAGE = "stage"  # what progress counts: tracing, and compiling
 
 LONGEST = 1e6  # seconds; operating systems limit timeouts
 
+# What JAX lowers a callback into Python to, where a GPU is; elsewhere it refuses.
+CALLBACK = b"python_gpu_callback"
+
 
 def compile_for(
     target: str,
@@ -151,6 +154,8 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Progr
         _check_args(fun, abstract)
     with _lowering_errors(target), _mesh_of(abstract):
         program, partitions = _stablehlo_for(target, fun, abstract)
+    if CALLBACK in program.stablehlo:
+        raise _calls_back(target)
     if partitions != target.devices:
         _tell_of_partitions(target, partitions)
     return program
@@ -244,6 +249,14 @@ def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
     return use_abstract_mesh(mesh)
 
 
+def _calls_back(target: Target) -> CompileError:
+    return CompileError(
+        f"fun cannot be lowered for target={target.name!r}: it calls back into Python "
+        "(jax.debug.print, pure_callback, io_callback), which needs a running device. "
+        "Remove the callbacks."
+    )
+
+
 def _tell_of_partitions(target: Target, partitions: int) -> NoReturn:
     spread = f"fun is sharded over {partitions} devices" if partitions > 1 else "fun is not sharded"
     if target.devices == 1:
@@ -288,11 +301,7 @@ def _lowering_errors(target: Target) -> Iterator[None]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         text = str(error)
         if "different from the lowering platform" in text:
-            raise CompileError(
-                f"fun cannot be lowered for target={target.name!r}: it calls back into Python "
-                "(jax.debug.print, pure_callback, io_callback), which needs a running device. "
-                "Remove the callbacks."
-            ) from error
+            raise _calls_back(target) from error
         if "require devices" in text:
             raise ValueError(
                 f"fun cannot be lowered for target={target.name!r} over an AbstractMesh: it calls "

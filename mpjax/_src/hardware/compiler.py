@@ -55,6 +55,11 @@ CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 NVCC = ("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc")
 
 ADVICE = (
+    (
+        r"ptxas too old",
+        "CUDA 13 begins with Turing, so it is not for a V100: install jax-cuda12-plugin and "
+        "nvidia-cuda-nvcc-cu12 instead.",
+    ),
     (r"libdevice|ptxas", "Install the CUDA compiler: pip install nvidia-cuda-nvcc-cu12."),
     (
         r"Unsupported algorithm.*BF16|bf16.*not supported",

@@ -28,6 +28,7 @@ from mpjax._src.hardware.hlo import (
 )
 from mpjax._src.hardware.hlo_costs import FREE, LIBRARIES, bytes_moved
 from mpjax._src.hardware.memory import (
+    CODES,
     KEPT,
     MemoryRow,
     by_kind,
@@ -71,7 +72,7 @@ def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
     module, entry = parse(hlo)
     line_of = source_lines(hlo)
     for row in rows:
-        if row.kind == KEPT and row.leaf:
+        if row.kind in (KEPT, CODES) and row.leaf:
             kept[box_of(row.name, line_of(module[row.leaf[0]].ops[row.leaf[1]]))] += row.bytes
     bars = [Bar("Memory by kind", tuple(by_kind(rows).items()), words=MEMORY_WORDS)]
     if kept:

@@ -89,7 +89,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
         elif line.startswith("}"):
             module[name] = Computation(ops, root, name)
         elif name and (match := LINE.match(line)):
-            op = _op(match[2], match[3])
+            op = _kernel(_op(match[2], match[3]), ops)
             ops[op.name] = op
             root = op.name if match[1] else root
     if not entry:
@@ -105,6 +105,19 @@ def _op(name: str, text: str) -> Op:
     inside = rest[start + 1 : end - 1]
     operands = tuple(NAME.findall(inside)) if rest[:start] != "constant" else ()
     return Op(name, rest[:start], _shapes(kind), operands, inside, rest[end:].lstrip(", "))
+
+
+def _kernel(op: Op, ops: dict[str, Op]) -> Op:
+    """Returns a kernel that runs beside others, as JAX 0.11 has them, as one that ends at once.
+
+    A kernel that writes to the host or reads from there is a transfer instead.
+    """
+    if op.opcode == "fusion-start" and all(shape.space != HOST for shape in op.shapes):
+        results = op.shapes[len(op.operands) : -1]  # between the operands and a handle
+        return dataclasses.replace(op, opcode="fusion", shapes=results)
+    if op.opcode == "fusion-done" and ops[op.operands[0]].opcode == "fusion":
+        return dataclasses.replace(op, opcode="opt-barrier")
+    return op
 
 
 def _closing(text: str, start: int) -> int:

@@ -19,13 +19,14 @@ from mpjax._src.hardware.lifetimes import ALIASED, is_scheduled, most_at_once
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
 GRADIENTS, ARGUMENTS = "gradients", "other arguments"
 COPIES, KEPT, WORKSPACE = "copies of parameters", "kept activations", "workspace"
+CODES = "kept 8-bit codes"
 RESULTS, PADDING, CODE = "results", "padding of arguments", "program and constants"
 UNKNOWN = "temporary, not known"
 
 # In the order of the bar.
 KINDS = (
     *(PARAMETERS, MASTERS, MOMENTS, GRADIENTS, ARGUMENTS, PADDING),
-    *(COPIES, KEPT, WORKSPACE, UNKNOWN, RESULTS, CODE),
+    *(COPIES, KEPT, CODES, WORKSPACE, UNKNOWN, RESULTS, CODE),
 )
 
 # Fields of optimizer states (optax's and mpjax's) that hold an array for each parameter.
@@ -47,6 +48,8 @@ PASSES_ON = {
     *("while", "call", "conditional", "tuple", "get-tuple-element", "bitcast", "parameter"),
     *("opt-barrier", "copy"),
 }
+# HLO's 8-bit numbers, not its booleans.
+EIGHT = {"s8", "u8", "f8e4m3fn", "f8e5m2"}
 KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?P<arg>\w+)")
 
 
@@ -57,8 +60,9 @@ class MemoryRow:
 
     Attributes:
         kind: One of ``parameters``, ``masters``, ``moments``, ``gradients``, ``other arguments``,
-            ``padding of arguments``, ``copies of parameters``, ``kept activations``, ``workspace``,
-            ``temporary, not known``, ``results``, ``program and constants``.
+            ``padding of arguments``, ``copies of parameters``, ``kept activations``,
+            ``kept 8-bit codes``, ``workspace``, ``temporary, not known``, ``results``,
+            ``program and constants``.
         bytes: Its size in bytes.
         name: The path of an argument, or the scope that computed a temporary array; else "".
         leaf: Its place in the HLO: (computation, instruction, index of the result), or None.
@@ -243,7 +247,10 @@ def _teller(
             return (GRADIENTS if any(x in updates for x in parts) else WORKSPACE), scope
         if parts[0] in copies:
             return COPIES, scope
-        return (KEPT if any(x in kept for x in parts) else WORKSPACE), scope
+        if any(x in kept for x in parts):
+            room, name, index = parts[0]
+            return (CODES if module[room].ops[name].shapes[index].dtype in EIGHT else KEPT), scope
+        return WORKSPACE, scope
 
     return tell
 

@@ -133,7 +133,7 @@ def _walk(
     live, stored, makers = _uses(jaxpr, wanted)
     watched = Watch({}, {}, {})
     for i, eqn in enumerate(jaxpr.eqns):
-        if i not in live:
+        if i not in live or eqn.primitive.name == _jax.CARRIER:  # zeros that stand for a code
             continue
         here = site.at(eqn, repeats=False)
         if is_entered(eqn):
