@@ -19,8 +19,9 @@ from benchmarks.on_gpu.statistics import paired_ratio
 OURS = ("mpjax", "mpjax fused")
 TIERS = (
     (
-        *("by hand", "float32", "mpjax lean", "mpjax 8bit", "mpjax lean, chunked loss"),
-        *("mpjax 8bit, chunked loss, fused", "float32, TF32"),
+        *("by hand", "float32", "mpjax lean", "mpjax 8bit", "mpjax 0.5", "mpjax 0"),
+        *("mpjax lean, chunked loss", "mpjax 8bit, chunked loss, fused"),
+        *("mpjax 0, chunked loss, fused", "float32, TF32"),
     ),
     ("torch autocast, compile", "by hand, fused", "mpjax float16", "DynamicScale float16"),
     ("torch float16, GradScaler, compile", "torch float32, compile", "jmp"),
