@@ -80,6 +80,6 @@ def test_recurrence_runs_in_shard_map(check):
     mesh = jax.make_mesh((3,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"mesh": mesh, "in_specs": (P("i"), P("i")), "out_specs": P("i"), "check_vma": check}
     near(
-        jax.grad(functools.partial(loss, jax.shard_map(ours, **specs)))(A, B),
-        jax.grad(functools.partial(loss, jaxs))(A, B),
+        jax.jit(jax.grad(functools.partial(loss, jax.shard_map(ours, **specs))))(A, B),
+        jax.jit(jax.grad(functools.partial(loss, jaxs)))(A, B),
     )
