@@ -1,6 +1,7 @@
 """storage=8bit: the loss of storage=lean, and gradients from 8-bit codes of what is kept."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def test_the_loss_is_that_of_lean_and_gradients_have_at_most_three_times_the_err
     x = normal(5, 256, 256)
     exact = exactly(jax.grad(fun), WEIGHTS, x)
     (value, gradient), (lean_value, lean_gradient) = coded(WEIGHTS, x), lean(WEIGHTS, x)
-    assert value == lean_value
+    np.testing.assert_allclose(value, lean_value, rtol=1e-6)  # other fusions, on a GPU
     assert error(gradient, lean_gradient) > 0
     assert error(gradient, exact) < 3 * error(lean_gradient, exact)
 
@@ -238,5 +239,5 @@ def test_taylor_mode():
 def test_codes_change_no_forward_pass():
     run = jax.make_jaxpr(jax.jit(mpjax.autocast(loss, CODED)))(WEIGHTS, X)
     compiled = jax.jit(mpjax.autocast(loss, CODED)).lower(WEIGHTS, X).compile().as_text()
-    assert "s8[" not in compiled
+    assert not re.search(r"s8\[\d+,", compiled)  # a GPU's matmuls have workspaces of bytes
     assert run.out_avals[0].dtype == jnp.float32

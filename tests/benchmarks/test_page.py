@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import RESULTS, SUITES
 from benchmarks.aot import CASES
-from benchmarks.page import PAGE, PICTURES, TABLES, TITLES, aot, filled_pages, plain, render
+from benchmarks.page import PAGE, PICTURES, TABLES, TITLES, aot, filled_pages, gpu, plain, render
 from benchmarks.page.aot import section
 from benchmarks.page.charts import Chart, draw, is_drawn
 from benchmarks.page.tables import above, mean, table, written
@@ -107,7 +107,8 @@ def test_shown_results_have_command_device_versions_and_date():
 def test_readme_figures_are_what_the_results_give():
     cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
     readme = " ".join((PAGE.parent.parent / "README.md").read_text().replace("\n>", "\n").split())
-    for said in aot.readme(cases):
+    measured = json.loads((RESULTS / "gpu.json").read_text())["cases"]
+    for said in [*aot.readme(cases), gpu.readme(measured)]:
         assert said in readme, said
     found = [
         row["ratios"]["autocast / float32, seconds"]
