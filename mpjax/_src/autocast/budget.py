@@ -11,18 +11,10 @@ The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `l
 prices are those of a roofline.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mpjax._src.autocast.lean import (
-    Chosen,
-    Part,
-    checkpoints,
-    choose,
-    copies,
-    keeping,
-    kept_bytes,
-)
+from mpjax._src.autocast.choice import Chosen, Part, choose, copies, keeping, kept_bytes
 from mpjax._src.autocast.schedule import flow_of, ops_of
 from mpjax._src.autocast.steps import (
     Checkpoint,
@@ -71,7 +63,13 @@ class Moment(NamedTuple):
     group: WholeCheckpoint | None = None
 
 
-def within(analysis: Analysis, block: Block, parts: Mapping[Block, Part], number: float) -> Kept:
+def within(
+    analysis: Analysis,
+    block: Block,
+    parts: Mapping[Block, Part],
+    number: float,
+    run: Callable[[Analysis, Part, Chosen], Sequence[Step]],
+) -> Kept:
     """Returns what a program keeps within a budget.
 
     Args:
@@ -79,6 +77,7 @@ def within(analysis: Analysis, block: Block, parts: Mapping[Block, Part], number
         block: The program.
         parts: The steps of each of its blocks for which this is chosen.
         number: The budget: 0 for the fewest bytes that are possible, 1 for those of `lean`.
+        run: Returns the steps of a part for what was chosen.
     """
     prices = {b: dict(_prices(analysis, part.steps)) for b, part in parts.items()}
     found: list[tuple[Kept, Sequence[Moment]]] = []
@@ -87,7 +86,7 @@ def within(analysis: Analysis, block: Block, parts: Mapping[Block, Part], number
         chosen = {b: choose(analysis, p, costs=_at(rate, prices[b])) for b, p in parts.items()}
         while (key := tuple(one.kept for one in chosen.values())) not in tried:
             tried.add(key)
-            steps = {b: checkpoints(analysis, p, chosen[b]) for b, p in parts.items()}
+            steps = {b: run(analysis, p, chosen[b]) for b, p in parts.items()}
             kept = Kept(chosen, steps)
             found.append((kept, [*_moments(analysis, block, kept, prices)]))
             chosen = _split(analysis, parts, kept)
@@ -97,7 +96,14 @@ def within(analysis: Analysis, block: Block, parts: Mapping[Block, Part], number
     fitting = [one for one in fitting if _peak(one[2]) <= budget]
     kept, moments, relaxed = min(fitting, key=lambda one: sum(m.moved for m in one[2]))
     groups = {m.group for m in moments} - {m.group for m in relaxed}
-    return _without(analysis, block, parts, kept, [g for g in groups if g is not None])
+    if not groups:
+        return kept
+    # Keeps the values of these groups instead.
+    part, now = parts[block], kept.chosen[block]
+    more = [group.passing for group in groups if group]
+    now = keeping(analysis, part, now.kept.union(*more), now.priced)
+    again = {**kept.steps, block: run(analysis, part, now)}
+    return Kept({**kept.chosen, block: now}, again)
 
 
 # ---- prices --------------------------------------------------------------------------------------
@@ -131,23 +137,6 @@ def _size(analysis: Analysis, value: Value) -> int:
 
 
 # ---- candidates ----------------------------------------------------------------------------------
-
-
-def _without(
-    analysis: Analysis,
-    block: Block,
-    parts: Mapping[Block, Part],
-    kept: Kept,
-    groups: Sequence[WholeCheckpoint],
-) -> Kept:
-    """Returns how a program runs if it keeps the values of some groups instead."""
-    if not groups:
-        return kept
-    part, now = parts[block], kept.chosen[block]
-    more = (group.passing for group in groups)
-    now = keeping(analysis, part, now.kept.union(*more), now.priced)
-    steps = checkpoints(analysis, part, now)
-    return Kept({**kept.chosen, block: now}, {**kept.steps, block: steps})
 
 
 def _split(analysis: Analysis, parts: Mapping[Block, Part], kept: Kept) -> dict[Block, Chosen]:

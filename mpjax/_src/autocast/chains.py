@@ -12,7 +12,8 @@ derivative reads are left unrounded.
 from collections.abc import Collection, Iterable, Sequence
 
 from mpjax._src.autocast.flow import Flow, counts, kept_bytes, large_float32, not_far_smaller
-from mpjax._src.autocast.steps import Recomputed, body_of, needs
+from mpjax._src.autocast.schedule import needs
+from mpjax._src.autocast.steps import Recomputed, body_of
 from mpjax._src.autocast.tables import Analysis, Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES

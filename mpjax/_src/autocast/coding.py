@@ -8,8 +8,8 @@ inside the program, or of an operation that computes its derivative from its own
 
 from collections.abc import Iterator, Sequence
 
-from mpjax._src.autocast.schedule import made_where_read
-from mpjax._src.autocast.steps import KeptAttention, SoftmaxIsland, Step, needs, runs_once
+from mpjax._src.autocast.schedule import made_where_read, needs, runs_once
+from mpjax._src.autocast.steps import KeptAttention, SoftmaxIsland, Step
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES

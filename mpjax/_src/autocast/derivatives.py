@@ -725,9 +725,8 @@ def attention(
     free = [d for d in kept if d not in batch[place]]
     # The axes of the result that are rows of the softmax: batch axes first, then its own free axes.
     order = [kept.index(d) for d in (*batch[place], *free)]
-    rank = len(eqn.outvars[0].aval.shape)
     first = len(order) if place == 0 else len(batch[0])
-    others = tuple(range(first, first + rank - len(order)))
+    others = tuple(range(first, first + len(eqn.outvars[0].aval.shape) - len(order)))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
@@ -747,8 +746,7 @@ def attention(
         moved = _tangent(lambda full: weighed(p, full), more, moving, tangents)
         return cast(product(moved, v), FLOAT32)
 
-    def in_half(p):
-        return cast(p, half) if again else _jax.gpu_barrier(cast(p, half))
+    in_half = (lambda p: cast(p, half)) if again else lambda p: _jax.gpu_barrier(cast(p, half))
 
     def call(*arrays):
         (out,), (p,) = run(arrays)

@@ -13,46 +13,33 @@ made again, as the parameters are in memory anyway. Those of a loop's constants 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
-from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.schedule import connected, flow_of, in_order, made_where_read, together
+from mpjax._src.autocast.choice import Chosen, Part, choose, copies, live, runs_again, stands_alone
+from mpjax._src.autocast.schedule import (
+    connected,
+    flow_of,
+    in_order,
+    made_where_read,
+    needs,
+    together,
+)
 from mpjax._src.autocast.steps import (
     Checkpoint,
     CodedCheckpoint,
     Recomputed,
     Step,
     WholeCheckpoint,
-    needs,
-    runs_once,
 )
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.base import _jax, rules
-from mpjax._src.base.coded import coded_bytes
+from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.program.graph import Op, Value
-
-
-class Part(NamedTuple):
-    """The steps of a block, for which the kept values are chosen.
-
-    Attributes:
-        steps: The steps on which results or effects depend.
-        results: The results of the block.
-        alive: The arguments that are in memory anyway.
-        in_loop: Whether the block is the body of a loop, or inside one.
-    """
-
-    steps: Sequence[Step]
-    results: Sequence[Value]
-    alive: Collection[Value]
-    in_loop: bool
 
 
 def checkpoints(
     analysis: Analysis,
     part: Part,
-    chosen: "Chosen",
+    chosen: Chosen,
     kinds: Mapping[Value, str] = MappingProxyType({}),
 ) -> Sequence[Step]:
     """Returns the steps of a part, with those that run again in checkpoints.
@@ -64,7 +51,7 @@ def checkpoints(
         kinds: The kind of code in which values would be kept, for those that have one.
     """
     steps, copied = part.steps, copies(analysis, part)
-    alone = sum(1 << i for i, step in enumerate(steps) if _stands_alone(analysis, step, kinds))
+    alone = sum(1 << i for i, step in enumerate(steps) if stands_alone(analysis, step, kinds))
     wanted = _groups(analysis, part, chosen, copied, kinds)
     spans = [span for span in _nested([*wanted], _Reach(steps)) if not span & alone]
     whole = sum(1 << i for i, step in enumerate(steps) if chosen.repeats(step))
@@ -87,7 +74,7 @@ def checkpoints(
     return [_of_matmuls(analysis, part, chosen, step) for step in steps]
 
 
-def _of_matmuls(analysis: Analysis, part: Part, chosen: "Chosen", step: Step) -> Step:
+def _of_matmuls(analysis: Analysis, part: Part, chosen: Chosen, step: Step) -> Step:
     """Returns a step that repeats matmuls, if it is a checkpoint around such.
 
     While its backward pass runs, it keeps what lean would keep of these steps.
@@ -136,161 +123,6 @@ def gathered(
     return regrouped
 
 
-def live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
-    """Returns the steps on which results or effects depend.
-
-    A checkpoint has cotangents for all that it computes, and would run matmuls with those zeros.
-    """
-    needed = {*results}
-    live: list[Step] = []
-    for step in reversed(steps):
-        acts = isinstance(step, Op) and bool(step.eqn.effects)
-        if acts or not needed.isdisjoint(step.outs):
-            live.append(step)
-            needed.update(step.ins)
-    return live[::-1]
-
-
-# ---- what is kept -------------------------------------------------------------------------------
-
-
-class Chosen(NamedTuple):
-    """What is kept of some steps, and what is computed again.
-
-    Attributes:
-        again: The values to compute again.
-        kept: The values to keep.
-        priced: The steps that may run again although that is not free.
-    """
-
-    again: frozenset[Value]
-    kept: frozenset[Value]
-    priced: Collection[Step] = ()
-
-    def repeats(self, step: Step) -> bool:
-        """Returns whether a step runs again although that is not free."""
-        return step in self.priced and not self.again.isdisjoint(step.outs)
-
-
-def choose(
-    analysis: Analysis,
-    part: Part,
-    kinds: Mapping[Value, str] = MappingProxyType({}),
-    costs: Mapping[Step, int] = MappingProxyType({}),
-    there: Collection[Value] = (),
-) -> Chosen:
-    """Chooses what is kept of some steps: what costs the least, in bytes.
-
-    Args:
-        analysis: What is known about the values.
-        part: The steps.
-        kinds: The kind of code in which values would be kept, for those that have one.
-        costs: The cost of running a step again, for those that may although that is not free.
-        there: Further values that are in memory anyway.
-    """
-    steps = part.steps
-    again_too = {step for step in steps if step in costs or _runs_again(analysis, step)}
-    producer = {v: step for step in steps for v in step.outs}
-    number = {v: i for i, v in enumerate(dict.fromkeys([*_read(steps), *producer]))}
-    # To compute a result again, each operand is kept or computed again: an edge from each.
-    edges = [
-        (number[v], number[out])
-        for step in steps
-        if step in again_too
-        for v in step.ins
-        if v in number
-        for out in step.outs
-    ]
-    # Arguments, and what must not run twice, are there without being computed again.
-    fixed = [
-        number[v]
-        for v in number
-        if v not in producer or v in analysis.once or producer[v] not in again_too
-    ]
-    needed = {v for step in steps for v in needs(analysis, step) if v in number}
-    weights = [
-        0 if v in part.alive or v in there else kept_bytes(analysis, v, kinds.get(v))
-        for v in number
-    ]
-    prices = {number[v]: costs[step] for v, step in producer.items() if step in costs}
-    cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed], prices)
-    later = _crosses(analysis, steps, kinds, again_too)
-    chosen = [v for v in producer if number[v] in cut or v in later]
-    kept = frozenset(v for v in chosen if weights[number[v]] > 0 or v in there)
-    return keeping(analysis, part, kept, costs.keys())
-
-
-def keeping(
-    analysis: Analysis, part: Part, kept: frozenset[Value], priced: Collection[Step]
-) -> Chosen:
-    """Returns what is computed again if some values are kept: what needed ones are made of."""
-    producer = {v: step for step in part.steps for v in step.outs}
-    again: set[Value] = set()
-    todo = [v for step in part.steps for v in needs(analysis, step)]
-    while todo:
-        value = todo.pop()
-        if value in producer and value not in kept and value not in (analysis.once | again):
-            again.add(value)
-            step = producer[value]
-            todo += step.ins if step in priced or _runs_again(analysis, step) else ()
-    return Chosen(frozenset(again), kept, priced)
-
-
-def _read(steps: Sequence[Step]) -> Iterator[Value]:
-    return (v for step in steps for v in step.ins if not v.literal)
-
-
-def _crosses(
-    analysis: Analysis,
-    steps: Sequence[Step],
-    kinds: Mapping[Value, str],
-    again_too: Collection[Step],
-) -> set[Value]:
-    """Returns the values that are computed before a nested program and used after it.
-
-    A program inside a checkpoint would run twice, and effects are not possible there.
-    """
-    level: dict[Value, int] = {}
-    crossing: set[Value] = set()
-    for step in steps:
-        here = max((level.get(v, 0) for v in step.ins), default=0)
-        used = {*needs(analysis, step), *(step.ins if step in again_too else ())}
-        crossing |= {v for v in used if level.get(v, here) < here}
-        level |= dict.fromkeys(step.outs, here + _stands_alone(analysis, step, kinds))
-    return crossing
-
-
-def _stands_alone(
-    analysis: Analysis, step: Step, kinds: Mapping[Value, str] = MappingProxyType({})
-) -> bool:
-    """Returns whether a step must run once: a nested program, or one with effects."""
-    if kinds and runs_once(analysis, step):
-        return True
-    return isinstance(step, Op) and (
-        analysis.rulings[step].rule == "program" or bool(step.eqn.effects)
-    )
-
-
-def _runs_again(analysis: Analysis, step: Step) -> bool:
-    if not isinstance(step, Op) or _stands_alone(analysis, step):
-        return False
-    return step.spec.runs_again
-
-
-def kept_bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int:
-    """Returns the bytes needed to keep a value in each iteration; 0 for an argument or constant."""
-    if (
-        value in analysis.once
-        or analysis.is_raw(value)
-        or value.const is not None
-        or not _jax.is_array(value.aval)
-    ):
-        return 0
-    dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
-    shape = _jax.shard_shape(value.aval)
-    return coded_bytes(shape, kind) if kind else _jax.size_of(shape) * dtype.itemsize
-
-
 # ---- what runs together -------------------------------------------------------------------------
 
 # Sets of steps are bit masks of their positions.
@@ -301,20 +133,6 @@ def _bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-def copies(analysis: Analysis, part: Part) -> set[Op]:
-    """Returns the operations on constants and parameters alone, which each group repeats."""
-    there = {*part.alive}
-    copied: set[Op] = set()
-    for step in part.steps:
-        alone = all(v.literal or analysis.is_raw(v) or v in there for v in step.ins)
-        if not analysis.once.isdisjoint(step.outs):
-            continue
-        if isinstance(step, Op) and alone and len(step.outs) == 1 and _runs_again(analysis, step):
-            copied.add(step)
-            there.update(step.outs)
-    return copied
 
 
 def _groups(
@@ -339,7 +157,7 @@ def _groups(
     worth: set[int] = set()
     wide: set[Value] = set()
     for i, step in enumerate(steps):
-        once = _stands_alone(analysis, step, kinds)
+        once = stands_alone(analysis, step, kinds)
         if once or made_where_read(analysis, step) or step in copied:
             continue
         if any(v in kinds and v in kept for v in needs(analysis, step)):
@@ -353,7 +171,7 @@ def _groups(
         halves = step.rounded if isinstance(step, Recomputed) else ()  # kept in half by the island
         from_wide = [v for v in step.ins if v in wide and v not in halves]
         pairs += [(place[v], i) for v in from_wide]
-        linear = isinstance(step, Op) and _runs_again(analysis, step)
+        linear = isinstance(step, Op) and runs_again(analysis, step)
         if isinstance(step, Op):
             linear &= _is_linear(analysis, step) if kinds else step.spec.linear
         if _is_wide(analysis, step) or (from_wide and linear):
@@ -364,7 +182,7 @@ def _groups(
             )
         for v in wanted.union(needs(analysis, step)) - analysis.once:
             maker = steps[place[v]] if v in place and v not in kept else None
-            if maker and (_runs_again(analysis, maker) or chosen.repeats(maker)):
+            if maker and (runs_again(analysis, maker) or chosen.repeats(maker)):
                 if maker in copied and part.in_loop:
                     pairs.append((i, i))
                     worth.add(i)  # else a view of a parameter would be written to a stack

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
+from mpjax._src.autocast.choice import Part, choose, live
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -32,7 +33,7 @@ from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
 from mpjax._src.autocast.flow import Flow, flow_of
 from mpjax._src.autocast.islands import groups, islands, leave_small
-from mpjax._src.autocast.lean import Part, checkpoints, choose, live
+from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.scans import recurrences
@@ -230,7 +231,7 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
     parts: dict[Block, Part] = {}
     _pick(block, planned, goal, {*block.invars}, replaced, parts)
     if not isinstance(by, str):
-        kept = budget.within(planned, block, parts, by)
+        kept = budget.within(planned, block, parts, by, checkpoints)
         for inner, chosen in kept.chosen.items():
             planned.kept.update(chosen.kept)
             planned.steps[inner] = tuple(kept.steps[inner])

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpjax._src.autocast.flow import is_free
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.base import _jax
+from mpjax._src.base import _jax, rules
 from mpjax._src.program.graph import Op, Value
 
 
@@ -153,3 +153,43 @@ def in_order(steps: Sequence[Any], groups: Sequence[Sequence[Any]]) -> list[Sequ
         units.append(unit_of[steps[place]])
         sorter.done(place)
     return units
+
+
+# ---- what derivatives read ----------------------------------------------------------------------
+
+
+def needs(analysis: Analysis, step: Any) -> Iterator[Value]:
+    """Yields the values that a step's derivative reads."""
+    yield from _needs_of(step, analysis) if isinstance(step, Op) else step.needs
+
+
+def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
+    """Yields what the derivative of an op reads: masks, indices, and the values of its row."""
+    # What a program's own backward pass reads is not known here: all of its operands, at most.
+    if analysis.rulings[op].rule == "program":
+        yield from (v for v in op.ins if not v.literal)
+        return
+    floats = [v for v in op.ins if v.is_f32 and v.const is None]
+    if not floats or not any(v.is_f32 for v in op.outs) or analysis.marks.is_steady(op):
+        return
+    saves, kinked = op.spec.saves, rules.KINKED in op.spec.traits
+    yield from (v for v in op.ins if not v.is_f32 and not v.literal)
+    # A kink compares its operand with its result again.
+    if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
+        yield from floats
+    if kinked or saves == rules.RESULT or op.name == "div":
+        yield from op.outs
+
+
+def runs_once(analysis: Analysis, step: Any) -> bool:
+    """Returns whether a step may not run again to find its derivative at codes.
+
+    That of a matmul or a reduction does not need its result; other operations that are not computed
+    twice might, and so do programs and kernels.
+    """
+    if not isinstance(step, Op):
+        return bool(step.once)
+    if step.spec.runs_again:
+        return False
+    reads_operands = step.spec.need == rules.HALF or rules.REDUCES in step.spec.traits
+    return not (reads_operands or step.spec.linear) or analysis.rulings[step].rule == "program"

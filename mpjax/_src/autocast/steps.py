@@ -19,7 +19,6 @@ from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.flow import Flow, free_producers
 from mpjax._src.autocast.operations import at, evaluate, run_step, run_steps
 from mpjax._src.autocast.schedule import made_where_read, ops_of
-from mpjax._src.autocast.tables import Analysis
 from mpjax._src.autocast.written import Written
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -152,6 +151,8 @@ class Island:
     """Ops that run together, with a derivative of their own."""
 
     body: Body
+
+    once = False  # whether they may not run again to find their derivative at codes
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -402,6 +403,8 @@ class FusedAttention(Island):
 
     fusion: fused.Fusion
 
+    once = True
+
     @property
     def needs(self) -> Iterator[Value]:
         yield from (*self.ins, *self.outs)
@@ -423,6 +426,8 @@ class ChunkedLoss(Island):
     """
 
     written: Written
+
+    once = True
 
     @property
     def needs(self) -> Iterator[Value]:
@@ -461,49 +466,6 @@ class Recurrence(Island):
         return [derivatives.recurrence(a, b, self.axis, half, name, there)]
 
 
-# ---- what derivatives read ----------------------------------------------------------------------
-
-
-def needs(analysis: Analysis, step: Any) -> Iterator[Value]:
-    """Yields the values that a step's derivative reads."""
-    if isinstance(step, Op):
-        yield from _needs_of(step, analysis)
-    elif isinstance(step, Island):
-        yield from step.needs
-
-
-def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
-    """Yields what the derivative of an op reads: masks, indices, and the values of its row."""
-    # What a program's own backward pass reads is not known here: all of its operands, at most.
-    if analysis.rulings[op].rule == "program":
-        yield from (v for v in op.ins if not v.literal)
-        return
-    floats = [v for v in op.ins if v.is_f32 and v.const is None]
-    if not floats or not any(v.is_f32 for v in op.outs) or analysis.marks.is_steady(op):
-        return
-    saves, kinked = op.spec.saves, rules.KINKED in op.spec.traits
-    yield from (v for v in op.ins if not v.is_f32 and not v.literal)
-    # A kink compares its operand with its result again.
-    if kinked or saves == rules.OPERANDS or (saves == rules.OTHERS and len(floats) > 1):
-        yield from floats
-    if kinked or saves == rules.RESULT or op.name == "div":
-        yield from op.outs
-
-
-def runs_once(analysis: Analysis, step: Any) -> bool:
-    """Returns whether a step may not run again to find its derivative at codes.
-
-    That of a matmul or a reduction does not need its result; other operations that are not computed
-    twice might, and so do programs and kernels.
-    """
-    if isinstance(step, FusedAttention | ChunkedLoss):
-        return True
-    if not isinstance(step, Op) or step.spec.runs_again:
-        return False
-    reads_operands = step.spec.need == rules.HALF or rules.REDUCES in step.spec.traits
-    return not (reads_operands or step.spec.linear) or analysis.rulings[step].rule == "program"
-
-
 # ---- other steps that run together --------------------------------------------------------------
 
 
@@ -524,7 +486,7 @@ class Checkpoint:
     ins: tuple[Value, ...]
     outs: tuple[Value, ...]
 
-    whole = False
+    whole, once, needs = False, False, ()
 
     @property
     def ops(self) -> tuple[Op, ...]:

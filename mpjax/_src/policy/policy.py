@@ -775,7 +775,7 @@ def _storage(value: Any) -> Any:
         return value
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return value
     if number == 1:
         return CHOICES["storage"].values[0]
