@@ -76,10 +76,12 @@ class Choice(NamedTuple):
     Attributes:
         values: The legal values.
         legal: The end of the error message: the legal values and what each one means.
+        numbers: Whether a number from 0 to 1 is legal too; 1 means the first value.
     """
 
     values: tuple[str, ...]
     legal: str
+    numbers: bool = False
 
 
 _HALF_IS = "'half' means the policy's compute dtype."
@@ -93,6 +95,7 @@ CHOICES = {
         ("fast", "lean", "8bit"),
         "'fast' (move few bytes), 'lean' (keep few bytes for the backward pass), '8bit' (keep "
         "8-bit codes of them), or a number from 0 (keep the fewest bytes) to 1 (as 'fast').",
+        numbers=True,
     ),
     "gather": Choice(
         ("half", "float32"),
@@ -749,8 +752,7 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     fields["overrides"] = tuple(overrides.items())
     patterns = _strings(policy.keep_full, "keep_full")
     fields["keep_full"] = tuple(_pattern(p, "keep_full") for p in patterns)
-    fields["storage"] = _storage(policy.storage)
-    _check_choices(policy, fields)
+    fields |= _choices(policy)
     _check_kept(policy, fields)
     for names in OP_LISTS:
         fields[names] = tuple(dict.fromkeys(_strings(getattr(policy, names), names)))
@@ -758,28 +760,34 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
     return fields
 
 
-def _check_choices(policy: Policy, fields: dict[str, Any]) -> None:
+def _choices(policy: Policy) -> dict[str, str | float]:
+    """Returns the settings of `CHOICES` in canonical form, and refuses those that are not legal."""
     for name in ("master_weights", "fused_attention", "chunked_loss"):
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
-    for name, (values, legal) in CHOICES.items():
-        value = fields.get(name, getattr(policy, name))
-        number = name == "storage" and type(value) is float and 0 <= value < 1
-        if not number and not (isinstance(value, str) and value in values):
-            raise ValueError(f"{name}={brief(value)} must be {legal}{did_you_mean(value, values)}")
+    found: dict[str, str | float] = {}
+    for name, row in CHOICES.items():
+        value = getattr(policy, name)
+        number = _share(value) if row.numbers else None
+        if number is not None:
+            found[name] = row.values[0] if number == 1 else number
+        elif isinstance(value, str) and value in row.values:
+            found[name] = value
+        else:
+            meant = did_you_mean(value, row.values)
+            raise ValueError(f"{name}={brief(value)} must be {row.legal}{meant}")
+    return found
 
 
-def _storage(value: Any) -> Any:
-    """Returns a number from 0 to 1 as a float, 1 as its name, and all else as it is."""
+def _share(value: Any) -> float | None:
+    """Returns a number from 0 to 1, which may be written as a string; None for all else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
-        return value
+        return None
     try:
         number = float(value)
     except (ValueError, OverflowError):
-        return value
-    if number == 1:
-        return CHOICES["storage"].values[0]
-    return number if 0 <= number < 1 else value
+        return None
+    return number if 0 <= number <= 1 else None
 
 
 def _list_of_each(lists: dict[str, tuple[str, ...]]) -> dict[str, str]:
