@@ -11,16 +11,20 @@ The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `l
 prices are those of a roofline.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mpjax._src.autocast.choice import Chosen, Part, choose, copies, keeping, kept_bytes
-from mpjax._src.autocast.schedule import flow_of, ops_of
-from mpjax._src.autocast.steps import (
-    Checkpoint,
-    Step,
-    WholeCheckpoint,
+from mpjax._src.autocast.choice import (
+    Chosen,
+    Part,
+    choose,
+    copies,
+    keeping,
+    kept_bytes,
+    stored_bytes,
 )
+from mpjax._src.autocast.schedule import flow_of, ops_of
+from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.higher_order import turns_of
@@ -119,7 +123,8 @@ def _prices(analysis: Analysis, steps: Sequence[Step]) -> Iterator[tuple[Step, i
         free = isinstance(step, Op) and step.spec.runs_again
         if not free and all(map(_may_run_again, ops_of(step))):
             flops = sum(_jax.flops_of(op.eqn) for op in ops_of(step))
-            moved = sum(_size(analysis, v) for v in {*step.ins, *step.outs})
+            arrays = {v for v in (*step.ins, *step.outs) if not v.literal and _jax.is_array(v.aval)}
+            moved = sum(stored_bytes(analysis, v) for v in arrays)
             yield step, moved + flops // FLOPS_PER_BYTE
 
 
@@ -127,13 +132,6 @@ def _may_run_again(op: Op) -> bool:
     if op.eqn.effects or op.name in COMMUNICATES:
         return False
     return op.spec.runs_again or not (op.subs or op.spec.need in (rules.PROGRAM, rules.LEFT))
-
-
-def _size(analysis: Analysis, value: Value) -> int:
-    if value.literal or not _jax.is_array(value.aval):
-        return 0
-    dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
-    return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
 
 
 # ---- candidates ----------------------------------------------------------------------------------
@@ -145,7 +143,7 @@ def _split(analysis: Analysis, parts: Mapping[Block, Part], kept: Kept) -> dict[
     The minimum cut does not count what the backward pass keeps for a while, of each such group.
     """
     large = {
-        step: (b, sum(kept_bytes(analysis, v) for v in step.passing))
+        step: (b, _bytes(analysis, step.passing))
         for b, steps in kept.steps.items()
         for step in steps
         if isinstance(step, WholeCheckpoint)
@@ -163,15 +161,15 @@ def _waist(
     analysis: Analysis, group: WholeCheckpoint, size: int, copied: Collection[Op]
 ) -> frozenset[Value]:
     """Returns the values that split a group in two so that the least is kept, or nothing."""
-    inside = [*_inside(group)]
+    inside = [*unwrapped([group])]
     flow = flow_of(analysis, inside, group.outs, copied)
     least, waist = size, frozenset[Value]()
     before, crossing = 0, set[Value]()
     for i, step in enumerate(inside):
-        before += sum(kept_bytes(analysis, v) for v in step.outs if v in group.passing)
+        before += _bytes(analysis, group.passing.intersection(step.outs))
         crossing.update(v for v in step.outs if v in group.again and v in flow.producer)
         crossing = {v for v in crossing if flow.last.get(v, -1) > i}
-        kept = sum(kept_bytes(analysis, v) for v in crossing) + max(before, size - before)
+        kept = _bytes(analysis, crossing) + max(before, size - before)
         if kept < least:
             least, waist = kept, frozenset(crossing)
     return waist
@@ -187,15 +185,14 @@ def _moments(
     prices: Mapping[Block, Mapping[Step, int]],
 ) -> Iterator[Moment]:
     """Yields what the steps of a block keep and move."""
-    mine = kept.chosen[block].kept if block in kept.chosen else ()
+    mine = kept.chosen[block].kept if block in kept.chosen else frozenset[Value]()
     for step in kept.steps.get(block, block.ops):
-        inside = [*_inside(step)]
-        size = sum(kept_bytes(analysis, v) for s in inside for v in s.outs if v in mine)
+        inside = [*unwrapped([step])]
+        size = _bytes(analysis, mine.intersection(v for s in inside for v in s.outs))
         if isinstance(step, WholeCheckpoint):
             repeats = (s for s in inside if not step.again.isdisjoint(s.outs))
             moved = sum(prices[block].get(s, 0) for s in repeats)
-            passing = sum(kept_bytes(analysis, v) for v in step.passing)
-            yield Moment(size, passing, moved, step)
+            yield Moment(size, _bytes(analysis, step.passing), moved, step)
         elif size:
             yield Moment(size)
         for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
@@ -228,10 +225,5 @@ def _relaxed(moments: Sequence[Moment], budget: float) -> Sequence[Moment]:
     return moments
 
 
-def _inside(step: Step) -> Iterator[Step]:
-    """Yields the steps of a checkpoint, or a step alone."""
-    if isinstance(step, Checkpoint):
-        for one in step.steps:
-            yield from _inside(one)
-    else:
-        yield step
+def _bytes(analysis: Analysis, values: Iterable[Value]) -> int:
+    return sum(kept_bytes(analysis, v) for v in values)

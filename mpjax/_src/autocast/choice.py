@@ -167,6 +167,7 @@ def stands_alone(
 
 
 def runs_again(analysis: Analysis, step: Step) -> bool:
+    """Returns whether a step is an op that costs nothing worth counting to run a second time."""
     if not isinstance(step, Op) or stands_alone(analysis, step):
         return False
     return step.spec.runs_again
@@ -181,9 +182,15 @@ def kept_bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int
         or not _jax.is_array(value.aval)
     ):
         return 0
+    return (
+        coded_bytes(_jax.shard_shape(value.aval), kind) if kind else stored_bytes(analysis, value)
+    )
+
+
+def stored_bytes(analysis: Analysis, value: Value) -> int:
+    """Returns the bytes of an array as it is stored, on one device."""
     dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
-    shape = _jax.shard_shape(value.aval)
-    return coded_bytes(shape, kind) if kind else _jax.size_of(shape) * dtype.itemsize
+    return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
 
 
 def copies(analysis: Analysis, part: Part) -> set[Op]:

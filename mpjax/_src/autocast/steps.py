@@ -570,6 +570,15 @@ class CodedCheckpoint(Checkpoint):
 Step = Op | Island | Checkpoint
 
 
+def unwrapped(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yields the ops and islands among steps, those in checkpoints included."""
+    for step in steps:
+        if isinstance(step, Checkpoint):
+            yield from unwrapped(step.steps)
+        else:
+            yield step
+
+
 def as_function(
     ins: Sequence[Value],
     outs: Sequence[Value],

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 from mpjax._src.autocast.plan import Plan
@@ -16,8 +16,8 @@ from mpjax._src.autocast.steps import (
     Recomputed,
     Recurrence,
     Sloped,
-    Step,
     WholeCheckpoint,
+    unwrapped,
 )
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
@@ -134,7 +134,7 @@ def _of_op(op: Op, plan: Plan) -> str:
 def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
     steps = plan.analysis.steps[block]
     texts: dict[Op, str] = {}
-    for step in _steps(steps):
+    for step in unwrapped(steps):
         if isinstance(step, Island):
             text = _of_island(step, plan, rows)
             texts |= dict.fromkeys(step.ops, text)
@@ -144,18 +144,10 @@ def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, st
         for op in step.ops if isinstance(step, Checkpoint) else ():
             if op.spec.runs_again:
                 texts.setdefault(op, AGAIN)
-        for inner in _steps([step]) if isinstance(step, WholeCheckpoint) else ():
+        for inner in unwrapped([step]) if isinstance(step, WholeCheckpoint) else ():
             if not step.again.isdisjoint(inner.outs):
                 texts |= dict.fromkeys(ops_of(inner), AGAIN)
     return texts
-
-
-def _steps(steps: Sequence[Step]) -> Iterator[Step]:
-    for step in steps:
-        if isinstance(step, Checkpoint):
-            yield from _steps(step.steps)
-        else:
-            yield step
 
 
 def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
