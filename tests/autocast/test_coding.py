@@ -127,13 +127,14 @@ def test_values_and_result_of_an_attention_are_kept_whole():
     assert coded < 1.5 * lean  # of values in 8 bits, it is about 2 times
 
 
-def test_recurrence_runs_once():
-    def states(w, x):
-        h = jax.lax.associative_scan(
-            lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (jax.nn.sigmoid(x @ w), x @ w)
-        )[1]
-        return jnp.square(jax.nn.silu(h)).sum()
+def states(w, x):
+    h = jax.lax.associative_scan(
+        lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), (jax.nn.sigmoid(x @ w), x @ w)
+    )[1]
+    return jnp.square(jax.nn.silu(h)).sum()
 
+
+def test_recurrence_runs_once():
     gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(states, CODED)))(WEIGHTS[0][0], X)
     names = [eqn.primitive.name for eqn in equations(gradient.jaxpr)]
     assert names.count("linear_recurrence") == 2
@@ -221,6 +222,17 @@ def test_second_derivatives(second):
     found = jax.jit(lambda w: second(mpjax.autocast(loss, CODED), w))(WEIGHTS)
     with jax.default_matmul_precision("highest"):
         assert error(found, jax.jit(functools.partial(second, loss))(WEIGHTS)) < 0.03
+
+
+def test_second_derivatives_of_a_recurrence_whose_result_is_kept_as_a_code():
+    w, direction = WEIGHTS[0][0], DIRECTION[0][0]
+
+    def moved(fun):
+        return jax.jvp(jax.grad(lambda w: fun(w, X)), (w,), (direction,))[1]
+
+    found = jax.jit(lambda: moved(mpjax.autocast(states, CODED)))()
+    with jax.default_matmul_precision("highest"):
+        assert error(found, moved(states)) < 0.03
 
 
 def test_second_derivatives_of_loops():

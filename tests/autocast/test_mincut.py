@@ -10,15 +10,26 @@ from hypothesis import strategies as st
 from mpjax._src.autocast.mincut import cheapest_cut
 
 
-def separates(kept, edges, given, needed):
-    """Returns whether every path from given to needed nodes goes through a kept one."""
-    reached, todo = set(), [i for i in given if i not in kept]
+def computed(kept, edges, needed):
+    """Returns the nodes that are computed from kept ones to get the needed ones."""
+    again, todo = set(), [i for i in needed if i not in kept]
     while todo:
         node = todo.pop()
-        if node not in reached:
-            reached.add(node)
-            todo += [b for a, b in edges if a == node and b not in kept]
-    return not reached & {*needed}
+        if node not in again:
+            again.add(node)
+            todo += [a for a, b in edges if b == node and a not in kept]
+    return again
+
+
+def separates(kept, edges, given, needed):
+    """Returns whether every path from given to needed nodes goes through a kept one."""
+    return not computed(kept, edges, needed) & {*given}
+
+
+def subsets(weights):
+    """Yields all sets of nodes."""
+    for n in range(len(weights) + 1):
+        yield from itertools.combinations(range(len(weights)), n)
 
 
 @st.composite
@@ -33,14 +44,9 @@ def graphs(draw):
 
 def cost_with(kept, weights, edges, given, needed, costs):
     """Returns the weight of a set and the cost of what is computed from it, or infinity."""
-    again, todo = set(), [i for i in needed if i not in kept]
-    while todo:
-        node = todo.pop()
-        if node not in again:
-            again.add(node)
-            todo += [a for a, b in edges if b == node and a not in kept]
-    if again & {*given}:
+    if not separates(kept, edges, given, needed):
         return math.inf
+    again = computed(kept, edges, needed)
     return sum(weights[i] for i in kept) + sum(costs.get(i, 0) for i in again)
 
 
@@ -56,19 +62,16 @@ def priced(draw):
 def test_cheapest_cut_weighs_nodes_against_the_cost_of_computing_them(case):
     weights, edges, fixed, needed, costs = case
     kept = cheapest_cut(*case)
-    sets = itertools.chain.from_iterable(
-        itertools.combinations(range(len(weights)), n) for n in range(len(weights) + 1)
-    )
+    sets = subsets(weights)
     best = min(cost_with({*s}, weights, edges, fixed, needed, costs) for s in sets)
     assert cost_with(kept, weights, edges, fixed, needed, costs) == best
 
 
 def cheapest(weights, edges, given, needed):
     """Returns the weight of the cheapest set, by trying all."""
-    nodes = range(len(weights))
-    sets = itertools.chain.from_iterable(itertools.combinations(nodes, n) for n in (*nodes, 99))
+    sets = subsets(weights)
     found = [sum(weights[i] for i in s) for s in sets if separates({*s}, edges, given, needed)]
-    return min([*found, sum(weights)])
+    return min(found)
 
 
 @given(graphs())
