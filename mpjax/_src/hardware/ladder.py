@@ -7,8 +7,9 @@ import jax
 
 from mpjax._src.policy.policy import Policy
 
-# Settings of a policy, each of which keeps fewer bytes than those before it. They add up, and a
-# setting replaces an earlier one of its name. What `Policy` does not accept is left out.
+# Settings of a policy, each of which keeps fewer bytes than those before it; where "8bit" stands
+# among the numbers depends on the model. They add up, and a setting replaces an earlier one of its
+# name. What `Policy` does not accept is left out.
 LADDER: tuple[dict[str, Any], ...] = (
     {"fused_attention": True},  # no scores of attention
     {"chunked_loss": True},  # no logits
