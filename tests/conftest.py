@@ -32,10 +32,10 @@ if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
-import numpy as np
 import psutil
 import pytest
 from hypothesis import settings
+from support import fresh_rng
 
 from mpjax._src.base import rules
 from mpjax._src.base.called import CALLED
@@ -233,10 +233,8 @@ def x64():
 
 @pytest.fixture
 def rng():
-    """A generator whose numbers differ from run to run. The seed is printed if a test fails."""
-    seed = int(np.random.SeedSequence(0 if CI else None).generate_state(1)[0])
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
+    """A generator with fresh numbers. The seed is printed if a test fails."""
+    return fresh_rng()
 
 
 @pytest.fixture

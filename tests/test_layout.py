@@ -28,3 +28,9 @@ def test_one_module_imports_matplotlib():
 def test_no_two_files_of_tests_have_one_name():
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert len({*names}) == len(names), {n for n in names if names.count(n) > 1}  # pytest needs it
+
+
+def test_fresh_inputs_are_the_same_under_ci():
+    """A generator without a seed would fail in CI by chance, and not again."""
+    without = "default_rng" + "()"
+    assert not [path.name for path in TESTS.rglob("*.py") if without in path.read_text()]

@@ -13,7 +13,7 @@ from jax import export
 from jax.experimental import jet
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import HALVES, assert_near, equations, matmul_dtypes, thorough_but
+from support import HALVES, assert_near, equations, fresh_rng, matmul_dtypes, thorough_but
 
 import mpjax
 from mpjax._src.autocast.chunked import Form
@@ -25,7 +25,7 @@ ours = mpjax.linear_cross_entropy
 
 def arrays(*lead, dtype=np.float32, transposed=False):
     """Returns fresh hidden values, a weight, a bias and labels."""
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     shape = (WORDS, WIDTH) if transposed else (WIDTH, WORDS)
     floats = (rng.normal(size=s).astype(dtype) for s in ((*lead, WIDTH), shape, (WORDS,)))
     return (*floats, rng.integers(0, WORDS, lead))
@@ -69,8 +69,8 @@ def test_values_and_gradients_are_those_of_optax_in_float64(case, where):
         hidden, weight, bias, labels = arrays(
             *(3, 13), dtype=np.float64, transposed=options.get("transposed", False)
         )
-        options["where"] = WHERE[where](np.random.default_rng().random((3, 13)))
-        cts = np.random.default_rng().normal(size=(3, 13))
+        options["where"] = WHERE[where](fresh_rng().random((3, 13)))
+        cts = fresh_rng().normal(size=(3, 13))
 
         def of(fun, hidden, weight, bias, **more):
             loss = fun(hidden, weight, labels, bias=bias, **options, **more)
@@ -229,7 +229,7 @@ BLOCKS = [{"chunk": 8}, {"chunk": 1}, {"reduction": None, "chunk": 4}]
 def test_forward_mode_and_second_derivatives(options):
     with jax.enable_x64(True):
         hidden, weight, bias, labels = arrays(11, dtype=np.float64)
-        rng = np.random.default_rng()
+        rng = fresh_rng()
         moves = [rng.normal(size=x.shape) for x in (hidden, weight, bias)]
 
         def second(fun, **options):

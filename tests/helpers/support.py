@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import os
 import struct
 import sys
 
@@ -107,6 +108,13 @@ def calls_to_trace(fun, *args):
     """Counts the calls that tracing makes."""
     jax.clear_caches()
     return calls_of(jax.make_jaxpr(fun), *args)
+
+
+def fresh_rng():
+    """Returns a generator whose numbers differ from run to run, but under CI. Prints its seed."""
+    seed = int(np.random.SeedSequence(0 if os.environ.get("CI") else None).generate_state(1)[0])
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
 
 
 def normal(seed, *shape, scale=1.0):
