@@ -62,7 +62,8 @@ $(KINDS:%=test-%): test-%: $(VENV)/ready
 
 # Of the thorough tests, those of pages and recorded reports, and of the planner but for its random
 # programs (half of their time).
-PART := tests/test_docs.py tests/test_recorded.py tests/autocast tests/program --ignore tests/autocast/test_sound_random.py
+RANDOM := $(wildcard tests/autocast/test_*random*.py)
+PART := tests/test_docs.py tests/test_recorded.py tests/autocast $(RANDOM:%=--ignore %)
 
 test-part: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST) -m thorough $(PART)
