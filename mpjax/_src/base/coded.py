@@ -9,18 +9,15 @@ power of two, kept in one byte.
   largest entry of its block. Three times the error of "int8", unless few entries of a block are
   much larger than the others.
 
-Three kinds need no scales, so XLA writes their codes in any kernel that makes or reads the values.
-They are for values whose range is known:
+The third needs no scales, because the range of its values is known. So XLA writes its codes in any
+kernel that makes or reads the values:
 
 - "share": values from 0 to 1, such as the result of a softmax. A level is 254 times the fourth root
   of the value, so that small shares have smaller errors: off by at most 1/127 of itself at 1, 1/22
   at 2**-10. Below 1e-11 it becomes zero.
-- "share_e4m3": the same values in e4m3, in units of 2**-8. Gradients have up to twice the error,
-  but XLA:GPU can widen the codes within the matmul that reads them. Below 2**-18 it becomes zero.
-- "fixed_e4m3": e4m3 in units of 1. Entries above 448 become 448, those below 2**-10 zero.
 
-A block with Inf or NaN decodes to Inf and NaN alone; without blocks, an entry with Inf or NaN
-decodes to NaN. Zeros stay zeros; the sign of zero is lost in "int8". Units are at least 2**-126.
+A block with Inf or NaN decodes to Inf and NaN alone; a share that is Inf or NaN decodes to NaN.
+Zeros stay zeros; the sign of zero is lost in "int8". Units are at least 2**-126.
 
 Blocks with a scale each: Dettmers et al. 2021 (arXiv 2110.02861). Powers of two as scales: OCP
 Microscaling Formats 1.0. Roots as levels: Dettmers et al. 2021, and FlashOptim 2026 (arXiv
@@ -58,13 +55,12 @@ class Code(NamedTuple):
     Attributes:
         dtype: The dtype of the codes.
         top: The largest number of units that a code stands for.
-        unit: The exponent of the unit of all entries, or None if each block has its own.
-        squarings: How often a code is squared to give units.
+        squarings: How often a code is squared to give the value, whose unit is 1; 0 if each block
+            has a unit of its own.
     """
 
     dtype: np.dtype
     top: float
-    unit: int | None = None
     squarings: int = 0
 
     @property
@@ -82,9 +78,7 @@ INT8, UINT8, FLOAT8 = map(np.dtype, (np.int8, np.uint8, jnp.float8_e4m3fn))
 KINDS = {
     "int8": Code(INT8, 127.0),
     "e4m3": Code(FLOAT8, 448.0),
-    "share": Code(UINT8, 1.0, 0, 2),
-    "share_e4m3": Code(FLOAT8, 448.0, -8),
-    "fixed_e4m3": Code(FLOAT8, 448.0, 0),
+    "share": Code(UINT8, 1.0, squarings=2),
 }
 LEVELS = 254.0  # of shares; the code 255 stands for Inf and NaN
 
@@ -113,11 +107,7 @@ def encode(x: jax.Array, kind: str) -> Coded:
     code, wide = KINDS[kind], x.astype(FLOAT32)
     if code.squarings:
         return Coded(_levels_of(wide, code), None, kind)
-    if code.unit is None:
-        return _in_blocks(jnp.atleast_1d(wide), x, kind)
-    units = _clipped(wide * np.float32(2.0**-code.unit), code)
-    # What is above the top would become NaN: only Inf has to.
-    return Coded(jnp.where(jnp.isinf(wide), wide, units).astype(code.dtype), None, kind)
+    return _in_blocks(jnp.atleast_1d(wide), x, kind)
 
 
 def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
@@ -125,9 +115,6 @@ def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
     code = KINDS[coded.kind]
     if code.squarings:
         return _of_levels(coded.codes, code).astype(dtype)
-    if code.unit is not None:
-        # In the dtype itself: only a cast and one factor are fused into a matmul.
-        return coded.codes.astype(dtype) * jnp.asarray(2.0**code.unit, dtype)
     codes = jnp.atleast_1d(coded.codes)
     units = unit_of(spread(coded.scales, codes.shape, block_of(codes.shape[-1])))
     return (codes.astype(FLOAT32) * units).astype(dtype).reshape(coded.codes.shape)
@@ -136,7 +123,7 @@ def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
 def coded_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Returns the bytes of an array's codes and scales."""
     *rows, length = shape or (1,)
-    blocks = -(-length // block_of(length)) if KINDS[kind].unit is None else 0
+    blocks = -(-length // block_of(length)) if not KINDS[kind].squarings else 0
     return math.prod(shape) + math.prod(rows) * blocks
 
 
@@ -159,12 +146,8 @@ def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
     units = wide * inverse(spread(scales, wide.shape, block))
-    codes = _clipped(jnp.round(units) if code.whole else units, code)
+    codes = jnp.clip(jnp.round(units) if code.whole else units, -code.top, code.top)
     return Coded(codes.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
-
-
-def _clipped(units: jax.Array, code: Code) -> jax.Array:
-    return jnp.clip(units, -code.top, code.top)
 
 
 def _largest_scale(dtype: np.dtype, code: Code) -> int:
