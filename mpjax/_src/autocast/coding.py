@@ -63,7 +63,6 @@ def _may_be_coded(analysis: Analysis, value: Value) -> bool:
     if _jax.size_of(_jax.shard_shape(value.aval)) < FEWEST:
         return False
     fact, want, dtype = analysis.facts[value], analysis.wants[value], analysis.stored[value].dtype
-    # An entry near zero is off by as much as the largest of its block.
-    if fact.exact or fact.counts or want.amplified or want.steep:
+    if fact.exact or fact.counts or want.amplified:
         return False
     return dtype in HALVES or analysis.may_be_rounded(value)

@@ -3,8 +3,10 @@
 Two kinds of codes cut the last axis into blocks of at most 128 entries. The unit of a block is a
 power of two, kept in one byte.
 
-- "int8": the nearest of 255 multiples of the unit. An entry is off by at most half a unit, which is
-  at most 1/127 of the largest entry of its block.
+- "int8": the squares of the integers up to 127, and their negatives. The largest entry of a block
+  is off by at most 1/90 of itself, an entry of 1/1,000 of it by at most 2/5 of itself. Normal
+  entries are off by as much as with 255 levels at equal distances, but entries near zero by less:
+  they keep their signs, which a ReLU reads, down to 1/32,000 of the largest.
 - "e4m3": 4 significant bits for each entry, off by at most 1/16 of itself, down to 1/14,336 of the
   largest entry of its block. Three times the error of "int8", unless few entries of a block are
   much larger than the others.
@@ -65,18 +67,19 @@ class Code(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether a code stands for a whole number of units."""
+        """Whether a code is an integer, whose square is a number of units."""
         return np.issubdtype(self.dtype, np.integer)
 
     @property
     def reach(self) -> np.float32:
         """The largest number of units that may be rounded to the top."""
-        return np.nextafter(np.float32(self.top + self.whole / 2), np.float32(self.top))
+        over = (math.sqrt(self.top) + 0.5) ** 2 if self.whole else self.top
+        return np.nextafter(np.float32(over), np.float32(self.top))
 
 
 INT8, UINT8, FLOAT8 = map(np.dtype, (np.int8, np.uint8, jnp.float8_e4m3fn))
 KINDS = {
-    "int8": Code(INT8, 127.0),
+    "int8": Code(INT8, 127.0**2),
     "e4m3": Code(FLOAT8, 448.0),
     "share": Code(UINT8, 1.0, squarings=2),
 }
@@ -117,7 +120,9 @@ def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
         return _of_levels(coded.codes, code).astype(dtype)
     codes = jnp.atleast_1d(coded.codes)
     units = unit_of(spread(coded.scales, codes.shape, block_of(codes.shape[-1])))
-    return (codes.astype(FLOAT32) * units).astype(dtype).reshape(coded.codes.shape)
+    wide = codes.astype(FLOAT32)
+    wide = wide * jnp.abs(wide) if code.whole else wide
+    return (wide * units).astype(dtype).reshape(coded.codes.shape)
 
 
 def coded_bytes(shape: tuple[int, ...], kind: str) -> int:
@@ -146,7 +151,8 @@ def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
     units = wide * inverse(spread(scales, wide.shape, block))
-    codes = jnp.clip(jnp.round(units) if code.whole else units, -code.top, code.top)
+    units = jnp.clip(units, -code.top, code.top)
+    codes = jnp.round(jnp.sign(units) * jnp.sqrt(jnp.abs(units))) if code.whole else units
     return Coded(codes.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
 
 
