@@ -63,7 +63,7 @@ def exact_gradient():
 
 
 @pytest.mark.parametrize("fun", [loss, scanned, attention])
-def test_the_loss_is_that_of_lean_and_gradients_have_at_most_three_times_the_error(fun):
+def test_the_loss_is_that_of_lean_and_gradients_have_at_most_twice_the_error(fun):
     lean, coded = (
         jax.jit(jax.value_and_grad(mpjax.autocast(fun, policy))) for policy in (LEAN, CODED)
     )
@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_lean_and_gradients_have_at_most_three_times_the_err
     (value, gradient), (lean_value, lean_gradient) = coded(WEIGHTS, x), lean(WEIGHTS, x)
     np.testing.assert_allclose(value, lean_value, rtol=1e-6)  # other fusions, on a GPU
     assert error(gradient, lean_gradient) > 0
-    assert error(gradient, exact) < 3 * error(lean_gradient, exact)
+    assert error(gradient, exact) < 2 * error(lean_gradient, exact)
 
 
 @pytest.mark.parametrize(

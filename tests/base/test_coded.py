@@ -46,8 +46,9 @@ def test_int8_is_off_by_half_a_level_of_the_roots(dtype, shape, rng):
     assert back.shape == shape and back.dtype == dtype and coded.codes.dtype == np.int8
     assert coded_bytes(shape, "int8") == coded.codes.nbytes + coded.scales.nbytes
     if x.size:
-        # The least power of two of which 127.5 squared are more than the largest entry.
-        unit = 2 ** (np.floor(np.log2(largest(x) / 127.5**2)) + 1).reshape(shape)
+        # The least power of two of which 16,164.5 are more than the largest entry: halfway from the
+        # square of 127 to twice the square of 90.
+        unit = 2 ** (np.floor(np.log2(largest(x) / 16164.5)) + 1).reshape(shape)
         wide, back = np.float64(x), np.float64(back)
         units = np.abs(wide) / unit
         rounded = np.abs(back) * 2.0 ** -jnp.finfo(dtype).nmant  # the result, to its own dtype
@@ -56,6 +57,16 @@ def test_int8_is_off_by_half_a_level_of_the_roots(dtype, shape, rng):
         assert np.abs(coded.codes).max() >= 90
         # Signs stay down to a quarter of a unit.
         assert (np.sign(back) == np.sign(wide))[units > 0.26].all()
+
+
+def test_int8_is_as_accurate_as_e4m3_beside_an_outlier_of_thirty_times(rng):
+    x = jnp.asarray(rng.normal(size=(64, 1024)), jnp.bfloat16).at[:, ::BLOCK].multiply(30)
+    wide = np.delete(np.float64(x), np.s_[::BLOCK], 1)
+    levels, floats = (
+        np.linalg.norm(np.delete(np.float64(held(x, kind)[1]), np.s_[::BLOCK], 1) - wide)
+        for kind in ("int8", "e4m3")
+    )
+    assert levels < 1.1 * floats  # of 255 levels at equal distances: four times
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

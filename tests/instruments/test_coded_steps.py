@@ -31,9 +31,9 @@ def test_the_backward_pass_reads_codes():
 def test_compare_finds_the_error_of_codes_where_they_are_made():
     found = mpjax.compare(loss, POLICY)(W, X)
     assert 0.002 < found.results["gradient of a"] < 0.05
-    first, second = found.rows[:2]
-    assert (first.primitive, second.primitive) == ("round", "round")
-    assert {first.scope, second.scope} == {"a", "b"}
+    # As large as bfloat16's own roundings.
+    codes = [row for row in found.rows[:8] if row.primitive == "round"]
+    assert {row.scope for row in codes} == {"a", "b"}
 
 
 def test_find_nonfinite_finds_nothing_in_finite_codes_and_names_what_reads_infinite_ones():

@@ -72,9 +72,13 @@ class Code(NamedTuple):
 
     @property
     def reach(self) -> np.float32:
-        """The largest number of units that may be rounded to the top."""
-        over = (math.sqrt(self.top) + 0.5) ** 2 if self.whole else self.top
-        return np.nextafter(np.float32(over), np.float32(self.top))
+        """The largest number of units that may be rounded to the top.
+
+        Of squares, half of it is below the square that is nearest to the half: so what codes stand
+        for has the same unit again.
+        """
+        least = 2 * math.ceil(math.sqrt(self.top / 2)) ** 2 if self.whole else self.top
+        return np.nextafter(np.float32((self.top + least) / 2), np.float32(self.top))
 
 
 INT8, UINT8, FLOAT8 = map(np.dtype, (np.int8, np.uint8, jnp.float8_e4m3fn))
@@ -152,8 +156,10 @@ def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
     units = wide * inverse(spread(scales, wide.shape, block))
     units = jnp.clip(units, -code.top, code.top)
-    codes = jnp.round(jnp.sign(units) * jnp.sqrt(jnp.abs(units))) if code.whole else units
-    return Coded(codes.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
+    if code.whole:
+        roots = jnp.sqrt(jnp.abs(units))
+        units = jnp.round(jnp.where(units < 0, -roots, roots))
+    return Coded(units.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
 
 
 def _largest_scale(dtype: np.dtype, code: Code) -> int:
