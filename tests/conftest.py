@@ -35,14 +35,12 @@ import jax
 import psutil
 import pytest
 from hypothesis import settings
-from support import fresh_rng
+from support import CI, fresh_rng
 
 from mpjax._src.base import rules
 from mpjax._src.base.called import CALLED
 
 # Tracing and compiling make the time of a single example meaningless.
-# Under CI, inputs are the same every time, so that a failure comes from the change.
-CI = bool(os.environ.get("CI"))
 PROFILES = {"quick": 10, "thorough": 50}
 for name, examples in PROFILES.items():
     settings.register_profile(name, deadline=None, max_examples=examples, derandomize=CI)

@@ -69,8 +69,8 @@ def test_values_and_gradients_are_those_of_optax_in_float64(case, where):
         hidden, weight, bias, labels = arrays(
             *(3, 13), dtype=np.float64, transposed=options.get("transposed", False)
         )
-        options["where"] = WHERE[where](fresh_rng().random((3, 13)))
-        cts = fresh_rng().normal(size=(3, 13))
+        options["where"] = WHERE[where](fresh_rng(1).random((3, 13)))
+        cts = fresh_rng(2).normal(size=(3, 13))
 
         def of(fun, hidden, weight, bias, **more):
             loss = fun(hidden, weight, labels, bias=bias, **options, **more)
@@ -229,7 +229,7 @@ BLOCKS = [{"chunk": 8}, {"chunk": 1}, {"reduction": None, "chunk": 4}]
 def test_forward_mode_and_second_derivatives(options):
     with jax.enable_x64(True):
         hidden, weight, bias, labels = arrays(11, dtype=np.float64)
-        rng = fresh_rng()
+        rng = fresh_rng(1)
         moves = [rng.normal(size=x.shape) for x in (hidden, weight, bias)]
 
         def second(fun, **options):

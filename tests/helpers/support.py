@@ -14,6 +14,8 @@ from jax.extend import core as jex
 
 import mpjax
 
+# Under CI, inputs are the same every time, so that a failure comes from the change.
+CI = bool(os.environ.get("CI"))
 HALVES = ("bfloat16", "float16")
 BOTH = functools.partial(jax.grad, argnums=(0, 1))
 
@@ -110,9 +112,12 @@ def calls_to_trace(fun, *args):
     return calls_of(jax.make_jaxpr(fun), *args)
 
 
-def fresh_rng():
-    """Returns a generator whose numbers differ from run to run, but under CI. Prints its seed."""
-    seed = int(np.random.SeedSequence(0 if os.environ.get("CI") else None).generate_state(1)[0])
+def fresh_rng(stream=0):
+    """Returns a generator whose numbers differ from run to run, but under CI. Prints its seed.
+
+    Under CI, two generators of a test have the same numbers, unless their streams differ.
+    """
+    seed = int(np.random.SeedSequence(stream if CI else None).generate_state(1)[0])
     print(f"seed {seed}")
     return np.random.default_rng(seed)
 

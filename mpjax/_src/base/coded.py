@@ -57,35 +57,31 @@ class Code(NamedTuple):
     Attributes:
         dtype: The dtype of the codes.
         top: The largest number of units that a code stands for.
-        squarings: How often a code is squared to give the value, whose unit is 1; 0 if each block
-            has a unit of its own.
+        squarings: How often a code is squared to give units.
+        blocks: Whether each block has a unit of its own. Else the unit is 1.
     """
 
     dtype: np.dtype
     top: float
     squarings: int = 0
-
-    @property
-    def whole(self) -> bool:
-        """Whether a code is an integer, whose square is a number of units."""
-        return np.issubdtype(self.dtype, np.integer)
+    blocks: bool = True
 
     @property
     def reach(self) -> np.float32:
         """The largest number of units that may be rounded to the top.
 
-        Of squares, half of it is below the square that is nearest to the half: so what codes stand
-        for has the same unit again.
+        An entry of slightly more than half of it becomes a square of at least half of it. So the
+        unit of what codes stand for is theirs.
         """
-        least = 2 * math.ceil(math.sqrt(self.top / 2)) ** 2 if self.whole else self.top
+        least = 2 * math.ceil(math.sqrt(self.top / 2)) ** 2 if self.squarings else self.top
         return np.nextafter(np.float32((self.top + least) / 2), np.float32(self.top))
 
 
 INT8, UINT8, FLOAT8 = map(np.dtype, (np.int8, np.uint8, jnp.float8_e4m3fn))
 KINDS = {
-    "int8": Code(INT8, 127.0**2),
+    "int8": Code(INT8, 127.0**2, squarings=1),
     "e4m3": Code(FLOAT8, 448.0),
-    "share": Code(UINT8, 1.0, squarings=2),
+    "share": Code(UINT8, 1.0, squarings=2, blocks=False),
 }
 LEVELS = 254.0  # of shares; the code 255 stands for Inf and NaN
 
@@ -112,27 +108,28 @@ class Coded:
 def encode(x: jax.Array, kind: str) -> Coded:
     """Returns a floating array of at most 32 bits as codes of a kind."""
     code, wide = KINDS[kind], x.astype(FLOAT32)
-    if code.squarings:
-        return Coded(_levels_of(wide, code), None, kind)
-    return _in_blocks(jnp.atleast_1d(wide), x, kind)
+    if code.blocks:
+        return _in_blocks(jnp.atleast_1d(wide), x, kind)
+    return Coded(_levels_of(wide, code), None, kind)
 
 
 def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
     """Returns the array that codes stand for, of a dtype."""
     code = KINDS[coded.kind]
-    if code.squarings:
+    if not code.blocks:
         return _of_levels(coded.codes, code).astype(dtype)
     codes = jnp.atleast_1d(coded.codes)
     units = unit_of(spread(coded.scales, codes.shape, block_of(codes.shape[-1])))
     wide = codes.astype(FLOAT32)
-    wide = wide * jnp.abs(wide) if code.whole else wide
+    for _ in range(code.squarings):
+        wide = wide * jnp.abs(wide)
     return (wide * units).astype(dtype).reshape(coded.codes.shape)
 
 
 def coded_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Returns the bytes of an array's codes and scales."""
     *rows, length = shape or (1,)
-    blocks = -(-length // block_of(length)) if not KINDS[kind].squarings else 0
+    blocks = -(-length // block_of(length)) if KINDS[kind].blocks else 0
     return math.prod(shape) + math.prod(rows) * blocks
 
 
@@ -156,8 +153,8 @@ def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
     units = wide * inverse(spread(scales, wide.shape, block))
     units = jnp.clip(units, -code.top, code.top)
-    if code.whole:
-        roots = jnp.sqrt(jnp.abs(units))
+    if code.squarings:
+        roots = _roots(jnp.abs(units), code)
         units = jnp.round(jnp.where(units < 0, -roots, roots))
     return Coded(units.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
 
@@ -167,10 +164,14 @@ def _largest_scale(dtype: np.dtype, code: Code) -> int:
     return BIAS + int(jnp.finfo(dtype).maxexp) - int(code.top).bit_length()
 
 
-def _levels_of(x: jax.Array, code: Code) -> jax.Array:
-    roots = jnp.clip(x, 0, code.top)
+def _roots(units: jax.Array, code: Code) -> jax.Array:
     for _ in range(code.squarings):
-        roots = jnp.sqrt(roots)
+        units = jnp.sqrt(units)
+    return units
+
+
+def _levels_of(x: jax.Array, code: Code) -> jax.Array:
+    roots = _roots(jnp.clip(x, 0, code.top), code)
     levels = jnp.where(jnp.isfinite(x), jnp.round(roots * LEVELS), LEVELS + 1)
     return levels.astype(code.dtype)
 
