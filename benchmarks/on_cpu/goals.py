@@ -30,7 +30,7 @@ RATIOS: dict[str, dict[str, float | dict[str, float]]] = {
 # The largest geometric mean of autocast relative to casts by hand, over all rows that have a goal
 # relative to float32.
 MEAN_BY_HAND = 0.72
-QUALITY = ("mixed_bfloat16", "mixed_float16", "O2:float16")
+QUALITY = ("mixed_bfloat16", "mixed_float16", "O2:float16", *quality.CODED)
 
 Rows = dict[str, dict[str, dict[str, Any]]]
 
@@ -61,7 +61,7 @@ def found(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
     }
     for module, figures in quality.FIGURES.items():
         for figure in figures:
-            for policy in QUALITY:
+            for policy in filter(quality.runs(module).__contains__, QUALITY):
                 verdict = seen.get((module, figure, policy))
                 yield (
                     f"quality, {module}, {policy}: {figure} no worse than float32's worst seed",
