@@ -16,7 +16,8 @@ import mpjax
 from benchmarks.models import MODELS as NETWORKS
 from benchmarks.models import SMALL
 from benchmarks.on_cpu.codes import drawn
-from mpjax._src.autocast import coding
+from mpjax._src.autocast import coding, plan
+from mpjax._src.autocast.steps import CodedCheckpoint
 
 LEAN, CODED = "mixed_bfloat16,storage=lean", "mixed_bfloat16,storage=8bit"
 X = normal(7, 64, 256)
@@ -166,6 +167,103 @@ def test_codes_serve_functions_that_are_sensitive_near_zero(read):
         for policy in (LEAN, CODED)
     )
     assert coded < 1.4 * lean
+
+
+def convolved(weights, x):
+    for w in weights:
+        axes = ("NCHW", "OIHW", "NCHW")
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=axes)
+        x = x + jax.nn.silu(y - y.mean((0, 2, 3), keepdims=True))
+    return jnp.square(x).mean()
+
+
+@pytest.mark.parametrize(
+    "fun, args, in_order",
+    [
+        (loss, (WEIGHTS, normal(5, 256, 256)), True),
+        (convolved, ([normal(i, 8, 8, 3, 3) / 9 for i in (1, 2)], normal(6, 4, 8, 32, 32)), False),
+    ],
+)
+def test_convolutions_choose_the_layout_of_codes(fun, args, in_order):
+    """In another order than theirs, a GPU would transpose every array (NCHW: 1.3x the bytes)."""
+    jaxpr = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, CODED)))(*args)
+    codes = {
+        (eqn.primitive.name, str(v.aval.dtype))
+        for eqn in equations(jaxpr.jaxpr)
+        for v in eqn.outvars
+    }
+    assert ("convert_element_type", "int8") in codes
+    assert (("row_major", "int8") in codes) == in_order
+
+
+def test_logits_have_no_code(monkeypatch):
+    """The exponential of a cross entropy would amplify the error of their codes."""
+    monkeypatch.setattr(coding, "FEWEST", 4)
+    found, kinds = [], coding.kinds
+
+    def spied(*args):
+        found.extend(coded := kinds(*args))
+        return coded
+
+    monkeypatch.setattr(coding, "kinds", spied)
+    model, *args, _ = NETWORKS["unet"](**SMALL["unet"])
+    jax.eval_shape(jax.grad(mpjax.autocast(model, CODED), has_aux=True), *args)
+    logits = {value.aval.shape for value in found if value.aval.shape[-1:] == (21,)}
+    assert found and not logits
+
+
+def test_kernels_read_codes_themselves(monkeypatch):
+    """Behind a barrier, the values that codes stand for would be written to memory first."""
+    monkeypatch.setattr(coding, "FEWEST", 2**12)
+    model, params = efficientnet()
+    jaxpr = jax.make_jaxpr(jax.grad(mpjax.autocast(model, CODED)))(params)
+    behind = [
+        eqn.invars[0].aval
+        for outer in equations(jaxpr.jaxpr)
+        if outer.primitive.name == "remat2"
+        for eqn in equations(outer.params["jaxpr"])
+        if eqn.primitive.name == "again_barrier"
+    ]
+    assert len([x for x in behind if x.size >= coding.FEWEST]) <= 2  # inputs of islands, not coded
+
+
+def test_a_mean_is_differentiated_with_the_norm_that_reads_it(monkeypatch):
+    """Else the cotangent of what both read is rounded to bfloat16 before the mean's is added."""
+    monkeypatch.setattr(coding, "FEWEST", 2**12)
+    steps, checkpoints = [], plan.checkpoints
+
+    def spied(*args):
+        steps.extend(found := checkpoints(*args))
+        return found
+
+    monkeypatch.setattr(plan, "checkpoints", spied)
+    model, params = efficientnet()
+    jax.eval_shape(mpjax.autocast(model, CODED), params)
+    inside = [
+        [getattr(x, "name", "") for x in s.steps] for s in steps if isinstance(s, CodedCheckpoint)
+    ]
+    assert inside and ["reduce_sum"] not in inside
+
+
+def test_what_comes_into_a_loop_is_kept_in_16_bits():
+    """It has no code, and only matmuls in 16 bits and an island that stands rounding read it."""
+    cell, x = 256, normal(5, 8, 64, 256)
+    weights = [normal(i, 256, 4 * cell) / 16 for i in (6, 7)]
+
+    def lstm(weights, x):
+        def step(state, x):
+            h, c = state
+            i, f, g, o = jnp.split(x @ weights[0] + h @ weights[1], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        zeros = jnp.zeros((64, cell))
+        return jnp.square(jax.lax.scan(step, (zeros, zeros), x)[0][0]).mean()
+
+    lean, coded = (mpjax.explain(lstm, policy, argnums=0)(weights, x) for policy in (LEAN, CODED))
+    assert "int8" in {a.dtype for a in coded.kept}
+    assert not [a for a in coded.kept if a.dtype == "f32" and a.shape == (8, 64, cell)]
+    assert coded.stored_after < 0.9 * lean.stored_after
 
 
 def test_few_entries_are_kept_as_they_are():

@@ -8,7 +8,8 @@ import pytest
 from mpjax._src.hardware.compiler import missing_for
 
 PROGRAM = """
-import re, sys
+import os, re, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec

@@ -13,7 +13,7 @@ from mpjax._src.autocast.steps import KeptAttention, SoftmaxIsland, Step
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
-from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.graph import Block, Op, Value
 
 # Kinds of `coded.KINDS`.
 SHARE, LEVELS = "share", "int8"
@@ -31,8 +31,22 @@ def kinds(analysis: Analysis, steps: Sequence[Step]) -> dict[Value, str]:
     return {
         v: SHARE if v in shares else LEVELS
         for v in values
-        if v not in whole and _may_be_coded(analysis, v)
+        if v not in whole and may_be_coded(analysis, v)
     }
+
+
+def may_be_coded(analysis: Analysis, value: Value) -> bool:
+    """Returns whether codes can stand for a value, if the steps that need it can read them."""
+    if not value.is_f32 or value.literal or value.const is not None:
+        return False
+    if analysis.is_raw(value) or value in analysis.once:
+        return False
+    if _jax.size_of(_jax.shard_shape(value.aval)) < FEWEST:
+        return False
+    fact, want, dtype = analysis.facts[value], analysis.wants[value], analysis.stored[value].dtype
+    if fact.exact or fact.counts or want.amplified:
+        return False
+    return dtype in HALVES or analysis.may_be_rounded(value)
 
 
 def _read_whole(analysis: Analysis, step: Step) -> Iterator[Value]:
@@ -55,14 +69,11 @@ def _shares(step: Step) -> Sequence[Value]:
     return step.body.sums if isinstance(step, SoftmaxIsland) and step.form.whole else ()
 
 
-def _may_be_coded(analysis: Analysis, value: Value) -> bool:
-    if not value.is_f32 or value.literal or value.const is not None:
-        return False
-    if analysis.is_raw(value) or value in analysis.once:
-        return False
-    if _jax.size_of(_jax.shard_shape(value.aval)) < FEWEST:
-        return False
-    fact, want, dtype = analysis.facts[value], analysis.wants[value], analysis.stored[value].dtype
-    if fact.exact or fact.counts or want.amplified:
-        return False
-    return dtype in HALVES or analysis.may_be_rounded(value)
+def convolved(block: Block) -> set[tuple[int, ...]]:
+    """Returns the shapes of what convolutions read and make.
+
+    A GPU's convolutions want the channels last in memory, whatever the order of the axes. Arrays of
+    the same shape are most often what elementwise operations make of these.
+    """
+    convolutions = (op for op in block.walk() if op.name == "conv_general_dilated")
+    return {v.aval.shape for op in convolutions for v in (*op.ins, *op.outs)}

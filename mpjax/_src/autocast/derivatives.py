@@ -64,7 +64,7 @@ def from_codes(
             of each of these. Given kept values are not computed again; given codes are those of the
             inputs and the kept values.
         arrays: The inputs.
-        codes: The code of each input, or None.
+        codes: The code of each input, or its rounded copy, or None.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
 
     Returns:
@@ -80,7 +80,7 @@ def from_codes(
     def tangent(stored, carriers, tangents, moving):
         codes = [x if isinstance(x, Coded) else None for x in stored]
         values = [
-            known(carrier, decode(x, carrier.dtype)) if isinstance(x, Coded) else x
+            x if carrier is None else known(carrier, _of_code(x, carrier.dtype))
             for x, carrier in zip(stored, carriers, strict=True)
         ]
         inputs, kept = values[: len(moving)], values[len(moving) :]
@@ -104,6 +104,10 @@ def from_codes(
 
     call = with_tangent(kept_in_8_bits, jvp, symbolic_zeros=True)
     return call(arrays, codes)
+
+
+def _of_code(x: Any, dtype: Any) -> Any:
+    return decode(x, dtype) if isinstance(x, Coded) else cast(x, dtype)
 
 
 def _ended_together(arrays: Any) -> Any:

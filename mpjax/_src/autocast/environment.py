@@ -68,15 +68,15 @@ class Env:
         self._known: dict[Value, Any] = {}
         self._codes: dict[Value, Coded] = {}
 
-    def write(self, value: Value, array: Any) -> None:
-        """Records an array in its own dtype."""
+    def write(self, value: Value, array: Any, rounded: bool = False) -> None:
+        """Records an array in its own dtype; ``rounded`` if it was computed in float32."""
         analysis = self.settings.analysis
         name = self.name(value)
         if name and value not in analysis.codes:
             array = keep(array, name)
         self._arrays[value] = {array.dtype if value.is_f32 else None: array}
         if value in analysis.codes:  # here, where reports see which operation computed it
-            self.code(value)
+            self.code(value, rounded)
 
     def name(self, value: Value) -> str:
         """Returns the name under which checkpoints keep a value; "" if they do not."""
@@ -92,11 +92,14 @@ class Env:
         """Returns the array of a value in its storage dtype."""
         return self.as_stored(value)[0][0]
 
-    def code(self, value: Value) -> Coded | None:
+    def code(self, value: Value, rounded: bool = False) -> Coded | None:
         """Returns the code in which a value is kept, if it is kept as a code."""
-        kind = self.settings.analysis.codes.get(value)
+        analysis = self.settings.analysis
+        kind = analysis.codes.get(value)
         if kind is not None and value not in self._codes:
-            self._codes[value] = encode(jax.lax.stop_gradient(self.array(value)), kind)
+            array = jax.lax.stop_gradient(self.array(value))
+            in_order = array.shape not in analysis.convolved
+            self._codes[value] = encode(array, kind, rounded, in_order)
         return self._codes.get(value)
 
     def hold_codes(self, codes: Mapping[Value, Coded | None]) -> None:
@@ -127,11 +130,12 @@ class Env:
         """Records a result in the dtype in which the plan stores it."""
         if value in self._known:
             array = known(array, self._known[value])
-        if value.is_f32 and array.dtype != self.stored[value].dtype:
+        rounded = value.is_f32 and array.dtype != self.stored[value].dtype
+        if rounded:
             if value in self.settings.returned:
                 self._exact[value] = array
             array = cast(array, self.stored[value].dtype)
-        self.write(value, array)
+        self.write(value, array, rounded)
 
     def inside(self, depth: int, known: dict[Value, Any] | None = None) -> "Env":
         """Returns an environment for steps that are traced separately, below ``depth`` names.

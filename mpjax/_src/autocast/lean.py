@@ -52,8 +52,9 @@ def checkpoints(
     """
     steps, copied = part.steps, copies(analysis, part)
     alone = sum(1 << i for i, step in enumerate(steps) if stands_alone(analysis, step, kinds))
-    wanted = _groups(analysis, part, chosen, copied, kinds)
-    spans = [span for span in _nested([*wanted], _Reach(steps)) if not span & alone]
+    reach = _Reach(steps)
+    wanted = _groups(analysis, part, chosen, copied, kinds, reach)
+    spans = [span for span in _nested([*wanted], reach) if not span & alone]
     whole = sum(1 << i for i, step in enumerate(steps) if chosen.repeats(step))
     # Steps inside a group that repeats matmuls are not repeated once more, for themselves.
     spans = [s for s in spans if not any(s | o == o != s and o & whole for o in spans)]
@@ -141,6 +142,7 @@ def _groups(
     chosen: Chosen,
     copied: set[Op],
     kinds: Mapping[Value, str],
+    reach: "_Reach",
 ) -> Iterator[int]:
     """Yields groups of steps, as bit masks: recomputed steps and the steps that need them.
 
@@ -153,16 +155,13 @@ def _groups(
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
     there = {*place, *_kept_as_stored(analysis, steps, again)}
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
-    pairs: list[tuple[int, int]] = []
-    worth: set[int] = set()
+    alone = {s for s in steps if stands_alone(analysis, s, kinds) or made_where_read(analysis, s)}
+    free = [i for i, step in enumerate(steps) if step not in alone and step not in copied]
+    pairs = [*_decoding(analysis, steps, free, kept.intersection(kinds), reach)]
+    worth = {i for _, i in pairs}
     wide: set[Value] = set()
-    for i, step in enumerate(steps):
-        once = stands_alone(analysis, step, kinds)
-        if once or made_where_read(analysis, step) or step in copied:
-            continue
-        if any(v in kinds and v in kept for v in needs(analysis, step)):
-            pairs.append((i, i))
-            worth.add(i)
+    for i in free:
+        step = steps[i]
         makes = not again.isdisjoint(step.outs)
         reduces = isinstance(step, Op) and rules.REDUCES in step.spec.traits
         wanted = {*step.ins} if makes or reduces else set()
@@ -200,6 +199,35 @@ def _groups(
     for group in connected(pairs):
         if not worth.isdisjoint(group):
             yield sum(1 << i for i in group)
+
+
+def _decoding(
+    analysis: Analysis,
+    steps: Sequence[Step],
+    free: Sequence[int],
+    coded: Collection[Value],
+    reach: "_Reach",
+) -> Iterator[tuple[int, int]]:
+    """Yields pairs of steps that read codes: each with itself, and those that decode them once.
+
+    These are a reduction of a value with a norm that reads both, whose cotangents are then added
+    before they are rounded; and steps that read the same code, if nothing lies between them.
+    """
+    place = {v: i for i, step in enumerate(steps) for v in step.outs}
+    readers: dict[Value, list[int]] = {}
+    for i in free:
+        read = [v for v in dict.fromkeys(needs(analysis, steps[i])) if v in coded]
+        if not read:
+            continue
+        yield i, i
+        for j in (place[v] for v in steps[i].ins if v in place):
+            step = steps[j]
+            reduces = isinstance(step, Op) and rules.REDUCES in step.spec.traits
+            if reduces and not {*step.ins}.isdisjoint(read):
+                yield j, i
+        for v in read:
+            yield from ((j, i) for j in readers.setdefault(v, []) if reach.adjacent(j, i))
+            readers[v].append(i)
 
 
 def _is_linear(analysis: Analysis, step: Op) -> bool:
@@ -253,6 +281,11 @@ class _Reach:
             before |= self.before[i]
             after |= self.after[i]
         return group | (before & after)
+
+    def adjacent(self, *group: int) -> bool:
+        """Returns whether no other step lies between some steps."""
+        mask = sum(1 << i for i in group)
+        return self.hull(mask) == mask
 
 
 def _nested(groups: Sequence[int], reach: _Reach) -> list[int]:

@@ -21,6 +21,7 @@ its result is flexible.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -225,6 +226,7 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
         steps={},
         kept=set(),
         codes={},
+        convolved=coding.convolved(block),
         passing=set(),
     )
     goal = by if isinstance(by, str) else AGAIN
@@ -350,12 +352,17 @@ def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -
 
 
 def _fewest_coded(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
-    """Returns the same islands, for values kept as codes: of the inputs, not of rounded copies."""
-    chosen = _fewest_again(flow, replaced, links)
-    coded: dict[Island, Island] = {
-        i: dataclasses.replace(i, rounded=frozenset()) for i in chosen if isinstance(i, Recomputed)
-    }
-    return [coded.get(i, i) for i in chosen]
+    """Returns the same islands, with codes of inputs themselves, not of their rounded copies."""
+
+    def is_coded(value: Value) -> bool:  # not what comes into a loop
+        return value in flow.producer and coding.may_be_coded(flow.analysis, value)
+
+    return [
+        dataclasses.replace(i, rounded=frozenset(itertools.filterfalse(is_coded, i.rounded)))
+        if isinstance(i, Recomputed)
+        else i
+        for i in _fewest_again(flow, replaced, links)
+    ]
 
 
 def _fewest_again(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:

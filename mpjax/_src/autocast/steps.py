@@ -179,7 +179,7 @@ class Island:
             results = self.results(env, arrays)
         for value, array in zip(body.outs, results, strict=True):
             if value in body.in_half:
-                env.write(value, array)
+                env.write(value, array, rounded=True)
             else:
                 env.store(value, array)
 
@@ -225,7 +225,7 @@ class Elementwise(Island):
 
     def prevents(self, env: Env) -> bool:
         """Returns whether the barrier is needed here."""
-        return self.barrier and not env.in_loop
+        return self.barrier and not env.in_loop and not env.codes_of(self.ins)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -544,7 +544,7 @@ class CodedCheckpoint(Checkpoint):
     kept: tuple[Value, ...]
 
     def run(self, env: Env) -> None:
-        codes = [env.code(v) for v in self.ins]
+        codes = [env.code(v) or self._rounded(v, env) for v in self.ins]
         # Read now: derivatives run the steps again, when this environment has changed.
         known, known_codes = env.known_of(self.kept), env.codes_of(self.kept)
         trees: list[Any] = []
@@ -565,6 +565,23 @@ class CodedCheckpoint(Checkpoint):
         for value, array in zip(self.kept, kept, strict=True):
             env.hold(value, ([array], []))
         hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
+
+    def _rounded(self, value: Value, env: Env) -> Any:
+        """Returns a copy in 16 bits of a float32 value, if derivatives inside read no more."""
+        analysis = env.settings.analysis
+        if not value.is_f32 or analysis.stored[value].dtype in HALVES or analysis.is_raw(value):
+            return None
+        dtypes = {
+            env.choices[step].compute
+            if isinstance(step, Op)
+            else step.body.half
+            if isinstance(step, Recomputed) and value in step.rounded
+            else FLOAT32
+            for step in unwrapped(self.steps)
+            if value in step.ins
+        }
+        half = dtypes.pop() if len(dtypes) == 1 else None
+        return env.read(value, half) if half in HALVES else None
 
 
 Step = Op | Island | Checkpoint

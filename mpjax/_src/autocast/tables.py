@@ -433,6 +433,7 @@ class Analysis:
         kept: The values that `storage=lean` and `storage=8bit` keep for the backward pass, which
             computes those around them again.
         codes: The kind of code of those that are kept in 8 bits.
+        convolved: The shapes of arrays whose layout convolutions choose: by `store`.
         passing: The values that a backward pass which computes matmuls again keeps from then on.
     """
 
@@ -449,6 +450,7 @@ class Analysis:
     steps: dict[Block, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     kept: set[Value] = dataclasses.field(default_factory=set)
     codes: dict[Value, str] = dataclasses.field(default_factory=dict)
+    convolved: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     passing: set[Value] = dataclasses.field(default_factory=set)
 
     def is_beyond(self, value: Value, half: Any) -> bool:

@@ -1,22 +1,16 @@
 """Values that are kept for the backward pass in 8 bits.
 
-Two kinds of codes cut the last axis into blocks of at most 128 entries. The unit of a block is a
-power of two, kept in one byte.
-
-- "int8": the squares of the integers up to 127, and their negatives. The largest entry of a block
-  is off by at most 1/90 of itself, an entry of 1/1,000 of it by at most 2/5 of itself. Normal
-  entries are off by as much as with 255 levels at equal distances, but entries near zero by less:
-  they keep their signs, which a ReLU reads, down to 1/32,000 of the largest.
-- "e4m3": 4 significant bits for each entry, off by at most 1/16 of itself, down to 1/14,336 of the
-  largest entry of its block. Three times the error of "int8", unless few entries of a block are
-  much larger than the others.
-
-The third needs no scales, because the range of its values is known. So XLA writes its codes in any
-kernel that makes or reads the values:
-
+- "int8": the squares of the integers up to 127, and their negatives, in units. The last axis is cut
+  into blocks of at most 128 entries. The unit of a block is a power of two, kept in one byte. The
+  largest entry of a block is off by at most 1/90 of itself, an entry of 1/1,000 of it by at most
+  2/5 of itself. Normal entries are off by as much as with 255 levels at equal distances, but
+  entries near zero by less: they keep their signs, which a ReLU reads, down to 1/32,000 of the
+  largest. e4m3 in blocks has three times the error, and no smaller one beside an entry that is
+  thirty times as large.
 - "share": values from 0 to 1, such as the result of a softmax. A level is 254 times the fourth root
   of the value, so that small shares have smaller errors: off by at most 1/127 of itself at 1, 1/22
-  at 2**-10. Below 1e-11 it becomes zero.
+  at 2**-10. Below 1e-11 it becomes zero. The range is known, so there are no scales, and XLA writes
+  the codes in any kernel that makes or reads the values.
 
 A block with Inf or NaN decodes to Inf and NaN alone; a share that is Inf or NaN decodes to NaN.
 Zeros stay zeros; the sign of zero is lost in "int8". Units are at least 2**-126.
@@ -35,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base import _jax
 from mpjax._src.base.blocks import (
     BIAS,
     INFINITY,
@@ -58,13 +53,13 @@ class Code(NamedTuple):
         dtype: The dtype of the codes.
         top: The largest number of units that a code stands for.
         squarings: How often a code is squared to give units.
-        blocks: Whether each block has a unit of its own. Else the unit is 1.
+        blocks: Whether each block has a unit of its own; else the unit is 1.
     """
 
     dtype: np.dtype
     top: float
-    squarings: int = 0
-    blocks: bool = True
+    squarings: int
+    blocks: bool
 
     @property
     def reach(self) -> np.float32:
@@ -73,15 +68,13 @@ class Code(NamedTuple):
         An entry of slightly more than half of it becomes a square of at least half of it. So the
         unit of what codes stand for is theirs.
         """
-        least = 2 * math.ceil(math.sqrt(self.top / 2)) ** 2 if self.squarings else self.top
+        least = 2 * math.ceil(math.sqrt(self.top / 2)) ** 2
         return np.nextafter(np.float32((self.top + least) / 2), np.float32(self.top))
 
 
-INT8, UINT8, FLOAT8 = map(np.dtype, (np.int8, np.uint8, jnp.float8_e4m3fn))
 KINDS = {
-    "int8": Code(INT8, 127.0**2, squarings=1),
-    "e4m3": Code(FLOAT8, 448.0),
-    "share": Code(UINT8, 1.0, squarings=2, blocks=False),
+    "int8": Code(np.dtype(np.int8), 127.0**2, squarings=1, blocks=True),
+    "share": Code(np.dtype(np.uint8), 1.0, squarings=2, blocks=False),
 }
 LEVELS = 254.0  # of shares; the code 255 stands for Inf and NaN
 
@@ -105,12 +98,26 @@ class Coded:
     kind: str
 
 
-def encode(x: jax.Array, kind: str) -> Coded:
-    """Returns a floating array of at most 32 bits as codes of a kind."""
-    code, wide = KINDS[kind], x.astype(FLOAT32)
-    if code.blocks:
-        return _in_blocks(jnp.atleast_1d(wide), x, kind)
-    return Coded(_levels_of(wide, code), None, kind)
+def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True) -> Coded:
+    """Returns a floating array of at most 32 bits as codes of a kind.
+
+    Args:
+        x: The array.
+        kind: One of `KINDS`.
+        rounded: Whether the array was computed in float32 and rounded. XLA:GPU would write the
+            float32 array to memory, and round it wherever it is read. So codes are made from the
+            array behind a barrier.
+        in_order: Whether XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of
+            what a convolution reads or makes, it should choose the order.
+    """
+    code, there = KINDS[kind], _jax.again_barrier(x) if rounded else x
+    if not code.blocks:
+        return Coded(_levels_of(there.astype(FLOAT32), code), None, kind)
+    codes, scales = _in_blocks(jnp.atleast_1d(x), jnp.atleast_1d(there), code)
+    codes = codes.reshape(x.shape)
+    if in_order:
+        codes, scales = _jax.row_major(codes), _jax.row_major(scales)
+    return Coded(codes, scales, kind)
 
 
 def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
@@ -145,18 +152,21 @@ def block_of(length: int) -> int:
     return max(1, -(-length // blocks))
 
 
-def _in_blocks(wide: jax.Array, x: jax.Array, kind: str) -> Coded:
-    """Returns an array as codes with a scale for each block; ``wide`` is the array in float32."""
-    code, block = KINDS[kind], block_of(wide.shape[-1])
-    largest = jnp.max(jnp.abs(split(wide, block)), axis=-1)
+def _in_blocks(x: jax.Array, there: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
+    """Returns codes of an array, and the scale of each block.
+
+    The largest entries are those of ``x``, which XLA finds in the kernel that makes it; the codes
+    are those of ``there``, the same array.
+    """
+    block = block_of(x.shape[-1])
+    largest = jnp.max(jnp.abs(split(x.astype(FLOAT32), block)), axis=-1)
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
-    units = wide * inverse(spread(scales, wide.shape, block))
+    units = there.astype(FLOAT32) * inverse(spread(scales, x.shape, block))
     units = jnp.clip(units, -code.top, code.top)
-    if code.squarings:
-        roots = _roots(jnp.abs(units), code)
-        units = jnp.round(jnp.where(units < 0, -roots, roots))
-    return Coded(units.astype(code.dtype).reshape(x.shape), scales.astype(jnp.uint8), kind)
+    roots = _roots(jnp.abs(units), code)
+    levels = jnp.round(jnp.where(units < 0, -roots, roots))
+    return levels.astype(code.dtype), scales.astype(jnp.uint8)
 
 
 def _largest_scale(dtype: np.dtype, code: Code) -> int:

@@ -13,7 +13,7 @@ from jax import export, lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental.jet import jet
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax._src.base import _jax
@@ -363,6 +363,31 @@ def test_a_barrier_stands_on_its_platforms_alone(barrier, platforms, lowered):
     text = jax.jit(barrier).trace(X).lower(lowering_platforms=(lowered,)).as_text()
     assert ("optimization_barrier" in text) == (lowered in platforms)
     np.testing.assert_array_equal(jax.vmap(jax.grad(barrier))(X), X)
+
+
+@pytest.mark.parametrize(("axis", "order"), [(None, "1, 0"), (0, "2, 1, 0"), (1, "2, 0, 1")])
+def test_rows_are_contiguous_on_one_gpu(axis, order):
+    """And under vmap: in the text, the axes of an array stand in the opposite order."""
+    fun, x = _jax.row_major, np.ones((2, 3), np.float32)
+    if axis is not None:
+        fun, x = jax.vmap(fun, axis, axis), np.ones((2, 3, 4), np.float32)
+    traced = jax.jit(fun).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "LayoutConstraint" in text and f"dense<[{order}]>" in text
+    assert "LayoutConstraint" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_order_of_rows_is_left_to_xla_where_it_partitions(mapped):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    fun = _jax.row_major
+    if mapped:
+        fun = jax.shard_map(
+            fun, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
+        )
+    x = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
+    text = jax.jit(fun).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("LayoutConstraint" in text) == mapped
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])

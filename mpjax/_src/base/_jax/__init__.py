@@ -18,6 +18,7 @@ from mpjax._src.base._jax.barriers import (
     cpu_barrier,
     gpu_barrier,
     held_for_cpu,
+    row_major,
 )
 from mpjax._src.base._jax.calls import linearized_once
 from mpjax._src.base._jax.convolutions import half_conv
@@ -152,6 +153,7 @@ __all__ = (
     "programs_in",
     "recurrence",
     "retyped",
+    "row_major",
     "scan_counts",
     "scanned",
     "scope_names",

@@ -1,36 +1,18 @@
-"""Optimization barriers against harmful rewrites by the compilers of some platforms."""
+"""Barriers against harmful rewrites, and layouts, for the compilers of some platforms."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import jet
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._src.base._jax.cpu_matmuls import is_marked
-
-
-def _barrier(name: str, *platforms: str) -> Primitive:
-    """Returns a linear identity primitive, which is an optimization barrier on some platforms."""
-    primitive = Primitive(name)
-    primitive.def_impl(lambda x, **_: x)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
-    barrier = mlir.lower_fun(_held, multiple_results=False)
-
-    def lowering(ctx, x, **params):
-        # The lowering of a marked matmul stores its operands as it needs them.
-        return [x] if is_marked(ctx) else barrier(ctx, x, **params)
-
-    for platform in platforms:
-        mlir.register_lowering(primitive, lowering, platform=platform)
-    ad.deflinear2(primitive, lambda ct, _, **params: [ct])
-    jet.deflinear(primitive)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    return primitive
 
 
 def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
@@ -39,6 +21,50 @@ def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
         return jax.lax.optimization_barrier(x)
     transposed = jax.lax.optimization_barrier(jax.lax.transpose(x, order))
     return jax.lax.transpose(transposed, np.argsort(order))
+
+
+def _laid_out(x: Any, order: tuple[int, ...]) -> Any:
+    """Returns ``x`` with its axes in memory in the given order, the last one contiguous."""
+    return with_layout_constraint(x, Layout(order))
+
+
+def _is_partitioned(ctx: Any) -> bool:
+    """Returns whether XLA partitions what is lowered: more than one device, outside shard_map."""
+    context = ctx.module_context.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual:
+        return {*manual} != {*context.mesh.axis_names}
+    return (getattr(context, "num_devices", None) or 1) > 1
+
+
+def _barrier(
+    name: str, *platforms: str, held: Callable[..., Any] = _held, alone: bool = False
+) -> Primitive:
+    """Returns a linear identity primitive, which is a barrier on some platforms.
+
+    Args:
+        name: The name of the primitive.
+        *platforms: The platforms.
+        held: What it is there.
+        alone: Whether it is nothing in programs that XLA partitions.
+    """
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    barrier = mlir.lower_fun(held, multiple_results=False)
+
+    def lowering(ctx, x, **params):
+        # The lowering of a marked matmul stores its operands as it needs them.
+        left = is_marked(ctx) or (alone and _is_partitioned(ctx))
+        return [x] if left else barrier(ctx, x, **params)
+
+    for platform in platforms:
+        mlir.register_lowering(primitive, lowering, platform=platform)
+    ad.deflinear2(primitive, lambda ct, _, **params: [ct])
+    jet.deflinear(primitive)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    return primitive
 
 
 def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any:
@@ -53,7 +79,8 @@ GPUS = ("cuda", "rocm")
 _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
 _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 _again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
-BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier"})
+_row_major_p = _barrier("row_major", *GPUS, held=_laid_out, alone=True)
+BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major"})
 
 
 CARRIER = "carrier"
@@ -126,3 +153,13 @@ def again_barrier(x: jax.Array) -> jax.Array:
     barrier would make them save more.
     """
     return _again_barrier_p.bind(x)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Returns ``x``; on one GPU, or in each part of a shard_map, in the order of its axes.
+
+    XLA:GPU may lay out codes in another order, in which their blocks are not contiguous. Then all
+    kernels that make or read the values that they stand for transpose arrays, in float32. To
+    partition the constraint, XLA would gather the array.
+    """
+    return _row_major_p.bind(x, order=tuple(range(x.ndim)))
