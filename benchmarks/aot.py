@@ -46,6 +46,9 @@ ATTENTIVE = tuple(
     if name.startswith(("gpt2", "llama", "moe")) or name in ("bert", "vit", "t5")
 )
 
+# Models whose steps are compiled with 8-bit storage for other targets too.
+CODED = ("gpt2", "bert", "t5", "resnet50")
+
 # The programs to compile, the most valuable first: target, models, rivals.
 FIRST = ("float32", "by hand", "autocast", "autocast, lean")
 GATED = tuple(f"build_train_step, {gate}" for gate in GATES)
@@ -61,11 +64,15 @@ COMPILED = {
     "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
     "gates": ("h100", ("gpt2", "resnet50"), GATED),
     "codes": ("h100", CASES, ("autocast, 8bit",)),
+    **{
+        f"codes-{target}": (target, CODED, ("autocast, lean", "autocast, 8bit"))
+        for target in ("v100", "a100-80", "v5e")
+    },
     **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
 }
 # These train in float16 with a loss scale.
 SCALED = ("flax DynamicScale", "build_train_step")
-BATCHED = ("float32", "autocast", "by hand", "autocast, lean")
+BATCHED = ("float32", "autocast", "by hand", "autocast, lean", "autocast, 8bit")
 # Near the memory limit, XLA rematerializes values unless it is told that there is more memory.
 ONCE = {"xla_gpu_memory_limit_slop_factor": 1000}
 # Searches for the largest batch that fits: target, model, its rivals, the step of the search and

@@ -2,9 +2,11 @@
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.aot import ATTENTIVE, BATCHES, CASES, FIRST, HARDWARE
+from benchmarks.aot import CODED as CODED_ON
 from benchmarks.models import TITLES
 from benchmarks.page.charts import Chart, image
 from benchmarks.page.tables import MET, above, mean, shortfalls, table, written
@@ -15,6 +17,7 @@ ROOFLINE = {"roofline_ms": "roofline"}
 HAND, FLOAT32 = "by hand", "float32"
 OURS = ("autocast", "autocast, lean")
 FUSED = "autocast, fused attention"
+LEAN, CODED = "autocast, lean", "autocast, 8bit"
 # A model of each kind, for the first picture.
 FAMILIES = ("gpt2", "llama", "bert", "vit", "moe_ragged", "resnet50", "ddpm", "lstm", "mamba")
 
@@ -26,6 +29,22 @@ LARGEST = {
     "batch-a100-40/bert": 2.25,
     "batch-a100-40-once/bert": 2.25,
 }
+# The goals of 8-bit storage on an H100, relative to storage=lean: the memory of single models, and
+# the bytes moved by all, as their geometric mean and at most.
+CODED_MEMORY = {
+    "gpt2": 0.69,
+    "gpt2_medium": 0.66,
+    "llama_unrolled": 0.63,
+    "bert": 0.70,
+    "vit": 0.66,
+    "t5": 0.69,
+    "resnet50": 0.68,
+    "convnext": 0.55,
+    "moe_onehot": 0.87,
+    "ddpm": 0.67,
+}
+CODED_LARGEST = {"batch-v100/resnet50": 1.35, "batch-a100-40/bert": 1.35}
+CODED_BYTES = {"geometric mean": 1.05, "most": 1.15}
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 Rows = dict[str, dict[str, dict[str, Any]]]
@@ -75,6 +94,11 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         "`autocast` with fused attention (`fused_attention=true` in the policy, off by default), "
         "for models with attention:\n",
         models("h100", FUSED, HAND, cases, ATTENTIVE),
+        "### H100, 8-bit storage relative to lean storage\n",
+        f"`autocast` with `storage=8bit`, which {causes.get('8bit', {}).get('all', '')}:\n",
+        models("h100", CODED, LEAN, cases),
+        "Memory and bytes moved on other hardware (float16 on the V100):\n",
+        targets(LEAN, cases, CODED, CODED_ON),
         "### H100, relative to float32\n",
         image("aot_float32", charts["aot_float32"]),
         f"`autocast`:\n\n{models('h100', 'autocast', FLOAT32, cases)}",
@@ -122,9 +146,22 @@ def goals(cases: Rows) -> str:
     for model, most in MEMORY.items():
         value = ratio(cases, f"h100/{model}", "autocast", FLOAT32, "temp_mib")
         rows.append(_goal(f"memory relative to float32, {TITLES[model]}, H100", "<=", most, value))
+    for model, most in CODED_MEMORY.items():
+        value = ratio(cases, f"h100/{model}", CODED, LEAN, "temp_mib")
+        name = f"memory under 8bit relative to lean, {TITLES[model]}"
+        rows.append(_goal(name, "<=", most, value))
+    moved = [r for r in over_models(cases, "h100", CODED, LEAN, "looped_gb") if r is not None]
+    found_of = {"geometric mean": mean(moved), "most": max(moved, default=None)}
+    for of, most in CODED_BYTES.items():
+        name = f"bytes moved under 8bit relative to lean: {of} of {len(moved)} models"
+        rows.append(_goal(name, "<=", most, found_of[of]))
     for case, least in LARGEST.items():
         value = ratio(cases, case, "autocast", FLOAT32, "batch")
         name = f"largest batch relative to float32, {_batched(case.split('/')[0])}"
+        rows.append(_goal(name, ">=", least, value))
+    for case, least in CODED_LARGEST.items():
+        value = ratio(cases, case, CODED, LEAN, "batch")
+        name = f"largest batch under 8bit relative to lean, {_batched(case.split('/')[0])}"
         rows.append(_goal(name, ">=", least, value))
     return table(("goal", "bound", "found", ""), rows)
 
@@ -176,7 +213,7 @@ def libraries(cases: Rows) -> str:
     text = []
     for model in CASES:
         rivals = cases.get(f"h100/{model}", {})
-        if set(rivals) <= {*FIRST, FUSED}:
+        if set(rivals) <= {*FIRST, FUSED, CODED}:
             continue
         rows = []
         for rival, row in rivals.items():
@@ -190,29 +227,26 @@ def libraries(cases: Rows) -> str:
     return "\n".join(text) or "Not measured.\n"
 
 
-def targets(theirs: str, cases: Rows) -> str:
+def targets(theirs: str, cases: Rows, ours: str = "autocast", names: Sequence[str] = CASES) -> str:
     """Models by target: memory and bytes moved."""
-    shown = [t for t in HARDWARE if any(case.startswith(f"{t}/") for case in cases)]
-
-    def pair(found):
-        return None if None in found else ", ".join(map(written, found))
-
     figures = ("temp_mib", "looped_gb")
-    rows = [
-        (
-            TITLES[model],
-            *(
-                pair([ratio(cases, f"{target}/{model}", "autocast", theirs, f) for f in figures])
-                for target in shown
-            ),
-        )
-        for model in CASES
-    ]
-    means = (
-        pair([mean(over_models(cases, target, "autocast", theirs, f)) for f in figures])
-        for target in shown
-    )
+
+    def pair(target, model):
+        found = [ratio(cases, f"{target}/{model}", ours, theirs, f) for f in figures]
+        return None if None in found else found
+
+    found = {t: {model: pair(t, model) for model in names} for t in HARDWARE}
+    shown = [t for t, pairs in found.items() if any(pairs.values())]
+    rows = [(TITLES[m], *(_pair(found[t][m]) for t in shown)) for m in names]
+    means = []
+    for target in shown:
+        pairs = filter(None, found[target].values())
+        means.append(_pair([mean(of) for of in zip(*pairs, strict=True)]))
     return table(("model", *(HARDWARE[t] for t in shown)), [*rows, ("geometric mean", *means)])
+
+
+def _pair(ratios: Sequence[float | None] | None) -> str | None:
+    return ratios and ", ".join(map(written, ratios))
 
 
 def batches(cases: Rows, causes: dict[str, Any]) -> str:
