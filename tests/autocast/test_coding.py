@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from models import MODELS
@@ -194,6 +195,14 @@ def test_convolutions_choose_the_layout_of_codes(fun, args, in_order):
     }
     assert ("convert_element_type", "int8") in codes
     assert (("row_major", "int8") in codes) == in_order
+
+
+@pytest.mark.parametrize("shape", ["512, 256", "b, 256"])
+def test_gradients_are_exported_for_gpus(shape):
+    x = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
+    gradient = jax.jit(jax.grad(mpjax.autocast(loss, CODED)))
+    text = export.export(gradient, platforms=["cuda"])(WEIGHTS, x).mlir_module()
+    assert "xi8>" in text and "LayoutConstraint" not in text
 
 
 def test_logits_have_no_code(monkeypatch):

@@ -41,7 +41,8 @@ def may_be_coded(analysis: Analysis, value: Value) -> bool:
         return False
     if analysis.is_raw(value) or value in analysis.once:
         return False
-    if _jax.size_of(_jax.shard_shape(value.aval)) < FEWEST:
+    shape = _jax.shard_shape(value.aval)
+    if _jax.size_of(shape) < FEWEST or not isinstance(shape[-1], int):
         return False
     fact, want, dtype = analysis.facts[value], analysis.wants[value], analysis.stored[value].dtype
     if fact.exact or fact.counts or want.amplified:

@@ -23,6 +23,7 @@ Microscaling Formats 1.0. Roots as levels: Dettmers et al. 2021, and FlashOptim 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,11 +134,11 @@ def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
     return (wide * units).astype(dtype).reshape(coded.codes.shape)
 
 
-def coded_bytes(shape: tuple[int, ...], kind: str) -> int:
-    """Returns the bytes of an array's codes and scales."""
+def coded_bytes(shape: Sequence[Any], kind: str) -> int:
+    """Returns the bytes of an array's codes and scales; its last axis is not symbolic."""
     *rows, length = shape or (1,)
     blocks = -(-length // block_of(length)) if KINDS[kind].blocks else 0
-    return math.prod(shape) + math.prod(rows) * blocks
+    return _jax.size_of(shape) + _jax.size_of(rows) * blocks
 
 
 def block_of(length: int) -> int:

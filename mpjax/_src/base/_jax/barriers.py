@@ -28,9 +28,14 @@ def _laid_out(x: Any, order: tuple[int, ...]) -> Any:
     return with_layout_constraint(x, Layout(order))
 
 
-def _is_partitioned(ctx: Any) -> bool:
-    """Returns whether XLA partitions what is lowered: more than one device, outside shard_map."""
+def _may_be_partitioned(ctx: Any) -> bool:
+    """Returns whether XLA may partition what is lowered: several devices, and no shard_map.
+
+    An exported program may be partitioned where it is called.
+    """
     context = ctx.module_context.axis_context
+    if ctx.module_context.lowering_parameters.for_export:
+        return True
     manual = getattr(context, "manual_axes", None)
     if manual:
         return {*manual} != {*context.mesh.axis_names}
@@ -56,7 +61,7 @@ def _barrier(
 
     def lowering(ctx, x, **params):
         # The lowering of a marked matmul stores its operands as it needs them.
-        left = is_marked(ctx) or (alone and _is_partitioned(ctx))
+        left = is_marked(ctx) or (alone and _may_be_partitioned(ctx))
         return [x] if left else barrier(ctx, x, **params)
 
     for platform in platforms:
@@ -160,6 +165,6 @@ def row_major(x: jax.Array) -> jax.Array:
 
     XLA:GPU may lay out codes in another order, in which their blocks are not contiguous. Then all
     kernels that make or read the values that they stand for transpose arrays, in float32. To
-    partition the constraint, XLA would gather the array.
+    partition the constraint, XLA would gather the array. `jax.export` does not permit it.
     """
     return _row_major_p.bind(x, order=tuple(range(x.ndim)))
