@@ -17,8 +17,9 @@ import mpjax
 from benchmarks.models import MODELS as NETWORKS
 from benchmarks.models import SMALL
 from benchmarks.on_cpu.codes import drawn
-from mpjax._src.autocast import coding, plan
+from mpjax._src.autocast import coding, environment, plan
 from mpjax._src.autocast.steps import CodedCheckpoint
+from mpjax._src.base.coded import encode
 
 LEAN, CODED = "mixed_bfloat16,storage=lean", "mixed_bfloat16,storage=8bit"
 X = normal(7, 64, 256)
@@ -236,22 +237,63 @@ def test_kernels_read_codes_themselves(monkeypatch):
     assert len([x for x in behind if x.size >= coding.FEWEST]) <= 2  # inputs of islands, not coded
 
 
-def test_a_mean_is_differentiated_with_the_norm_that_reads_it(monkeypatch):
-    """Else the cotangent of what both read is rounded to bfloat16 before the mean's is added."""
-    monkeypatch.setattr(coding, "FEWEST", 2**12)
-    steps, checkpoints = [], plan.checkpoints
+@pytest.fixture
+def inside(monkeypatch):
+    """The operations of each checkpoint that decodes, in programs planned in a test."""
+    names, checkpoints = [], plan.checkpoints
 
     def spied(*args):
-        steps.extend(found := checkpoints(*args))
-        return found
+        steps = checkpoints(*args)
+        decoding = (s for s in steps if isinstance(s, CodedCheckpoint))
+        names.extend([getattr(x, "name", "") for x in s.steps] for s in decoding)
+        return steps
 
     monkeypatch.setattr(plan, "checkpoints", spied)
+    return names
+
+
+def test_a_mean_is_differentiated_with_the_norm_that_reads_it(inside, monkeypatch):
+    """Else the cotangent of what both read is rounded to bfloat16 before the mean's is added."""
+    monkeypatch.setattr(coding, "FEWEST", 2**12)
     model, params = efficientnet()
     jax.eval_shape(mpjax.autocast(model, CODED), params)
-    inside = [
-        [getattr(x, "name", "") for x in s.steps] for s in steps if isinstance(s, CodedCheckpoint)
-    ]
     assert inside and ["reduce_sum"] not in inside
+
+
+def test_adjacent_steps_decode_what_they_read_once(inside):
+    def fun(weights, x):
+        first, *others = weights
+        h = x @ first
+        return sum(jnp.mean(h @ w) for w in others)
+
+    weights = [normal(i, 256, 256) for i in (1, 2, 3)]
+    jax.eval_shape(mpjax.autocast(fun, CODED), weights, normal(4, 256, 256))
+    assert [names.count("dot_general") for names in inside][-1] == 2
+
+
+def test_codes_of_rounded_values_are_made_from_the_16_bit_array():
+    """Else a GPU writes the float32 array too. The largest entries are found on the way."""
+
+    def fun(x):
+        return encode(jnp.sin(x).astype(jnp.bfloat16), "int8", rounded=True)
+
+    found = equations(jax.make_jaxpr(fun)(normal(8, 64, 256)))
+    held = [e.outvars[0].aval.dtype.name for e in found if e.primitive.name == "again_barrier"]
+    assert held == ["bfloat16"]
+
+
+def test_islands_round_what_they_make_and_convolutions_do_not(monkeypatch):
+    monkeypatch.setattr(coding, "FEWEST", 2**12)
+    rounded = []
+
+    def spied(x, kind, *args):
+        rounded.append(args[0])
+        return encode(x, kind, *args)
+
+    monkeypatch.setattr(environment, "encode", spied)
+    model, params = efficientnet()
+    jax.eval_shape(mpjax.autocast(model, CODED), params)
+    assert {*rounded} == {True, False}
 
 
 def test_what_comes_into_a_loop_is_kept_in_16_bits():

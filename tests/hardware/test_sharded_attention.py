@@ -1,29 +1,11 @@
 """Attention by hand as the fused kernel, on eight GPUs that need not be there: no gathers."""
 
-import subprocess
-import sys
-
 import pytest
+from absent import on_eight_gpus
 
 from mpjax._src.hardware.compiler import missing_for
 
 PROGRAM = """
-import os, re, sys
-os.environ["JAX_PLATFORMS"] = "cpu"
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-import mpjax
-from mpjax._src.base import _jax
-from mpjax._src.base.devices import traced_for
-from mpjax._src.hardware.targets import find_target
-
-kind, *axes = sys.argv[1:]
-target = find_target("h100")
-gpus = topologies.get_topology_desc(
-    platform="cuda", topology="1x1x8", target_config=target.config
-).devices
-mesh = Mesh(np.array(gpus).reshape(4, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
 spec = PartitionSpec(*(axis if axis != "-" else None for axis in axes))
 x = jax.ShapeDtypeStruct((8, 512, 16, 64), jnp.float32, sharding=NamedSharding(mesh, spec))
 
@@ -45,7 +27,5 @@ print(*sorted(set(re.findall(names, hlo))))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", [("data",), ("data", "-", "model")], ids=["batch", "heads"])
 def test_attention_by_hand_over_batches_or_heads_gathers_nothing(kind, axes):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind, *axes], capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.split() == ["fmhaSoftmax", "fmhaSoftmaxBackward"], done.stderr[-2000:]
+    found = on_eight_gpus(PROGRAM, kind, *axes)
+    assert found.split() == ["fmhaSoftmax", "fmhaSoftmaxBackward"]

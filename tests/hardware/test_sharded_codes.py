@@ -1,32 +1,16 @@
 """Values kept in 8 bits on eight GPUs that need not be there: devices exchange what they did."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from absent import on_eight_gpus
 
 from mpjax._src.hardware.compiler import missing_for
 
 PROGRAM = """
-import collections, json, os, re, sys
-os.environ["JAX_PLATFORMS"] = "cpu"
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-import mpjax
-from mpjax._src.base.devices import traced_for
-from mpjax._src.hardware.targets import find_target
-
-kind, *axes = sys.argv[1:]
-target = find_target("h100")
-gpus = topologies.get_topology_desc(
-    platform="cuda", topology="1x1x8", target_config=target.config
-).devices
-mesh = Mesh(np.array(gpus).reshape(4, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
-
 def abstract(spec, *shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 x = abstract(["data", None, None], 64, 512, 1024)
 up, down = abstract([None, axes[0] if axes else None], 1024, 4096), abstract(axes, 4096, 1024)
@@ -54,11 +38,8 @@ for storage in ("lean", "8bit"):
     "sharding", [("Auto",), ("Explicit",), ("Auto", "model")], ids=["batch", "explicit", "features"]
 )
 def test_codes_add_no_exchange(sharding):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *sharding], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (lean, whole), (coded, codes) = map(json.loads, done.stdout.splitlines())
+    found = on_eight_gpus(PROGRAM, *sharding)
+    (lean, whole), (coded, codes) = map(json.loads, found.splitlines())
     assert codes and not whole
     assert coded.keys() == lean.keys() == {"all-reduce"}
     assert coded["all-reduce"] <= lean["all-reduce"]

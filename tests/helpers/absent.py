@@ -1,5 +1,7 @@
 """Helpers for tests of programs that are compiled for devices and not run."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +14,32 @@ from mpjax._src.hardware.collectives import collectives
 from mpjax._src.hardware.targets import find_target
 
 STORED = Path(__file__).parent.parent / "hardware" / "hlo"
+
+# A mesh of four by two H100s, whose axes are of the kind that the first argument names.
+EIGHT_GPUS = """
+import collections, json, os, re, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import mpjax
+from mpjax._src.base.devices import traced_for
+from mpjax._src.hardware.targets import find_target
+
+kind, *axes = sys.argv[1:]
+gpus = topologies.get_topology_desc(
+    platform="cuda", topology="1x1x8", target_config=find_target("h100").config
+).devices
+mesh = Mesh(np.array(gpus).reshape(4, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
+"""
+
+
+def on_eight_gpus(program, *arguments):
+    """Returns what a program prints after `EIGHT_GPUS`, in a process of its own."""
+    command = [sys.executable, "-c", EIGHT_GPUS + program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def shape(*dims, dtype=jnp.float32):

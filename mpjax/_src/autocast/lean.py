@@ -157,7 +157,8 @@ def _groups(
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
     alone = {s for s in steps if stands_alone(analysis, s, kinds) or made_where_read(analysis, s)}
     free = [i for i, step in enumerate(steps) if step not in alone and step not in copied]
-    pairs = [*_decoding(analysis, steps, free, kept.intersection(kinds), reach)]
+    coded = kept.intersection(kinds)
+    pairs = [*_decoding(analysis, steps, free, coded, reach)] if coded else []
     worth = {i for _, i in pairs}
     wide: set[Value] = set()
     for i in free:

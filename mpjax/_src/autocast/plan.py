@@ -226,7 +226,7 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
         steps={},
         kept=set(),
         codes={},
-        convolved=coding.convolved(block),
+        convolved=coding.convolved(block) if by == CODED else set(),
         passing=set(),
     )
     goal = by if isinstance(by, str) else AGAIN
