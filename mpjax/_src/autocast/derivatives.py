@@ -40,22 +40,31 @@ def keep(array: Any, name: str = KEPT) -> Any:
 
 
 def kept_alone(
-    run: Callable[[Any], Any], arrays: Any, prevent_cse: bool, whole: bool = False
+    run: Callable[[Any], Any],
+    arrays: Sequence[Any],
+    prevent_cse: bool,
+    whole: bool = False,
+    halves: Sequence[Any] = (),
 ) -> Any:
     """Runs a function under a checkpoint: the backward pass repeats it from the marked values.
 
     Values that may not be computed twice are kept as well, if the backward pass needs them; but if
     ``whole``, matmuls and all else run twice, and only values with the name `KEPT` are kept.
+    ``halves`` are the 16-bit dtypes in which one device computes cotangents, or None.
     """
     if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
         return run(arrays)
-    arrays = _ended_together(arrays) if prevent_cse else arrays
+    arrays = _ended_together(arrays, halves) if prevent_cse else arrays
     policy = jax.checkpoint_policies.save_only_these_names(KEPT) if whole else _is_kept
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
 
 
 def from_codes(
-    run: Callable[..., Any], arrays: Sequence[Any], codes: Sequence[Any], prevent_cse: bool
+    run: Callable[..., Any],
+    arrays: Sequence[Any],
+    codes: Sequence[Any],
+    prevent_cse: bool,
+    halves: Sequence[Any] = (),
 ) -> Any:
     """Runs steps as they are. Their derivative is that at the values which codes stand for.
 
@@ -66,13 +75,14 @@ def from_codes(
         arrays: The inputs.
         codes: The code of each input, or its rounded copy, or None.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
+        halves: The 16-bit dtype in which the cotangent of each input is computed, or None.
 
     Returns:
         What ``run`` returns.
     """
     if _jax.in_taylor_mode(jax.tree.leaves(arrays)):
         return run(arrays)
-    arrays = _ended_together(arrays) if prevent_cse else arrays
+    arrays = _ended_together(arrays, halves) if prevent_cse else arrays
     # The carriers are for second derivatives. Behind a barrier, they would be written to memory.
     barriers = (prevent_cse, False, prevent_cse)
 
@@ -110,20 +120,23 @@ def _of_code(x: Any, dtype: Any) -> Any:
     return decode(x, dtype) if isinstance(x, Coded) else cast(x, dtype)
 
 
-def _ended_together(arrays: Any) -> Any:
+def _ended_together(arrays: Sequence[Any], halves: Sequence[Any]) -> Sequence[Any]:
     """Returns the arrays behind a barrier: the backward pass waits for all of their cotangents.
 
     Without it, XLA would delay the gradients of weights and hold the recomputed values for them.
     """
-    leaves, tree = jax.tree.flatten(arrays)
+    halves = halves or [None] * len(arrays)
 
     def jvp(primals, tangents):
-        moving = [t for t in tangents if not isinstance(t, SymbolicZero)]
-        behind = iter(jax.lax.optimization_barrier(moving) if len(moving) > 1 else moving)
         # Symbolic zeros are kept: JAX does not differentiate constant operands.
-        return primals, tuple(t if isinstance(t, SymbolicZero) else next(behind) for t in tangents)
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        if len(moving) < 2:
+            return primals, tangents
+        behind = _jax.one_barrier([tangents[i] for i in moving], [halves[i] for i in moving])
+        moved = dict(zip(moving, behind, strict=True))
+        return primals, tuple(moved.get(i, t) for i, t in enumerate(tangents))
 
-    return jax.tree.unflatten(tree, with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*leaves))
+    return with_tangent(lambda *xs: xs, jvp, symbolic_zeros=True)(*arrays)
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -273,6 +273,14 @@ def _reduced_wide(op: Op, env: Env) -> dict[int, Any]:
     }
 
 
+def half_cotangent(op: Op, value: Value, env: Env) -> Any:
+    """Returns the dtype of the cotangent of a parameter that a matmul reads, on one device."""
+    places = SUMMED_WIDE.get(op.name, ())
+    reads = [i for i, v in enumerate(op.ins) if v is value]
+    fits = len(reads) == 1 and reads[0] in places and env.rulings[op].rule == "half"
+    return env.rulings[op].half if fits and op not in env.marks.centred else None
+
+
 def _run_cast(op: Op, env: Env) -> None:
     value, out = op.ins[0], op.outs[0]
     new = op.params["new_dtype"]

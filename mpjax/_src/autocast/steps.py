@@ -17,7 +17,7 @@ from mpjax._src.autocast import derivatives, fused, written
 from mpjax._src.autocast.derivatives import KEPT, Softmax, Weighing, known
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.flow import Flow, free_producers
-from mpjax._src.autocast.operations import at, evaluate, run_step, run_steps
+from mpjax._src.autocast.operations import at, evaluate, half_cotangent, run_step, run_steps
 from mpjax._src.autocast.schedule import made_where_read, ops_of
 from mpjax._src.autocast.written import Written
 from mpjax._src.base import _jax, rules
@@ -494,14 +494,37 @@ class Checkpoint:
 
     def run(self, env: Env) -> None:
         """Runs the steps under a checkpoint."""
-        stored, tree = jax.tree.flatten([self._taken(value, env) for value in self.ins])
+        taken = [self._taken(value, env) for value in self.ins]
+        stored, tree = jax.tree.flatten(taken)
+        halves = self.half_cotangents(env)
+        narrow = [
+            halves.get(v)
+            for v, record in zip(self.ins, taken, strict=True)
+            for _ in jax.tree.leaves(record)
+        ]
         inner = functools.partial(env.inside, env.depth)
         steps = functools.partial(run_steps, self.steps, self.outs)
         run, trees = as_function(self.ins, self.outs, tree, inner, Env.as_stored, steps)
         results = derivatives.kept_alone(
-            lambda stored: run(*stored), stored, not env.in_loop, self.whole
+            lambda stored: run(*stored), stored, not env.in_loop, self.whole, narrow
         )
         hand_out(self.outs, jax.tree.unflatten(trees[0], results), self.steps, env)
+
+    def half_cotangents(self, env: Env) -> dict[Value, Any]:
+        """Returns the parameters that one matmul alone reads, with the dtypes of its cotangents."""
+        readers: dict[Value, list[Any]] = {v: [None] for v in self.outs}
+        for step in unwrapped(self.steps):
+            for value in dict.fromkeys(step.ins):
+                readers.setdefault(value, []).append(step)
+        found = {}
+        for value in self.ins:
+            read, reads = value, readers.get(value, ())
+            while len(reads) == 1 and isinstance(reads[0], Op) and is_view(reads[0]):
+                read = reads[0].outs[0]
+                reads = readers.get(read, ())
+            if len(reads) == 1 and isinstance(reads[0], Op):
+                found[value] = half_cotangent(reads[0], read, env)
+        return found
 
     def _taken(self, value: Value, env: Env) -> tuple[list[Any], list[Any]]:
         """Returns the arrays of a value that flows in, for `Env.hold`.
@@ -560,7 +583,9 @@ class CodedCheckpoint(Checkpoint):
             return results, [*map(inner.array, self.kept)], [*map(inner.code, self.kept)]
 
         arrays, prevent_cse = [*map(env.array, self.ins)], not env.in_loop
-        results, kept, made = derivatives.from_codes(run, arrays, codes, prevent_cse)
+        halves = self.half_cotangents(env)
+        narrow = [*map(halves.get, self.ins)]
+        results, kept, made = derivatives.from_codes(run, arrays, codes, prevent_cse, narrow)
         env.hold_codes(dict(zip(self.kept, made, strict=True)))
         for value, array in zip(self.kept, kept, strict=True):
             env.hold(value, ([array], []))

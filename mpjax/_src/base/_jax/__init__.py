@@ -84,7 +84,13 @@ from mpjax._src.base._jax.sources import (
     source_lines,
     transforms,
 )
-from mpjax._src.base._jax.wire import by_devices, half_dot, half_gather, placed_freely
+from mpjax._src.base._jax.wire import (
+    by_devices,
+    half_dot,
+    half_gather,
+    one_barrier,
+    placed_freely,
+)
 
 __all__ = (
     "BARRIERS",
@@ -146,6 +152,7 @@ __all__ = (
     "manual_axes",
     "marked",
     "numbered",
+    "one_barrier",
     "open_jaxpr",
     "passed_through",
     "placed_freely",

@@ -7,7 +7,7 @@ fewest bytes is used.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,12 +77,15 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
 
 def _lowering(run: Callable[..., Any]) -> Any:
     def lower(ctx, *args, **params):
-        axes = ctx.module_context.axis_context
-        count = getattr(axes, "num_devices", None) or axes.mesh.size
-        bound = functools.partial(run, devices=count)
+        bound = functools.partial(run, devices=_devices(ctx))
         return mlir.lower_fun(bound, multiple_results=False)(ctx, *args, **params)
 
     return lower
+
+
+def _devices(ctx: Any) -> int:
+    axes = ctx.module_context.axis_context
+    return getattr(axes, "num_devices", None) or axes.mesh.size
 
 
 def placed_freely(x: Any, sharding: Any) -> Any:
@@ -223,6 +226,60 @@ def _gather_batch(args, dims, *, half, **params):
 _half_gather_p = primitive_of("gather", _look_up, _gathered)
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
+
+
+# ---- barriers ------------------------------------------------------------------------------------
+
+
+def one_barrier(arrays: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
+    """Returns arrays behind one barrier: none is used before all have been computed.
+
+    Args:
+        arrays: The arrays.
+        halves: For each, the 16-bit dtype in which one device has computed it, or None. Behind the
+            barrier it is stored in this dtype. Several devices compute it in its own.
+    """
+    return _one_barrier_p.bind(*arrays, halves=tuple(halves))
+
+
+def _lower_one_barrier(ctx, *arrays, halves):
+    wide = _devices(ctx) > 1
+    dtypes = [x.dtype if wide else h or x.dtype for x, h in zip(ctx.avals_in, halves, strict=True)]
+
+    def run(*arrays):
+        stored = jax.lax.optimization_barrier([*map(jax.lax.convert_element_type, arrays, dtypes)])
+        return [*map(jax.lax.convert_element_type, stored, [x.dtype for x in arrays])]
+
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *arrays)
+
+
+def _lower_wide_barrier(ctx, *arrays, halves):
+    """A CPU's kernels return float32 accumulators, which are not rounded before they are read."""
+    return _lower_one_barrier(ctx, *arrays, halves=[None] * len(halves))
+
+
+def _behind_one(moving: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
+    """Returns tangents or cotangents behind one barrier, except those that are zero."""
+    pairs = [(x, h) for x, h in zip(moving, halves, strict=True) if not isinstance(x, ad.Zero)]
+    behind = iter(one_barrier(*zip(*pairs, strict=True)) if pairs else ())
+    return [x if isinstance(x, ad.Zero) else next(behind) for x in moving]
+
+
+_one_barrier_p = Primitive("optimization_barrier")
+_one_barrier_p.multiple_results = True
+_one_barrier_p.def_impl(functools.partial(dispatch.apply_primitive, _one_barrier_p))
+_one_barrier_p.def_abstract_eval(lambda *avals, halves: [*avals])
+mlir.register_lowering(_one_barrier_p, _lower_one_barrier)
+mlir.register_lowering(_one_barrier_p, _lower_wide_barrier, platform="cpu")
+ad.primitive_jvps[_one_barrier_p] = lambda primals, tangents, halves: (
+    one_barrier(primals, halves),
+    _behind_one(tangents, halves),
+)
+ad.primitive_transposes[_one_barrier_p] = lambda cts, *_, halves: _behind_one(cts, halves)
+batching.primitive_batchers[_one_barrier_p] = lambda arrays, dims, halves: (
+    one_barrier(arrays, halves),
+    [*dims],
+)
 
 
 # ---- programs ------------------------------------------------------------------------------------
