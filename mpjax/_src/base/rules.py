@@ -373,5 +373,6 @@ CHOICES: dict[str, Any] = {
 
 # What the rewrite inserts.
 for _name in _jax.BARRIERS:
-    row(_name, MOVE, ONE, **HELD)
+    # What is behind an again_barrier is computed from what is kept, not kept itself.
+    row(_name, MOVE, ONE, **(LINEAR if _name == "again_barrier" else HELD))
 row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)
