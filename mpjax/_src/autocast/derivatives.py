@@ -705,6 +705,7 @@ def attention(
     shows: bool = False,
     again: bool = False,
     names: Sequence[str] = ("", ""),
+    in_order: bool = False,
 ) -> list[Any]:
     """Runs a softmax and its matmul with values.
 
@@ -721,6 +722,9 @@ def attention(
         shows: Whether the softmax is returned after the result, in half and without a tangent.
         again: Whether ``run`` returns one that was kept.
         names: The names under which checkpoints keep the result and the softmax, or "".
+        in_order: Whether the softmax is kept in the order in which its matmul reads it: batch axes,
+            rows, summed axes. Else XLA:GPU may store it in another order than derivatives read it
+            in. What a loop keeps it then copies as a whole, which takes twice the memory.
     """
     eqn, place, half, weigh = by.eqn, by.place, form.half, by.weigh
 
@@ -730,6 +734,9 @@ def attention(
 
     def weighed(p, others):
         return p if weigh is None else weigh(cast(p, FLOAT32), others)
+
+    def as_read(p):
+        return jnp.transpose(p, np.argsort(stored).tolist()) if moves else p
 
     def sums(p):
         """Sums over the rows of a softmax. The sums have the layout of the softmax's result."""
@@ -742,25 +749,28 @@ def attention(
     free = [d for d in kept if d not in batch[place]]
     # The axes of the result that are rows of the softmax: batch axes first, then its own free axes.
     order = [kept.index(d) for d in (*batch[place], *free)]
+    stored = [*batch[place], *free, *form.axes]
+    moves = in_order and stored != sorted(stored)
     first = len(order) if place == 0 else len(batch[0])
     others = tuple(range(first, first + len(eqn.outvars[0].aval.shape) - len(order)))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
+        p = as_read(p)
         # A weight of 1 hardly moves, but what is left of its cotangent is the rounding of `dp`.
         moved = cast(jnp.where(p < 1, p, 0), FLOAT32) * _at_rate(tangent, form.rate)
         change = cast(product(weighed(moved, more), v), FLOAT32)
         return change - sums(moved) * cast(out, FLOAT32)
 
     def through_values(p, more, tangent):
-        return cast(product(weighed(p, more), cast(tangent, half)), FLOAT32)
+        return cast(product(weighed(as_read(p), more), cast(tangent, half)), FLOAT32)
 
-    if weigh is not None:  # else nothing is recomputed
+    if weigh is not None or moves:  # else nothing is recomputed
         through_values = jax.checkpoint(through_values, prevent_cse=False)
 
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
     def through_weights(p, v, more, moving, tangents):
-        moved = _tangent(lambda full: weighed(p, full), more, moving, tangents)
+        moved = _tangent(lambda full: weighed(as_read(p), full), more, moving, tangents)
         return cast(product(moved, v), FLOAT32)
 
     in_half = (lambda p: cast(p, half)) if again else lambda p: _jax.gpu_barrier(cast(p, half))
@@ -773,6 +783,7 @@ def attention(
         (out,), (p,) = run(primals)
         more, tangents = list(primals[2 : form.moving]), tangents[: form.moving]
         p, v = in_half(p), cast(primals[1], half)
+        p = _jax.row_major(jnp.transpose(p, stored)) if moves else p
         out, p = (keep(x, name) if name else x for x, name in zip((out, p), names, strict=True))
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []
@@ -781,10 +792,10 @@ def attention(
         if moving[1]:
             terms.append(through_values(p, more, tangents[1]))
         if any(moving[2:]):
-            nonzero = [t for t, moves in zip(tangents[2:], moving[2:], strict=True) if moves]
+            nonzero = [t for t, varies in zip(tangents[2:], moving[2:], strict=True) if varies]
             terms.append(through_weights(p, v, more, moving[2:], nonzero))
         total = functools.reduce(jax.lax.add, terms) if terms else _jax.zero_tangent(out)
-        shown = [p] if shows else []
+        shown = [as_read(p)] if shows else []
         return [out, *shown], [cast(total, out.dtype), *map(_jax.zero_tangent, shown)]
 
     return with_tangent(call, jvp, symbolic_zeros=True)(*arrays)

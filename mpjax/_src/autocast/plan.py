@@ -347,8 +347,9 @@ def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -
     """
     chosen = islands(flow, _special(flow, replaced, links), links=())
     rounded = [i for i in chosen if isinstance(i, Recomputed) and i.rounded]
-    narrow: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
-    return [narrow.get(i, i) for i in chosen if i in narrow or not isinstance(i, Elementwise)]
+    now: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
+    now |= {i: dataclasses.replace(i, in_order=True) for i in chosen if isinstance(i, Attention)}
+    return [now.get(i, i) for i in chosen if i in now or not isinstance(i, Elementwise)]
 
 
 def _fewest_coded(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:

@@ -345,14 +345,17 @@ class Attention(SoftmaxIsland):
     Attributes:
         matmul: The matmul.
         weights: The dropouts and changes of layout before it.
+        in_order: Whether the softmax is kept in the order in which the matmul reads it.
     """
 
     matmul: Op
     weights: tuple[Op, ...]
+    in_order: bool = False
 
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
         forward = functools.partial(self.forward, env)
-        return derivatives.attention(forward, arrays, self.form, self.by(env))
+        by = self.by(env)
+        return derivatives.attention(forward, arrays, self.form, by, in_order=self.in_order)
 
     def by(self, env: Env) -> Weighing:
         """Returns its matmul with values, and the ops before that."""
@@ -388,7 +391,8 @@ class KeptAttention(Attention):
         codes = env.settings.analysis.codes
         names = ["" if v in codes else env.name(v) for v in self.outs]
         by = self.by(env)
-        out, p = derivatives.attention(forward, arrays, self.form, by, True, again, names)
+        in_order = names[1] == KEPT
+        out, p = derivatives.attention(forward, arrays, self.form, by, True, again, names, in_order)
         env.write(weights, p)
         return [out]
 
