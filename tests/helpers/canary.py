@@ -80,16 +80,6 @@ CONTRACTS = (
         "lint: constants that half precision rounds away are not seen",
     ),
     Contract(
-        "pools",
-        (
-            "jax.interpreters.mlir._platform_specific_lowerings",
-            "jax._src.lax.lax._get_max_identity",
-            "jax._src.lax.lax._get_min_identity",
-            "jax._src.lax.windowed_reductions",
-        ),
-        "autocast on GPUs: gradients of max pools",
-    ),
-    Contract(
         "partitioning",
         (
             "jax._src.custom_partitioning",

@@ -29,6 +29,7 @@ from mpjax._src.autocast.derivatives import (
 )
 from mpjax._src.autocast.environment import Env, Settings
 from mpjax._src.autocast.gathers import picks_one_per_row, repeat
+from mpjax._src.autocast.pools import keeps_positions, pool
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import Inside
@@ -114,8 +115,7 @@ def _run(op: Op, env: Env, dtype: Any, **params: Any) -> None:
 
 
 def _bind(op: Op, eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
-    marked = op.spec.need == rules.HALF or rules.SCATTERS_BACK in op.spec.traits
-    with _jax.marked() if marked else contextlib.nullcontext():
+    with _jax.marked() if op.spec.need == rules.HALF else contextlib.nullcontext():
         return _jax.bind(eqn, args, **params)
 
 
@@ -152,6 +152,8 @@ def _cheaper(op: Op, env: Env, compute: Any) -> Any:
         return _look_up(op, env)
     if op.name in ("reduce_max", "reduce_min") and not env.marks.is_steady(op):
         return maximum(op.eqn, *args())
+    if rules.SCATTERS_BACK in op.spec.traits and op.outs[0].is_f32 and keeps_positions(op.eqn):
+        return pool(op.eqn, *args())
     if op in env.marks.centred:
         return matmul(op.eqn, args(), compute, env.marks.centred[op])
     if rules.SUMS_BACK in op.spec.traits and compute in HALVES and _enlarges(op.eqn):

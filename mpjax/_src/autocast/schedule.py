@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.autocast.flow import is_free
+from mpjax._src.autocast.pools import keeps_positions
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.program.graph import Op, Value
@@ -172,6 +173,9 @@ def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
     floats = [v for v in op.ins if v.is_f32 and v.const is None]
     if not floats or not any(v.is_f32 for v in op.outs) or analysis.marks.is_steady(op):
         return
+    if rules.SCATTERS_BACK in op.spec.traits:
+        yield from () if keeps_positions(op.eqn) else floats
+        return
     saves, kinked = op.spec.saves, rules.KINKED in op.spec.traits
     yield from (v for v in op.ins if not v.is_f32 and not v.literal)
     # A kink compares its operand with its result again.
@@ -184,12 +188,14 @@ def _needs_of(op: Op, analysis: Analysis) -> Iterator[Value]:
 def runs_once(analysis: Analysis, step: Any) -> bool:
     """Returns whether a step may not run again to find its derivative at codes.
 
-    That of a matmul or a reduction does not need its result; other operations that are not computed
-    twice might, and so do programs and kernels.
+    That of a matmul, a reduction or a pool does not need its result; other operations that are not
+    computed twice might, and so do programs and kernels.
     """
     if not isinstance(step, Op):
         return bool(step.once)
     if step.spec.runs_again:
         return False
-    reads_operands = step.spec.need == rules.HALF or rules.REDUCES in step.spec.traits
+    reads_operands = step.spec.need == rules.HALF or not step.spec.traits.isdisjoint(
+        (rules.REDUCES, rules.SCATTERS_BACK)
+    )
     return not (reads_operands or step.spec.linear) or analysis.rulings[step].rule == "program"

@@ -7,7 +7,6 @@ that is made here.
 from jax.extend.core import Literal
 
 from mpjax._src.base._jax import cpu_convolutions as cpu_convolutions  # their lowering
-from mpjax._src.base._jax import pools as pools  # likewise
 from mpjax._src.base._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src.base._jax.barriers import (
     BARRIERS,

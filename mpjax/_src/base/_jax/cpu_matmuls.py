@@ -34,7 +34,7 @@ SMALLEST = 8  # XLA:CPU calls no kernel if rows, columns and products in a sum a
 
 
 def marked() -> Any:
-    """Returns a context in which matmuls and max pools are marked as made by autocast.
+    """Returns a context in which matmuls are marked as made by autocast.
 
     The mark is metadata that no compiler reads. Unlike the name of a scope, it is on the operations
     of the transposed program too.
