@@ -94,3 +94,45 @@ def test_what_comes_into_a_loop_is_kept_in_half_if_half_operations_alone_read_it
     args = normal(5, 8, 8), normal(6, 5, 4, 8)
     found = kept(fun, LEAN, *args)
     assert found["f32", (5, 4, 8)] == 0 < found["bf16", (5, 4, 8)]
+
+
+def grouped(params, x):
+    """Attention of three groups of four queries for each of two keys."""
+
+    def layer(x, w):
+        q, k, v = ((x @ w[:, : n * 8]).reshape(2, 64, n, 8) for n in (6, 2, 2))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(2, 64, 48)
+        return x + y @ w, None
+
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+
+@pytest.mark.parametrize("storage", ["fast", "lean"])
+def test_attention_in_a_loop_is_kept_in_the_order_of_its_matmul(storage):
+    """JAX computes groups of queries by vmap, whose axis comes first: (3, 2, 2, 64, 64)."""
+    args = normal(5, 4, 48, 48, scale=0.2), normal(6, 2, 64, 48)
+    found = kept(grouped, f"mixed_bfloat16,storage={storage}", *args)
+    stacks = {shape for _, shape in found if shape[0] == 4 and shape[-2:] == (64, 64)}
+    assert stacks == {(4, 2, 2, 3, 64, 64)}  # layers, batch, groups, queries of one group
+    traced = jax.jit(jax.grad(mpjax.autocast(grouped, "mixed_bfloat16"))).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "LayoutConstraint" in text
+
+
+def test_attention_whose_weights_change_their_shape_is_kept_as_it_is():
+    """The matmul has an axis more than the softmax."""
+
+    def layer(x, w):
+        y = (x @ w).reshape(2, 64, 4, 8)
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->qbhk", y, y))
+        out = jnp.einsum(
+            "qbgrk,bkgrd->bqgrd", p.reshape(64, 2, 2, 2, 64), y.reshape(2, 64, 2, 2, 8)
+        )
+        return x + out.reshape(2, 64, 32), None
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    args = normal(5, 4, 32, 32, scale=0.06), normal(6, 2, 64, 32)
+    found, want = (jax.jit(jax.grad(f))(*args) for f in (mpjax.autocast(loss, LEAN), loss))
+    assert jnp.linalg.norm(found - want) < 2**-5 * jnp.linalg.norm(want)

@@ -697,6 +697,30 @@ def _at_rate(tangent: Any, rate: float) -> Any:
     return tangent if rate == 1 else rate * tangent
 
 
+def _rows(
+    eqn: Any, place: int, axes: Sequence[int]
+) -> tuple[list[int], list[int], tuple[int, ...]]:
+    """Returns how a matmul reads a softmax.
+
+    Args:
+        eqn: The matmul.
+        place: Which of its operands the softmax is.
+        axes: The axes of the softmax, which the matmul sums.
+
+    Returns:
+        The rows of the softmax, in the order in which they are axes of the matmul's result: batch
+        axes first, then its own free axes; all its axes in that order, the summed ones last; and
+        the other axes of the result.
+    """
+    _, batch = eqn.params["dimension_numbers"]
+    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in axes]
+    free = [d for d in kept if d not in batch[place]]
+    order = [kept.index(d) for d in (*batch[place], *free)]
+    first = len(order) if place == 0 else len(batch[0])
+    others = range(first, first + len(eqn.outvars[0].aval.shape) - len(order))
+    return order, [*batch[place], *free, *axes], tuple(others)
+
+
 def attention(
     run: Run,
     arrays: Sequence[Any],
@@ -735,24 +759,16 @@ def attention(
     def weighed(p, others):
         return p if weigh is None else weigh(cast(p, FLOAT32), others)
 
-    def as_read(p):
-        return jnp.transpose(p, np.argsort(stored).tolist()) if moves else p
-
     def sums(p):
         """Sums over the rows of a softmax. The sums have the layout of the softmax's result."""
         for view in by.views:
             (p,) = _jax.bind(view, [p])
         return jnp.expand_dims(jnp.transpose(jnp.sum(p, form.axes), order), others)
 
-    _, batch = eqn.params["dimension_numbers"]
-    kept = [d for d in range(len(eqn.invars[place].aval.shape)) if d not in form.axes]
-    free = [d for d in kept if d not in batch[place]]
-    # The axes of the result that are rows of the softmax: batch axes first, then its own free axes.
-    order = [kept.index(d) for d in (*batch[place], *free)]
-    stored = [*batch[place], *free, *form.axes]
-    moves = in_order and stored != sorted(stored)
-    first = len(order) if place == 0 else len(batch[0])
-    others = tuple(range(first, first + len(eqn.outvars[0].aval.shape) - len(order)))
+    order, stored, others = _rows(eqn, place, form.axes)
+    moves = in_order and not by.views and stored != sorted(stored)
+    back = np.argsort(stored).tolist()
+    as_read = (lambda p: jnp.transpose(p, back)) if moves else lambda p: p
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def through_softmax(p, v, out, more, tangent):
@@ -780,10 +796,9 @@ def attention(
         return [out, in_half(p)] if shows else [out]
 
     def jvp(primals, tangents):
-        (out,), (p,) = run(primals)
+        ((out,), (p,)), v = run(primals), cast(primals[1], half)
         more, tangents = list(primals[2 : form.moving]), tangents[: form.moving]
-        p, v = in_half(p), cast(primals[1], half)
-        p = _jax.row_major(jnp.transpose(p, stored)) if moves else p
+        p = _jax.row_major(jnp.transpose(in_half(p), stored)) if moves else in_half(p)
         out, p = (keep(x, name) if name else x for x, name in zip((out, p), names, strict=True))
         moving = tuple(not isinstance(t, SymbolicZero) for t in tangents)
         terms = []

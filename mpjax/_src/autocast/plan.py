@@ -336,7 +336,14 @@ def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> li
 
 
 def _fewest_moved(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
-    return islands(flow, _special(flow, replaced, links), links)
+    special = _special(flow, replaced, links)
+    if flow.block.in_loop:
+        special = [_in_order(i) if isinstance(i, Attention) else i for i in special]
+    return islands(flow, special, links)
+
+
+def _in_order(attention: Attention) -> Attention:
+    return dataclasses.replace(attention, in_order=True)
 
 
 def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
@@ -348,7 +355,7 @@ def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -
     chosen = islands(flow, _special(flow, replaced, links), links=())
     rounded = [i for i in chosen if isinstance(i, Recomputed) and i.rounded]
     now: dict[Island, Island] = {i: dataclasses.replace(i, wide=frozenset()) for i in rounded}
-    now |= {i: dataclasses.replace(i, in_order=True) for i in chosen if isinstance(i, Attention)}
+    now |= {i: _in_order(i) for i in chosen if isinstance(i, Attention)}
     return [now.get(i, i) for i in chosen if i in now or not isinstance(i, Elementwise)]
 
 
