@@ -340,12 +340,13 @@ def readme(cases: Rows) -> list[str]:
         sum(map(above, over_models(cases, "h100", "autocast", HAND, figure)))
         for figure in ("temp_mib", "looped_gb")
     ]
+    needs = f"{over[0] or 'none'} need{'s' * (over[0] < 2)}"
     return [
         "| {} | {} | {} |".format(FLOAT32, *sizes(FLOAT32)),
         "| casts by hand | {} | {} |".format(*sizes(HAND)),
         '| mpjax, `"mixed_bfloat16"` | **{}** | **{}** |'.format(*sizes("autocast")),
-        f"Of {len(CASES)} models compiled for an H100, {over[0]} need{'s' * (over[0] == 1)} more "
-        f"memory than with casts by hand, and {over[1]} move{'s' * (over[1] == 1)} more bytes",
+        f"Of {len(CASES)} models compiled for an H100, {needs} more memory than with casts by hand"
+        f", and {over[1]} move{'s' * (over[1] == 1)} more bytes",
     ]
 
 
