@@ -118,8 +118,9 @@ def test_one_is_fast():
 def choices(fun):
     """Returns a function from a number to the moments of what it keeps, and those of lean."""
     outlined, tables = outline_of(fun)
-    parts, block = {}, outlined.block
-    _pick(block, tables, AGAIN, {*block.invars}, (), parts)
+    picked, block = {}, outlined.block
+    _pick(block, tables, AGAIN, {*block.invars}, (), picked)
+    parts = {inner: one.part for inner, one in picked.items()}
     prices = {b: dict(budget._prices(tables, part.steps)) for b, part in parts.items()}
 
     def moments(number):

@@ -51,16 +51,40 @@ def roundings(fun, *args):
     return sum(x.dtype == jnp.bfloat16 and x.shape == X.shape for x in outs)
 
 
+def inexact(fun, *args):
+    """Returns the dtypes of the elementwise operations of a forward pass."""
+    names = ("mul", "add", "sub", "max", "min", "abs", "div", "tanh")
+    found = equations(jax.make_jaxpr(fun)(*args))
+    return {e.outvars[0].aval.dtype.name for e in found if e.primitive.name in names}
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_rounded_once(name):
     planned = mpjax.autocast(CHAINS[name], "mixed_bfloat16")
     assert roundings(planned, (W1, W2), X) == 2  # x, and the operand of the last matmul
-    inexact = [
-        e
-        for e in equations(jax.make_jaxpr(planned)((W1, W2), X))
-        if e.primitive.name in ("mul", "add", "sub", "max", "min", "abs", "div")
-    ]
-    assert inexact and all(e.outvars[0].aval.dtype == jnp.float32 for e in inexact)
+    assert inexact(planned, (W1, W2), X) == {"float32"}
+
+
+def in_a_loop(fun):
+    """Returns a function whose scan runs another one twice."""
+    return lambda w, x: jax.lax.scan(lambda x, _: (fun(w, x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("name", ["scaled", "shifted", "folded", "clipped"])
+def test_a_chain_in_a_loop_is_rounded_where_it_is_kept(name):
+    planned = mpjax.autocast(in_a_loop(CHAINS[name]), "mixed_bfloat16")
+    assert roundings(planned, (W1, W2), X) <= 4  # the carry, the matmuls' operands, what is kept
+
+
+def test_products_whose_cotangents_are_summed_are_rounded_in_a_loop():
+    def fun(w, x):  # XLA writes the cotangent of `h * w[2][0]`, which two kernels read
+        h = x @ w[0]
+        return jnp.maximum(h * w[2][0], h * 0.1) @ w[1]
+
+    weights = W1, W2, SCALES
+    assert inexact(mpjax.autocast(fun, "mixed_bfloat16"), weights, X) == {"float32"}
+    looped = mpjax.autocast(in_a_loop(fun), "mixed_bfloat16")
+    assert inexact(looped, weights, X) == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])

@@ -55,6 +55,30 @@ def test_scan_keeps_no_copies_of_its_parameters(name):
     assert {shape[1] for shape in stacks} == {64}  # what is computed from the data
 
 
+@pytest.mark.parametrize("name", STACKS)
+def test_by_default_a_loop_keeps_what_lean_keeps(name):
+    fun, *args = STACKS[name]
+    stacks = [
+        {k: n for k, n in kept(fun, policy, *args).items() if k[1][0] == 6}
+        for policy in ("mixed_bfloat16", LEAN)
+    ]
+    assert stacks[0] == stacks[1] != {}
+
+
+def test_a_sum_with_a_float32_carry_is_kept_in_16_bits_if_a_matmul_alone_reads_it():
+    def fun(params, x):
+        h = jnp.tanh(x @ params[0])
+
+        def turn(carry, _):  # the carry sums, so it is float32
+            return carry + (carry + h) @ params[1], None
+
+        return jnp.mean(jax.lax.scan(turn, jnp.zeros(h.shape), length=2)[0] ** 2)
+
+    found = kept(fun, LEAN, (LAYERS[0], LAYERS[1]), BIG[:, :8])
+    assert found["bf16", (2, 64, 8)] == 1
+    assert not any(dtype == "f32" and shape == (2, 64, 8) for dtype, shape in found)
+
+
 def test_nested_scan_keeps_no_copies_of_its_parameters():
     found = kept(nested, LEAN, (LAYERS.reshape(2, 3, 8, 8),), BIG[:, :8])
     assert {shape for _, shape in found if shape[0] == 2} == {(2, 3, 64, 8)}

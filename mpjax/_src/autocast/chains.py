@@ -11,9 +11,16 @@ derivative reads are left unrounded.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mpjax._src.autocast.flow import Flow, counts, kept_bytes, large_float32, not_far_smaller
+from mpjax._src.autocast.flow import (
+    Flow,
+    counts,
+    is_spread,
+    kept_bytes,
+    large_float32,
+    not_far_smaller,
+)
 from mpjax._src.autocast.schedule import needs
-from mpjax._src.autocast.steps import Recomputed, body_of
+from mpjax._src.autocast.steps import Checkpoint, Recomputed, Step, body_of
 from mpjax._src.autocast.tables import Analysis, Reason, why
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -77,6 +84,29 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
     return recomputed
 
 
+def unround_again(steps: Iterable[Step], flow: Flow, groups: Sequence[Collection[Op]]) -> None:
+    """Leaves values unrounded between the ops of a checkpoint that are computed again.
+
+    The cotangent of a product with a broadcast array is read elementwise and by a sum, so XLA
+    writes it: in half, if the product is rounded.
+
+    Args:
+        steps: The steps of a block.
+        flow: Its flow.
+        groups: Its chains.
+    """
+    for step in steps:
+        if isinstance(step, Checkpoint):
+            inside = {s for s in step.steps if isinstance(s, Op) and not _sums_back(s, flow)}
+            for ops in groups:
+                unrounded([op for op in ops if op in inside], flow, differentiated=False)
+            unround_again(step.steps, flow, groups)
+
+
+def _sums_back(op: Op, flow: Flow) -> bool:
+    return any(is_spread(v, out, flow) for v in op.ins for out in op.outs)
+
+
 def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> None:
     """Leaves float32 values between ops unrounded, where no derivative reads what the ops read.
 
@@ -86,7 +116,9 @@ def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> N
         differentiated: Whether derivatives save values.
     """
     plain = {op for op in ops if not differentiated or not _needed(flow.analysis, [op])}
-    inner = {v for v in _inner(plain, flow) if flow.stored[v].kind == "half"}
+    analysis = flow.analysis
+    there = analysis.kept | analysis.passing | analysis.once
+    inner = {v for v in _inner(plain, flow) if flow.stored[v].kind == "half" and v not in there}
     for op in plain:
         if flow.choices[op].compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
             choice = flow.choices[op]

@@ -99,6 +99,15 @@ def is_free(analysis: Analysis, op: Op) -> bool:
     )
 
 
+def is_spread(operand: Value, value: Value, flow: Flow) -> bool:
+    """Returns whether an operand varies and was smaller than a result before it was broadcast."""
+    op = flow.producer.get(operand)
+    while op is not None and op.name == "broadcast_in_dim" and operand.const is None:
+        operand = op.ins[0]
+        op = flow.producer.get(operand)
+    return operand.is_f32 and operand.const is None and operand.size < value.size
+
+
 # ---- what costs memory ---------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from mpjax._src.autocast.flow import (
     FAR_SMALLER,
     Flow,
     is_free,
+    is_spread,
     kept_bytes,
     large_float32,
     not_far_smaller,
@@ -297,7 +298,7 @@ def _tail(body: Body, flow: Flow) -> tuple[Op, ...]:
     """
     for op in reversed(body.ops):
         normed = op.outs[0]
-        if op.spec.need == rules.FOLLOW and any(_spreads(v, normed, flow) for v in op.ins):
+        if op.spec.need == rules.FOLLOW and any(is_spread(v, normed, flow) for v in op.ins):
             tail = _activation(_scaled(normed, body, flow), body, flow)
             dear = any(o.spec.cost == rules.DEAR for o in tail)
             if body.half is None or flow.analysis.facts[normed].linear:
@@ -332,15 +333,6 @@ def _activation(operand: Value, body: Body, flow: Flow) -> tuple[Op, ...]:
     ends = [op for op in tail if not {*flow.readers.get(op.outs[0], ())} <= {*tail}]
     returned = any(flow.analysis.wants[v].returned for op in ends for v in op.outs)
     return tuple(tail) if ends == tail[-1:] and not returned else ()
-
-
-def _spreads(operand: Value, value: Value, flow: Flow) -> bool:
-    """Returns whether an operand varies and was smaller than a result before it was broadcast."""
-    op = flow.producer.get(operand)
-    while op is not None and op.name == "broadcast_in_dim" and operand.const is None:
-        operand = op.ins[0]
-        op = flow.producer.get(operand)
-    return operand.is_f32 and operand.const is None and operand.size < value.size
 
 
 def _is_scaling(op: Op) -> bool:

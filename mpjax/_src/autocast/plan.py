@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
 from mpjax._src.autocast.choice import Part, choose, live
@@ -149,7 +149,7 @@ def complete(
     """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
     analysis = analyse(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
-    by = WRITTEN if plan.as_written else FAST if linear else plan.policy.storage
+    by = WRITTEN if plan.as_written else LINEAR if linear else plan.policy.storage
     named = (name for name in REPLACED if getattr(plan.policy, name) and not linear)
     analysis = store(plan.block, analysis, by, frozenset(named))
     returned = frozenset(v for v, want in analysis.wants.items() if want.returned)
@@ -191,16 +191,29 @@ def analyse(
 
 # The goals of the choice: few bytes moved; few bytes kept; few bytes kept, in codes; a number of
 # bytes kept, by computing matmuls again; the peepholes alone, inside a checkpoint of the user's;
-# nothing, if there is no backward pass, or if the program runs as it was traced.
+# nothing, if there is no backward pass, or if the program runs as it was traced. A program that is
+# transposed as it is keeps nothing, in loops either.
 FAST, LEAN, CODED = CHOICES["storage"].values
-AGAIN, PEEPHOLES, WRITTEN = "again", "peepholes", "written"
+AGAIN, PEEPHOLES, WRITTEN, LINEAR = "again", "peepholes", "written", "linear"
 
 # The goals inside primitives with programs, where they differ from those around them.
 INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
+# The goals inside loops. What an iteration keeps is written to a stack and read from it, so the
+# fewest bytes kept are the fewest moved. Values are rounded where they are kept, not in between as
+# under `LEAN`, whose results do not depend on what is kept.
+IN_LOOPS = {FAST: LEAN}
 
 # Settings of the policy that replace what a program writes out.
 REPLACED = "fused_attention", "chunked_loss"
+
+
+class Picked(NamedTuple):
+    """The steps of a block, before the kept values are chosen: the part, its flow, its chains."""
+
+    part: Part
+    flow: Flow
+    links: Sequence[Sequence[Op]]
 
 
 def store(block: Block, analysis: Analysis, by: str | float, replaced: Collection[str]) -> Analysis:
@@ -230,8 +243,9 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
         passing=set(),
     )
     goal = by if isinstance(by, str) else AGAIN
-    parts: dict[Block, Part] = {}
-    _pick(block, planned, goal, {*block.invars}, replaced, parts)
+    picked: dict[Block, Picked] = {}
+    _pick(block, planned, goal, {*block.invars}, replaced, picked)
+    parts = {inner: one.part for inner, one in picked.items()}
     if not isinstance(by, str):
         kept = budget.within(planned, block, parts, by, checkpoints)
         for inner, chosen in kept.chosen.items():
@@ -246,6 +260,8 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
         planned.kept.update(chosen.kept)
         planned.codes.update({v: kinds[v] for v in chosen.kept if v in kinds})
         planned.steps[inner] = tuple(checkpoints(planned, part, chosen, kinds))
+        if goal == FAST:
+            chains.unround_again(planned.steps[inner], picked[inner].flow, picked[inner].links)
     return planned
 
 
@@ -255,7 +271,7 @@ def _pick(
     by: str,
     alive: Collection[Value],
     replaced: Collection[str],
-    parts: dict[Block, Part],
+    picked: dict[Block, "Picked"],
 ) -> None:
     """Picks the steps of every block.
 
@@ -265,7 +281,7 @@ def _pick(
         by: The goal.
         alive: The arguments of the block that are in memory anyway.
         replaced: Which of `REPLACED` are asked for.
-        parts: Gets the blocks for which the kept values are chosen afterwards.
+        picked: Gets the blocks for which the kept values are chosen afterwards.
     """
     for op in block.ops:
         if analysis.rulings[op].rule == "program":
@@ -278,7 +294,8 @@ def _pick(
                 ]
                 analysis.once.update(_once_inside(op, sub, analysis.once))
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                _pick(sub.program, analysis, goal, {*inner}, replaced, parts)
+                goal = IN_LOOPS.get(goal, goal) if sub.program.in_loop else goal
+                _pick(sub.program, analysis, goal, {*inner}, replaced, picked)
         elif analysis.once:
             reads = {v for v in op.ins if not v.constant}
             analysis.once.update(op.outs if reads and reads <= analysis.once else ())
@@ -288,7 +305,7 @@ def _pick(
     chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
     taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
-    more = chains.islands(links, flow) if by in (FAST, PEEPHOLES) else []
+    more = chains.islands(links, flow) if by in (FAST, PEEPHOLES, LINEAR) else []
     # If islands depend on each other in a cycle, none is used.
     attempts = (_in_steps(flow.ops, together) for together in ([*chosen, *more], chosen))
     steps: Sequence[Step] = next(filter(None, attempts), flow.ops)
@@ -300,7 +317,8 @@ def _pick(
             chains.unrounded(step.ops, flow, differentiated=False)
     analysis.steps[block] = tuple(steps)
     if by in (LEAN, CODED, AGAIN):
-        parts[block] = Part(live(steps, block.outvars), block.outvars, alive, block.in_loop)
+        part = Part(live(steps, block.outvars), block.outvars, alive, block.in_loop)
+        picked[block] = Picked(part, flow, links)
 
 
 def _once_inside(op: Op, sub: Inside, once: Collection[Value]) -> Iterator[Value]:
@@ -336,10 +354,7 @@ def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> li
 
 
 def _fewest_moved(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
-    special = _special(flow, replaced, links)
-    if flow.block.in_loop:
-        special = [_in_order(i) if isinstance(i, Attention) else i for i in special]
-    return islands(flow, special, links)
+    return islands(flow, _special(flow, replaced, links), links)
 
 
 def _in_order(attention: Attention) -> Attention:
@@ -386,6 +401,7 @@ def _of_choice(island: Island) -> Island:
 
 FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island]]] = {
     FAST: _fewest_moved,
+    LINEAR: _fewest_moved,
     LEAN: _fewest_kept,
     CODED: _fewest_coded,
     AGAIN: _fewest_again,
