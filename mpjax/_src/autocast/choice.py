@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.schedule import needs, runs_once
+from mpjax._src.autocast.schedule import needs, ops_of, runs_once
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.base import _jax
+from mpjax._src.base import _jax, rules
 from mpjax._src.base.coded import coded_bytes
 from mpjax._src.program.graph import Op, Value
 
@@ -108,7 +108,11 @@ def choose(
         for v in number
     ]
     prices = {number[v]: costs[step] for v, step in producer.items() if step in costs}
-    cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed], prices)
+    # Of sets with as many bytes, that of the fewest arrays, above all of those no matmul reads:
+    # a matmul's operand is written anyway.
+    operands = {v for s in steps for op in ops_of(s) if op.spec.need == rules.HALF for v in op.ins}
+    ties = {i: 1 if v in operands else 4 for v, i in number.items()}
+    cut = cheapest_cut(weights, edges, fixed, [number[v] for v in needed], prices, ties)
     later = _crosses(analysis, steps, kinds, again_too)
     chosen = [v for v in producer if number[v] in cut or v in later]
     kept = frozenset(v for v in chosen if weights[number[v]] > 0 or v in there)

@@ -16,6 +16,7 @@ def cheapest_cut(
     given: Iterable[int],
     needed: Iterable[int],
     costs: Mapping[int, int] = MappingProxyType({}),
+    ties: Mapping[int, int] = MappingProxyType({}),
 ) -> set[int]:
     """Returns the lightest set of nodes that every path from given to needed nodes passes through.
 
@@ -31,6 +32,8 @@ def cheapest_cut(
         given: The nodes that cannot be recomputed.
         needed: The nodes that must be in the set, or be computed from it.
         costs: The cost of computing a node, for those that are not free to compute.
+        ties: What a node that weighs something weighs beyond that, to choose among sets that are
+            as light: small numbers.
 
     Returns:
         The set.
@@ -39,10 +42,11 @@ def cheapest_cut(
 
     count = len(weights)
     source, sink = 2 * count, 2 * count + 1
-    # Rounded up, so that only weight 0 is free; the sum of all weights stands for "unbounded".
+    # Rounded up, so that only weight 0 is free; the sum of all weights stands for "unbounded". The
+    # unit is a power of two, so that an array weighs as much as its parts, of any batch size.
     total = sum(weights) + sum(costs.values())
-    unit = max(1, -(-total // (MOST // 2 - 2 * count)))
-    capacity = [-(-weight // unit) for weight in weights]
+    unit = 1 << (total // (MOST // 2 - 2 * count - sum(ties.values()))).bit_length()
+    capacity = [-(-w // unit) + (ties.get(i, 0) if w else 0) for i, w in enumerate(weights)]
     paid = {(source, 2 * i): -(-cost // unit) for i, cost in costs.items()}
     unbounded = sum(capacity) + sum(paid.values()) + 1
     arcs = {(2 * i, 2 * i + 1): c for i, c in enumerate(capacity)}
