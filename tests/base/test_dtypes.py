@@ -33,7 +33,7 @@ def test_scalar_types_and_dtypes_become_np_dtypes(dtype):
 
 @pytest.mark.parametrize("wrong", ["float61", "int32", jnp.int8, None, 3, object(), "", bool])
 def test_canonical_refuses_other_dtypes_with_what_is_legal(wrong):
-    with pytest.raises(ValueError, match="param_dtype=.*Legal are 'float16', 'bfloat16'"):
+    with pytest.raises(ValueError, match="param_dtype=.*Choose one of 'float16', 'bfloat16'"):
         canonical(wrong, "param_dtype")
 
 

@@ -118,14 +118,14 @@ def test_a_known_row_is_replaced(table):
 @pytest.mark.parametrize(
     ("need", "columns", "message"),
     [
-        ("double", {}, "need='double' is not legal .primitive 'mine'.*'half', 'full', 'follow'"),
-        ("compare", {}, "need='compare' is not legal"),
-        ("full", {"gain": "small"}, "gain='small' is not legal.*'none', 'one', 'sum', 'range'"),
+        ("double", {}, "need='double' is invalid .primitive 'mine'.*'half', 'full', 'follow'"),
+        ("compare", {}, "need='compare' is invalid"),
+        ("full", {"gain": "small"}, "gain='small' is invalid.*'none', 'one', 'sum', 'range'"),
         ("full", {"gian": "one"}, "gian='one' is not a column.*'gain', 'span', 'saves', 'steady'"),
-        ("full", {"span": lambda params: "keeps"}, "span=.* is not legal"),
-        ("full", {"steady": "yes"}, "steady='yes' is not legal.*True, False"),
-        ("full", {"traits": ["kinked", "round"]}, "traits=.*'round'.* is not legal.*'kinked'"),
-        ("full", {"traits": "kinked"}, "traits='kinked' is not legal"),
+        ("full", {"span": lambda params: "keeps"}, "span=.* is invalid"),
+        ("full", {"steady": "yes"}, "steady='yes' is invalid.*True, False"),
+        ("full", {"traits": ["kinked", "round"]}, "traits=.*'round'.* is invalid.*'kinked'"),
+        ("full", {"traits": "kinked"}, "traits='kinked' is invalid"),
     ],
 )
 def test_register_rule_errors_name_what_is_legal(table, need, columns, message):

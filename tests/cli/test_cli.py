@@ -332,7 +332,7 @@ def test_compile_keeps_off_accelerators_unless_told(folder, compilers, monkeypat
 
 def test_compile_refuses_an_unknown_target(folder):
     result = run("compile", "program:loss", "--target", "v1000")
-    assert result.exit_code == 2 and "v1000" in result.stderr and "Legal are" in result.stderr
+    assert result.exit_code == 2 and "v1000" in result.stderr and "Choose one of" in result.stderr
 
 
 # ---------------------------------------------------------------- compare

@@ -51,11 +51,11 @@ def test_find_target_takes_each_name_of_a_device():
         ValueError, match="a10.* lacks the details.*a6000 has the same kind of cores"
     ):
         find_target("a10")
-    nearest = "l4' is known to rec.* a6000 has the nearest cores, of 8.6. Legal are v100"
+    nearest = "l4' is known to rec.* a6000 has the nearest cores, of 8.6. Choose one of v100"
     with pytest.raises(ValueError, match=nearest):
         find_target("l4")
     for name in ("v3", "mi300x", "p100"):
-        with pytest.raises(ValueError, match=r"to compile for it\. Legal"):
+        with pytest.raises(ValueError, match=r"to compile for it\. Choose"):
             find_target(name)
     for name in ("gpu", "tpu", "cpu"):
         with pytest.raises(ValueError, match=f"target='{name}' names no model"):
@@ -63,7 +63,7 @@ def test_find_target_takes_each_name_of_a_device():
     for name, key in (("H100 PCIe", "h100"), ("V100-SXM2-32GB", "v100"), ("v5litepod-8", "v5e")):
         with pytest.raises(ValueError, match=f"is a variant of {key} .* Write target='{key}'"):
             find_target(name)
-    with pytest.raises(TypeError, match="target=7 must be a string. Legal are v100"):
+    with pytest.raises(TypeError, match="target=7 must be a string. Choose one of v100"):
         find_target(7)
 
 
@@ -95,7 +95,7 @@ def test_find_target_takes_several_devices(name, found, topology):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("h100 x 0", "for 0 devices. Legal are 1 to 8 GPUs and multiples of 8"),
+        ("h100 x 0", "for 0 devices. Choose 1 to 8 GPUs and multiples of 8"),
         ("h100 x 13", "target='h100 x 13' cannot be compiled for 13 devices"),
         ("v5e x 12", "powers of two up to 4096"),
         ("v5e x 99999999", "powers of two"),

@@ -86,10 +86,16 @@ def test_masters_and_moments_settings_add_up():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"moment": "8bit"}, "moment='8bit' is not a setting.*Legal are.*Did you mean 'moments'"),
+        (
+            {"moment": "8bit"},
+            "moment='8bit' is not a setting.*Choose one of.*Did you mean 'moments'",
+        ),
         ({"half_op": ("exp",)}, "Did you mean 'half_ops'"),
         ({"compute": "f16", "c": "f16"}, "c='f16': compute_dtype is given twice"),
-        ({"param_type": "f16"}, "Legal are param_dtype, compute_dtype.*Did you mean 'param_dtype'"),
+        (
+            {"param_type": "f16"},
+            "Choose one of param_dtype, compute_dtype.*Did you mean 'param_dtype'",
+        ),
     ],
 )
 def test_replace_refuses_an_unknown_setting(setting, message):

@@ -159,7 +159,7 @@ def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -
         raise ValueError(
             f"{name}={brief(x)} cannot be combined with dropout, a precision or a module that sows "
             "weights: flax.linen.dot_product_attention runs in these cases and has no such "
-            "argument. Legal are bias, mask and is_causal."
+            "argument. Choose one of bias, mask and is_causal."
         )
     from flax import linen
 

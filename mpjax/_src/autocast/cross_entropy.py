@@ -85,7 +85,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: If the dtype of an array is not as above.
-        ValueError: If shapes do not match, or a setting is not legal.
+        ValueError: If shapes do not match, or a setting is invalid.
         NotImplementedError: In Taylor mode (``jax.experimental.jet``).
 
     Example:

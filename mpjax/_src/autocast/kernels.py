@@ -220,8 +220,8 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
         if one not in keys and not _taken(one, kinds, len(parameters)):
             names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
             raise ValueError(
-                f"float32={brief(one)} is not an argument of the kernel. Legal are these positions "
-                f"and names: {names or 'none, the kernel has no arguments'}."
+                f"float32={brief(one)} is not an argument of the kernel. Choose one of these "
+                f"positions and names: {names or 'none, the kernel has no arguments'}."
             )
         keys.add(one)
     return frozenset(keys)

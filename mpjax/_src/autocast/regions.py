@@ -56,7 +56,7 @@ def precision(dtype: DTypeLike) -> "contextlib._GeneratorContextManager[None]":
     region_dtype = canonical(dtype, "dtype")
     if region_dtype not in (FLOAT32, *HALVES):
         raise ValueError(
-            f"dtype={brief(dtype)} cannot be the dtype of a region. Legal are 'float32', "
+            f"dtype={brief(dtype)} cannot be the dtype of a region. Choose one of 'float32', "
             "'bfloat16' and 'float16'."
         )
     return _region(region_dtype)

@@ -121,7 +121,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
 
     Raises:
         TypeError: If ``fun`` is not a function, or if ``policy`` is neither a policy nor a string.
-        ValueError: If the policy is not legal. When the result is called: if a pattern of the
+        ValueError: If the policy is invalid. When the result is called: if a pattern of the
             overrides matches neither a scope nor a parameter path, or if Keras's own dtype policy
             casts in the function too.
 

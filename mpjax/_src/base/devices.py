@@ -323,7 +323,7 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
     others = ""
     if argument == "device":
         others = " and, for a device of this process, jax.devices()[0]"
-    raise ValueError(f"{argument}={brief(name)} {wrong} Legal are {', '.join(names)}{others}.")
+    raise ValueError(f"{argument}={brief(name)} {wrong} Choose one of {', '.join(names)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):

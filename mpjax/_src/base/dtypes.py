@@ -71,8 +71,8 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
     if resolved is None or resolved not in SPELLINGS:
         hint = did_you_mean(dtype, [*BY_NAME, "half"])
         raise ValueError(
-            f"{argument}={brief(dtype)} is not a floating dtype that a policy can use. Legal are "
-            f"'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "
+            f"{argument}={brief(dtype)} is not a floating dtype that a policy can use. Choose one "
+            f"of 'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "
             f"'half' and the dtypes themselves, such as jnp.bfloat16.{hint}"
         )
     return resolved

@@ -324,7 +324,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
         None. The rule applies to all functions that are traced afterwards.
 
     Raises:
-        ValueError: If ``need``, the name of a column or its value is not legal.
+        ValueError: If ``need``, the name of a column or its value is invalid.
 
     Example:
         >>> import mpjax
@@ -343,10 +343,10 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
     for column, value in columns.items():
         if not _is_legal(column, value):
             legal = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
-            what = "is not legal" if column in CHOICES else "is not a column of a rule"
+            what = "is invalid" if column in CHOICES else "is not a column of a rule"
             raise ValueError(
-                f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Legal "
-                f"are {legal}."
+                f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Choose "
+                f"one of {legal}."
             )
     RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
 

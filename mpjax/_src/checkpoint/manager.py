@@ -78,7 +78,7 @@ class Manager:
         CheckpointError: If another Manager writes to the directory, or it cannot be written to.
         FileNotFoundError: If the directory does not exist, with ``read_only=True``.
         ImportError: If a package of the extra ``checkpoint`` is not installed.
-        ValueError: If an argument is not legal.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax, tempfile
@@ -193,7 +193,7 @@ class Manager:
             CheckpointError: If this or the previous checkpoint could not be written, such as on a
                 full disk; or if this Manager only reads.
             TypeError: If ``state`` has no leaves, or a leaf that is not an array.
-            ValueError: If a later number is saved already, or ``data`` or ``metrics`` is not legal.
+            ValueError: If a later number is saved already, or ``data`` or ``metrics`` is invalid.
         """
         _check_count("number", number, least=0)
         if self._read_only:

@@ -92,7 +92,7 @@ def _checked(data: Any) -> Any:
         raise ValueError(f"data={data!r} cannot be written as JSON: {error}.") from None
     if not same:
         raise ValueError(
-            f"data={data!r} is changed by a round trip through JSON. Legal are dicts with string "
+            f"data={data!r} is changed by a round trip through JSON. Use a dict with string "
             "keys, lists (no tuples), strings, finite numbers, True, False and None."
         )
     return data

@@ -44,7 +44,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: The name of the optimizer, or None.
 
     Raises:
-        ValueError: If ``loss_scale`` is not legal.
+        ValueError: If ``loss_scale`` is invalid.
 
     Example:
         >>> import mpjax.keras, keras
@@ -204,7 +204,7 @@ def mixed_precision(
     Raises:
         TypeError: If ``model`` is not a Keras model.
         ValueError: If ``model`` is not compiled, has another dtype policy than float32, or does not
-            run on JAX, or if another argument is not legal.
+            run on JAX, or if another argument is invalid.
 
     Example:
         >>> import mpjax.keras, keras, numpy as np

@@ -110,7 +110,7 @@ class TrainState(train_state.TrainState, repr=False):
 
         Raises:
             TypeError: If ``tx`` is not an optax optimizer.
-            ValueError: If another argument is not legal.
+            ValueError: If another argument is invalid.
         """
         policy = training_policy(policy)
         optimizer = in_mixed_precision(

@@ -47,7 +47,7 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
         TypeError: If ``model`` is not an NNX module, or ``tx`` is not an optax optimizer.
-        ValueError: If another argument is not legal, or ``model`` has no variables that ``wrt``
+        ValueError: If another argument is invalid, or ``model`` has no variables that ``wrt``
             selects.
 
     Example:

@@ -74,7 +74,7 @@ def compile_for(
             GPU compilers do not; see `CompileReport.fits`.
         TimeoutError: If the compiler takes longer than ``timeout``.
         TypeError: If ``target``, ``fun`` or one of ``args`` has a wrong type.
-        ValueError: If an argument is not legal, or if the shardings do not match the target.
+        ValueError: If an argument is invalid, or if the shardings do not match the target.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -109,7 +109,7 @@ def compile_for(
 
 
 def check_timeout(timeout: float) -> None:
-    """Raises a ValueError if a timeout is not legal."""
+    """Raises a ValueError if a timeout is invalid."""
     legal = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not legal or not 0 < timeout <= LONGEST:
         raise ValueError(

@@ -153,7 +153,7 @@ def largest_batch(
         TimeoutError: If one compilation takes longer than ``timeout``.
         TypeError: If ``make_args`` or ``fun`` is not a function, or if ``make_args`` does not
             return a tuple.
-        ValueError: If an argument is not legal, or if the shapes that ``make_args`` returns do not
+        ValueError: If an argument is invalid, or if the shapes that ``make_args`` returns do not
             depend on the batch size.
 
     Example:

@@ -191,7 +191,7 @@ def fit_memory(
         CompileError: If the compiler rejects the program for another reason than its memory.
         TimeoutError: If one compilation takes longer than ``timeout``.
         TypeError: If ``make_step`` is not a function or does not return one.
-        ValueError: If an argument is not legal.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> import functools, jax, jax.numpy as jnp, mpjax, optax

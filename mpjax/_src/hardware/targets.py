@@ -68,7 +68,7 @@ class Target:
 def find_target(name: str) -> Target:
     """Returns the target of a name such as "h100", "A100-SXM4-80GB", "TPU v5e" or "h100 x 8"."""
     names = [*GPUS, *ALIASES, *TPU_CHIPS]
-    legal = f"Legal are {', '.join(names)}."
+    legal = f"Choose one of {', '.join(names)}."
     if not isinstance(name, str):
         raise TypeError(f"target={brief(name)} must be a string. {legal}")
     several = SEVERAL.fullmatch(name.strip())
@@ -175,7 +175,7 @@ def _several(one: Target, count: int, asked: str) -> Target:
         which = f"the sizes of TPU slices: powers of two up to {MOST}"
     if not legal:
         raise ValueError(
-            f"target={brief(asked)} cannot be compiled for {count} devices. Legal are {which}."
+            f"target={brief(asked)} cannot be compiled for {count} devices. Choose {which}."
         )
     if count == 1:
         return one

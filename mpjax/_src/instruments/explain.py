@@ -348,7 +348,7 @@ def explain(
     Raises:
         TypeError: If ``fun`` is not a function; with ``argnums``, if it does not return a scalar
             loss.
-        ValueError: If the policy or the target is not legal, if a pattern of its overrides matches
+        ValueError: If the policy or the target is invalid, if a pattern of its overrides matches
             nothing, or if ``argnums`` are not positions of floating arguments.
 
     Example:

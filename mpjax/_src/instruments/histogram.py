@@ -82,7 +82,7 @@ class GradientHistogram(Report):
                 bins are powers of two.
 
         Raises:
-            ValueError: If ``dtype`` or ``scale`` is not legal.
+            ValueError: If ``dtype`` or ``scale`` is invalid.
         """
         limits, shift = _limits(dtype), exponent_of(scale)
         named = zip(self.paths, self.numbers(), strict=True)
@@ -126,7 +126,7 @@ class GradientHistogram(Report):
 
         Raises:
             ImportError: If matplotlib is not installed (the extra ``plot``).
-            ValueError: If ``dtype`` or ``scale`` is not legal, or there is nothing to plot.
+            ValueError: If ``dtype`` or ``scale`` is invalid, or there is nothing to plot.
 
         Example:
             >>> import jax.numpy as jnp, mpjax
@@ -290,7 +290,7 @@ def recommend_loss_scale(
 
     Raises:
         TypeError: If ``histogram`` is not a `GradientHistogram`.
-        ValueError: If an argument is not legal, or no gradient is finite and nonzero.
+        ValueError: If an argument is invalid, or no gradient is finite and nonzero.
 
     Example:
         >>> import jax.numpy as jnp, mpjax

@@ -117,7 +117,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         None.
 
     Raises:
-        TypeError: If ``writer`` or ``step`` is not legal, or the call is inside jit.
+        TypeError: If ``writer`` or ``step`` is invalid, or the call is inside jit.
         OSError: If a record could not be written. The message names the step.
 
     Example:

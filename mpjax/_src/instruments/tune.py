@@ -198,7 +198,7 @@ def tune(
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
-        ValueError: If an argument is not legal, there are no arrays, or nothing to differentiate.
+        ValueError: If an argument is invalid, there are no arrays, or nothing to differentiate.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax

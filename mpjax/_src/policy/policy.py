@@ -191,7 +191,7 @@ class Policy(jmp.Policy):
             byte). See `with_8bit_moments`.
 
     Raises:
-        ValueError: If a dtype, a pattern, the name of a primitive or a setting is not legal, or if
+        ValueError: If a dtype, a pattern, the name of a primitive or a setting is invalid, or if
             two settings contradict each other.
 
     Example:
@@ -238,7 +238,7 @@ class Policy(jmp.Policy):
 
         Raises:
             TypeError: If a policy has no setting of that name, or if one is given twice.
-            ValueError: If a value is not legal or contradicts another setting.
+            ValueError: If a value is invalid or contradicts another setting.
 
         Example:
             >>> import mpjax
@@ -252,7 +252,7 @@ class Policy(jmp.Policy):
             if name is None:
                 legal = [field.name for field in dataclasses.fields(self)]
                 raise TypeError(
-                    f"{key}={brief(value)} is not a setting of a policy. Legal are "
+                    f"{key}={brief(value)} is not a setting of a policy. Choose one of "
                     f"{', '.join(legal)}.{did_you_mean(key, KEYS)}"
                 )
             if name in fields:
@@ -276,7 +276,7 @@ class Policy(jmp.Policy):
             A new policy.
 
         Raises:
-            ValueError: If a dtype is not legal. A pattern that matches no parameter is an error
+            ValueError: If a dtype is invalid. A pattern that matches no parameter is an error
                 too, raised where the parameters are known: in ``init`` or `check_overrides`.
 
         Example:
@@ -600,9 +600,9 @@ def _unknown_name(name: str, text: str) -> ValueError:
     meant = _mixed(name)
     hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, choices)
     return ValueError(
-        f"policy={brief(text)} is not known: {brief(name)} is not the name of a policy.{hint} "
-        "Legal are 'float32', 'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a "
-        "suffix as in 'O2:float16'), a dtype such as 'bf16', and jmp's form 'p=f32,c=bf16,o=f32'."
+        f"Unknown policy {brief(name)} (policy={brief(text)}).{hint} Choose one of 'float32', "
+        "'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a suffix as in "
+        "'O2:float16'), a dtype such as 'bf16', and jmp's form 'p=f32,c=bf16,o=f32'."
     )
 
 
@@ -653,7 +653,7 @@ def _as_half(dtype: DTypeLike, argument: str = "half") -> np.dtype:
     canonical_dtype = canonical(dtype, argument)
     if canonical_dtype not in HALVES:
         raise ValueError(
-            f"{argument}={brief(dtype)} is not a half dtype. Legal are 'float16' and 'bfloat16'."
+            f"{argument}={brief(dtype)} is not a 16-bit dtype. Choose 'float16' or 'bfloat16'."
         )
     return canonical_dtype
 
@@ -672,8 +672,8 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
             name, end = _word(text, position)
             if not (position or name):
                 raise ValueError(
-                    f"policy={brief(text)} is empty. Legal are names such as {', '.join(NAMES)}, "
-                    "and jmp's form 'p=f32,c=bf16,o=f32'."
+                    f"policy={brief(text)} is empty. Use a name such as {', '.join(NAMES)}, "
+                    "or jmp's form 'p=f32,c=bf16,o=f32'."
                 )
             if position:
                 raise ValueError(
@@ -724,7 +724,7 @@ def _word(text: str, position: int) -> tuple[str, int]:
 
 def _grammar(word: str) -> str:
     legal = ", ".join(key for key in KEYS if len(key) > 1)
-    return f"Legal keys are {legal}.{did_you_mean(word, KEYS)}"
+    return f"Choose one of {legal}.{did_you_mean(word, KEYS)}"
 
 
 def _spell_out(policy: Policy) -> str:
@@ -740,7 +740,7 @@ def _spell_out(policy: Policy) -> str:
 
 
 def _canonical_fields(policy: Policy) -> dict[str, Any]:
-    """Returns the fields in canonical form. Raises a ValueError for a field that is not legal."""
+    """Returns the fields in canonical form. Raises a ValueError for a field that is invalid."""
     fields: dict[str, Any] = {
         name: canonical(getattr(policy, name), name)
         for name in ("param_dtype", "compute_dtype", "output_dtype")
@@ -761,7 +761,7 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
 
 
 def _choices(policy: Policy) -> dict[str, str | float]:
-    """Returns the settings of `CHOICES` in canonical form, and refuses those that are not legal."""
+    """Returns the settings of `CHOICES` in canonical form, and refuses those that are invalid."""
     for name in ("master_weights", "fused_attention", "chunked_loss"):
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
@@ -811,7 +811,7 @@ def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
     for name in sorted(unknown, key=str):
         raise ValueError(
             f"{listed[name]}: JAX has no primitive named {brief(name)}."
-            f"{did_you_mean(name, _jax.primitive_names())} Legal are the names that "
+            f"{did_you_mean(name, _jax.primitive_names())} Choose one of the names that "
             "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):

@@ -59,7 +59,7 @@ def scaled_value_and_grad(
     Raises:
         TypeError: If ``fun`` is not a function or ``loss_scale`` not a loss scale; while tracing,
             if ``fun`` returns something other than a real scalar loss.
-        ValueError: If ``axis_name`` is not legal, or no axis of that name is mapped where the
+        ValueError: If ``axis_name`` is invalid, or no axis of that name is mapped where the
             function is called; or if ``argnums`` are not positions of its arguments.
 
     Example:

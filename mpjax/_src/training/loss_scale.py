@@ -159,7 +159,7 @@ class DynamicLossScale:
             ``hysteresis`` if None.
 
     Raises:
-        ValueError: If a setting is not legal; the message says why.
+        ValueError: If a setting is invalid; the message says why.
 
     Example:
         >>> import mpjax
@@ -327,7 +327,7 @@ def get_loss_scale(
         A `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`, or the given object.
 
     Raises:
-        ValueError: If ``policy`` or ``loss_scale`` is not legal.
+        ValueError: If ``policy`` or ``loss_scale`` is invalid.
     """
     return resolve_loss_scale(loss_scale, get_policy(policy).needs_loss_scaling)
 
@@ -390,7 +390,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
         _check_registered(loss_scale)
         return loss_scale
     raise ValueError(
-        f"loss_scale={brief(loss_scale)} is not known. Legal are 'auto' (dynamic for float16 "
+        f"loss_scale={brief(loss_scale)} is not known. Choose one of 'auto' (dynamic for float16 "
         "compute, none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such "
         f"as mpjax.DynamicLossScale().{did_you_mean(loss_scale, ['auto', 'dynamic', 'none'])}"
     )

@@ -189,7 +189,7 @@ def mixed_precision(
 
     Raises:
         TypeError: If ``optimizer`` is not an optax optimizer.
-        ValueError: If another argument is not legal; from ``init``, if the policy stores parameters
+        ValueError: If another argument is invalid; from ``init``, if the policy stores parameters
             in half and ``params`` are not half; from ``update``, if ``params`` no longer have the
             policy's dtypes, ``finite`` or ``loss_finite`` is not one bool, or the state belongs to
             another optimizer.

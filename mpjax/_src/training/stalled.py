@@ -79,7 +79,7 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
 
     Raises:
         TypeError: If ``metrics`` holds no `Stalled`.
-        ValueError: If ``limit`` is not legal.
+        ValueError: If ``limit`` is invalid.
 
     Example:
         >>> import jax.numpy as jnp, mpjax

@@ -193,7 +193,7 @@ def build_train_step(
 
     Raises:
         TypeError: If ``loss_fn`` is not a function or ``optimizer`` is not an optax optimizer.
-        ValueError: If another argument is not legal; from ``step``, if no axis ``axis_name`` is
+        ValueError: If another argument is invalid; from ``step``, if no axis ``axis_name`` is
             mapped where it is called, or if the state belongs to another optimizer.
 
     Example:
@@ -685,9 +685,10 @@ def _taken_by(optimizer: optax.GradientTransformationExtraArgs) -> list[str]:
 def _warn_if_unused(policy: Policy) -> None:
     unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
     if unused and policy.casting != "op":
+        have = "has" if len(unused) == 1 else "have"
         warnings.warn(
-            f"policy={str(policy)!r}: {' and '.join(unused)} have no effect, because it casts at "
-            "the boundary. Add casting=op to cast each operation by its own rule.",
+            f"policy={str(policy)!r}: {' and '.join(unused)} {have} no effect, because the policy "
+            "casts parameters and inputs once. Add casting=op to cast each operation by its rule.",
             stacklevel=3,
         )
 

@@ -110,7 +110,7 @@ def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) 
 
     Raises:
         TypeError: If ``step`` is not a function that jit accepts.
-        ValueError: If ``every`` or ``start`` is not legal.
+        ValueError: If ``every`` or ``start`` is invalid.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
