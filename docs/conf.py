@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_click",
+    "sphinx_copybutton",
     "sphinx_design",
     # in docs/_ext
     "click_text",
@@ -32,6 +33,8 @@ extensions = [
     "fences",
     "links",
     "names",
+    "redirects",
+    "words",
 ]
 
 # Pages that are executed: an error, or anything on stderr, fails the build.
@@ -90,7 +93,7 @@ html_theme_options = {
     "logo": {"text": "mpjax"},
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 8,
     "show_toc_level": 2,
     "footer_start": ["copyright"],
     "footer_end": [],

@@ -1,4 +1,4 @@
-"""Instruments that measure a training run, log it and tune it. See docs/instruments.md."""
+"""Instruments that measure a training run, log it and tune it. See docs/debug.md."""
 
 from mpjax._src.base.lazy import attach as _attach
 

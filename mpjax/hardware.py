@@ -1,4 +1,4 @@
-"""What devices run fast, and what fits them. See docs/instruments.md."""
+"""What devices run fast, and what fits them. See docs/slow.md."""
 
 from mpjax._src.base.lazy import attach as _attach
 

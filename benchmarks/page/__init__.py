@@ -44,7 +44,7 @@ TITLES = {
 
 
 # Suites whose tables are on pages of their subjects.
-TABLES = {"watching": "watching", "weights": "weights", "fit": "howto/fit_in_memory"}
+TABLES = {"watching": "watching", "weights": "weights", "fit": "memory"}
 
 
 def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:

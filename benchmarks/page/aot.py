@@ -50,7 +50,7 @@ COMPARE = {"<=": operator.le, ">=": operator.ge}
 Rows = dict[str, dict[str, dict[str, Any]]]
 
 HOW = """XLA's own compiler for the device compiles a training step, with its state donated
-([`compile_for`](instruments.md#what-a-program-takes-on-hardware-that-is-not-there)). Nothing
+([`compile_for`](slow.md#memory-and-cost-on-a-device-you-dont-have)). Nothing
 runs, so the figures do not change from run to run. Without a device there is no autotuning: a
 real run may use other kernels.
 

@@ -1,4 +1,4 @@
-"""The table of frontiers in docs/howto/fit_in_memory.md."""
+"""The table of frontiers in docs/memory.md."""
 
 from benchmarks.page.fit import section
 

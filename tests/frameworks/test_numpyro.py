@@ -11,7 +11,7 @@ from support import matmul_dtypes
 import mpjax
 
 numpyro = pytest.importorskip("numpyro")
-PAGE = pages.ROOT / "docs" / "training.md"
+PAGE = pages.ROOT / "docs" / "libraries.md"
 
 
 @pytest.mark.thorough

@@ -343,14 +343,14 @@ def test_compile_for_gives_the_same_figures_every_time():
 
 @pytest.mark.thorough
 @compiles("v100")
-def test_examples_of_the_instruments_page_print_what_it_shows(capsys):
-    page = (Path(mpjax.__file__).parent.parent / "docs" / "instruments.md").read_text()
+def test_examples_of_the_page_on_memory_elsewhere_print_what_they_should(capsys):
+    page = (Path(mpjax.__file__).parent.parent / "docs" / "slow.md").read_text()
     one, several = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    exec(compile(one, "instruments.md", "exec"), {"__name__": "__main__"})
+    exec(compile(one, "slow.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert "run in f32, but the program\n    asked for bf16" in printed
     assert "the largest batch is" in printed
-    exec(compile(several, "instruments.md", "exec"), {"__name__": "__main__"})
+    exec(compile(several, "slow.md", "exec"), {"__name__": "__main__"})
     printed = " ".join(capsys.readouterr().out.split())
     assert "parameters all-gather bf16 8 2 1 14.00 MiB 33.3%" in printed
     assert "gradients reduce-scatter f32 8 2 1 28.00 MiB 66.7%" in printed

@@ -18,7 +18,7 @@ NAMED = (
     *("jax#30337", "jax#7368", "optax#1405", "optax#1444", "optax#1552", "flax#2547"),
     *("maxtext#3721", "maxtext#5039", "maxtext#1350", "xla#26371", "axlearn#1214"),
 )
-PAGE = Path(__file__).parents[2] / "docs" / "lint.md"
+PAGE = Path(__file__).parents[2] / "docs" / "lint_rules.md"
 
 each = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 
@@ -66,4 +66,4 @@ def test_lint_page_lists_the_faults():
         for fault in FAULTS
     ]
     table = "\n".join(["| fault | what was wrong | rule |", "| --- | --- | --- |", *rows])
-    assert f"\n{table}\n\n" in PAGE.read_text(), f"docs/lint.md: the table must be\n{table}"
+    assert f"\n{table}\n\n" in PAGE.read_text(), f"docs/lint_rules.md: the table must be\n{table}"

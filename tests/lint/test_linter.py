@@ -16,7 +16,7 @@ from mpjax._src.lint import linter
 from mpjax._src.lint.rule import HLO, JAXPR, NEEDS, VALUES, Hit, Rule
 from mpjax._src.lint.table import RULES
 
-PAGE = Path(__file__).parents[2] / "docs/lint.md"
+PAGE = Path(__file__).parents[2] / "docs/lint_rules.md"
 
 
 def summed(x):
@@ -226,7 +226,7 @@ def test_every_rule_of_a_program_has_a_faulty_and_a_mended_one():
 def test_lint_page_lists_the_rules():
     rows = [f"| `{rule.name}` | {rule.needs} | {rule.summary} |" for rule in RULES]
     table = "\n".join(["| rule | needs | finds |", "| --- | --- | --- |", *rows])
-    assert f"\n{table}\n\n" in PAGE.read_text(), f"docs/lint.md: the table must be\n{table}"
+    assert f"\n{table}\n\n" in PAGE.read_text(), f"docs/lint_rules.md: the table must be\n{table}"
 
 
 def test_lint_report_text_fits_the_width():

@@ -95,8 +95,31 @@ def test_pages_have_no_serious_accessibility_violation(opened, address, scheme):
 def test_search_finds_a_function_and_a_guide(opened, address):
     tab = opened(viewport=WIDE)
     tab.goto(f"{address}/search.html?q=find_nonfinite")
-    for page in ("api/instruments.html", "instruments.html"):  # results come one after the other
+    for page in ("api/instruments.html", "nan.html"):  # results come one after the other
         tab.wait_for_selector(f'#search-results li a[href^="{page}"]')
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        *(("bf16", "policies"), ("fp16", "policies"), ("nan", "nan"), ("speedup", "will_it_help")),
+        *(("oom", "memory"), ("slow", "slow"), ("checkpoint", "checkpoints"), ("lint", "lint")),
+    ],
+)
+def test_words_that_users_type_find_the_page_first(opened, address, words, page):
+    tab = opened(viewport=WIDE)
+    tab.goto(f"{address}/search.html?q={words}")
+    tab.wait_for_selector("#search-results li a")
+    tab.wait_for_timeout(500)  # results come one after the other, the best first
+    assert tab.get_attribute("#search-results li a", "href").startswith(f"{page}.html")
+
+
+def test_old_addresses_lead_on(opened, address):
+    tab = opened(viewport=WIDE)
+    tab.goto(f"{address}/howto/debug_a_nan.html")
+    tab.wait_for_url(f"{address}/nan.html*")
+    tab.goto(f"{address}/training.html#flax-nnx")
+    tab.wait_for_url(f"{address}/frameworks.html#*")
 
 
 def test_pictures_of_executed_pages_are_described_in_words():

@@ -95,3 +95,28 @@ def test_inventories_of_other_projects_have_names_and_places():
         assert project.startswith("# Project: ") and version.startswith("# Version: ")
         assert names == sorted(names)
         assert all(re.fullmatch(r"[\w.]+ (class|function) [\w./-]+\.html", name) for name in names)
+
+
+# performance.md is generated, the overview is a list of all names, and of the frameworks' tabs one
+# is shown at a time.
+LONG = {"performance", "api/index", "frameworks"}
+LONGEST = 200
+
+
+def by_hand(page):
+    """Returns the lines of a page that are no rows of a table."""
+    return [line for line in page.read_text().splitlines() if not line.startswith("|")]
+
+
+@pytest.mark.parametrize("name", sorted({*SITE} - LONG))
+def test_pages_are_short(name):
+    assert len(by_hand(SITE[name])) <= LONGEST
+
+
+def test_no_paragraph_stands_on_two_pages():
+    found = Counter()
+    for page in {*written} - {SITE["performance"]}:
+        text = FENCE.sub("", page.read_text())
+        paragraphs = {re.sub(r"\s+", " ", part).strip() for part in text.split("\n\n")}
+        found.update(part for part in paragraphs if len(part) > 120 and "|" not in part)
+    assert not [part for part, times in found.items() if times > 1]

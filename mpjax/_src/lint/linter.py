@@ -39,9 +39,9 @@ def lint(
 ) -> Callable[..., LintReport]:
     """Looks for silent precision faults in a program.
 
-    The rules are listed in ``docs/lint.md``. Most of them check the traced program, and need only
-    shapes. Some check the values of one real step, and some the compiled program. A rule that could
-    not run is listed in the report.
+    The rules are listed in ``docs/lint_rules.md``. Most of them check the traced program, and need
+    only shapes. Some check the values of one real step, and some the compiled program. A rule that
+    could not run is listed in the report.
 
     A comment ``# mpjax: ignore[rule]`` silences a rule on its line, ``# mpjax: ignore`` all rules.
 
