@@ -90,7 +90,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_context = {"default_mode": "auto"}
 html_theme_options = {
-    "logo": {"text": "mpjax"},
+    "logo": {"text": f"mpjax {release}"},
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "header_links_before_dropdown": 8,

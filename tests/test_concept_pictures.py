@@ -56,3 +56,10 @@ def test_picture_colors_stand_out_on_white_and_dark_pages(drawn):
     for colour in (svg.GREY, svg.BLUE, svg.ORANGE, svg.GREEN, svg.RED):
         assert contrast(colour, "#ffffff") >= 4, colour  # also of white text in a box
         assert contrast(colour, "#14181e") >= 3, colour
+
+
+def test_pictures_of_guides_are_what_their_script_draws(drawn):
+    import guides
+
+    for name, draw in guides.PICTURES.items():
+        assert (PICTURES / f"{name}.svg").read_text() == draw(), name

@@ -22,7 +22,7 @@ LIBRARY = {"common", "expected"}  # what the examples share, and what measures t
 
 INDEX = """# Gallery
 
-Every example is one file. The curves compare float32 with half policies, from the same seed. They
+Every example is one file. The curves compare float32 with mixed precision, from the same seed. They
 were recorded on a CPU, at the small size of each example. [Options, and how the figures are
 checked](../examples.md).
 

@@ -68,8 +68,9 @@ def test_headings_are_an_outline(page):
 def test_the_front_page_shows_a_part_of_the_readme():
     readme = (pages.ROOT / "README.md").read_text()
     index = SITE["index"].read_text()
-    start, end = re.findall(r'^:(?:start-after|end-before): "(.*)"$', index, re.MULTILINE)
-    assert 0 <= readme.index(start) < readme.index("Status") < readme.index(f"\n{end}\n")
+    marks = re.findall(r'^:(?:start-after|end-before): "(.*)"$', index, re.MULTILINE)
+    title, first, install, end = (readme.index(mark.replace('\\"', '"')) for mark in marks)
+    assert 0 <= title < install < first < readme.index("Status") < end
 
 
 @each_page
