@@ -76,7 +76,7 @@ def test_a_float16_loss_is_warned_about_once():
 @pytest.mark.parametrize("ops", ["half", "full", "follow"])
 def test_op_lists_that_have_no_effect_are_warned_about(ops):
     policy = mpjax.get_policy("p=f32,c=bf16").with_ops(**{ops: "exp"})
-    with pytest.warns(UserWarning, match=f"{ops}.* have no effect.*casting=op") as caught:
+    with pytest.warns(UserWarning, match=f"{ops}.* has no effect.*casting=op") as caught:
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), policy)
     assert caught[0].filename == __file__
 
@@ -85,7 +85,7 @@ def test_op_lists_that_have_no_effect_are_warned_about(ops):
     "text", ["storage=lean", "fused_attention=true", "chunked_loss=true", "reduce=half"]
 )
 def test_op_level_settings_without_effect_are_warned_about(text):
-    with pytest.warns(UserWarning, match=f"{text.split('=')[0]} have no effect.*casting=op"):
+    with pytest.warns(UserWarning, match=f"{text.split('=')[0]} has no effect.*casting=op"):
         mpjax.build_train_step(linear_loss, optax.sgd(0.1), f"O3:bfloat16,{text}")
 
 

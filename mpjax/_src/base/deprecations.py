@@ -68,7 +68,7 @@ GONE = {
     "full_precision": ("_src.autocast.regions.full_precision", 'mpjax.precision("float32")'),
     "get_loss_scale": (
         "_src.training.loss_scale.get_loss_scale",
-        'loss_scale="auto", or mpjax.DynamicLossScale() in a loop of your own,',
+        'loss_scale="auto", or mpjax.DynamicLossScale() in your own loop,',
     ),
     "plot_agreement": ("reports.Agreement.plot", "report.plot(path)"),
     "plot_compare": ("reports.Comparison.plot", "report.plot(path)"),
