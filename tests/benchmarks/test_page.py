@@ -126,3 +126,26 @@ def test_performance_page_has_the_overview_picture_and_the_means():
     assert f"Over {len(CASES)} models, a step on an H100 takes" in text
     assert aot.headline(cases) in text
     assert f"![{charts['overview'].alt}](pictures/overview.svg)" in text
+
+
+DEVICES = {"H100": "h100", "A100": "a100-80", "B200": "b200", "V100": "v100", "TPU v5e": "v5e"}
+
+
+def gains(cases, device, key):
+    """Returns what each model needs on a device, relative to float32."""
+    rows = [rows for case, rows in cases.items() if case.startswith(f"{device}/")]
+    both = [(r["autocast"].get(key), r["float32"].get(key)) for r in rows if len(r) > 1]
+    return [ours / theirs for ours, theirs in both if ours and theirs]
+
+
+def test_the_page_of_gains_has_the_figures_of_the_results():
+    page = (PAGE.parent / "will_it_help.md").read_text()
+    cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
+    for name, device in DEVICES.items():
+        (line,) = [
+            line for line in page.splitlines() if line.startswith(f"| {name}") and "_" in line
+        ]
+        for key in ("temp_mib", "looped_gb"):
+            found = gains(cases, device, key)
+            shown = f"{mean(found):.2f}x ({min(found):.2f}x to {max(found):.2f}x)"
+            assert f"| {shown} |" in line, f"{name}: {key} is {shown}"
