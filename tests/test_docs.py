@@ -92,13 +92,7 @@ def test_links_of_pages_lead_somewhere(page):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
-        assert not anchor or anchor in headings(target), link
-
-
-def headings(page):
-    """Returns the anchors of a page's headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not anchor or anchor in pages.headings(target), link
 
 
 def test_quick_pages_and_costly_modules_exist():

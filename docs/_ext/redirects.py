@@ -4,6 +4,7 @@ A page that was removed is left as one that leads on. Where only a heading moved
 it leads on.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -29,11 +30,16 @@ location.replace(moved[location.hash.slice(1)] || "{page}");</script>
 """
 
 
+@functools.cache
+def listed(folder):
+    return json.loads(Path(folder, "redirects.json").read_text())
+
+
 def moved(app, docname):
     """Returns the new addresses of a page's old headings, relative to it; "" is the page itself."""
     up = "../" * docname.count("/")
     found = {}
-    for old, new in json.loads(Path(app.srcdir, "redirects.json").read_text()).items():
+    for old, new in listed(app.srcdir).items():
         page, _, anchor = old.partition("#")
         if page == docname:
             target, _, heading = new.partition("#")
@@ -51,8 +57,7 @@ def leave_pages(app, exception):
     """Writes a page at each address from which a page was removed."""
     if exception or app.builder.format != "html":
         return
-    listed = json.loads(Path(app.srcdir, "redirects.json").read_text())
-    for docname in {old for old in listed if "#" not in old}:
+    for docname in (old for old in listed(app.srcdir) if "#" not in old):
         found = moved(app, docname)
         file = Path(app.outdir, f"{docname}.html")
         file.parent.mkdir(parents=True, exist_ok=True)

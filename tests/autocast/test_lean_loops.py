@@ -188,3 +188,15 @@ def test_what_a_loop_keeps_of_a_sequence_does_not_depend_on_how_many_there_are(s
         for n in (32, 44, 48, 63, 64, 65)
     ]
     assert max(stored) < 1.02 * min(stored)
+
+
+@pytest.mark.parametrize("read", ["elementwise", "matmul"])
+def test_who_reads_the_parts_decides_whether_an_array_is_kept_whole(read):
+    """Both have as many bytes. Views cost nothing elementwise; a matmul's operand is written."""
+
+    def fun(w, x):
+        a, b = jnp.split(x @ w, 2, axis=1)
+        return jnp.mean((a * b if read == "elementwise" else a @ b.T) ** 2)
+
+    shapes = {shape for _, shape in kept(fun, LEAN, normal(3, 16, 32), BIG)}
+    assert ((64, 32) in shapes) == (read == "elementwise")

@@ -149,3 +149,14 @@ def test_the_page_of_gains_has_the_figures_of_the_results():
             found = gains(cases, device, key)
             shown = f"{mean(found):.2f}x ({min(found):.2f}x to {max(found):.2f}x)"
             assert f"| {shown} |" in line, f"{name}: {key} is {shown}"
+
+
+def test_the_gains_of_models_are_those_of_the_performance_page():
+    page = (PAGE.parent / "will_it_help.md").read_text().partition("## Gain by model")[2]
+    rows = [line.split(" | ") for line in page.splitlines() if line.count(" | ") == 2]
+    shown = {name[2:]: pairs for name, *pairs in rows if "x, " in pairs[0]}
+    assert len(shown) == 9
+    performance = PAGE.read_text()
+    for name, (float32, by_hand) in shown.items():
+        for pair in (float32, by_hand.removesuffix(" |")):
+            assert f"\n| {name} | {pair} |" in performance, f"{name}: {pair}"

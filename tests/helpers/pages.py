@@ -27,6 +27,13 @@ def kinds(page: Path) -> set[str]:
     return {kind for language, kind, _ in BLOCK.findall(page.read_text()) if language == "python"}
 
 
+def headings(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def run(page: Path, wanted=OURS, changes: dict[str, str] | None = None) -> dict:
     """Runs the blocks of some kinds, with parts of the page replaced; returns their names."""
     text = page.read_text()

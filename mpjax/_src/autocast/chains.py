@@ -117,8 +117,8 @@ def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> N
     """
     plain = {op for op in ops if not differentiated or not _needed(flow.analysis, [op])}
     analysis = flow.analysis
-    there = analysis.kept | analysis.passing | analysis.once
-    inner = {v for v in _inner(plain, flow) if flow.stored[v].kind == "half" and v not in there}
+    halves = (v for v in _inner(plain, flow) if flow.stored[v].kind == "half")
+    inner = {v for v in halves if v not in analysis.kept and v not in analysis.once}
     for op in plain:
         if flow.choices[op].compute in HALVES and not inner.isdisjoint((*op.ins, *op.outs)):
             choice = flow.choices[op]
