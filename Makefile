@@ -12,7 +12,7 @@
 #   make canary       checks that the installed JAX has the internals that mpjax needs
 #   make gate         checks that autocast takes no more memory and bytes than recorded (minutes;
 #                     the same compilers)
-#   make bench        the benchmarks' cpu suite          make page     rewrites docs/performance.md
+#   make bench        the benchmarks' cpu suite          make page     rewrites the pages of results
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
 #   make build        builds and checks the wheel and the sdist in dist/
 #   make docker       builds the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)

@@ -21,12 +21,12 @@ RESULTS = HERE / "results"
 # The suites, and what each measures. The command line offers the suites whose modules exist.
 SUITES = {
     "cpu": "steps timed in pairs on this CPU, dispatch, tracing, reports, instruments, checksums",
-    "aot": "memory, bytes and matmuls of training steps, for GPUs and TPUs that are not present",
-    "gpu": "steps on a GPU: times beside rivals', memory beside what was predicted",
-    "weights": "what is kept for each weight: bytes, bytes moved, and held-out quality",
+    "aot": "memory, bytes and matmuls of training steps, cross-compiled for GPUs and TPUs",
+    "gpu": "steps on a GPU: times compared with rivals, memory compared with predictions",
+    "weights": "ways to store weights and moments: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
-    "watching": "steps whose precision is watched, compiled for an absent GPU: memory and bytes",
-    "ladder": "settings that save memory, one after another, on language models for an absent GPU",
+    "watching": "steps whose precision is watched, cross-compiled for a GPU: memory and bytes",
+    "ladder": "settings that save memory, on language models cross-compiled for a GPU",
     "fit": "settings that save memory, and jax.checkpoint: the frontier of memory and time",
     "gate": "models of few layers, compiled for an H100: no worse than what is recorded",
 }

@@ -27,7 +27,7 @@ FOUND = [name for name in SUITES if importlib.util.find_spec(f"benchmarks.{name}
 @click.option("--budget", default=470.0, help="Seconds for each part, in suites with a budget.")
 @click.option("--cache", type=click.Path(path_type=Path), help="For the gpu suite's programs.")
 @click.option("--list", "listing", is_flag=True, help="List the suites, parts and cases.")
-@click.option("--page", is_flag=True, help="Write docs/performance.md from the JSON files.")
+@click.option("--page", is_flag=True, help="Write the documentation's tables from the JSON files.")
 def main(
     cases: tuple[str, ...],
     suite: str | None,

@@ -32,6 +32,7 @@ extensions = [
     "gallery",
     "fences",
     "links",
+    "live_map",
     "names",
     "redirects",
     "words",

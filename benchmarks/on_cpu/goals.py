@@ -104,5 +104,5 @@ def words(row: dict[str, Any]) -> str:
     """Says whether a goal is met, and whether the interval leaves a doubt."""
     if row["met"] is None:
         return "not measured"
-    doubt = ", though the interval reaches the bound" if row.get("sure") is False else ""
+    doubt = ", within noise" if row.get("sure") is False else ""
     return ("met" if row["met"] else "not met") + doubt

@@ -1,97 +1,157 @@
-"""Writes docs/performance.md: tables and charts from the JSON files of the suites.
+"""Writes the results of the suites into the documentation: tables and charts from JSON files.
 
-Each suite with results has a section. `aot` writes the section of the aot suite; `plain` writes the
-sections of suites without a module here. A section is a function ``section(results, causes)`` that
-returns ``(text, charts)``. ``results`` is the suite's JSON. ``causes`` is the suite's part of
+docs/performance_tables.md is written as a whole, with a section for each suite: `aot` writes that
+of the aot suite, and `plain` those of suites without a module here. Other pages are written by hand
+except for what is between ``<!-- table: NAME -->`` and ``<!-- end -->``: docs/performance.md, the
+summary, and pages with the table of a suite. A section is a function ``section(results, causes)``
+that returns text. ``results`` is the suite's JSON. ``causes`` is the suite's part of
 ``causes.toml``, which says by case why a figure is no better.
 """
 
 import importlib
 import importlib.util
 import json
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import HERE, RESULTS, SUITES
-from benchmarks.page.charts import Chart, draw
+from benchmarks.page import aot, cpu, goals, gpu
+from benchmarks.page.charts import Chart, drawn, image
+from benchmarks.page.tables import prose
 
 DOCS = HERE.parent / "docs"
-PAGE = DOCS / "performance.md"
+PAGE, SUMMARY = DOCS / "performance_tables.md", DOCS / "performance.md"
 PICTURES = DOCS / "pictures"
 CAUSES = HERE / "causes.toml"
 
-INTRO = """# Performance
+INTRO = """# Benchmark tables
 
-This page compares the cost of training under mpjax with float32, with casts placed by hand and
-with other libraries: the same model, data and optimizer, measured in one run. Figures are ratios,
-and less is better: 0.75x relative to casts by hand means a quarter less than they take. **A ratio
-of mpjax above 1.00x is bold**, and a table gives its cause.
+The numbers behind [Performance](performance.md). Ratios: lower is better. 0.75x means 25% less.
+**Ratios of mpjax above 1.00x**, where it loses, are bold; the last column of the tables below them
+refers to the [causes](#causes-of-ratios-above-100x).
 
-`python -m benchmarks --page` writes this page from the files in
-[benchmarks/results](../benchmarks/results), which the benchmark suites write; no figure is typed
-by hand. The models are in [benchmarks/models](../benchmarks/models), and the other libraries in
+*By hand* is the same model with casts written into it. `python -m benchmarks --page` writes this
+page from the files in [benchmarks/results](../benchmarks/results), which the benchmark suites
+write. The models are in [benchmarks/models](../benchmarks/models), and the other libraries in
 [benchmarks/rivals.py](../benchmarks/rivals.py).
 """
 
 TITLES = {
     "aot": "Compiled for GPUs and TPUs",
-    "ladder": "Settings that save memory",
-    "gpu": "On a GPU",
-    "cpu": "On a CPU",
-    "scaling": "As models and devices grow",
+    "ladder": "Memory settings",
+    "gpu": "Timed on a GPU",
+    "cpu": "Timed on a CPU",
+    "scaling": "Size of models and number of devices",
 }
-
+UNMEASURED = "Not measured.\n"
 
 # Suites whose tables are on pages of their subjects.
 TABLES = {"watching": "watching", "weights": "weights", "fit": "memory"}
+# The suites with goals, and what each row of the summary says of where it was measured.
+GOALS = {"aot": ("compiled", aot.goals), "gpu": ("GPU", gpu.judged), "cpu": ("CPU", cpu.judged)}
 
 
-def render(results: Path = RESULTS) -> tuple[str, dict[str, Chart]]:
-    """Returns the text of the page, and its charts by name."""
+def render(results: Path = RESULTS) -> str:
+    """Returns the text of the page of all tables."""
     causes = tomllib.loads(CAUSES.read_text())
-    parts, charts = [INTRO], {}
+    parts = [INTRO]
     for suite, title in TITLES.items():
-        path = results / f"{suite}.json"
-        text, drawn = "Not measured.\n", {}
-        if path.exists():
-            stored = json.loads(path.read_text())
-            found, drawn = _section(suite)(stored, causes.get(suite, {}))
+        text = UNMEASURED
+        if stored := _read(results, suite):
+            found = _section(suite)(stored, causes.get(suite, {}))
             text = f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}.\n\n{origin(stored)}\n\n{found}"
         parts.append(f"## {title}\n\n{text}")
-        charts |= drawn
-    return "\n".join(parts), charts
+    lines = "\n".join(parts).splitlines()
+    used = {label for line in lines for label in line.rpartition(" | ")[2][:-2].split(", ")}
+    labels = [(label, why) for label, why in causes["causes"].items() if label in used]
+    parts.append(f"## Causes of ratios above 1.00x\n\n{prose(('cause', 'what happens'), labels)}")
+    return "\n".join(parts)
+
+
+def charts(results: Path = RESULTS) -> dict[str, Chart]:
+    """Returns the charts by name."""
+    stored = _read(results, "aot")
+    return aot.charts(stored) if stored else {}
 
 
 def write() -> None:
-    """Writes the page, the tables of other pages, and the charts with changed figures."""
-    text, charts = render()
-    PAGE.write_text(text)
+    """Writes the pages and the charts."""
+    PAGE.write_text(render())
     for page, filled in filled_pages().items():
         page.write_text(filled)
-    PICTURES.mkdir(exist_ok=True)
-    for name, chart in charts.items():
-        draw(chart, PICTURES / f"{name}.svg")
-    print(f"{PAGE}, {len(charts)} charts")
+    pictures = charts()
+    for name, chart in pictures.items():
+        (PICTURES / f"{name}.svg").write_text(drawn(chart))
+    print(f"{PAGE}, {SUMMARY}, {len(pictures)} charts")
 
 
 def filled_pages(results: Path = RESULTS) -> dict[Path, str]:
-    """Returns the pages that show a suite's table between two marks, with the current table."""
-    filled = {}
-    for name, subject in TABLES.items():
-        page, path = DOCS / f"{subject}.md", results / f"{name}.json"
-        stored = json.loads(path.read_text()) if path.exists() else None
-        text = f"{_section(name)(stored, {})[0]}\n{origin(stored)}" if stored else "Not measured."
-        before, mark, rest = page.read_text().partition(f"<!-- table: {name} -->\n")
+    """Returns the pages with generated parts between two marks, with what these are now."""
+    filled: dict[Path, str] = {}
+    for page, name, text in _parts(results):
+        before, mark, rest = filled.get(page, page.read_text()).partition(
+            f"<!-- table: {name} -->\n"
+        )
         _, end, after = rest.partition("<!-- end -->")
         filled[page] = f"{before}{mark}{text.strip()}\n{end}{after}"
     return filled
 
 
+def _parts(results: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yields the generated parts of pages: the page, the name of the part, its text."""
+    for name, subject in TABLES.items():
+        stored = _read(results, name)
+        text = f"{_section(name)(stored, {})}\n{origin(stored)}" if stored else UNMEASURED
+        yield DOCS / f"{subject}.md", name, text
+    found = {suite: stored for suite in GOALS if (stored := _read(results, suite))}
+    judged = {suite: GOALS[suite][1](stored) for suite, stored in found.items()}
+    pictures = charts(results)
+    yield SUMMARY, "unmeasured", unmeasured(found, judged)
+    yield SUMMARY, "headline", headline(found)
+    for name, chart in pictures.items():
+        yield SUMMARY, name, image(name, chart)
+    rows = ((GOALS[suite][0], goals_) for suite, goals_ in judged.items())
+    yield SUMMARY, "goals", goals.summary(rows) if judged else UNMEASURED
+
+
+def unmeasured(found: dict[str, Any], judged: dict[str, list[goals.Goal]]) -> str:
+    """Returns what the suites with goals did not measure."""
+    parts = []
+    for suite, of_suite in judged.items():
+        if left := [goal for goal in of_suite if goal.met is None]:
+            where = {"aot": "Compiled"}.get(suite, f"On the {found[suite]['device']}")
+            number = f"{len(left)} of {len(of_suite)} goals were"
+            parts.append(f"{where}, {number} not measured:\n\n{goals.unmeasured(left)}")
+    return "\n".join(parts) or "All goals were measured.\n"
+
+
+def headline(found: dict[str, Any]) -> str:
+    """Returns the means over all models, and the times on a GPU."""
+    parts = []
+    if "aot" in found:
+        parts.append(aot.headline(found["aot"]["cases"]))
+    if "gpu" in found:
+        parts.append(gpu.headline(found["gpu"]))
+    return "\n".join(parts) or UNMEASURED
+
+
 def origin(stored: dict[str, Any]) -> str:
-    """Returns the origin of results: the command, versions, the device."""
+    """Returns the origin of results: the command, the device, versions."""
+    device = re.sub(r"none: compiled for (an )?absent (\w+)", _compiled, stored["device"])
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    return f"`{stored['command']}`. Device: {stored['device']}; {versions}; {stored['date']}."
+    return f"`{stored['command']}`. Device: {device}; {versions}; {stored['date']}."
+
+
+def _compiled(match: re.Match) -> str:
+    return "none, cross-compiled" + (f" for an {match[2]}" if match[1] else "")
+
+
+def _read(results: Path, suite: str) -> dict[str, Any] | None:
+    path = results / f"{suite}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _section(suite: str):

@@ -1,27 +1,37 @@
-"""Draws charts as SVG. The same figures always give the same bytes."""
+"""Draws charts as SVG, in the colors and the size of the other pictures of the documentation."""
 
 import dataclasses
-import hashlib
+import importlib.util
 import itertools
-import json
-from pathlib import Path
+import textwrap
 
-# Colors from a palette for the color-blind. A series looks the same in every chart.
+from benchmarks import HERE
+
+_spec = importlib.util.spec_from_file_location("shapes", HERE.parent / "docs/pictures/svg.py")
+assert _spec and _spec.loader
+svg = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(svg)
+
+# A series looks the same in every chart.
 STYLES = {
-    "autocast": ("#0072b2", "o"),
-    "autocast, lean": ("#56b4e9", "D"),
-    "by hand": ("#e69f00", "s"),
-    "float32": ("#000000", "v"),
+    "autocast": (svg.BLUE, "circle"),
+    "autocast, lean": (svg.GREEN, "diamond"),
+    "by hand": (svg.ORANGE, "square"),
+    "float32": (svg.GREY, "triangle"),
 }
-OTHERS = (("#009e73", "^"), ("#cc79a7", "P"), ("#d55e00", "X"), ("#8c6d31", "*"))
+OTHERS = ((svg.RED, "triangle"), (svg.GREY, "diamond"))
+LABELS, LONGEST = 142, 25  # the width of the column of labels, and the characters in one line
+PITCH, LEADING = 18, 11  # between rows, and between the lines of a label
+TOP = 88.0  # of the axis
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Ratios as dots on lines, in panels side by side.
+    """Ratios as marks on lines, in panels side by side.
 
     Attributes:
         title: The title above all panels.
+        unit: What the ratios are relative to.
         rows: The labels of the lines, from the top.
         panels: The panels by title. A panel has series by label, and a series has a ratio or None
             for each row.
@@ -29,14 +39,10 @@ class Chart:
     """
 
     title: str
+    unit: str
     rows: tuple[str, ...]
     panels: dict[str, dict[str, tuple[float | None, ...]]]
     alt: str
-
-    @property
-    def digest(self) -> str:
-        """A hash of the figures, which the SVG contains."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16]
 
 
 def image(name: str, chart: Chart) -> str:
@@ -44,69 +50,70 @@ def image(name: str, chart: Chart) -> str:
     return f"![{chart.alt}](pictures/{name}.svg)\n"
 
 
-def is_drawn(chart: Chart, path: Path) -> bool:
-    """Returns whether a file shows these figures."""
-    return path.exists() and chart.digest in path.read_text()
-
-
-def draw(chart: Chart, path: Path) -> None:
-    """Draws a chart, unless the file already shows it."""
-    if is_drawn(chart, path):
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def drawn(chart: Chart) -> str:
+    """Returns the SVG of a chart."""
     all_series = [series for panel in chart.panels.values() for series in panel.values()]
-    most = 1.05 * max((ratio for series in all_series for ratio in series if ratio), default=1)
-    style = {
-        "svg.hashsalt": "mpjax",
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-    }
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(
-            1,
-            len(chart.panels),
-            figsize=(5 + 2.6 * len(chart.panels), 1.5 + 0.3 * len(chart.rows)),
-            sharex=True,
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
-        for ax, (title, series) in zip(axes[0], chart.panels.items(), strict=True):
-            _panel(ax, title, chart.rows, series, most)
-        axes[0][0].set_xlim(0, most)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.suptitle(chart.title, x=0.01, ha="left", weight="bold")
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        about = {"Date": None, "Creator": None, "Description": chart.digest, "Title": chart.title}
-        figure.savefig(path, metadata=about)
-        pyplot.close(figure)
+    most = max((ratio for series in all_series for ratio in series if ratio), default=1)
+    parts = [
+        svg.text(0, 13, chart.title, 13, weight="bold"),
+        svg.text(0, 30, f"{chart.unit}; lower is better"),
+    ]
+    series = list(dict.fromkeys(label for panel in chart.panels.values() for label in panel))
+    styles = dict(zip(series, _styles(series), strict=True))
+    for i, label in enumerate(series):
+        x = i * svg.WIDTH / max(len(series), 3)
+        words = {"by hand": "casts by hand"}.get(label, label)
+        parts += [mark(x + 5, 48, *styles[label]), svg.text(x + 14, 52, words)]
+    places, bottom = [], TOP + 10
+    for row in chart.rows:
+        lines = textwrap.wrap(row, LONGEST)
+        places.append(bottom + PITCH / 2 + (len(lines) - 1) * LEADING / 2)
+        for i, line in enumerate(lines):
+            y = places[-1] + 4 + (i - (len(lines) - 1) / 2) * LEADING
+            parts.append(svg.text(0, y, line, 11))
+        bottom += PITCH + (len(lines) - 1) * LEADING
+    width = (svg.WIDTH - LABELS) / len(chart.panels) - 12
+    for i, (title, panel) in enumerate(chart.panels.items()):
+        left = LABELS + i * (width + 12)
+
+        def across(ratio, left=left):
+            return left + ratio / (1.05 * max(most, 1)) * width
+
+        parts.append(svg.text(left, TOP - 14, title, weight="bold"))
+        for tick, dashed in ((0, False), (0.5, True), (1, False)):
+            x = across(tick)
+            parts.append(svg.text(x, TOP + 2, f"{tick:g}x", 10, "start" if tick == 0 else "middle"))
+            parts.append(svg.line(x, TOP + 7, x, bottom, dashed=dashed))
+        for place in places:
+            parts.append(_guide(left, place, width))
+        for label, ratios in panel.items():
+            for ratio, place in zip(ratios, places, strict=True):
+                if ratio is not None:
+                    parts.append(mark(across(ratio), place, *styles[label]))
+    return svg.picture(round(bottom + 4), parts)
 
 
-def _panel(ax, title, rows, series, most) -> None:
-    places = range(len(rows))
-    ax.set_title(title, loc="left", fontsize=10)
-    ax.axvline(1, color="#444444", linewidth=1)
-    ax.hlines(places, 0, most, color="#e6e6e6", linewidth=1, zorder=0)
+def mark(x: float, y: float, color: str, shape: str) -> str:
+    """Returns a mark of a series around a point."""
+    if shape == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>'
+    corners = {
+        "diamond": ((0, -5), (5, 0), (0, 5), (-5, 0)),
+        "square": ((-3.5, -3.5), (3.5, -3.5), (3.5, 3.5), (-3.5, 3.5)),
+        "triangle": ((0, -4.5), (4.5, 3.5), (-4.5, 3.5)),
+    }[shape]
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    return f'<polygon points="{points}" fill="{color}"/>'
+
+
+def _guide(left: float, y: float, width: float) -> str:
+    """Returns the faint line on which the marks of a row are."""
+    return (
+        f'<line x1="{left:.1f}" y1="{y:.1f}" x2="{left + width:.1f}" y2="{y:.1f}" '
+        f'stroke="{svg.GREY}" stroke-opacity="0.35"/>'
+    )
+
+
+def _styles(series):
     others = itertools.cycle(OTHERS)
-    for label, ratios in series.items():
-        colour, marker = STYLES.get(label) or next(others)
-        known = [(ratio, place) for ratio, place in zip(ratios, places, strict=True) if ratio]
-        ax.plot(
-            *zip(*known, strict=True) if known else ([], []),
-            marker,
-            color=colour,
-            markersize=6,
-            alpha=0.85,
-            label=label,
-            clip_on=False,
-        )
-    ax.set_yticks(places, rows)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.xaxis.set_major_formatter("{x:g}x")
-    ax.tick_params(axis="y", length=0)
+    return [STYLES.get(label) or next(others) for label in series]

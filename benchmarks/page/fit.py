@@ -5,17 +5,16 @@ from typing import Any
 from benchmarks import gate
 from benchmarks.fit import JUDGED, LAYERS, frontier, place
 from benchmarks.models import TITLES
-from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table
 from benchmarks.results import FAILED
 
 NOTE = """Memory of the whole step and its roofline, relative to the policy as given; **bold** is on
-the frontier. `jax.checkpoint` is around the whole loss, or around each layer where that is said.
+the frontier. `jax.checkpoint` wraps the whole loss, or each layer where the row says so.
 """
 
 
-def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the table. There are no charts."""
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
+    """Returns the table."""
     rows = []
     for case in (*gate.CASES, LAYERS):  # whole models would make a table of a hundred rows
         found = stored["cases"].get(case, {})
@@ -27,7 +26,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
             took, lasts = place(settings[name])
             shown = f"**{name}**" if name in best else name
             rows.append((titled(case), shown, f"{took / memory:.2f}x", f"{lasts / ms:.2f}x"))
-    return f"{table(['model', 'setting', 'memory', 'roofline'], rows)}\n{NOTE}", {}
+    return f"{table(['model', 'setting', 'memory', 'roofline'], rows)}\n{NOTE}"
 
 
 def titled(case: str) -> str:

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from benchmarks.page.charts import Chart
-from benchmarks.page.tables import above, shortfalls, table, written
+from benchmarks.page.tables import UNKNOWN, above, shortfalls, table, written
 from benchmarks.results import FAILED, SKIPPED
 
 OURS = ("autocast", "mpjax")
 
 
-def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
     """Returns a table of all ratios, and one of the rows without ``ratios``.
 
     A ratio is a number, or has a ``median`` and ``quartiles``; its name is "ours / theirs".
@@ -25,7 +24,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
                 ours = name.startswith(OURS)
                 ratios.append((case, name, written(value) if ours else f"{value:.2f}x", spread))
                 if ours and above(value):
-                    cause = causes.get(case, {}).get(name, "not known")
+                    cause = causes.get(case, {}).get(name, UNKNOWN)
                     short.append((case, name, value, cause))
             if "ratios" not in row:
                 others.append((case, rival, _words(row)))
@@ -34,7 +33,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
         text += "\n" + shortfalls(short)
     if others:
         text += "\n" + table(("case", "row", "figures"), others)
-    return text, {}
+    return text
 
 
 def _words(row: dict[str, Any]) -> str:

@@ -1,19 +1,59 @@
-"""Markdown tables and the text of ratios."""
+"""Markdown tables, the text of ratios, and the names of what is measured."""
 
+import re
 from collections.abc import Iterable
 from statistics import geometric_mean
 
 Cell = str | None
-# Whether a goal is met.
-MET = {None: "not measured", True: "met", False: "**not met**"}
+UNKNOWN = "not known"
+# What takes the place of the names of the results' files, in this order.
+NAMES = (
+    (r"\bbyte_gpt\b", "byte-level GPT"),
+    (r"\bdigits_cnn\b", "digits CNN"),
+    (r"\bbits_per_byte\b", "bits per byte"),
+    (r"\bheld_out_loss\b", "held-out loss"),
+    (r"\bheld out\b", "held-out loss"),
+    (r"\bgpt2\b", "GPT-2"),
+    (r"\bresnet(\d+)\b", r"ResNet-\1"),
+    (r"\blstm\b", "LSTM"),
+    (r"\bvit\b", "ViT"),
+    (r"\bbert\b", "BERT"),
+    (r"\bmoe\b", "MoE"),
+    (r"\bode (\d+)\b", r"neural ODE, \1 steps"),
+    (r"\bgate a (select|branch)\b", r"finite check by \1"),
+    (r"\bno gate\b", "no finite check"),
+    (r", boundary\b", ", casts as jmp"),
+    (r"\bhalf (scores|softmax)\b", r"16-bit \1"),
+    (r",? (lean|8bit|0\.\d+|0)\b", r", storage=\1"),
+    (r"\bmpjax fused\b", "mpjax, fused attention"),
+    (r", fused$", ", fused attention"),
+    (r", mib$", ", memory"),
+    (r", seconds$", ", time"),
+    (r", compile_s$", ", compile time"),
+    (r", calls$", ", Python calls"),
+    (r"^1 devices$", "1 device"),
+    (r"\bbytes sent of\b", "bytes sent by"),
+)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[Cell]]) -> str:
-    """Returns a table whose first column is text. The other columns are figures."""
+    """Returns a table whose first column is text. The other columns are numbers."""
     header = list(header)
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     lines += [["-" if cell is None else cell for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def prose(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table whose columns are all text."""
+    return re.sub("---:", "---", table(header, rows), count=len(list(header)))
+
+
+def shown(name: str) -> str:
+    """Returns the name of what is measured as readers see it."""
+    for pattern, words in NAMES:
+        name = re.sub(pattern, words, name)
+    return name
 
 
 def above(ratio: float | None) -> bool:
@@ -33,11 +73,16 @@ def mean(ratios: Iterable[float | None]) -> float | None:
     return geometric_mean(known) if known else None
 
 
-def shortfalls(found: Iterable[tuple[str, str, float, str]]) -> str:
-    """Returns the table of ratios above 1.00x: case, figure, ratio, cause."""
-    rows = [(case, figure, written(ratio), cause) for case, figure, ratio, cause in found]
-    if not rows:
+def shortfalls(found: Iterable[tuple[str, str, float, str | list[str]]]) -> str:
+    """Returns the table of ratios above 1.00x, from the case, the figure, the ratio and its causes.
+
+    Figures of a case with the same causes are in one row.
+    """
+    merged: dict[tuple[str, str], list[str]] = {}
+    for case, figure, ratio, causes in found:
+        labels = causes if isinstance(causes, str) else ", ".join(causes)
+        merged.setdefault((case, labels), []).append(f"{figure} {written(ratio)}")
+    if not merged:
         return "Nothing is above 1.00x.\n"
-    lines = ["| above 1.00x | figure | ratio | cause |", "| --- | --- | ---: | --- |"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
+    rows = [(case, ", ".join(figures), labels) for (case, labels), figures in merged.items()]
+    return prose(("above 1.00x", "ratios", "cause"), rows)

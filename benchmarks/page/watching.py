@@ -2,20 +2,19 @@
 
 from typing import Any
 
-from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table
 
-NOTE = """Bytes that a step moves, its temporary memory and the time that it takes to compile, all
-relative to the same step without watching.
+NOTE = """Bytes moved by a step, its temporary memory and its compile time, relative to the same
+step without watching.
 """
 
 
-def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the table. There are no charts."""
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
+    """Returns the table."""
     rows = []
     for model, found in stored["cases"].items():
         base = next(iter(found.values()))["seconds"]
         for name, row in found.items():
             ratios = row["bytes"], row["temp"], row["seconds"] / base
             rows.append((model, name, *(f"{ratio:.2f}x" for ratio in ratios)))
-    return f"{table(['model', 'step', 'moved', 'temp', 'compiling'], rows)}\n{NOTE}", {}
+    return f"{table(['model', 'step', 'bytes moved', 'memory', 'compile time'], rows)}\n{NOTE}"

@@ -3,20 +3,19 @@
 from typing import Any
 
 from benchmarks import weights
-from benchmarks.page.charts import Chart
 from benchmarks.page.tables import table
 
-NOTE = """Bytes kept: parameters and optimizer state, in bytes per weight of GPT-2 355M under AdamW.
-Bytes moved: by the optimizer's part of a step on an H100, relative to optax.adamw on float32
+NOTE = """Bytes stored: parameters and optimizer state, in bytes per weight of GPT-2 355M under
+AdamW. Bytes moved: by the optimizer's part of a step on an H100, relative to optax.adamw on float32
 weights. Temporary memory: of the whole step, relative to float32. The other columns are a model's
-held-out figure, the mean over three seeds; less is better. The range of float32 is in parentheses,
-and figures above it are **bold**. Under O3, losses come out in bfloat16: in steps of 1/64 around 3
-and of 1/32 around 6.
+held-out result, the mean over three seeds; lower is better. The range of float32 is in parentheses,
+and results above it are **bold**. Under O3, losses are returned in bfloat16: in steps of 1/64
+around 3 and of 1/32 around 6.
 """
 
 
-def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[str, Chart]]:
-    """Returns the table. There are no charts."""
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
+    """Returns the table."""
     cases = stored["cases"]
     update, step = cases.get("update", {}), cases.get("step", {})
     base, whole = update.get(weights.REFERENCE), step.get(weights.REFERENCE)
@@ -25,7 +24,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
     for model, name, row in weights.verdicts(cases.get("quality", {})):
         found.setdefault(name, {})[model] = row
         spreads[model] = "{:.3f} to {:.3f}".format(*row["float32"])
-    header = ["what is kept", "policy", "bytes kept", "bytes moved", "temporary memory"]
+    header = ["weights and moments", "policy", "bytes stored", "bytes moved", "temporary memory"]
     header += [f"{model} ({spread})" for model, spread in spreads.items()]
 
     def cells(name):
@@ -41,4 +40,4 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> tuple[str, dict[s
                 yield f"{row['mean']:.3f}" if row["no_worse"] else f"**{row['mean']:.3f}**"
 
     rows = [(name, f"`{policy}`", *cells(name)) for name, policy in weights.KEPT.items()]
-    return f"{table(header, rows)}\n{NOTE}", {}
+    return f"{table(header, rows)}\n{NOTE}"

@@ -22,6 +22,7 @@ INK = "#010203"  # replaced by the color of the page's text
 # Without this metadata, which holds a date and a version, each build gives the same bytes.
 NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 SCALES = re.compile(r"(loss_)?scale\b")
+COINCIDE = "The curves coincide."
 
 
 def names(runs: dict) -> list[str]:
@@ -36,6 +37,39 @@ def names(runs: dict) -> list[str]:
 
 def alt(runs: dict) -> str:
     return f"Curves of {names(runs)[0]} under {', '.join(runs)}"
+
+
+def short(row: str) -> str:
+    """Writes the names of policies as a card has room for."""
+    row = re.sub(r"mixed_(\w+),", r"\1 with ", row)
+    return row.replace("mixed_", "").replace(" --loss-scale none", " without a loss scale")
+
+
+def seen(runs: dict) -> str:
+    """Says which of the first curves coincide with that of float32, and which do not.
+
+    They do if they differ on average by less than 1% of the picture's height; and they vary like
+    another seed if they differ by about as much as the seeds of float32 do.
+    """
+    (_, of_float32), *others = runs.items()
+    name = names(runs)[0]
+    length = min(len(seeds[0]["curves"][name]) for seeds in runs.values())
+    seeds = np.array([run["curves"][name][:length] for run in of_float32], float)
+    near, far = 0.01 * np.ptp(seeds[0]), 1.5 * np.ptp(seeds, 0).mean()
+    away = {
+        short(row): np.abs(np.array(run["curves"][name][:length], float) - seeds[0]).mean()
+        for row, (run, *_) in others
+    }
+    fails = [row for row, by in away.items() if by > max(near, far)]
+    varies = [row for row, by in away.items() if near < by <= far]
+    said = [f"{row} fails to converge" for row in fails]
+    if varies:
+        verb = "varies" if len(varies) == 1 else "vary"
+        said.append(f"{' and '.join(varies)} {verb} like other seeds of float32")
+    if not said:
+        return COINCIDE
+    rest = "; the others coincide" if len(fails + varies) < len(away) else ""
+    return f"{'; '.join(said)}{rest}."
 
 
 def lines(runs: dict, name: str) -> Iterator[tuple]:

@@ -4,6 +4,7 @@ Each colour has a contrast of 3:1 or more on a white and on a dark page (#14181e
 a filled box one of 4:1 or more.
 """
 
+import math
 from html import escape
 
 WIDTH = 360
@@ -14,6 +15,15 @@ def text(x, y, words, size=12, anchor="start", fill=GREY, weight="normal"):
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}" '
         f'font-weight="{weight}">{escape(words)}</text>'
+    )
+
+
+def code(x, y, words, size=12, fill=GREY):
+    """A line of code, as wide in every font: a character is 0.6 of its height."""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" xml:space="preserve" '
+        f'font-family="ui-monospace, monospace" textLength="{0.6 * size * len(words):.1f}" '
+        f'lengthAdjust="spacingAndGlyphs">{escape(words)}</text>'
     )
 
 
@@ -38,6 +48,34 @@ def line(x1, y1, x2, y2, arrow=False, stroke=GREY, dashed=False):
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" '
         f'stroke-width="1.5"{end}{dashes}/>'
+    )
+
+
+def curve(points, stroke, width=1.5, ground=None):
+    """A line through points. With the height of the ground, what is below it is tinted."""
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    drawn = f'<polyline points="{places}" fill="none" stroke="{stroke}" stroke-width="{width}"/>'
+    if ground is None:
+        return drawn
+    (left, _), *_, (right, _) = points
+    corners = f"{left:.1f},{ground:.1f} {places} {right:.1f},{ground:.1f}"
+    return f'<polygon points="{corners}" fill="{stroke}" fill-opacity="0.25"/>' + drawn
+
+
+def arc(middle, radius, first, last, stroke, width):
+    """An arrow along a circle, clockwise between two angles, with a head at its middle."""
+
+    def at(angle, distance=radius):
+        x, y = middle
+        return f"{x + distance * math.cos(angle):.1f} {y + distance * math.sin(angle):.1f}"
+
+    half, head = (first + last) / 2, (width / 2 + 3, 4 / radius + width / 4 / radius)
+    side, length = head
+    return (
+        f'<path d="M{at(first)} A{radius} {radius} 0 0 1 {at(last)}" fill="none" '
+        f'stroke="{stroke}" stroke-width="{width:.1f}"/>'
+        f'<path d="M{at(half - length, radius + side)} L{at(half + length)} '
+        f'L{at(half - length, radius - side)} z" fill="{stroke}"/>'
     )
 
 

@@ -10,7 +10,8 @@ from benchmarks.models import MODELS
 from benchmarks.on_gpu import cases, energy, flops, goals, memory, quality, worker
 from benchmarks.on_gpu.repository_tests import ALL, counted
 from benchmarks.on_gpu.statistics import faster, not_slower, paired_ratio, quotient
-from benchmarks.page.gpu import section
+from benchmarks.page.gpu import headline, section
+from benchmarks.page.gpu import judged as judged_on_page
 
 
 def ratio(median, low=None, high=None):
@@ -156,15 +157,46 @@ def test_gpu_page_shows_ratios_and_what_is_above_one():
         "by hand": {"ratios": {"mpjax / by hand": ratio(1.2, 1.1, 1.3)}},
         "jmp": {"failed": "x"},
     }
-    text, charts = section({"cases": {"speed gpt2": rows}}, {})
-    assert "| by hand | **1.20x** (1.10 to 1.30) | - | - | - |  |" in text and "failed: x" in text
-    assert "| GPT-2 124M | mpjax / by hand | **1.20x** | not known |" in text and not charts
+    text = section({"cases": {"speed gpt2": rows}}, {})
+    assert "| by hand | - | - | **1.20x** (1.10 to 1.30) |" in text and "jmp: failed: x." in text
+    assert "| GPT-2 124M | mpjax / by hand **1.20x** | not known |" in text
     ratios = {"predicted_over_peak": 0.99, "predicted_over_gb": 1.0}
     row = {"predicted": {}, **ratios, "memory_ms": 9, "compute_ms": 3}
     timed = {"mpjax": {"ms": 12, "mfu": 0.4}}
-    text, _ = section({"cases": {"memory bert": {"mpjax": row}, "speed bert": timed}}, {})
+    text = section({"cases": {"memory bert": {"mpjax": row}, "speed bert": timed}}, {})
     assert "| BERT-base, mpjax | 0.990 | - | 1.000 | 0.75 |" in text
-    assert "| mpjax | - | - | 12.0 | 40.0% |  |" in text
+    assert "| mpjax | 12.0 ms | 40.0% |" in text
+
+
+def test_gpu_headline_has_the_models_that_were_timed_with_both_rivals():
+    both = {"float32, TF32": 0.5, "by hand": 0.8}
+    rows = {name: {"ratios": {f"mpjax / {name}": ratio(value)}} for name, value in both.items()}
+    cases = {"speed gpt2": rows, "speed bert": {"by hand": rows["by hand"]}}
+    said = (
+        "Timed on one X, a step of GPT-2 124M takes 0.50x the time of float32 (TF32) and 0.80x the"
+    )
+    assert headline({"device": "X", "cases": cases}).startswith(said)
+    assert headline({"device": "X", "cases": {}}) == ""
+
+
+def test_gpu_goals_on_the_page_say_which_model_and_what_is_measured():
+    rows = {
+        "speed gpt2": {"by hand": {"ratios": {"mpjax / by hand": ratio(0.9)}}},
+        "speed resnet50": {"float32": {"ratios": {"mpjax / float32": ratio(0.5)}}},
+        "memory bert": {"mpjax lean": {"predicted_over_peak": 0.85}},
+    }
+    found = {(goal.kind, goal.of): goal for goal in judged_on_page({"cases": rows})}
+    kind = "time of a step relative to casts by hand"
+    assert found[kind, "GPT-2 124M"].met and found[kind, "BERT-base"].met is None
+    assert found[f"{kind}, both with fused attention", "GPT-2 124M"].sense == "<="
+    slow = found["time of a step relative to float32", "ResNet-50"]
+    assert slow.bound == 1 / 2.2 and slow.interval == (0.5, 0.5) and not slow.met
+    memory = "predicted memory as a share of the peak", "BERT-base, mpjax, storage=lean"
+    assert found[memory].bounds == (0.9, 1.1) and not found[memory].met
+    assert found["share of the bfloat16 peak", "GPT-2 355M"].sense == ">="
+    assert found["failing tests of this repository", ""].met is None
+    held_out = "held-out result no worse than float32", "mixed_float16, bits per byte"
+    assert not found[held_out].same and found[held_out].bounds == ()
 
 
 def test_counted_reads_a_junit_report():

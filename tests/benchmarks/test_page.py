@@ -1,24 +1,27 @@
-"""docs/performance.md is what the results give, and its tables and charts say what they hold."""
+"""The pages of results are what the results give, and say what these contain."""
 
 import json
+import re
+import tomllib
 
 import pytest
 
 from benchmarks import RESULTS, SUITES
+from benchmarks import page as pages
 from benchmarks.aot import CASES
-from benchmarks.page import PAGE, PICTURES, TABLES, TITLES, aot, filled_pages, gpu, plain, render
+from benchmarks.page import PAGE, PICTURES, SUMMARY, TABLES, TITLES, aot, filled_pages, gpu, plain
 from benchmarks.page.aot import section
-from benchmarks.page.charts import Chart, draw, is_drawn
-from benchmarks.page.tables import above, mean, table, written
+from benchmarks.page.charts import STYLES, Chart, drawn, svg
+from benchmarks.page.goals import RANGE, Goal, every, summary, unmeasured
+from benchmarks.page.tables import above, mean, shortfalls, shown, table, written
 
 ADVICE = "python -m benchmarks --page"
 
 
-def test_committed_performance_page_is_what_the_results_give():
-    text, charts = render()
-    assert PAGE.read_text() == text, ADVICE
-    for name, chart in charts.items():
-        assert is_drawn(chart, PICTURES / f"{name}.svg"), ADVICE
+def test_committed_pages_and_charts_are_what_the_results_give():
+    assert PAGE.read_text() == pages.render(), ADVICE
+    for name, chart in pages.charts().items():
+        assert (PICTURES / f"{name}.svg").read_text() == drawn(chart), ADVICE
     for page, filled in filled_pages().items():
         assert page.read_text() == filled, ADVICE
 
@@ -27,9 +30,30 @@ def test_every_suite_but_the_gate_has_a_section():
     assert {*TITLES, *TABLES} == set(SUITES) - {"gate"}
 
 
-def test_performance_page_without_results_says_not_measured(tmp_path):
-    text, charts = render(tmp_path)
-    assert text.count("Not measured.") == len(TITLES) and not charts
+def test_pages_without_results_say_not_measured(tmp_path):
+    assert pages.render(tmp_path).count("Not measured.") == len(TITLES)
+    assert not pages.charts(tmp_path)
+    filled = filled_pages(tmp_path)
+    assert {*filled} == {SUMMARY, *(SUMMARY.parent / f"{page}.md" for page in TABLES.values())}
+    assert all("Not measured." in text for text in filled.values())
+
+
+def test_the_summary_is_short_and_begins_with_what_was_not_measured():
+    lines = SUMMARY.read_text().splitlines()
+    assert len(lines) <= 100
+    assert next(line for line in lines if line.startswith("## ")) == "## What was not measured"
+    assert sum(line.startswith("![") for line in lines) == len(pages.charts()) == 3
+
+
+def test_every_cause_is_described_and_used():
+    causes = tomllib.loads(pages.CAUSES.read_text())
+    described = {*causes.pop("causes")}
+    cases = [case for suite in causes.values() for case in suite.values()]
+    used = {label for case in cases for labels in case.values() for label in labels}
+    assert used == described
+    text = PAGE.read_text()
+    listed = re.findall(r"^\| ([^|]*) \|", text.rpartition("## Causes")[2], re.MULTILINE)
+    assert {*listed[2:]} <= described and "float32 scores" in listed
 
 
 def row(**figures):
@@ -48,20 +72,20 @@ STORED = {
 
 
 def test_performance_page_marks_ratios_above_one_with_their_cause():
-    text, _ = section(STORED, {"mamba": {"temp_mib": "slices are padded"}})
+    text = section(STORED, {"mamba": {"temp_mib": ["padding"]}})
     assert "| Mamba | 106 MiB | **1.06x** | 1.00x | 1.00x | 0 (2) |" in text
-    assert "| Mamba, H100 | memory | **1.06x** | slices are padded |" in text
-    text, _ = section(STORED, {})
-    assert "| Mamba, H100 | memory | **1.06x** | not known |" in text
+    assert "| Mamba, H100 | memory **1.06x** | padding |" in text
+    assert "| Mamba, H100 | memory **1.06x** | not known |" in section(STORED, {})
 
 
 def test_performance_page_shows_failures_and_ratios_of_known_rows():
-    text, charts = section(STORED, {})
-    assert "| h100/vit | by hand | CompileError: no tiles |" in text
+    text, charts = section(STORED, {}), aot.charts(STORED)
+    assert "| ViT-B/16, H100 | by hand | CompileError: no tiles |" in text
     assert "geometric mean of 2 models | <= 0.75x | 1.03x | **not met** |" in text
-    assert "bytes relative to casts by hand, H100: models above 1.00x | <= 0 | 0 | met |" in text
-    assert "| largest batch relative to float32, ResNet-50, V100 | >= 1.56x | 2.00x | met |" in text
-    assert "| largest batch relative to float32, BERT-base, A100 40 GB | >= 2.25x | - | not" in text
+    assert "bytes relative to casts by hand, models above 1.00x | <= 0 | 0 | met |" in text
+    assert "| largest batch relative to float32: ResNet-50, V100 | >= 1.56x | 2.00x | met |" in text
+    left = [goal.of for goal in aot.goals(STORED) if goal.met is None]
+    assert "BERT-base, A100 40 GB" in left and "ResNet-50, V100" in left  # of 8-bit storage
     assert charts["aot_by_hand"].rows == ("GPT-2 124M", "Mamba")
     assert charts["aot_float32"].rows == ("GPT-2 124M",)
 
@@ -72,10 +96,10 @@ def test_a_suite_without_a_section_of_its_own_shows_its_ratios():
         "by hand / float32": 1.5,
     }
     cases = {"gpt2": {"steps": {"ratios": ratios}, "jmp": {"skipped": "not installed"}}}
-    text, _ = plain.section({"cases": cases}, {"gpt2": {"autocast / by hand": "an extra copy"}})
+    text = plain.section({"cases": cases}, {"gpt2": {"autocast / by hand": "an extra copy"}})
     assert "| gpt2 | autocast / by hand | **1.25x** | 1.20 to 1.30 |" in text
     assert "| gpt2 | by hand / float32 | 1.50x | - |" in text
-    assert "| gpt2 | autocast / by hand | **1.25x** | an extra copy |" in text
+    assert "| gpt2 | autocast / by hand **1.25x** | an extra copy |" in text
     assert "skipped: not installed" in text
 
 
@@ -85,16 +109,67 @@ def test_table_and_written_format_ratios():
     assert not above(None) and mean([]) is None and mean([2.0, None, 8.0]) == pytest.approx(4)
 
 
-def test_a_chart_is_the_same_bytes_each_time(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_names_of_the_results_are_shown_in_words():
+    names = {
+        "autocast, lean, chunked loss": "autocast, storage=lean, chunked loss",
+        "mpjax 0.5": "mpjax, storage=0.5",
+        "mpjax 0, chunked loss, fused": "mpjax, storage=0, chunked loss, fused attention",
+        "mpjax fused": "mpjax, fused attention",
+        "build_train_step, gate a select": "build_train_step, finite check by select",
+        "autocast / float32, compile_s": "autocast / float32, compile time",
+        "gpt2, width 512": "GPT-2, width 512",
+        "MLP, 3 layers of width 2048, batch 8": "MLP, 3 layers of width 2048, batch 8",
+        "digits_cnn, held_out_loss, O2:float16": "digits CNN, held-out loss, O2:float16",
+    }
+    assert {name: shown(name) for name in names} == names
+
+
+def test_ratios_above_one_with_the_same_causes_share_a_row():
+    found = [("a", "x", 1.2, ["one", "two"]), ("a", "y", 1.3, ["one", "two"]), ("a", "z", 2, "one")]
+    assert "| a | x **1.20x**, y **1.30x** | one, two |\n| a | z **2.00x** | one |" in shortfalls(
+        found
+    )
+    assert shortfalls([]) == "Nothing is above 1.00x.\n"
+
+
+GOALS = [
+    Goal("time", "one", "<=", 1.0, 0.5, True, interval=(0.4, 0.6)),
+    Goal("time", "two", "<=", 0.8, 0.9, False, sure=False),
+    Goal("time", "three, small", "<=", 1.0, None, None),
+    Goal("models", "", "<=", 0, 1, False),
+    Goal("loss", "one", RANGE, (1.0, 2.0), 1.5, True, "", same=False),
+    Goal("loss", "two", RANGE, (10.0, 20.0), 15.0, True, "", same=False),
+    Goal("loss", "none", RANGE, None, None, None, "", same=False),
+]
+
+
+def test_goals_are_listed_and_summed_up_by_kind():
+    assert every(GOALS).splitlines()[2:] == [
+        "| time: one | <= 1.00x | 0.50x (0.40x to 0.60x) | met |",
+        "| time: two | <= 0.80x | 0.90x | **not met**, within noise |",
+        "| models | <= 0 | 1 | **not met** |",
+        "| loss: one | 1 to 2 | 1.5 | met |",
+        "| loss: two | 10 to 20 | 15 | met |",
+    ]
+    assert summary([("CPU", GOALS)]).splitlines()[2:] == [
+        "| CPU: time | <= 0.80x to 1.00x | 0.50x to 0.90x | **1 of 2** met, not two |",
+        "| CPU: models | <= 0 | 1 | **not met** |",
+        "| CPU: loss | the range of float32's seeds | - | 2 of 2 met |",
+    ]
+    assert "| CPU: time: one |" in summary([("CPU", GOALS[:1])])
+    assert unmeasured(GOALS) == "- time: three\n- loss: none\n"
+
+
+def test_a_chart_has_a_mark_for_each_ratio_in_colors_of_both_themes():
     series = {"autocast": (0.5, 1.2), "by hand": (None, 1.0)}
-    chart = Chart("Title", ("one", "two"), {"memory": series, "bytes": series}, "Dots")
-    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
-    draw(chart, first)
-    draw(chart, second)
-    assert first.read_bytes() == second.read_bytes() and is_drawn(chart, first)
-    other = Chart("Title", ("one", "two"), {"memory": series}, "Dots")
-    assert not is_drawn(other, first)
+    rows = ("one", "a label that does not fit into one line")
+    chart = Chart("Title", "relative to x", rows, {"memory": series, "bytes": series}, "Dots")
+    text = drawn(chart)
+    assert text == drawn(chart) and "relative to x; lower is better" in text
+    assert text.count("<circle") == 2 * 2 + 1 and text.count("<polygon") == 2 + 1  # and the legend
+    assert len(re.findall(">a label that does not|>into one line", text)) >= 1
+    assert {*re.findall("#[0-9a-f]{6}", text)} == {svg.GREY, STYLES["autocast"][0], svg.ORANGE}
+    assert "background" not in text and "<rect" not in text
 
 
 def test_shown_results_have_command_device_versions_and_date():
@@ -116,16 +191,18 @@ def test_readme_figures_are_what_the_results_give():
         for part in parts
         for row in json.loads((RESULTS / f"{suite}.json").read_text())["cases"][part].values()
     ]
-    said = f"Tracing takes [{min(found):.1f}x to {max(found):.1f}x](docs/performance.md#tracing)"
+    page = "docs/performance_tables.md#tracing-and-compile-time"
+    said = f"Tracing takes [{min(found):.1f}x to {max(found):.1f}x]({page})"
     assert said in readme, said
 
 
-def test_performance_page_has_the_overview_picture_and_the_means():
-    cases = json.loads((RESULTS / "aot.json").read_text())["cases"]
-    text, charts = aot.section({"cases": cases}, {})
-    assert f"Over {len(CASES)} models, a step on an H100 takes" in text
-    assert aot.headline(cases) in text
-    assert f"![{charts['overview'].alt}](pictures/overview.svg)" in text
+def test_the_summary_has_the_pictures_and_the_means():
+    stored = json.loads((RESULTS / "aot.json").read_text())
+    text = SUMMARY.read_text()
+    assert f"steps of {len(CASES)} models need" in text and aot.headline(stored["cases"]) in text
+    assert aot.less(0.554) == "45% less" and aot.less(1.1) == "10% more"
+    for name, chart in aot.charts(stored).items():
+        assert f"![{chart.alt}](pictures/{name}.svg)" in text
 
 
 DEVICES = {"H100": "h100", "A100": "a100-80", "B200": "b200", "V100": "v100", "TPU v5e": "v5e"}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif("SITE" not in os.environ, reason="SITE does not 
 FOUND = (path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
 PAGES = sorted(page for page in FOUND if not page.startswith("_static/"))
 SAMPLE = (
-    *("index", "quickstart", "lint", "gallery/index", "gallery/lstm"),
+    *("index", "quickstart", "lint", "examples", "gallery/lstm"),
     *("api/index", "api/loss_scales", "api/command_line"),
 )
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
