@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
-from mpjax._src.autocast.choice import Part, choose, live
+from mpjax._src.autocast.choice import Part, choose, live, stored_bytes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -303,6 +303,8 @@ def _pick(
     linked, stands_for = chains.links(flow), analysis.marks.stands_for
     chosen = FINDERS[by](flow, replaced, linked)
     chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
+    if by in (LEAN, CODED, AGAIN):
+        chosen = _that_keep_less(chosen, flow, alive)
     taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
     more = chains.islands(links, flow) if by in (FAST, PEEPHOLES, LINEAR) else []
@@ -333,6 +335,25 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
     units = in_order(ops, [island.ops for island in islands]) if islands else None
     around = {op: island for island in islands for op in island.ops}
     return [around.get(unit[0], unit[0]) for unit in units] if units else None
+
+
+def _that_keep_less(chosen: list[Island], flow: Flow, alive: Collection[Value]) -> list[Island]:
+    """Returns islands without those that keep more bytes than their operations would.
+
+    An island keeps its large inputs in half, and its results where a derivative reads them. Its
+    operations keep such inputs in float32, but results may be computed again.
+    """
+    others = [i for i in chosen if not isinstance(i, Recomputed)]
+    if len(others) == len(chosen):
+        return chosen
+    steps, results = _in_steps(flow.ops, others) or flow.ops, flow.block.outvars
+    apart = choose(flow.analysis, Part(live(steps, results), results, alive, flow.block.in_loop))
+
+    def keeps_less(island: Recomputed) -> bool:
+        saved = sum(stored_bytes(flow.analysis, v) // 2 for v in apart.kept & island.rounded)
+        return saved > sum(stored_bytes(flow.analysis, v) for v in apart.again.intersection(island.outs))
+
+    return [i for i in chosen if not isinstance(i, Recomputed) or keeps_less(i)]
 
 
 # ---- which steps --------------------------------------------------------------------------------
