@@ -22,7 +22,7 @@ its result is flexible.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
@@ -38,7 +38,7 @@ from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.scans import recurrences
-from mpjax._src.autocast.schedule import in_order
+from mpjax._src.autocast.schedule import in_order, needs
 from mpjax._src.autocast.shifts import sum_at_once
 from mpjax._src.autocast.steps import (
     Attention,
@@ -347,11 +347,23 @@ def _that_keep_less(chosen: list[Island], flow: Flow, alive: Collection[Value]) 
     if len(others) == len(chosen):
         return chosen
     steps, results = _in_steps(flow.ops, others) or flow.ops, flow.block.outvars
-    apart = choose(flow.analysis, Part(live(steps, results), results, alive, flow.block.in_loop))
+    part = Part(live(steps, results), results, alive, flow.block.in_loop)
+    apart = choose(flow.analysis, part)
+    readers: dict[Value, set[Step]] = {}
+    for step in part.steps:
+        inputs = () if apart.again.isdisjoint(step.outs) else step.ins
+        for value in (*needs(flow.analysis, step), *inputs):
+            readers.setdefault(value, set()).add(step)
+
+    def size(values: Iterable[Value]) -> int:
+        return sum(stored_bytes(flow.analysis, v) for v in values)
 
     def keeps_less(island: Recomputed) -> bool:
-        saved = sum(stored_bytes(flow.analysis, v) // 2 for v in apart.kept & island.rounded)
-        return saved > sum(stored_bytes(flow.analysis, v) for v in apart.again.intersection(island.outs))
+        kept = size(island.rounded) // 2 + size(
+            v for v in island.outs if readers.get(v, set()).difference(island.ops)
+        )
+        inside = {v for op in island.ops for v in op.outs}
+        return kept < size(apart.kept & (inside | island.rounded))
 
     return [i for i in chosen if not isinstance(i, Recomputed) or keeps_less(i)]
 
