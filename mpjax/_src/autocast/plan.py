@@ -32,7 +32,7 @@ from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.flow import Flow, flow_of
+from mpjax._src.autocast.flow import FAR_SMALLER, Flow, flow_of
 from mpjax._src.autocast.islands import groups, islands, leave_small
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
@@ -337,35 +337,47 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
     return [around.get(unit[0], unit[0]) for unit in units] if units else None
 
 
-def _that_keep_less(chosen: list[Island], flow: Flow, alive: Collection[Value]) -> list[Island]:
+def _that_keep_less(islands: list[Island], flow: Flow, alive: Collection[Value]) -> list[Island]:
     """Returns islands without those that keep more bytes than their operations would.
 
     An island keeps its large inputs in half, and its results where a derivative reads them. Its
-    operations keep such inputs in float32, but results may be computed again.
+    operations keep such inputs in float32, or what they are computed from, but results may be
+    computed again. An island must save an eighth: what only small values decide is a tie.
     """
-    others = [i for i in chosen if not isinstance(i, Recomputed)]
-    if len(others) == len(chosen):
-        return chosen
-    steps, results = _in_steps(flow.ops, others) or flow.ops, flow.block.outvars
-    part = Part(live(steps, results), results, alive, flow.block.in_loop)
-    apart = choose(flow.analysis, part)
+    others = [i for i in islands if not isinstance(i, Recomputed)]
+    if len(others) == len(islands):
+        return islands
+    results = flow.block.outvars
+    steps = live(_in_steps(flow.ops, others) or flow.ops, results)
+    apart = choose(flow.analysis, Part(steps, results, alive, flow.block.in_loop))
+    producer = {v: step for step in steps for v in step.outs}
     readers: dict[Value, set[Step]] = {}
-    for step in part.steps:
-        inputs = () if apart.again.isdisjoint(step.outs) else step.ins
-        for value in (*needs(flow.analysis, step), *inputs):
+    for step in steps:
+        again = () if apart.again.isdisjoint(step.outs) else step.ins
+        for value in (*needs(flow.analysis, step), *again):
             readers.setdefault(value, set()).add(step)
+    left = {*apart.kept}  # what no island is kept instead of
 
     def size(values: Iterable[Value]) -> int:
         return sum(stored_bytes(flow.analysis, v) for v in values)
 
     def keeps_less(island: Recomputed) -> bool:
-        kept = size(island.rounded) // 2 + size(
-            v for v in island.outs if readers.get(v, set()).difference(island.ops)
+        read = [v for v in island.outs if readers.get(v, set()).difference(island.ops)]
+        sources = dict.fromkeys([*island.rounded, *(v for op in island.ops for v in op.outs)])
+        todo = [*sources]
+        while todo:
+            value = todo.pop()
+            before = producer[value].ins if value in apart.again else ()
+            todo += [v for v in before if v not in sources]
+            sources |= dict.fromkeys(before)
+        instead = left.intersection(sources)
+        saves = FAR_SMALLER * (size(island.rounded) // 2 + size(read)) <= (
+            (FAR_SMALLER - 1) * size(instead)
         )
-        inside = {v for op in island.ops for v in op.outs}
-        return kept < size(apart.kept & (inside | island.rounded))
+        left.difference_update(instead if saves else ())
+        return saves
 
-    return [i for i in chosen if not isinstance(i, Recomputed) or keeps_less(i)]
+    return [i for i in islands if not isinstance(i, Recomputed) or keeps_less(i)]
 
 
 # ---- which steps --------------------------------------------------------------------------------
