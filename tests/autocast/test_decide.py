@@ -311,6 +311,18 @@ MOVES = {
         "full",
         F32,
     ),
+    "rows written into others": (
+        lambda h: (h @ W).at[jnp.arange(2)].set(0.0) @ V,
+        "scatter",
+        "half",
+        BF16,
+    ),
+    "half and a mask, written into it": (
+        lambda h: (lambda c: (c @ V, total(c)))((h @ W).at[jnp.arange(2)].set(-3.4e38)),
+        "scatter",
+        "full",
+        F32,
+    ),
     "half and a mask": (
         lambda h: (lambda c: (c @ V, total(c)))(
             jnp.concatenate([h @ W, (h > 0).astype(jnp.float32) * -3.4e38])

@@ -228,6 +228,7 @@ CASES = {
         lambda a, b: lax.dynamic_update_slice(a, b, (np.int32(1),)),
         *(draw(5), draw(3)),
     ),
+    "scatter": (scatter(lax.scatter, ONCE), draw(5), draw(2)),
     "name": (lambda x: checkpoint_name(x, "x"), draw(5)),
     "pad": (lambda x: lax.pad(x, np.zeros((), x.dtype), ((1, 1, 0),)), draw(5)),
     "sort": (lax.sort, draw(5)),

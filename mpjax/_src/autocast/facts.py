@@ -293,7 +293,9 @@ def _is_huge(op: Op, joined: bool) -> bool:
 
 LARGEST = float(np.finfo(np.float16).max)
 BOUNDS = frozenset(["clamp", "max", "min", "reduce_max", "reduce_min"])
-MASKS = frozenset(["add", "sub", "mul", "select_n", "concatenate", "pad", "dynamic_update_slice"])
+MASKS = frozenset(
+    ["add", "sub", "mul", "select_n", "concatenate", "pad", "dynamic_update_slice", "scatter"]
+)
 
 
 def _largest(value: Value) -> float:

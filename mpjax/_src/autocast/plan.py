@@ -22,23 +22,23 @@ its result is flexible.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
-from mpjax._src.autocast.choice import Part, choose, live
+from mpjax._src.autocast.choice import Part, choose, live, stored_bytes
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
 from mpjax._src.autocast.environment import Settings
 from mpjax._src.autocast.facts import Sweep, argument
-from mpjax._src.autocast.flow import Flow, flow_of
+from mpjax._src.autocast.flow import FAR_SMALLER, Flow, flow_of
 from mpjax._src.autocast.islands import groups, islands, leave_small
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.operations import run_block
 from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.scans import recurrences
-from mpjax._src.autocast.schedule import in_order
+from mpjax._src.autocast.schedule import in_order, needs
 from mpjax._src.autocast.shifts import sum_at_once
 from mpjax._src.autocast.steps import (
     Attention,
@@ -303,6 +303,8 @@ def _pick(
     linked, stands_for = chains.links(flow), analysis.marks.stands_for
     chosen = FINDERS[by](flow, replaced, linked)
     chosen = [leave_small(i, flow) if isinstance(i, Recomputed) else i for i in chosen]
+    if by in (LEAN, CODED, AGAIN):
+        chosen = _that_keep_less(chosen, flow, alive)
     taken = {op for island in chosen for op in island.ops}
     links = [*groups(flow, taken, lambda op: stands_for.get(op, op) in linked)]
     more = chains.islands(links, flow) if by in (FAST, PEEPHOLES, LINEAR) else []
@@ -333,6 +335,49 @@ def _in_steps(ops: Sequence[Op], islands: Sequence[Island]) -> list[Step] | None
     units = in_order(ops, [island.ops for island in islands]) if islands else None
     around = {op: island for island in islands for op in island.ops}
     return [around.get(unit[0], unit[0]) for unit in units] if units else None
+
+
+def _that_keep_less(islands: list[Island], flow: Flow, alive: Collection[Value]) -> list[Island]:
+    """Returns islands without those that keep more bytes than their operations would.
+
+    An island keeps its large inputs in half, and its results where a derivative reads them. Its
+    operations keep such inputs in float32, or what they are computed from, but results may be
+    computed again. An island must save an eighth: what only small values decide is a tie.
+    """
+    others = [i for i in islands if not isinstance(i, Recomputed)]
+    if len(others) == len(islands):
+        return islands
+    results = flow.block.outvars
+    steps = live(_in_steps(flow.ops, others) or flow.ops, results)
+    apart = choose(flow.analysis, Part(steps, results, alive, flow.block.in_loop))
+    producer = {v: step for step in steps for v in step.outs}
+    readers: dict[Value, set[Step]] = {}
+    for step in steps:
+        again = () if apart.again.isdisjoint(step.outs) else step.ins
+        for value in (*needs(flow.analysis, step), *again):
+            readers.setdefault(value, set()).add(step)
+    left = {*apart.kept}  # what no island is kept instead of
+
+    def size(values: Iterable[Value]) -> int:
+        return sum(stored_bytes(flow.analysis, v) for v in values)
+
+    def keeps_less(island: Recomputed) -> bool:
+        read = [v for v in island.outs if readers.get(v, set()).difference(island.ops)]
+        sources = dict.fromkeys([*island.rounded, *(v for op in island.ops for v in op.outs)])
+        todo = [*sources]
+        while todo:
+            value = todo.pop()
+            before = producer[value].ins if value in apart.again else ()
+            todo += [v for v in before if v not in sources]
+            sources |= dict.fromkeys(before)
+        instead = left.intersection(sources)
+        saves = FAR_SMALLER * (size(island.rounded) // 2 + size(read)) <= (
+            (FAR_SMALLER - 1) * size(instead)
+        )
+        left.difference_update(instead if saves else ())
+        return saves
+
+    return [i for i in islands if not isinstance(i, Recomputed) or keeps_less(i)]
 
 
 # ---- which steps --------------------------------------------------------------------------------

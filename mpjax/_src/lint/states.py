@@ -89,7 +89,7 @@ def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 # Operations that make new state from old state, and those that write into it.
 KEEPS = rules.having(rules.STATE) | MOVES | CASTS
-WRITES = frozenset({"add", "add_any", "sub", "select_n", "dynamic_update_slice"})
+WRITES = frozenset({"add", "add_any", "sub", "select_n", "dynamic_update_slice", "scatter"})
 
 
 def is_updated(program: Program, each: Carried) -> bool:
