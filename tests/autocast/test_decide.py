@@ -177,7 +177,7 @@ def test_result_on_the_full_list_is_not_rounded_for_storage():
 # An elementwise operation beside what: computed in, and its result's kind.
 FOLLOWS = {
     "arguments": (lambda h: (h + h) @ V, "add", F32, "flexible", "follows its operands"),
-    "a half result": (lambda h: (h @ W + VECTOR) @ V, "add", BF16, "half", "half operand"),
+    "a half result": (lambda h: (h @ W + VECTOR) @ V, "add", BF16, "half", "16-bit operand"),
     "a float32 result": (
         lambda h: (jnp.square(h @ W) + h @ V) @ V,
         "add",
@@ -187,7 +187,13 @@ FOLLOWS = {
     ),
     "float32 readers": (lambda h: total(2 * (h @ W)), "mul", F32, "full", "read by float32"),
     "a caller": (lambda h: 2 * jnp.tanh(h @ W), "mul", F32, "full", "read by float32"),
-    "a small step": (lambda h: (h @ W + 0.1 * (h @ V)) @ V, "add", F32, "full", "half would lose"),
+    "a small step": (
+        lambda h: (h @ W + 0.1 * (h @ V)) @ V,
+        "add",
+        F32,
+        "full",
+        "16 bits would lose",
+    ),
     "an exponential": (
         lambda h: (lambda e: (jnp.exp(e), e @ V))(2 * (h @ W)),
         "mul",
@@ -205,9 +211,9 @@ FOLLOWS = {
     "a number too large": (lambda h: (h @ W * 3.4e38) @ V, "mul", F32, "full", "constant 3.4e+38"),
     "a number that vanishes": (lambda h: (h @ W + 1e-42) @ V, "add", F32, "full", "constant 1"),
     "a number next to one": (lambda h: (h @ W * 0.999) @ V, "mul", F32, "full", "constant 0.999"),
-    "one": (lambda h: (h @ W * 1.0) @ V, "mul", BF16, "half", "half operand"),
-    "nought": (lambda h: (h @ W * 0.0) @ V, "mul", BF16, "half", "half operand"),
-    "infinity": (lambda h: (h @ W + np.inf) @ V, "add", BF16, "half", "half operand"),
+    "one": (lambda h: (h @ W * 1.0) @ V, "mul", BF16, "half", "16-bit operand"),
+    "nought": (lambda h: (h @ W * 0.0) @ V, "mul", BF16, "half", "16-bit operand"),
+    "infinity": (lambda h: (h @ W + np.inf) @ V, "add", BF16, "half", "16-bit operand"),
     "integers": (
         lambda h: (jnp.arange(16) * 2 + 1).astype(jnp.float32) * h,
         "mul",

@@ -60,7 +60,7 @@ def test_half_dtype_takes_the_name_of_a_device(name, half):
 @pytest.mark.parametrize("name", ["k40", "k80", "m40", "m60"])
 def test_cards_before_half_say_why(name):
     reason = devices.device_facts(name).reason
-    assert "compute capability" in reason and reason.endswith("tensor cores for no half dtype")
+    assert "compute capability" in reason and reason.endswith("no 16-bit dtype")
 
 
 @pytest.mark.parametrize(

@@ -273,4 +273,4 @@ def test_a_notebook_gets_a_frame_of_its_own(opened, explained):
 def test_without_a_script_the_page_still_tells(opened, explained):
     page = opened(explained.to_html(), java_script_enabled=False)
     text = page.locator("body").inner_text()
-    assert "turned off" in text and "dot_general" in text and "of matmul FLOPs in half" in text
+    assert "turned off" in text and "dot_general" in text and "of matmul FLOPs" in text

@@ -28,7 +28,7 @@ def row(text, *names):
 @pytest.mark.parametrize(
     ("name", "operation", "found"),
     [
-        ("classify", "exp", 'rule=full half=f16 why="full list"'),
+        ("classify", "exp", 'rule=full half=f16 why="float32 list"'),
         ("facts", "dot_general", "half span=1"),
         ("facts", "reduce_max", "peak="),
         ("demand", "dot_general", "amplified"),

@@ -166,7 +166,7 @@ def test_stochastic_rounding_passes_float32_and_frozen_leaves_and_arguments(rng)
 
 def test_stochastic_rounding_refuses_bad_arguments():
     x, key = jnp.ones(2), jax.random.key(0)
-    with pytest.raises(ValueError, match="dtype='float32' must be a half dtype"):
+    with pytest.raises(ValueError, match="dtype='float32' must be a 16-bit dtype"):
         mpjax.optim.stochastic_round(x, "float32", key)
     with pytest.raises(TypeError, match="x=.* must be an array of float32"):
         mpjax.optim.stochastic_round(jnp.arange(3), "bfloat16", key)

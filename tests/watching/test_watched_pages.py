@@ -63,7 +63,7 @@ def test_map_colors_follow_the_rows_of_watched_tensors(reports):
 
 def test_watched_page_is_whole_and_escapes_names_of_users(reports):
     text = reports[-1].to_html()
-    assert "<script>alert(1)" not in text and "half tensors" in text.lower()
+    assert "<script>alert(1)" not in text and "16-bit tensors" in text
     assert re.search(r"second", text)
     json.dumps(reports[-1].to_dict())
 

@@ -400,7 +400,7 @@ def matmul(
     Args:
         eqn: The equation of the matmul.
         args: Its operands.
-        dtype: The dtype of the result. For half operands, float32 is the accumulator.
+        dtype: The dtype of the result. For 16-bit operands, float32 is the accumulator.
         centred: An operand and some of its dimensions. The mean over these is subtracted from the
             operand where the tangent of the other one is multiplied by it, and from its own tangent
             (so from its cotangent). This is correct if the reader of the result ignores a constant
@@ -522,10 +522,10 @@ def recomputed(
     Args:
         run: ``run(arrays, sums=None)`` returns results and sums; given sums are not recomputed.
         arrays: The inputs.
-        rounded: Which of the inputs are kept in half.
-        half: The half dtype, if some are.
+        rounded: Which of the inputs are kept in 16 bits.
+        half: The 16-bit dtype, if some are.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
-        halves: By position, the half arrays of which inputs are copies in float32. They are kept;
+        halves: By position, the 16-bit arrays of which inputs are copies in float32. They are kept;
             the derivative is with respect to the copies.
     """
     count = len(arrays)
@@ -569,7 +569,7 @@ def _tangent(
 
 
 def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
-    """Runs an elementwise island with one half operand, and keeps its slope for the derivative.
+    """Runs an elementwise island with one 16-bit operand, and keeps its slope for the derivative.
 
     The slope takes the memory of the operand, which is not kept, and nothing is computed twice.
 
@@ -593,10 +593,10 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
 
 
 def activation(fun: Callable[[Any], Any], x: Any, half: Any) -> Any:
-    """Runs an elementwise function of a float32 array, and multiplies its derivative in half.
+    """Runs an elementwise function of a float32 array, and multiplies its derivative in 16 bits.
 
-    The cotangent of ``x`` is then a half product, which takes two bytes per entry in memory. A cast
-    to half and back would not do: XLA removes it and writes float32.
+    The cotangent of ``x`` is then a 16-bit product, which takes two bytes per entry in memory. A
+    cast to 16 bits and back would not do: XLA removes it and writes float32.
     """
 
     def jvp(primals, tangents):
@@ -645,7 +645,7 @@ class Weighing(NamedTuple):
 def softmax(
     run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool, name: str = KEPT
 ) -> list[Any]:
-    """Runs a softmax in float32. Its derivative is computed from its result, kept in half.
+    """Runs a softmax in float32. Its derivative is computed from its result, kept in 16 bits.
 
     Args:
         run: ``run(arrays)`` returns ``[result], [result]``.
@@ -743,7 +743,7 @@ def attention(
             are constant for the derivative.
         form: The properties of the softmax; its axes are those of the matmul's operand.
         by: The matmul, and the operations before it.
-        shows: Whether the softmax is returned after the result, in half and without a tangent.
+        shows: Whether the softmax is returned after the result, in 16 bits and without a tangent.
         again: Whether ``run`` returns one that was kept.
         names: The names under which checkpoints keep the result and the softmax, or "".
         in_order: Whether the softmax is kept in the order in which its matmul reads it: batch axes,

@@ -127,7 +127,7 @@ FAR_SMALLER = 8
 
 
 def kept_bytes(analysis: Analysis, values: Iterable[Value]) -> int:
-    """Returns the bytes that values take if they are kept in half."""
+    """Returns the bytes that values take if they are kept in 16 bits."""
     each = (
         v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if counts(analysis, v)
     )

@@ -57,8 +57,8 @@ def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
 def tell_of_late_norms(flow: Flow) -> None:
     """Says of attention that is normalized after the product why it runs in no fused kernel.
 
-    It has no softmax that is rounded to half: its weights are exponentials, and the product of them
-    and the values is divided by their sum.
+    It has no softmax that is rounded to 16 bits: its weights are exponentials, and the product of
+    them and the values is divided by their sum.
     """
     for op in flow.ops:
         if op.name not in ("div", "mul"):
@@ -207,10 +207,10 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
 
 def _check_matmuls(flow: Flow, *matmuls: Op) -> None:
     if len({flow.rulings[op].half for op in matmuls}) > 1:
-        raise Unfit("its matmuls compute in different half dtypes")
+        raise Unfit("its matmuls compute in different 16-bit dtypes")
     for op in matmuls:
         if flow.rulings[op].in_force != "half" or not all(v.is_f32 for v in op.ins):
-            raise Unfit("one of its matmuls does not compute in half")
+            raise Unfit("one of its matmuls does not compute in 16 bits")
         if op.params.get("out_sharding") is not None:
             raise Unfit("one of its matmuls sets a sharding")
         if not all(isinstance(n, int) for v in op.ins for n in v.aval.shape):

@@ -148,8 +148,8 @@ def _groups(
 
     The reductions of their operands and results belong to the group too: the cotangent of a
     reduction is a broadcast small array, best broadcast where it is used. A group does not end at a
-    matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
-    at the matmul.
+    matmul's float32 result, or at a linear function of it, because its cotangent is rounded to 16
+    bits at the matmul.
     """
     steps, (again, kept, _) = part.steps, chosen
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
@@ -169,7 +169,7 @@ def _groups(
         wanted = {*step.ins} if makes or reduces else set()
         if makes:
             worth.add(i)
-        halves = step.rounded if isinstance(step, Recomputed) else ()  # kept in half by the island
+        halves = step.rounded if isinstance(step, Recomputed) else ()  # stored in 16 bits
         from_wide = [v for v in step.ins if v in wide and v not in halves]
         pairs += [(place[v], i) for v in from_wide]
         linear = isinstance(step, Op) and runs_again(analysis, step)

@@ -223,7 +223,7 @@ def _send(op: Op, env: Env, dtype: Any) -> Any:
 
 
 def _look_up(op: Op, env: Env) -> Any:
-    """Looks up entries of a parameter, which devices exchange in half."""
+    """Looks up entries of a parameter, which devices exchange in 16 bits."""
     table, indices = (env.read(v) for v in op.ins)
     if _jax.in_taylor_mode([table]):
         return _jax.bind(op.eqn, [table, indices])[0]
@@ -234,7 +234,7 @@ def _look_up(op: Op, env: Env) -> Any:
 
 
 def _is_sent_in_half(op: Op, env: Env) -> bool:
-    """Returns whether devices may exchange a lookup in half, by the policy and its overrides."""
+    """Returns whether devices may exchange a lookup in 16 bits, by the policy and its overrides."""
     policy = env.settings.policy
     if not env.choices[op].sent_half or policy.gather != "half":
         return False
@@ -247,7 +247,7 @@ def _run_half(op: Op, env: Env) -> None:
         return _run_as_planned(op, env)
     half, centred = env.rulings[op].half, env.marks.centred.get(op)
     args = [env.read(v, half) for v in op.ins]
-    # An operand may be stored in the other half dtype, by an override.
+    # An operand may be stored in the other 16-bit dtype, by an override.
     args = [cast(a, half) if a.dtype in HALVES and a.dtype != half else a for a in args]
     out, wide = op.outs[0], _reduced_wide(op, env)
     eqn, dtype = _jax.at_default_precision(op.eqn), env.stored[out].dtype

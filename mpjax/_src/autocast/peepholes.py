@@ -52,8 +52,8 @@ def softmaxes(flow: Flow) -> list[SoftmaxIsland]:
         dp = p (r dz - ds / s)  and  ds / s = sum(r e dz) / s = r sum(p dz),
         dp = r p (dz - sum(p dz)),
 
-    which needs only ``dz`` and ``p``, and ``p`` is usually stored in half for the matmul that reads
-    it. Masked entries have ``p = 0`` and do not contribute.
+    which needs only ``dz`` and ``p``, and ``p`` is usually stored in 16 bits for the matmul that
+    reads it. Masked entries have ``p = 0`` and do not contribute.
 
     *Rounding.* If one entry of ``p`` is close to 1, ``dz - sum(p dz)`` is close to 0, and a rounded
     ``p`` does not sum to exactly 1. With ``sum(p dz) / sum(p)`` instead, ``dp`` consists of
@@ -94,7 +94,7 @@ def attentions(flow: Flow, islands: Sequence[Island]) -> list[Island]:
     a sum over far smaller arrays, which is known before ``g``. Reshapes and transpositions in
     between change nothing if each axis of the matmul's operand runs over summed axes or over rows.
 
-    *Rounding.* ``o`` is known only rounded to half. Each row sum therefore has some error ``e``,
+    *Rounding.* ``o`` is known only rounded to 16 bits. Each row sum therefore has some error ``e``,
     and the cotangent of ``z`` has the error ``-r e p`` along the row. With ``z = q k``, the
     cotangent of ``q`` has the error ``r e p k``: a multiple of the mean of the keys, which does not
     contribute to the exact sum. Subtracting a ``c`` that is the same for the whole row changes

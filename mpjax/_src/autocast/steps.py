@@ -2,7 +2,7 @@
 
 Each step has ``ops``, and the values ``ins`` and ``outs`` that flow in and out. The operations of a
 gelu or a layer norm are float32, and its derivative reads the values in between. Stored, they take
-several times the memory of the half input. An `Island` keeps its inputs and the results of its
+several times the memory of the 16-bit input. An `Island` keeps its inputs and the results of its
 reductions, and recomputes the rest, or has a cheaper derivative.
 """
 
@@ -37,8 +37,8 @@ class Body:
         ins: The values that flow in.
         outs: The values that flow out.
         sums: The results of reductions, which are kept.
-        in_half: The results that only half operations read.
-        half: The half dtype.
+        in_half: The results that only 16-bit operations read.
+        half: The 16-bit dtype.
     """
 
     ops: tuple[Op, ...]
@@ -71,7 +71,7 @@ class Body:
         return inner
 
     def outcome(self, inner: Env) -> tuple[list[Any], list[Any]]:
-        """Returns the arrays that flow out, in half where only half ops read them, and the sums."""
+        """Returns the arrays that flow out, 16-bit if only 16-bit ops read them, and the sums."""
         arrays = [
             inner.read(v, self.half) if v in self.in_half else inner.best(v) for v in self.outs
         ]
@@ -213,8 +213,8 @@ class Elementwise(Island):
 
     Attributes:
         barrier: Whether a barrier must keep XLA from saving the values inside.
-        wide: Half inputs with float32 cotangents: a mean outside of an island that normalizes by it
-            adds to the cotangent before it is rounded.
+        wide: 16-bit inputs with float32 cotangents: a mean outside of an island that normalizes by
+            it adds to the cotangent before it is rounded.
     """
 
     barrier: bool = False
@@ -246,8 +246,8 @@ class Recomputed(Elementwise):
     """An island that keeps its inputs and sums, and recomputes the rest.
 
     Attributes:
-        rounded: The inputs that are kept in half.
-        tail: The activation after a norm, whose cotangent is half.
+        rounded: The inputs that are kept in 16 bits.
+        tail: The activation after a norm, whose cotangent is 16-bit.
         again: The ops of other islands that compute inputs which are not kept.
     """
 

@@ -24,12 +24,12 @@ HALVES = (FLOAT16, BFLOAT16)
 
 
 def default_half() -> np.dtype:
-    """Returns the half dtype that the default device computes fastest in."""
+    """Returns the 16-bit dtype that the default device computes fastest in."""
     return half_of(capability_of(default_device()))
 
 
 def half_of(capability: str) -> np.dtype:
-    """Returns the half dtype for a GPU's compute capability, or for "", a device without one."""
+    """Returns the 16-bit dtype for a GPU's compute capability, or for "", a device without one."""
     major = capability.split(".")[0]
     return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
 

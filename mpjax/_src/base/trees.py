@@ -125,8 +125,8 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
     Args:
         tree: Any pytree. Leaves that are not real floating arrays pass through unchanged.
-        dtype: "float16", "bfloat16", "float32", "float64", a short name ("bf16"), "half" (the half
-            dtype that suits the default device, see `half_dtype`) or a dtype.
+        dtype: "float16", "bfloat16", "float32", "float64", a short name ("bf16"), "half" (the
+            16-bit dtype that suits the default device, see `half_dtype`) or a dtype.
 
     Returns:
         A pytree of the same structure and shapes.
@@ -145,7 +145,7 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
 
 def widen(tree: T) -> T:
-    """Casts the half leaves to float32, and leaves the others unchanged."""
+    """Casts the 16-bit leaves to float32, and leaves the others unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(FLOAT32) if is_narrow_array(leaf) else leaf, tree)
 
 

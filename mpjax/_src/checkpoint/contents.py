@@ -1,7 +1,7 @@
 """The contents of a state: the path of each leaf, and its meaning, which no policy changes.
 
-A policy changes the tree of a state: half parameters have masters or residuals, 8-bit moments have
-scales, and each of them adds a node around the optimizer's state. So each leaf has a path, its
+A policy changes the tree of a state: 16-bit parameters have masters or residuals, 8-bit moments
+have scales, and each of them adds a node around the optimizer's state. So each leaf has a path, its
 position in the tree, and a meaning, the path without the nodes that the policy added. Two states of
 one program under two policies have leaves of the same meanings, except for masters, residuals,
 scales and counts of random draws.
@@ -158,7 +158,7 @@ def _fields(node: Any) -> list[tuple[Any, Any]]:
 def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
     """Returns the path of the parameters that the masters of a node belong to.
 
-    It is where all of them meet a half array of their path and shape. "params" is preferred, and
+    It is where all of them meet a 16-bit array of their path and shape. "params" is preferred, and
     assumed if nothing fits; of several others none, so the node is a home of its own.
     """
     first = next(iter(its))
@@ -178,8 +178,8 @@ def _at_home(leaves: Sequence[Leaf | _Beside]) -> list[Leaf]:
     """Gives masters and residuals the meanings of their parameters.
 
     The parameters of a node are under "params", or at the one place outside of the node where there
-    are half arrays of the paths and shapes of all its masters. If there are several such places, or
-    the parameters are not in the tree, no other state has these meanings, or only another part.
+    are 16-bit arrays of the paths and shapes of all its masters. If there are several such places,
+    or the parameters are not in the tree, no other state has these meanings, or only another part.
     """
     halves = {x.path: x.value.shape for x in leaves if isinstance(x, Leaf) and is_narrow(x.value)}
     homes: dict[str, str] = {}

@@ -60,7 +60,7 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
 
 
 def _whole(leaf: jax.Array, beside: jax.Array) -> jax.Array:
-    """Returns the float32 value of a half parameter and its residual, or of codes and scales."""
+    """Returns the float32 value of a 16-bit parameter and its residual, or of codes and scales."""
     code = codes.by_dtype(leaf.dtype)
     return codes.decode(leaf, beside, code) if code else residuals.full(leaf, beside)
 

@@ -74,7 +74,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     """Show versions and devices, and test half precision.
 
     Also lists XLA flags that are worth trying, and known problems of the installed jaxlib. Takes
-    about two seconds for each half dtype. Exits with 1 if a test failed.
+    about two seconds for each 16-bit dtype. Exits with 1 if a test failed.
     """
     from mpjax._src.cli.doctor import examine, shown
 
@@ -98,7 +98,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     "--fail-under",
     type=options.Number(0, 1),
     metavar="SHARE",
-    help="Exit with 1 if less than this share of the matmul FLOPs is in half, for example 0.9.",
+    help="Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
 )
 @click.option(
     "--target",
@@ -143,7 +143,9 @@ def explain(
         printing.show(report.document(len(report.rows) if all_rows else rows))
     _write(html, page, as_json)
     if fail_under is not None and report.half_flops < fail_under:
-        _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, below {fail_under:.2%}")
+        _finding(
+            f"{report.half_flops:.2%} of the matmul FLOPs run in 16 bits, below {fail_under:.2%}"
+        )
 
 
 @cli.command("compile")

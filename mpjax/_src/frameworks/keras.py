@@ -274,7 +274,7 @@ def _check(model: Any, policy: Policy) -> None:
         if own.compute_dtype != "float32" or own.variable_dtype != "float32":
             raise ValueError(
                 f"layer {layer.name!r} has the dtype policy {own.name!r}, which casts the whole "
-                "layer to half before autocast can choose a dtype for each operation. For "
+                "layer to 16 bits before autocast can choose a dtype for each operation. For "
                 "autocast, call keras.config.set_dtype_policy('float32') before the model is "
                 "built."
             )

@@ -100,7 +100,8 @@ class TrainState(train_state.TrainState, repr=False):
             apply_fn: The model's ``apply``, as for Flax's class.
             params: The parameters, as for Flax's class. They are cast to the dtypes that the policy
                 stores.
-            tx: Any optax optimizer. It works in float32, on the master weights of half parameters.
+            tx: Any optax optimizer. It works in float32, on the master weights of 16-bit
+                parameters.
             policy: A policy or its name, as for `build_train_step`.
             loss_scale: The loss scale, as for `build_train_step`.
             **kwargs: The fields of a subclass.

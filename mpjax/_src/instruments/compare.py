@@ -222,7 +222,7 @@ def compare(
 
     Given a policy, the program that trains (the loss and its gradient) runs once under it, one
     operation at a time. Each operation also runs in float32, on the same operands and on those of a
-    parallel float32 run. Values are freed after their last use. If the half run takes another
+    parallel float32 run. Values are freed after their last use. If the 16-bit run takes another
     branch or leaves a loop at another iteration than float32 would, the float32 run follows it, and
     the report says so.
 

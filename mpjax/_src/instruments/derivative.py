@@ -305,7 +305,7 @@ class _Term:
 
     @property
     def largest(self) -> float | None:
-        """Its largest magnitude in float32, if it is finite there and half is not enough."""
+        """Its largest magnitude in float32, if it is finite there and overflows 16 bits."""
         half = self.array.dtype in HALVES
         wide = run_in_float32(self.eqn, [term.array for term in self.terms]) if half else None
         if wide is None or len(wide) > 1 or any(counts(wide[0])):

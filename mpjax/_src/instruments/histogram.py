@@ -1,4 +1,4 @@
-"""Gradient histograms: the distribution of log2|g| per parameter, and its losses in half.
+"""Gradient histograms: the distribution of log2|g| per parameter, and its losses in 16 bits.
 
 They show whether float16 needs a loss scale, and which, as in figure 3 of Micikevicius et al.,
 Mixed Precision Training (2018).
@@ -182,9 +182,9 @@ class HistogramRow:
             None if there are none.
         median: The median exponent of these entries, or None.
         largest: The greatest exponent of these entries, or None.
-        flushed: The share that the half dtype flushes to zero at the given scale.
-        subnormal: The share that is subnormal in the half dtype, with fewer bits.
-        overflowed: The share that overflows to infinity in the half dtype.
+        flushed: The share that the 16-bit dtype flushes to zero at the given scale.
+        subnormal: The share that is subnormal in the 16-bit dtype, with fewer bits.
+        overflowed: The share that overflows to infinity in the 16-bit dtype.
     """
 
     path: str
@@ -206,7 +206,7 @@ class LossScaleAdvice(Report):
 
     Attributes:
         loss_scale: The recommended scale, a power of two.
-        flushed_without: The share of entries that the half dtype flushes to zero without a scale.
+        flushed_without: The share of entries that the 16-bit dtype flushes to zero without a scale.
         flushed_with: The share that it flushes to zero with this scale.
         reasons: The reasons, as sentences.
     """

@@ -66,9 +66,9 @@ class NonfiniteReport(Report):
 
     Attributes:
         found: Whether a result of the program is NaN or Inf.
-        kind: "overflow" (the result is finite in float32, but not in half), "undefined" (it is not
-            finite in float32 either), "argument" (an argument was not finite), "compiled" (only the
-            compiled program is not finite), or "" if nothing was found.
+        kind: "overflow" (the result is finite in float32, but not in 16 bits), "undefined" (it is
+            not finite in float32 either), "argument" (an argument was not finite), "compiled" (only
+            the compiled program is not finite), or "" if nothing was found.
         made: "NaN" or "Inf".
         backward: Whether the operation belongs to the backward pass.
         primitive: The name of the operation. If it is part of a derivative, it is the operation
@@ -530,7 +530,7 @@ def _moved_to_float32(
     policy: Policy,
     make: Callable[..., Program],
 ) -> tuple[list[str], bool]:
-    """Moves the operation to float32, and then the next one that overflows in half, and so on.
+    """Moves the operation to float32, and then the next one that overflows in 16 bits, and so on.
 
     Returns:
         The patterns, and whether the compiled program is finite with them.
@@ -610,7 +610,7 @@ def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
     if any(r.dtype in ("f16", "bf16") for r in event.inputs):
         # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
         yield (
-            "A zero may be a small number that half flushed, such as an epsilon: in float16 "
+            "A zero may be a small number that 16 bits flushed, such as an epsilon: in float16 "
             "keep it at 1e-4 or above, or keep the operation in float32."
         )
         yield from _override(event, tried)
@@ -619,7 +619,7 @@ def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
 def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
     if own:
         yield (
-            "The function itself casts to half here, and a policy cannot undo that. Remove the "
+            "The function itself casts to 16 bits here, and a policy cannot undo that. Remove the "
             "cast, so that the policy decides, or cast to bfloat16, which has float32's range."
         )
         return

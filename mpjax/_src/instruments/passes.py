@@ -54,7 +54,7 @@ def passes(
         ['classify', 'facts', 'demand', 'decide', 'store']
         >>> print(text["classify"])  # doctest: +ELLIPSIS
         operation  ...
-        dot_general ... rule=half half=bf16 why="half list"
+        dot_general ... rule=half half=bf16 why="16-bit list"
         ...
     """
     policy = get_policy(policy)

@@ -201,7 +201,8 @@ def training_scale(
 
     "auto" is the scale that a step would train with: none, or if something computes in float16, the
     dynamic scale, lowered until the gradients are finite. Some headroom is added, because a program
-    that runs one operation at a time rounds values to half that the compiled one keeps in float32.
+    that runs one operation at a time rounds values to 16 bits that the compiled one keeps in
+    float32.
     """
     scale = float(get_loss_scale(policy, loss_scale).loss_scale)
     chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")

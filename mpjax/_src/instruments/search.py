@@ -74,7 +74,7 @@ class Search:
         self.best: frozenset[int] | None = None
         self.least = False
         self._guessed: list[frozenset[int]] = []  # smaller sets than the best one was
-        self._runs: list[tuple[np.ndarray, list[np.ndarray]]] = []  # what was in half, errors
+        self._runs: list[tuple[np.ndarray, list[np.ndarray]]] = []  # what was in 16 bits, errors
         self._inside = np.eye(self.count, dtype=bool)
         for place, others in enumerate(inside or ()):
             self._inside[place, list(others)] = True
@@ -213,7 +213,7 @@ class Search:
         return [Estimate(left, np.array(errors), self._suspected) for errors in results]
 
     def _left(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
-        """Returns the terms that sets of places leave in half; the last term always stays."""
+        """Returns the terms that sets of places leave in 16 bits; the last term always stays."""
         chosen = np.zeros((len(sets), self.count), bool)
         for row, places in zip(chosen, sets, strict=True):
             row[list(places)] = True

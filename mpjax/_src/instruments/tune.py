@@ -42,7 +42,7 @@ COLUMNS = ("operations", "FLOPs", "error before", "after", "left out", "in float
 
 ALONE = WORST(
     "error without it",
-    "The largest error of a result if only this place is left in half.",
+    "The largest error of a result if only this place is left in 16 bits.",
 )
 WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
 
@@ -83,7 +83,7 @@ class Tuning(Report):
         tolerance: The tolerance.
         results: The relative error of each result under it, by name.
         steps: The effect of each override, the most valuable first.
-        runs: The number of times a program was run, in float32 and in half.
+        runs: The number of times a program was run, in float32 and in 16 bits.
         least: Whether no single place can be left out. This follows from the measurements, assuming
             that less float32 never reduces the error.
         cut_short: Whether the search stopped at ``max_runs``. Then this is the best set that was

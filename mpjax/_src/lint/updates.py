@@ -17,7 +17,7 @@ SHARE = 0.5
 
 
 def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds half weights of which most entries do not change although their update is not zero.
+    """Finds 16-bit weights of which most entries do not change although their update is not zero.
 
     Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16. A
     float32 sum that is rounded to the weight's dtype loses it too. Entries whose update is zero are
@@ -41,7 +41,7 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 
 
 def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
-    """Returns the additions that update half states, each with its operand index and the state."""
+    """Returns the additions that update 16-bit states, with their operand index and the state."""
     if "weights" not in program.notes:
         weights: dict[Op, tuple[int, Carried]] = {}
         for each in carried(program):
@@ -83,7 +83,7 @@ LEAST = 2.0
 
 
 def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds the first Inf in half in the backward pass, under a static loss scale.
+    """Finds the first Inf in 16 bits in the backward pass, under a static loss scale.
 
     A dynamic loss scale is a changing argument, and is lowered by the step that overflows.
     """
@@ -136,7 +136,7 @@ RULES = (
     Rule(
         "stalled-update",
         VALUES,
-        "updates of half weights that are rounded away",
+        "updates of 16-bit weights that are rounded away",
         "An update of less than half an ulp is rounded away, step after step. The loss falls at "
         "first, and then stops falling as the learning rate decays.",
         "Keep float32 master weights (mpjax.optim.with_master_weights, policy O2), or use a "

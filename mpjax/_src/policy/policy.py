@@ -107,7 +107,7 @@ CHOICES = {
     ),
     "masters": Choice(
         ("float32", "split", "split8"),
-        "'float32' (a float32 master of each half parameter), 'split' (the 16 bits that a "
+        "'float32' (a float32 master of each 16-bit parameter), 'split' (the 16 bits that a "
         "bfloat16 parameter lacks) or 'split8' (8 of these bits).",
     ),
     "rounding": Choice(
@@ -138,11 +138,11 @@ class Policy(jmp.Policy):
         keep_full: Patterns of parameters that are *stored* in float32 whatever ``param_dtype``
             says, such as the normalization layers of O2. Their compute dtype does not change.
             Unlike an override, a pattern may match nothing.
-        master_weights: Whether training keeps a float32 copy of half parameters in the optimizer
+        master_weights: Whether training keeps a float32 copy of 16-bit parameters in the optimizer
             state.
         casting: "op" if the dtype is chosen operation by operation (O1, O2), "boundary" if
             parameters and inputs are cast once, as in jmp.
-        half_ops: Names of JAX primitives that compute in half. For op-level casting.
+        half_ops: Names of JAX primitives that compute in 16 bits. For op-level casting.
         full_ops: Names of JAX primitives that compute in float32. For op-level casting.
         follow_ops: Names of JAX primitives that compute in the dtype of their inputs. For op-level
             casting.
@@ -175,16 +175,16 @@ class Policy(jmp.Policy):
         gather: For op-level casting: the dtype in which devices gather a parameter that is used in
             half. "half", the default, casts the parameter before it is gathered, also before a
             `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With automatic
-            mesh axes XLA gathers the operand of the matmul, which is half.
+            mesh axes XLA gathers the operand of the matmul, which is 16-bit.
         reduce: For op-level casting: the dtype in which devices sum the gradient of a parameter.
             With "float32", the default, a matmul's gradient is sent as its float32 accumulator,
-            and a convolution's gradient, which each device computes in half for its part of the
+            and a convolution's gradient, which each device computes in 16 bits for its part of the
             batch, is cast to float32 before it is sent. "half" sends half the bytes and rounds the
             part of each device. `compile_for` lists what a program sends.
         masters: The form of the master weights, for policies that have them: "float32" (6 bytes a
-            weight, including the half parameter), "split" (4 bytes, masters of the same precision,
-            bfloat16 parameters only) or "split8" (3 bytes). See `with_master_weights`.
-        rounding: How updates of half parameters are rounded, for policies without master weights:
+            weight, including the 16-bit parameter), "split" (4 bytes, masters of the same
+            precision, bfloat16 parameters only) or "split8" (3 bytes). See `with_master_weights`.
+        rounding: How updates of 16-bit parameters are rounded, for policies without master weights:
             "nearest" (2 bytes a weight, small updates are lost), "stochastic" (2 bytes) or "kahan"
             (4 bytes). See `with_stochastic_rounding` and `with_kahan_summation`.
         moments: The form of the optimizer's moments: "float32" (4 bytes a moment) or "8bit" (1
@@ -300,7 +300,7 @@ class Policy(jmp.Policy):
         table of primitives.
 
         Args:
-            half: Names of JAX primitives to compute in the half dtype.
+            half: Names of JAX primitives to compute in the 16-bit dtype.
             full: Names of JAX primitives to compute in float32.
             follow: Names of JAX primitives to compute in the dtype of their inputs.
 
@@ -478,7 +478,8 @@ class Policy(jmp.Policy):
         return f"Policy({', '.join(shown)})"
 
 
-# The levels of Apex, Paddle and MindSpore; "half" stands for the half dtype that the user chooses.
+# The levels of Apex, Paddle and MindSpore; "half" stands for the 16-bit dtype that the user
+# chooses.
 LEVELS: dict[str, dict[str, Any]] = {
     name: dict(zip(("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True), **more)
     for name, dtypes, more in (
@@ -526,8 +527,8 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
     - A name of Lightning: "16-mixed" and "bf16-mixed" (O1), "16-true" and "bf16-true" (O3),
       "32-true" (O0).
     - A level of Apex, Paddle and MindSpore: "O0" (all float32), "O1" (float32 parameters, op-level
-      casting), "O2" (half parameters except in norm layers, float32 master weights and outputs),
-      "O3" (everything half, no master weights). A suffix names the half dtype: "O2:float16".
+      casting), "O2" (16-bit parameters except in norm layers, float32 master weights and outputs),
+      "O3" (everything 16-bit, no master weights). A suffix names the 16-bit dtype: "O2:float16".
 
     Settings may follow, separated by commas: ``master_weights=false``, ``casting=op``,
     ``storage=lean``, ``storage=0.4``, ``fused_attention=true``, ``chunked_loss=true``,
@@ -538,7 +539,7 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
     Args:
         x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted.
         half: The dtype that "half" and a level without a suffix mean: float16 or bfloat16. If
-            None, the half dtype that suits the default device (`half_dtype`): bfloat16 on TPUs,
+            None, the 16-bit dtype that suits the default device (`half_dtype`): bfloat16 on TPUs,
             CPUs and NVIDIA GPUs of compute capability 8.0 or more, float16 on older NVIDIA GPUs.
             In jmp, by contrast, "half" is float16 everywhere except on TPUs.
 
@@ -846,9 +847,9 @@ def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
             )
     if policy.rounding != CHOICES["rounding"].values[0] and policy.master_weights:
         raise ValueError(
-            f"rounding={policy.rounding!r} is for half parameters without master weights, but the "
-            "policy keeps master weights, which lose no update. Add master_weights=false, use an "
-            "O3 policy, or leave rounding=nearest."
+            f"rounding={policy.rounding!r} is for 16-bit parameters without master weights, but "
+            "the policy keeps master weights, which lose no update. Add master_weights=false, use "
+            "an O3 policy, or leave rounding=nearest."
         )
 
 

@@ -278,6 +278,6 @@ def is_steady(op: Op, value: Value) -> bool:
 
 
 def is_float(value: Value) -> bool:
-    """Returns whether a value is half, float32 or float64."""
+    """Returns whether a value is 16-bit, float32 or float64."""
     dtype = getattr(value.aval, "dtype", None)
     return dtype == FLOAT32 or dtype in HALVES or dtype == np.float64

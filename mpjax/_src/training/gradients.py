@@ -52,8 +52,8 @@ def scaled_value_and_grad(
 
     Returns:
         A function of the same arguments that returns ``(value, grads, finite)``: ``value`` is the
-        loss (or ``(loss, aux)``) as ``fun`` returned it; ``grads`` are the unscaled gradients, half
-        ones as float32, others in their own dtype; ``finite`` is a bool scalar, whether all
+        loss (or ``(loss, aux)``) as ``fun`` returned it; ``grads`` are the unscaled gradients,
+        16-bit ones as float32, others in their own dtype; ``finite`` is a bool scalar, whether all
         gradients are finite.
 
     Raises:

@@ -17,7 +17,7 @@ from mpjax._src.training.optimizers import as_optimizer
 from mpjax._src.training.rounding import with_stochastic_rounding
 from mpjax._src.training.stored import Optimizer, in_full_precision
 
-# How half parameters without masters are rounded, by the policy's `rounding`.
+# How 16-bit parameters without masters are rounded, by the policy's `rounding`.
 ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
     "nearest": in_full_precision,
     "stochastic": with_stochastic_rounding,
@@ -65,7 +65,7 @@ def under_policy(
 
 
 def _warn_if_unused(policy: Policy) -> None:
-    """Warns of a setting for half parameters that this policy has none for."""
+    """Warns of a setting for 16-bit parameters that this policy has none for."""
     stored = {policy.param_dtype, *(dtype for _, dtype in policy.overrides)}
     for name, kept in (("masters", True), ("rounding", False)):
         value = getattr(policy, name)

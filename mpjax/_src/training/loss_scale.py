@@ -75,11 +75,11 @@ class NoOpLossScale:
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: T) -> T:
-        """Returns the tree with half leaves widened to float32, as the other scales do."""
+        """Returns the tree with 16-bit leaves widened to float32, as the other scales do."""
         return widen(tree)
 
     def unscale(self, tree: T) -> T:
-        """Returns the tree with half leaves widened to float32, as the other scales do."""
+        """Returns the tree with 16-bit leaves widened to float32, as the other scales do."""
         return widen(tree)
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
@@ -115,11 +115,11 @@ class StaticLossScale:
         object.__setattr__(self, "loss_scale", jnp.asarray(self.loss_scale, jnp.float32))
 
     def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale; half leaves become float32 first."""
+        """Multiplies floating and complex leaves by the scale, 16-bit ones in float32."""
         return _times(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides floating and complex leaves by the scale; half leaves become float32 first."""
+        """Divides floating and complex leaves by the scale, 16-bit ones in float32."""
         return _times(tree, self.loss_scale, divide=True)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
@@ -220,7 +220,7 @@ class DynamicLossScale:
             )
 
     def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale; half leaves become float32 first.
+        """Multiplies floating and complex leaves by the scale; 16-bit leaves become float32 first.
 
         Args:
             tree: A loss, or any pytree.
@@ -231,7 +231,7 @@ class DynamicLossScale:
         return _times(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides floating and complex leaves by the scale; half leaves become float32 first.
+        """Divides floating and complex leaves by the scale; 16-bit leaves become float32 first.
 
         Call it before ``adjust``, so that gradients are divided by the scale that the loss was
         multiplied by.

@@ -42,7 +42,7 @@ class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
     Attributes:
-        inner_state: The state of the inner optimizer in float32, with the master weights of half
+        inner_state: The state of the inner optimizer in float32, with the master weights of 16-bit
             parameters.
         loss_scale: The loss scale.
         skipped_steps: The total number of skipped updates, an int32 scalar.
@@ -170,16 +170,16 @@ def mixed_precision(
 ) -> MixedPrecision:
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
-    The optimizer's state holds the loss scale, the float32 master weights of half parameters and
+    The optimizer's state holds the loss scale, the float32 master weights of 16-bit parameters and
     the skip counters, so the loop carries no additional state. If a gradient is not finite, the
     update is zero, the inner state keeps its value, bit for bit, and the loss scale is lowered.
 
     Args:
-        optimizer: Any optax optimizer. It works in float32, on the master weights of half
+        optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit
             parameters.
         policy: A policy or its name, as for `build_train_step`. Functions always run under
             `autocast`, even if the policy casts at the boundary, because the library cannot tell
-            which arguments it would have to cast. If the policy stores parameters in half, cast
+            which arguments it would have to cast. If the policy stores parameters in 16 bits, cast
             them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
         loss_scale: The loss scale, as for `build_train_step`.
 
@@ -190,9 +190,9 @@ def mixed_precision(
     Raises:
         TypeError: If ``optimizer`` is not an optax optimizer.
         ValueError: If another argument is invalid; from ``init``, if the policy stores parameters
-            in half and ``params`` are not half; from ``update``, if ``params`` no longer have the
-            policy's dtypes, ``finite`` or ``loss_finite`` is not one bool, or the state belongs to
-            another optimizer.
+            in 16 bits and ``params`` are not 16-bit; from ``update``, if ``params`` no longer have
+            the policy's dtypes, ``finite`` or ``loss_finite`` is not one bool, or the state belongs
+            to another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax

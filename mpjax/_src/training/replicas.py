@@ -63,7 +63,7 @@ def averaged(tree: Any, axis_name: Any) -> Any:
 
 
 def average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:
-    """Averages gradients over replicas in float32, or in half if the policy has reduce=half."""
+    """Averages gradients over replicas in float32, or in 16 bits if the policy has reduce=half."""
     half = policy.compute_dtype if policy.reduce == "half" else None
     if half not in HALVES:
         return averaged(grads, axis_name)

@@ -36,7 +36,7 @@ class Stalled(Report):
     Attributes:
         shares: The shares, a float32 array of one entry per parameter, from 0 to 1.
         paths: The paths of all parameters.
-        by_lot: Whether half parameters are rounded stochastically. Then most small updates change
+        by_lot: Whether 16-bit parameters are rounded stochastically. Then most small updates change
             nothing in a single step, but none is lost on average.
     """
 
@@ -134,6 +134,6 @@ def stalled(
 
 
 def _unchanged(old: jax.Array, new: jax.Array) -> jax.Array:
-    # Half arrays are compared as bits, because XLA may compare their values before rounding.
+    # 16-bit arrays are compared as bits, because XLA may compare their values before rounding.
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if is_narrow_array(x) else x  # noqa: E731
     return as_bits(old) == as_bits(new)

@@ -138,7 +138,7 @@ def build_train_step(
     mixed_bfloat16, and O2) runs ``loss_fn`` under `autocast`, which chooses a dtype for every
     operation. Any other policy casts the parameters and the floating leaves of the batch to the
     compute dtype before the call. If ``loss_fn`` refuses such arguments (a convolution of float32
-    with half, a carry that starts in float32), it runs under `autocast` too.
+    with 16-bit operands, a carry that starts in float32), it runs under `autocast` too.
 
     The gate applies all of a step or none of it. On a skipped step ``params``, ``opt_state``,
     ``model_state`` and ``step`` keep their values, bit for bit; only the loss scale, the rng and
@@ -178,7 +178,7 @@ def build_train_step(
         report_overflow: Whether the metrics report which parameter's gradient overflowed first, as
             ``metrics["overflow"]``, an `Overflow`.
         report_underflow: Whether the metrics report how much of the gradients is too small for the
-            policy's half dtype (float16 if it has none), as ``metrics["underflow"]``, an
+            policy's 16-bit dtype (float16 if it has none), as ``metrics["underflow"]``, an
             `Underflow`.
         report_stalled: Whether the metrics report how many of each parameter's updates were rounded
             away, as ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
@@ -464,7 +464,7 @@ OF_LOSS = (
 OF_STATE = (
     "The loss was finite, but the new model_state was not. No loss scale can cure that. Usual "
     "causes: an outlier in the data (the square of 2e19 overflows the variance of BatchNorm), an "
-    "overflow in the half forward pass, or a statistic that is divided by 0. Check the batch, or "
+    "overflow in the 16-bit forward pass, or a statistic that is divided by 0. Check the batch, or "
     "compute the statistics in float32."
 )
 OF_GRADIENTS = (
@@ -580,7 +580,8 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
             if policy.compute_dtype not in HALVES:
                 raise
             refused = error
-        # Some operations do not promote half with float32, such as a convolution or a loop's carry.
+        # Some operations do not promote 16-bit values with float32, such as a convolution or a
+        # loop's carry.
         try:
             return by_op(params, batch, **kwargs)
         except Exception:

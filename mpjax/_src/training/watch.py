@@ -113,7 +113,7 @@ class Overflow(Report):
 @pytree_of(*LOST)
 @dataclasses.dataclass(frozen=True)
 class Underflow(Report):
-    """A report on how much of a step's gradients is too small for a half dtype. ``print`` it.
+    """A report on how much of a step's gradients is too small for a 16-bit dtype. ``print`` it.
 
     The figures are shares of all entries of the scaled gradients as they leave the backward pass:
     float32 device scalars from 0 to 1.
@@ -121,9 +121,9 @@ class Underflow(Report):
     Attributes:
         zeros: The share that is exactly zero. It includes entries that are zero in float32 too (a
             token that did not occur, an inactive unit), so compare it with that of a float32 run.
-        flushed: The share that is not zero in float32, but would be zero in the half dtype.
-        subnormal: The share that is subnormal in the half dtype, so that it has fewer bits.
-        dtype: The name of the half dtype.
+        flushed: The share that is not zero in float32, but would be zero in the 16-bit dtype.
+        subnormal: The share that is subnormal in the 16-bit dtype, so that it has fewer bits.
+        dtype: The name of the 16-bit dtype.
     """
 
     zeros: jax.Array
@@ -249,6 +249,6 @@ def _half(dtype: Any) -> np.dtype:
 
 
 def _limits(dtype: Any) -> tuple[np.float32, np.float32]:
-    """Returns the largest magnitude that a half dtype rounds to zero, and its least normal one."""
+    """Returns the largest magnitude that a 16-bit dtype rounds to 0, and its least normal one."""
     limits = limits_of(_half(dtype))
     return np.float32(2.0**limits.flush), np.float32(2.0**limits.normal)

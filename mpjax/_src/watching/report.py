@@ -1,4 +1,4 @@
-"""The report on the half tensors of one step."""
+"""The report on the 16-bit tensors of one step."""
 
 import collections
 import dataclasses
@@ -41,7 +41,7 @@ MOST_ROWS, MOST_RISKS = 12, 6
 COLUMNS = ("room", "largest", "near", "flushed", "small", "noise", "dtype", "tensor")
 LEGEND = (
     f"room: powers of two below the dtype's largest number. near: within 2^{NEAR} of it. flushed: "
-    "rounded to zero; unknown for tensors that were already half. small: subnormal, with fewer "
+    "rounded to zero; unknown for tensors that were 16-bit already. small: subnormal, with fewer "
     "bits. noise: rounding error relative to the values (root mean squares); ~ marks an estimate."
 )
 
@@ -97,11 +97,11 @@ class WatchedTensor:
         part: Its part in that operation: "lhs", "rhs", "operand", "result" or "cast".
         scope: The named scopes around it, joined with "/".
         direction: "forward" or "backward".
-        dtype: The name of the half dtype.
+        dtype: The name of the 16-bit dtype.
         shape: Its shape: in a loop, of one iteration; within shard_map, of one device.
         source: "file:line" of the user's code, or "".
         library: "file:line" of the library code that this line calls, or "".
-        rounded: Whether it was already half when it was measured.
+        rounded: Whether it was 16-bit already when it was measured.
         readers: The matmuls that read it, such as "lhs of dot_general, backward at
             model.py:12".
     """
@@ -138,10 +138,10 @@ class PrecisionRow(WatchedTensor):
             None if all entries are zero or not finite.
         zeros: The share that is exactly zero.
         flushed: The share that is not zero, but is rounded to zero; None if that is unknown,
-            because the tensor was already half.
-        subnormal: The share that is subnormal in the half dtype, with fewer bits.
+            because the tensor was 16-bit already.
+        subnormal: The share that is subnormal in the 16-bit dtype, with fewer bits.
         near: The share within 2**4 of the dtype's largest number.
-        overflowed: The share that is Inf or NaN in half.
+        overflowed: The share that is Inf or NaN in 16 bits.
         nan: The share that is NaN.
         noise: The rounding error relative to the values, both as root mean squares of the entries
             between 2**-70 and 2**30. Measured, or if ``rounded`` the expected one. None if there
@@ -174,7 +174,7 @@ class PrecisionRow(WatchedTensor):
 @pytree_of("figures", "earlier")
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
-    """A report on the half tensors of one step: of every matmul and every cast. ``print`` it.
+    """A report on the 16-bit tensors of one step: of every matmul and every cast. ``print`` it.
 
     It is a pytree of device arrays; ``rows``, ``risks`` and ``print`` wait for the device.
 
@@ -275,8 +275,8 @@ class PrecisionReport(Report):
         columns = ("risk", "what was measured, and what to do")
         cells = tuple(map(_cells, rows))
         return Document(
-            "Half tensors watched",
-            f"{at}{len(rows)} half tensors watched, {len(risks)} at risk",
+            "16-bit tensors watched",
+            f"{at}{len(rows)} 16-bit tensors watched, {len(risks)} at risk",
             tables=(
                 Table("At risk", columns, risks, columns, MOST_RISKS),
                 Table("Those at risk first, then by room", COLUMNS, cells, COLUMNS[-2:], MOST_ROWS),

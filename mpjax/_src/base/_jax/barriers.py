@@ -123,7 +123,7 @@ def cpu_barrier(x: jax.Array) -> jax.Array:
 def held_for_cpu(
     left: jax.Array, right: jax.Array, dimension_numbers: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the half operands of a matmul with float32 result as XLA:CPU can multiply them.
+    """Returns the 16-bit operands of a matmul with float32 result as XLA:CPU can multiply them.
 
     A marked matmul does not need it (`cpu_matmuls`). But whoever evaluates a program equation by
     equation may lose the mark, and without either, XLA:CPU can fail.

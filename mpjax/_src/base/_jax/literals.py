@@ -25,7 +25,7 @@ _LOCK = threading.RLock()
 
 
 def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    """Returns a conversion that casts a number to half by an equation, in one thread."""
+    """Returns a conversion that casts a number to 16 bits by an equation, in one thread."""
 
     def cast(x, *args, **kwargs):
         dtype, *more = args or (kwargs.get("new_dtype", kwargs.get("dtype")),)
@@ -40,7 +40,7 @@ def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def casts_of_numbers() -> Iterator[None]:
-    """Returns a context in which traces of this thread show each cast of a number to half.
+    """Returns a context in which traces of this thread show each cast of a number to 16 bits.
 
     Cached traces of a jit are used again, unless the context of the trace is new.
     """
@@ -70,7 +70,7 @@ def _is_half(dtype: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Returns whether a value is a Python or NumPy number that is wider than half."""
+    """Returns whether a value is a Python or NumPy number that is wider than 16 bits."""
     if isinstance(x, bool):
         return False
     if isinstance(x, int | float):
