@@ -8,7 +8,7 @@ from planned import VECTOR, H, V, W, is_raw, is_small, know, op, ruling, said
 from support import cast, equations
 
 import mpjax
-from mpjax._src.autocast.plan import analyse, outline
+from mpjax._src.autocast.plan import analyze, outline
 
 POLICY = mpjax.get_policy("mixed_bfloat16")
 I8 = jnp.ones((16, 16), jnp.int8)
@@ -20,7 +20,7 @@ def planned(fun, *args, policy=POLICY, paths=()):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     plan = outline(closed.jaxpr, closed.consts, policy, paths)
-    know(analyse(plan, dtypes))
+    know(analyze(plan, dtypes))
     return plan
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import VECTOR, H, V, W, analysed, choice, op, said, stored
+from planned import VECTOR, H, V, W, analyzed, choice, op, said, stored
 
 import mpjax
 
@@ -26,7 +26,7 @@ def total(x):
 
 
 def decided(name, fun, *args, **options):
-    return op(analysed(fun, *(args or (H,)), **options), name)
+    return op(analyzed(fun, *(args or (H,)), **options), name)
 
 
 def listed(**lists):
@@ -50,7 +50,7 @@ MATMULS = {
 @pytest.mark.parametrize("name", MATMULS)
 def test_a_matmul_gives_float32_to_those_who_need_it(name):
     fun, dtype = MATMULS[name]
-    block = analysed(fun, H)
+    block = analyzed(fun, H)
     matmul = op(block, "dot_general", 0)
     assert choice(matmul).compute == BF16
     assert stored(matmul.outs[0]).dtype == dtype
@@ -108,10 +108,10 @@ def test_a_float32_result_of_half_operands_is_kept():
     def fun(a, wide):
         return lax.dot(a, a, preferred_element_type=jnp.float32 if wide else None) @ a
 
-    matmul = op(analysed(lambda a: fun(a, True).astype(jnp.bfloat16), half), "dot_general", 0)
+    matmul = op(analyzed(lambda a: fun(a, True).astype(jnp.bfloat16), half), "dot_general", 0)
     assert stored(matmul.outs[0]).dtype == F32
     mixed = op(
-        analysed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H),
+        analyzed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H),
         "dot_general",
         0,
     )
@@ -157,7 +157,7 @@ def test_which_float32_results_are_rounded_for_storage(name, half):
             value = make(h @ W)
         return reader(value)
 
-    block = analysed(fun, H, policy=f"mixed_{half}")
+    block = analyzed(fun, H, policy=f"mixed_{half}")
     made = [o for o in block.ops if "here" in o.scopes][-1]
     assert choice(made).compute == F32
     value = made.outs[0]
@@ -403,10 +403,10 @@ def test_a_loops_constants_stay_float32_and_a_branchs_operands_do_not():
         c = jnp.tanh(h @ W)
         return lax.cond(h[0, 0] > 0, lambda c: c @ V, lambda c: c @ W, c) @ V
 
-    (scan,) = op(analysed(loop, H), "scan").subs
+    (scan,) = op(analyzed(loop, H), "scan").subs
     constants = [v for v in scan.program.invars[: scan.consts] if v.is_f32]
     assert constants and all(stored(v).dtype == F32 for v in constants)
-    first, _ = op(analysed(branch, H), "cond").subs
+    first, _ = op(analyzed(branch, H), "cond").subs
     assert any(stored(v).dtype == BF16 for v in first.program.invars if v.is_f32)
 
 
@@ -453,7 +453,7 @@ def test_float16_results_of_a_region_stay_float16():
             moved = jnp.tanh(h @ W)
         return moved.reshape(16, 8) @ jnp.ones((8, 2)), lax.cond(n > 0, branch, branch, h) @ V
 
-    block = analysed(fun, H, 3)
+    block = analyzed(fun, H, 3)
     assert stored(op(block, "reshape").outs[0]).dtype == F16
     assert stored(op(block, "cond").outs[0]).dtype == F16
 
@@ -469,7 +469,7 @@ def test_scan_result_has_the_dtype_of_its_carry(half):
 
 
 def test_nothing_is_half_under_a_float32_policy():
-    block = analysed(lambda h: jnp.tanh(h @ W) @ V, H, policy="float32")
+    block = analyzed(lambda h: jnp.tanh(h @ W) @ V, H, policy="float32")
     assert {choice(o).compute for o in block.ops} == {F32}
     assert all(stored(v).dtype == F32 for o in block.ops for v in o.outs)
 

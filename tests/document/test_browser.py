@@ -214,7 +214,7 @@ def test_axe_finds_nothing_serious(opened, explained, compared, scheme, width):
         screen = {"width": width, "height": 800}
         page = opened(report.to_html(), color_scheme=scheme, viewport=screen)
         page.get_by_role("button", name="Open all").click()
-        page.locator("input[name=colour]").nth(1).check()
+        page.locator("input[name=color]").nth(1).check()
         page.fill("#search", "dot_general")
         page.locator(".tile").first.click()
         found = Axe().run(page).response["violations"]

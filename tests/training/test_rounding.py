@@ -43,7 +43,7 @@ def test_stochastic_round_mean_is_the_value(half, value):
     y = np.asarray(y, np.float64)
     low, high = np.unique(y)
     assert low < float(np.float32(value)) < high
-    # Neighbours: nothing of the half dtype lies between them.
+    # Neighbors: nothing of the half dtype lies between them.
     assert float(jnp.asarray((low + high) / 2, half)) in (low, high)
     spread = y.std() / np.sqrt(DRAWS)
     assert abs(y.mean() - float(np.float32(value))) < 4 * spread

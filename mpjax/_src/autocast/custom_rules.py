@@ -21,7 +21,7 @@ from mpjax._src.autocast.operations import (
     result_dtypes,
     run_block,
 )
-from mpjax._src.autocast.plan import analyse, make_plan, outline, run_plan
+from mpjax._src.autocast.plan import analyze, make_plan, outline, run_plan
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.policy.policy import Policy
@@ -224,7 +224,7 @@ def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
     plan = outline(inner, consts, policy, scopes=scopes)
-    wants = analyse(plan, dtypes).wants
+    wants = analyze(plan, dtypes).wants
     half = policy.compute_dtype
     return [
         half

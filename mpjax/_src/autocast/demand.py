@@ -130,12 +130,12 @@ def _float32_matmul(analysis: Analysis, op: Op, ruling: Ruling) -> Why | None:
     """Returns the reason to compute a matmul in float32, or None.
 
     16 bits merge large integers, such as the positions in the angles of rotary embeddings. A
-        contraction shorter than the depth of a matrix unit is no faster in 16 bits, so it stays in
-        float32 if an operation amplifies its result and its operands are not 16-bit yet. A matmul
-        with zeros and ones selects or sums entries of the other operand. If that is computed in
-        float32, and float32 operations read the result, 16 bits would only round in between.
-        Entries that are masked with a constant beyond the range of float16 would be infinite, and
-        NaN if they are multiplied by zero.
+    contraction shorter than the depth of a matrix unit is no faster in 16 bits, so it stays in
+    float32 if an operation amplifies its result and its operands are not 16-bit yet. A matmul
+    with zeros and ones selects or sums entries of the other operand. If that is computed in
+    float32, and float32 operations read the result, 16 bits would only round in between.
+    Entries that are masked with a constant beyond the range of float16 would be infinite, and
+    NaN if they are multiplied by zero.
     """
     if ruling.rule != "half" or ruling.forced or any(analysis.facts[v].linear for v in op.ins):
         return None
@@ -189,7 +189,7 @@ def _sees_rounding(analysis: Analysis, op: Op, readers: Want) -> bool:
     if op.spec.gain_of(op.params) == rules.SUM and len(op.ins) == 2:
         subtracts = rules.SUBTRACTS in op.spec.traits
         apart = subtracts and (readers.steep or _is_of_parts(analysis, op))
-        return apart or analysis.facts[op.outs[0]].centred or _takes_off(analysis, op)
+        return apart or analysis.facts[op.outs[0]].centered or _takes_off(analysis, op)
     return rules.JUMPS in op.spec.traits
 
 

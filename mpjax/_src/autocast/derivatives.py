@@ -392,7 +392,7 @@ def matmul(
     eqn: Any,
     args: Sequence[Any],
     dtype: Any,
-    centred: Place | None = None,
+    centered: Place | None = None,
     wide: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
     """Runs a matmul whose tangents are computed in the dtype of its operands.
@@ -401,7 +401,7 @@ def matmul(
         eqn: The equation of the matmul.
         args: Its operands.
         dtype: The dtype of the result. For 16-bit operands, float32 is the accumulator.
-        centred: An operand and some of its dimensions. The mean over these is subtracted from the
+        centered: An operand and some of its dimensions. The mean over these is subtracted from the
             operand where the tangent of the other one is multiplied by it, and from its own tangent
             (so from its cotangent). This is correct if the reader of the result ignores a constant
             added to all entries of a row, like a softmax.
@@ -412,7 +412,7 @@ def matmul(
     del params["preferred_element_type"]
     twins = {i: array for i, array in wide.items() if array is not None}
     places = tuple(wide), tuple(twins)
-    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centred, places)
+    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centered, places)
     try:
         call = _cached_matmul(*key)
     except TypeError:  # a parameter is not hashable
@@ -439,7 +439,7 @@ def _cached_matmul(
     primitive: Any,
     items: tuple[tuple[str, Any], ...],
     dtype: Any,
-    centred: Place | None,
+    centered: Place | None,
     places: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Any:
     params = dict(items)
@@ -463,11 +463,11 @@ def _cached_matmul(
         terms = []
         for i, tangent in zip(moving, tangents, strict=True):
             others = [*primals[:i], *primals[i + 1 :]]
-            if centred is not None and centred[0] != i:
+            if centered is not None and centered[0] != i:
                 # Without the barrier, XLA would hold it beside the array itself, forward.
-                others = [_less_mean(_jax.gpu_barrier(x), centred[1]) for x in others]
-            elif centred is not None:
-                tangent = _less_mean(tangent, centred[1])
+                others = [_less_mean(_jax.gpu_barrier(x), centered[1]) for x in others]
+            elif centered is not None:
+                tangent = _less_mean(tangent, centered[1])
             others.insert(i, tangent)
             half = primals[i].dtype
             if i in wide:
@@ -476,12 +476,12 @@ def _cached_matmul(
                 terms.append(product(others, half))
         return functools.reduce(jax.lax.add, terms)
 
-    if centred is not None:  # else the centred operand would be kept
+    if centered is not None:  # else the centered operand would be kept
         along = jax.checkpoint(along, prevent_cse=False, static_argnums=0)
 
     def jvp(primals, tangents):
-        # As written if possible, because checkpoint policies recognise matmuls by name.
-        out = (run if dtype == primals[0].dtype and centred is None else call)(*primals)
+        # As written if possible, because checkpoint policies recognize matmuls by name.
+        out = (run if dtype == primals[0].dtype and centered is None else call)(*primals)
         operands = primals[: len(primals) - len(twins)]
         moves = dict(enumerate(tangents[:2])) | dict(
             zip(twins, tangents[len(operands) :], strict=True)

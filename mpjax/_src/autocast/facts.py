@@ -397,9 +397,9 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     joined = joined._replace(span=span, norm="", peak=0, negative=bool(below))
     if any(_is_unknown_scalar(sweep.facts, v) for v in op.ins):
         joined = joined._replace(exact=True)
-    level, centred = _level(sweep, op, out)
+    level, centered = _level(sweep, op, out)
     offset = union(offsets(sweep.facts, op))
-    joined = joined._replace(level=level, centred=centred, mean=0, offset=offset)
+    joined = joined._replace(level=level, centered=centered, mean=0, offset=offset)
     terms = [sweep.facts[v] for v in op.ins if v.size == out.size and not _is_filled(v)]
     # A bias is no term of a sum of states: it shifts one.
     terms = [fact for fact in terms if not (fact.given and fact.spread)]

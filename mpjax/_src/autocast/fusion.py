@@ -1,4 +1,4 @@
-"""Recognises hand-written attention and runs it in the fused kernel of the device.
+"""Recognizes hand-written attention and runs it in the fused kernel of the device.
 
     out = softmax(factor * q k' + biases, masked) v
 

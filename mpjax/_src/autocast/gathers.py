@@ -1,7 +1,7 @@
 """Gathers that can be written as simpler operations, so that their transpose is not a scatter.
 
 There are two kinds: gathers of one entry per row, such as the labels' logits in a cross entropy,
-and gathers that repeat all entries of an axis in order, such as nearest-neighbour upsampling.
+and gathers that repeat all entries of an axis in order, such as nearest-neighbor upsampling.
 """
 
 from collections.abc import Mapping

@@ -334,7 +334,7 @@ def _weigh(
     sources = _sources(island, flow, moved)
     if sources is None:
         return island
-    flow.marks.centred.update(sources)
+    flow.marks.centered.update(sources)
     taken.add(matmul)
     applied = [*free_producers(weights, flow), *weights]
     results = {v for op in (quotient, *applied) for v in op.outs}

@@ -115,7 +115,7 @@ def make_plan(
     scopes: tuple[str, ...] = (),
     linear: Sequence[int] = (),
 ) -> Plan:
-    """Plans a program that will run. The arguments are those of `outline` and `analyse`."""
+    """Plans a program that will run. The arguments are those of `outline` and `analyze`."""
     return complete(outline(jaxpr, consts, policy, scopes=scopes), in_dtypes, out_dtypes, linear)
 
 
@@ -146,8 +146,8 @@ def complete(
     out_dtypes: Sequence[Any] | None = None,
     linear: Sequence[int] = (),
 ) -> Plan:
-    """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
-    analysis = analyse(plan, in_dtypes, out_dtypes, linear)
+    """Makes all other decisions: `analyze`, and the values kept for a backward pass."""
+    analysis = analyze(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else LINEAR if linear else plan.policy.storage
     named = (name for name in REPLACED if getattr(plan.policy, name) and not linear)
@@ -156,7 +156,7 @@ def complete(
     return dataclasses.replace(plan, analysis=analysis, returned=returned)
 
 
-def analyse(
+def analyze(
     plan: Plan,
     in_dtypes: Sequence[Any],
     out_dtypes: Sequence[Any] | None = None,

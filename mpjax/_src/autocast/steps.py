@@ -286,7 +286,7 @@ class Recomputed(Elementwise):
         inner, inputs = self.body.inside(env), dict(zip(self.ins, arrays, strict=True))
         kept = self.kept
         for value in kept:
-            # Without the barrier, XLA would recognise recomputed values and keep the earlier ones.
+            # Without the barrier, XLA would recognize recomputed values and keep the earlier ones.
             inner.write(value, _jax.again_barrier(inputs[value]))
         for op in self.again:
             evaluate(op, inner)

@@ -118,7 +118,7 @@ class Fact(NamedTuple):
         block: Since the last matmul, a residual block was added to it.
         level: The axes along which a term of it is constant, as a bit mask.
         mean: The values whose mean it is, as a bit mask.
-        centred: It is an array minus its mean, which takes off such a term.
+        centered: It is an array minus its mean, which takes off such a term.
         huge: Some of its entries are, or contain, a constant beyond the range of float16.
         data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
     """
@@ -145,7 +145,7 @@ class Fact(NamedTuple):
     block: bool = False
     level: int = 0
     mean: int = 0
-    centred: bool = False
+    centered: bool = False
     huge: bool = False
     data: bool = False
 
@@ -187,7 +187,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         block=any(columns.block),
         level=union(columns.level),
         mean=union(columns.mean),
-        centred=False,
+        centered=False,
         huge=any(columns.huge),
         data=all(columns.data),
     )
@@ -391,7 +391,7 @@ class Marks:
 
     Attributes:
         steady: Ops whose operands derivatives may hold constant.
-        centred: For a matmul, an operand and dimensions over which derivatives subtract its mean.
+        centered: For a matmul, an operand and dimensions over which derivatives subtract its mean.
         repeats: For a gather that repeats entries: the axis, and how often.
         online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
         attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
@@ -400,7 +400,7 @@ class Marks:
     """
 
     steady: set[Op] = dataclasses.field(default_factory=set)
-    centred: dict[Op, Place] = dataclasses.field(default_factory=dict)
+    centered: dict[Op, Place] = dataclasses.field(default_factory=dict)
     repeats: dict[Op, tuple[int, int]] = dataclasses.field(default_factory=dict)
     online: dict[Op, str] = dataclasses.field(default_factory=dict)
     attention: dict[Op, str] = dataclasses.field(default_factory=dict)

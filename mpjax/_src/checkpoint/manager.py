@@ -123,7 +123,7 @@ class Manager:
             if read_only
             else functools.partial(store.writing, self.directory, inside=True)
         )
-        self._signalled = False
+        self._signaled = False
         self._previous: Any = None
         self._manager, free = self._open(_options(every, keep, keep_period, self._best, read_only))
         self._ended = weakref.finalize(
@@ -202,7 +202,7 @@ class Manager:
                 "read_only=True."
             )
         # Asked for every number, because all processes of a program have to ask for the same one.
-        self.stopping = self._signalled or self._manager.reached_preemption(number)
+        self.stopping = self._signaled or self._manager.reached_preemption(number)
         latest = self._manager.latest_step()
         if latest is not None and latest > number:
             raise ValueError(
@@ -336,7 +336,7 @@ class Manager:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signaled = True
         self._release()
 
     def _release(self) -> None:

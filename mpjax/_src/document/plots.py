@@ -63,7 +63,7 @@ def plot_compare(comparison: Any, path: str | Path | None = None) -> Any:
         )
         axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
     for dtype, bits in (("float16", 11), ("bfloat16", 8)):
-        axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
+        axes.axhline(2.0**-bits, color="gray", lw=0.8, ls="--")
         axes.text(
             1,
             2.0**-bits,
@@ -113,7 +113,7 @@ def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
     figure = _figure_class()(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
     front = sorted(_place(each) for each in shown if each.frontier)
-    axes.step(*zip(*front, strict=True), where="post", color="grey", lw=1, label="frontier")
+    axes.step(*zip(*front, strict=True), where="post", color="gray", lw=1, label="frontier")
     for number, each in enumerate(sorted(shown, key=_place), 1):
         color = "tab:orange" if each.checkpoint else "tab:blue"
         axes.scatter(*_place(each), s=30, color=color, zorder=3)

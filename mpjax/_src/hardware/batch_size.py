@@ -351,5 +351,5 @@ def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: f
     raise OutOfMemoryError(
         f"a batch of {first.batch} does not fit target={target.name!r}: it takes {needs}, and "
         f"{size(available)} are available (reserve={reserve:g}). Use a target with more memory, a "
-        "smaller model, mixed precision, or rematerialisation (jax.checkpoint)."
+        "smaller model, mixed precision, or rematerialization (jax.checkpoint)."
     )

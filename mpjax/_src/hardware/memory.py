@@ -1,7 +1,7 @@
 """The contents of a compiled program's memory, by kind: parameters, moments, activations and so on.
 
-Arguments are recognised by their names in the program, which JAX takes from the function's
-arguments and the fields of its pytrees. Temporary arrays are recognised by the values that they
+Arguments are recognized by their names in the program, which JAX takes from the function's
+arguments and the fields of its pytrees. Temporary arrays are recognized by the values that they
 come from and lead to.
 """
 

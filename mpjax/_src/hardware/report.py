@@ -351,7 +351,7 @@ def _may_round(matmul: hlo_costs.Matmul) -> bool:
 def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul) -> str:
     """Returns the dtype of a matmul's operands in the program as written, and uses it up.
 
-    A compiler may name a matmul after a neighbour that it merged. Then the matmuls of the same
+    A compiler may name a matmul after a neighbor that it merged. Then the matmuls of the same
     scope are searched.
     """
     dtypes = asked.get(matmul.name)

@@ -31,7 +31,7 @@ from mpjax._src.document.model import (
     DTYPES,
     PASS,
     WORST,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -75,7 +75,7 @@ ERROR = WORST(
     "error",
     "The relative error of each operation's result, including the error of its operands.",
 )
-BYTES = Colour("bytes", "The bytes of each operation's operands and result.", unit="bytes")
+BYTES = Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
 # The note on a result that is only rounding error in float32 too.
 ZERO = "only rounding error in float32; relative to the terms that cancel"
@@ -186,7 +186,7 @@ class Comparison(Report):
         rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
         return Drawing(
             operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
-            colours=(ADDED, ERROR, DTYPE, BYTES, PASS),
+            colors=(ADDED, ERROR, DTYPE, BYTES, PASS),
         )
 
 
@@ -369,7 +369,7 @@ def _operation(row: CompareRow, number: int) -> Operation:
             bytes=size(row.bytes),
             row_of_explain=row.op,
         ),
-        colours={
+        colors={
             "added error": row.added if measured else None,
             "error": (row.error if row.error < BROKEN else math.inf) if measured else None,
             "dtype": ran,
@@ -434,7 +434,7 @@ def _terms_of_noise(
     named: dict[str, Shadowed],
     errors: dict[str, float],
 ) -> dict[str, float]:
-    """Returns the size of the cancelled terms of each result that is only float32 rounding."""
+    """Returns the size of the canceled terms of each result that is only float32 rounding."""
     suspects = [
         name
         for name, error in errors.items()

@@ -2,7 +2,7 @@
 
 To first order, the error of a result is a sum of vectors, one for each place in 16 bits. Two
 vectors may cancel; if they are independent, their squares add up. Moving one place changes the
-rounding in others, so a part of each vector is new in every run. The errors are therefore modelled
+rounding in others, so a part of each vector is new in every run. The errors are therefore modeled
 as a Gaussian process over sets of places. The variance of each place starts at its suspected share,
 and is fitted by expectation maximization (relevance vectors; Tipping, 2001).
 """

@@ -27,7 +27,7 @@ from mpjax._src.document.model import (
     DTYPES,
     PASS,
     Bar,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -56,13 +56,13 @@ COMPUTES = ("f16", "bf16", "f32", "other")
 # The reason of a row of the backward pass begins with this word.
 BACKWARD = "backward "
 
-BYTES = Colour(
+BYTES = Color(
     "bytes",
     "The bytes of each operation's operands and results under the plan, which it would move if it "
     "ran alone. XLA fuses small operations, which then move less.",
     unit="bytes",
 )
-KEPT = Colour(
+KEPT = Color(
     "kept",
     "The bytes of each operation's results that the forward pass keeps for the backward pass.",
     unit="bytes",
@@ -275,7 +275,7 @@ class CastReport(Report):
         return Drawing(
             bars=(bar,) if kept else (),
             operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
-            colours=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
+            colors=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
         )
 
 
@@ -311,7 +311,7 @@ def _operation(index: int, row: Row, kept: int) -> Operation:
             runs=f"{row.times} times" if row.times > 1 else "",
             forward_row="" if row.forward is None else f"#{row.forward}",
         ),
-        colours={
+        colors={
             "dtype": DTYPES[row.computes_in],
             "bytes": row.bytes * row.times,
             "kept": kept,

@@ -20,7 +20,7 @@ from mpjax._src.base.patterns import path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_floating, pytree_of
 from mpjax._src.document import plots
-from mpjax._src.document.model import WORST, Colour, Document, Drawing, Histogram, Operation, Table
+from mpjax._src.document.model import WORST, Color, Document, Drawing, Histogram, Operation, Table
 from mpjax._src.document.report import Report
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
@@ -39,7 +39,7 @@ OVERFLOWED = WORST(
     "overflow",
     "The share of a parameter's gradients that overflows to infinity in float16 at scale 1.",
 )
-ZEROS = Colour(
+ZEROS = Color(
     "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
 )
 
@@ -164,7 +164,7 @@ class GradientHistogram(Report):
         return Drawing(
             histograms=(whole,) if bins else (),
             operations=tuple(map(_parameter, rows)),
-            colours=(FLUSHED, ZEROS, OVERFLOWED),
+            colors=(FLUSHED, ZEROS, OVERFLOWED),
             things="parameters",
         )
 
@@ -382,7 +382,7 @@ def _parameter(row: HistogramRow) -> Operation:
         label=label or "gradient",
         scope=scope or "all parameters",
         facts=(*zip(COLUMNS, _cells(row), strict=True), ("entries", f"{row.entries:,}")),
-        colours={"flushed": row.flushed, "zero": row.zeros, "overflow": row.overflowed},
+        colors={"flushed": row.flushed, "zero": row.zeros, "overflow": row.overflowed},
     )
 
 

@@ -125,9 +125,9 @@ def _of_op(op: Op, plan: Plan) -> str:
     """Says what is kept of an operation that runs alone, or ""."""
     own = [v for v in op.outs if v in plan.analysis.kept]
     parts = [f"kept in {_dtypes(own, plan)}"] if own else []
-    centred = plan.analysis.marks.centred
-    if op in centred:
-        parts.append(f"{SIDES[centred[op][0]]} less its mean in the gradient of the other operand")
+    centered = plan.analysis.marks.centered
+    if op in centered:
+        parts.append(f"{SIDES[centered[op][0]]} less its mean in the gradient of the other operand")
     return "; ".join(parts)
 
 

@@ -176,13 +176,13 @@ class NonfiniteReport(Report):
                 iteration=turns_of(self.loops),
                 row_of_explain=self.op,
             ),
-            colours={
+            colors={
                 "dtype": DTYPES.get(self.result.dtype if self.result else "", DTYPES["other"]),
                 "pass": "backward" if self.backward else "forward",
             },
             backward=self.backward,
         )
-        return Drawing(operations=(operation,), colours=(DTYPE, PASS))
+        return Drawing(operations=(operation,), colors=(DTYPE, PASS))
 
     @property
     def headline(self) -> str:

@@ -18,7 +18,7 @@ from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
 from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.base.public import public
-from mpjax._src.document.model import WORST, Colour, Document, Drawing, Operation, Table
+from mpjax._src.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.compare import compare_program
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
@@ -44,7 +44,7 @@ ALONE = WORST(
     "error without it",
     "The largest error of a result if only this place is left in 16 bits.",
 )
-WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
+WORK = Color("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Tuning(Report):
                 Table("Error of the results", ("error", "result"), named, ("result",), most=5),
             ),
             drawing=lambda: Drawing(
-                operations=tuple(map(_place, self.steps)), colours=(ALONE, WORK), things="places"
+                operations=tuple(map(_place, self.steps)), colors=(ALONE, WORK), things="places"
             ),
         )
 
@@ -155,7 +155,7 @@ def _place(step: TuneStep) -> Operation:
         label=label + "/*" * step.pattern.endswith("/*"),
         scope=scope or "anywhere",
         facts=tuple(zip(COLUMNS, _cells(step), strict=True)),
-        colours={"error without it": step.alone, "work": step.flops},
+        colors={"error without it": step.alone, "work": step.flops},
     )
 
 
@@ -281,7 +281,7 @@ class _Trial:
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
-        self._terms: dict[str, float] = {}  # the sizes of cancelled terms, by result
+        self._terms: dict[str, float] = {}  # the sizes of canceled terms, by result
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:

@@ -60,7 +60,7 @@ def half_counts(program: Program) -> Iterator[Hit]:
         if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
             yield Hit(
                 f"Whole numbers from {bounds.low:g} to {bounds.high:g} are stored in "
-                f"{shown(op.outs[0])}, which cannot tell neighbours apart beyond {limit}.",
+                f"{shown(op.outs[0])}, which cannot tell neighbors apart beyond {limit}.",
                 op,
             )
 
@@ -177,7 +177,7 @@ RULES = (
         "half-count",
         JAXPR,
         "positions, indices or counters too large for a 16-bit dtype to represent exactly",
-        "bfloat16 holds every whole number up to 256, float16 up to 2048. Beyond that, neighbours "
+        "bfloat16 holds every whole number up to 256, float16 up to 2048. Beyond that, neighbors "
         "become equal: positions collide, and a counter stops counting.",
         "Keep positions and counters in int32, compute what depends on them (angles, masks, "
         "encodings) in float32, and cast the result.",

@@ -129,7 +129,7 @@ def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Arra
     half = ((field << info.nmant) + down + up).astype(jnp.uint16)
     half = half | (bits >> 31 << 15).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(half, dtype)
-    # Beyond the largest 16-bit value there are not two neighbours to choose from.
+    # Beyond the largest 16-bit value there are not two neighbors to choose from.
     return jnp.where(jnp.abs(x) <= info.max.astype(FLOAT32), rounded, x.astype(dtype))
 
 

@@ -22,7 +22,7 @@ from mpjax._src.document import plots
 from mpjax._src.document.model import (
     DTYPES,
     PASS,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -57,33 +57,33 @@ KINDS = {
     "": "none",
 }
 ROOMS = ((1.0, "less than 1"), (4.0, "1 to 4"), (8.0, "4 to 8"), (math.inf, "8 or more"))
-RISK = Colour(
+RISK = Color(
     "risk", "The risk of each tensor, by the first rule that applies.", tuple(KINDS.values())
 )
-ROOM = Colour(
+ROOM = Color(
     "room",
     "Powers of two between the largest magnitude and the largest number of the dtype.",
     tuple(name for _, name in ROOMS),
 )
-NOISE = Colour(
+NOISE = Color(
     "noise",
     "The rounding error relative to the values (root mean squares).",
     unit="share",
     of_box=max,
 )
-LOST = Colour(
+LOST = Color(
     "too small",
     "The share that is rounded to zero, or subnormal with fewer bits.",
     unit="share",
     of_box=max,
 )
-NEARLY = Colour(
+NEARLY = Color(
     "near overflow",
     f"The share within 2^{NEAR} of the largest number of the dtype.",
     unit="share",
     of_box=max,
 )
-DTYPE = Colour("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
+DTYPE = Color("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
 
 
 @public("mpjax.reports")
@@ -290,7 +290,7 @@ class PrecisionReport(Report):
         rows = sorted(self.rows, key=lambda row: order[row.name])
         return Drawing(
             operations=tuple(_tensor(row, i) for i, row in enumerate(rows)),
-            colours=(RISK, ROOM, NEARLY, LOST, NOISE, DTYPE, PASS),
+            colors=(RISK, ROOM, NEARLY, LOST, NOISE, DTYPE, PASS),
             things="tensors",
         )
 
@@ -400,14 +400,14 @@ def _tensor(row: PrecisionRow, number: int) -> Operation:
             **place_of(row),
             read_by="; ".join(row.readers),
         ),
-        colours=_colours(row),
+        colors=_colors(row),
         number=number,
         backward=row.direction == "backward",
         large=rule_of(row.op).need == HALF,
     )
 
 
-def _colours(row: PrecisionRow) -> dict[str, Any]:
+def _colors(row: PrecisionRow) -> dict[str, Any]:
     room = row.headroom
     return {
         "risk": KINDS[row.risk.kind if row.risk else ""],
