@@ -98,7 +98,7 @@ def test_amounts_that_are_no_numbers_have_a_place():
     scale = scale_of(color, operations(*values, name="error"))
     labels = [scale.legend[place].label for place in scale.places]
     assert labels[0] == labels[1] and labels[2:5] == ["under 0.3%", "3% to 10%", "30% or more"]
-    assert labels[5] == "not finite" and sum(key.count for key in scale.legend) == len(values)
+    assert labels[5] == "non-finite" and sum(key.count for key in scale.legend) == len(values)
     data_of(drawn(operations=tuple(operations(*values)), colors=(color,)))
 
 

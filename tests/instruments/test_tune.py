@@ -249,7 +249,7 @@ class TestReport:
             "meets the tolerance of 0.02",
             str(tuned.policy),
             "left out",
-            "smallest places in float32: ",
+            f"in float32: {tuned.places}; ",
         ):
             assert "".join(part.split()) in text
 

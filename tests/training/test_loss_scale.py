@@ -156,7 +156,7 @@ def test_adjust_takes_any_one_bool(finite):
 
 @pytest.mark.parametrize("wrong", [1, 0.0, jnp.array([True]), jnp.float32(1)])
 def test_adjust_refuses_what_is_not_one_bool(wrong):
-    with pytest.raises(ValueError, match="grads_finite=.*must be one bool"):
+    with pytest.raises(ValueError, match="grads_finite=.*must be a single bool"):
         mpjax.DynamicLossScale().adjust(wrong)
 
 

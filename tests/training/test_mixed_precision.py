@@ -485,7 +485,7 @@ def test_mixed_precision_refuses_bad_arguments():
         optimizer.update(params, state, params, scaled_by=state.loss_scale)
     with pytest.raises(TypeError, match="must be a function"):
         optimizer.value_and_grad(3, state)
-    with pytest.raises(ValueError, match="must be one bool"):
+    with pytest.raises(ValueError, match="must be a single bool"):
         optimizer.update(params, state, params, finite=jnp.ones(2, bool))
     with pytest.raises(ValueError, match="not the MixedPrecisionState of mixed_precision"):
         optimizer.update(params, state.inner_state, params)

@@ -58,7 +58,7 @@ def test_skip_nonfinite_keeps_even_a_negative_zero():
 @pytest.mark.parametrize("wrong", [None, 1, jnp.array([True])])
 def test_finite_argument_that_is_not_one_bool_is_refused(wrong):
     optimizer = mpjax.optim.skip_nonfinite(optax.sgd(1.0))
-    with pytest.raises(ValueError, match="finite=.*must be one bool"):
+    with pytest.raises(ValueError, match="finite=.*must be a single bool"):
         optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)), finite=wrong)
 
 

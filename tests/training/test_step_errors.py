@@ -31,13 +31,13 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         mpjax.errors.DivergenceError, match="3 steps in a row .*scale 512.*learning rate"
     ):
         mpjax.raise_if_diverged(metrics, 3)
-    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was not finite.*the data"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was non-finite.*the data"):
         mpjax.raise_if_diverged({**metrics, "loss_finite": jnp.array(False)}, 2)
     with pytest.raises(
         mpjax.errors.DivergenceError, match="the new model_state was not.*an outlier"
     ):
         mpjax.raise_if_diverged({**metrics, "state_finite": jnp.array(False)}, 2)
-    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was not finite"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was non-finite"):
         mpjax.raise_if_diverged({**metrics, "state_finite": False, "loss_finite": False}, 2)
     stuck = {**metrics, "consecutive_skips": 30, "loss_scale": 1.0}
     with pytest.warns(

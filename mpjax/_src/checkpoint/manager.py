@@ -20,7 +20,7 @@ from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
 from mpjax._src.policy.policy import PolicyLike
 
-# A metric that is not finite counts as the worst value, because NaN has no order.
+# A non-finite metric counts as the worst value, because NaN has no order.
 WORST = {"min": math.inf, "max": -math.inf}
 
 

@@ -110,7 +110,7 @@ class Table:
         title: The title, which a document's only table does not need as text.
         columns: The titles of the columns. Text leaves out columns without any cell.
         rows: The cells. A table without rows is left out.
-        words: The titles of the columns that are aligned to the left; the others are figures.
+        words: The titles of the columns that are aligned to the left; the others are numbers.
         most: The number of rows that the text shows; None for all. The page shows all rows.
         folded: The index of the column whose cells are wrapped if the text is too wide.
         note: A sentence below the table.

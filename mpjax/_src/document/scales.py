@@ -53,7 +53,7 @@ def _of_amounts(color: Color, values: Sequence) -> Scale:
     edges = _edges(color.unit, min(max(finite, default=1.0), color.most))
     between = [f"{written(a)} to {written(b)}" for a, b in itertools.pairwise(edges)]
     labels = [f"under {written(edges[0])}", *between, f"{written(edges[-1])} or more"]
-    zero, infinite = f"{written(0)}, or nothing to tell", "not finite"
+    zero, infinite = f"{written(0)}, or nothing to tell", "non-finite"
 
     def label(value):
         if value is None or not value > 0:

@@ -35,7 +35,7 @@ COUNTERS = ("skipped_steps", "consecutive_skips")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Keras's ``LossScaleOptimizer`` with a loss scale of mpjax.
 
-    A step whose gradients are not finite changes only the loss scale and the counters
+    A step with non-finite gradients changes only the loss scale and the counters
     ``skipped_steps`` and ``consecutive_skips``, which are Keras variables.
 
     Args:
@@ -186,9 +186,9 @@ def mixed_precision(
 ) -> Any:
     """Makes ``fit``, ``evaluate`` and ``predict`` of a Keras model run in mixed precision.
 
-    Each step runs under `autocast`, which plans the whole step; variables stay float32. A step
-    whose gradients are not finite is skipped, and non-trained variables (statistics, seeds) keep
-    their values too.
+    Each step runs under `autocast`, which plans the whole step; variables stay float32. Steps with
+    non-finite gradients are skipped. They leave non-trained variables (statistics, seeds)
+    unchanged too.
 
     Args:
         model: A compiled Keras model on the JAX backend. The dtype policy of its layers must be

@@ -161,7 +161,7 @@ class TrainState(train_state.TrainState, repr=False):
         return wrapped
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
-        """Returns the state after a step. The step is skipped if anything is not finite.
+        """Returns the state after a step. The step is skipped if anything is non-finite.
 
         A skipped step changes only the loss scale and the skip counters.
 

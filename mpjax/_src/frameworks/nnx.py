@@ -106,7 +106,7 @@ class Optimizer(nnx.Optimizer):
         return nnx.as_pure(self.opt_state.loss_scale)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Updates the model in place. The update is skipped if anything is not finite.
+        """Updates the model in place. The update is skipped if anything is non-finite.
 
         Args:
             model: The module that the optimizer was created with.

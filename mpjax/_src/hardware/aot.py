@@ -44,14 +44,14 @@ def compile_for(
     """Compiles a function for an accelerator that this machine need not have, and reports its cost.
 
     XLA's own compiler for the target runs in a separate process. Nothing is executed, and JAX in
-    this process is not affected. The figures are the same in every run; they change with the
+    this process is not affected. The results are the same in every run; they change with the
     version of JAX. Without a device, XLA cannot autotune, so a real run may choose other kernels
     with other scratch memory.
 
     Args:
         target: "v100", "t4", "a100-40", "a100-80", "a6000", "h100", "h200", "b200", "v4", "v5e",
             "v5p" or "v6e". For several devices, "h100 x 8" (GPUs in hosts of eight) or "v5e x 16"
-            (a slice): the figures are then those of one device, and the report lists collectives.
+            (a slice): the results are then those of one device, and the report lists collectives.
         fun: A function, jitted or not. Jit it with ``donate_argnums`` like the real program:
             results that do not replace donated arguments need memory of their own.
         *args: The arguments of ``fun``: arrays, numbers, `jax.ShapeDtypeStruct` (which need no

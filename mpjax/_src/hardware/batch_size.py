@@ -118,7 +118,7 @@ def largest_batch(
 ) -> LargestBatch:
     """Finds the largest batch whose program fits a target, by doubling and bisection.
 
-    The memory of a program is the compiler's figure: arguments, results, temporary arrays and code.
+    The memory of a program is the compiler's number: arguments, results, temporary arrays and code.
     Everything else on the device (a second model, the next batch, fragmentation) must fit the
     reserve.
 

@@ -53,8 +53,9 @@ class DeviceReport(Report):
 def device_report() -> DeviceReport:
     """Reports the 16-bit dtypes that this process's devices compute fast in, and a policy each.
 
-    Devices are judged by their features, so a report of the same machine says the same. Beside
-    this it times a short matmul in each 16-bit dtype on the default device, as autocast runs it.
+    The policy follows from the devices' features, so it is always the same on one machine. The
+    report also times a short matmul in each 16-bit dtype on the default device, as autocast runs
+    it.
 
     Returns:
         A `DeviceReport` with one entry per local device.

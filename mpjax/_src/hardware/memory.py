@@ -76,7 +76,7 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The compiler's own figures of the memory, in bytes."""
+    """The compiler's own sizes of the memory, in bytes."""
 
     arguments: float
     results: float
@@ -89,7 +89,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
 
     Args:
         text: The HLO.
-        sizes: The compiler's figures. ``results`` counts results that do not share the memory of an
+        sizes: The compiler's sizes. ``results`` counts results that do not share the memory of an
             argument.
     """
     module, entry = parse(text)

@@ -63,7 +63,7 @@ class MatmulRow:
 class CompileReport(Report):
     """The report of `compile_for`: the memory and cost of one run of a program. ``print`` it.
 
-    For a target of several devices, all figures are those of one device.
+    For a target of several devices, all numbers are those of one device.
 
     Attributes:
         target: The name of the target.
@@ -88,7 +88,7 @@ class CompileReport(Report):
             arrays there (offloading).
         host_ms: The time of these bytes on the link to the host, in milliseconds, the longer one of
             both directions.
-        notes: Sentences on the assumptions behind the figures, and on costs that they leave out.
+        notes: Sentences on the assumptions behind the numbers, and on costs that they leave out.
         xla_costs: XLA's own "flops" and "bytes accessed". XLA counts the body of a loop once and
             ignores library calls.
         hlo: The text of the optimized program.
@@ -385,7 +385,7 @@ def _notes(
         )
     if target.devices > 1:
         yield (
-            f"All figures are for one of {target.devices} devices. The bytes sent assume ring "
+            f"All numbers are for one of {target.devices} devices. The bytes sent assume ring "
             "algorithms without overhead. Their time, and the part hidden by compute, depend on "
             "the links."
         )
@@ -413,7 +413,7 @@ def _notes_on_units(target: Target, rows: list[MatmulRow]) -> Iterator[str]:
         )
     if target.platform == "tpu" and any(row.operands == "f16" for row in rows):
         yield (
-            "A TPU's matrix unit does not multiply float16, which this program uses. The figures "
+            "A TPU's matrix unit does not multiply float16, which this program uses. The times "
             "assume the peak rate of bfloat16, but it may be slower. Use bfloat16."
         )
     if any(row.asked == "bf16" and row.operands == "f32" for row in rows) and (

@@ -67,7 +67,7 @@ class FitTry:
 
     @property
     def remark(self) -> str:
-        """What a table says beside the figures."""
+        """What a table says besides the numbers."""
         if self.refused or self.same_as:
             return "refused" if self.refused else f"= {self.same_as}"
         return "frontier" if self.frontier else ""
@@ -78,9 +78,9 @@ def checked_policy(policy: Any) -> Policy:
     base = get_policy(policy)
     if base.casting != "op":
         raise ValueError(
-            f"policy={brief(str(policy))} casts at the boundary of the function, and the settings "
-            "that save memory are those of op-level casting. Use 'mixed_bfloat16', 'mixed_float16' "
-            "or an O2 policy, or add casting=op."
+            f"policy={brief(str(policy))} casts parameters and inputs once, but the settings that "
+            "save memory need op-level casting. Use 'mixed_bfloat16', 'mixed_float16' or an O2 "
+            "policy, or add casting=op."
         )
     return base
 
@@ -196,7 +196,7 @@ class Trials:
         return True
 
     def measure(self, setting: Setting) -> FitTry:
-        """Returns the figures of a setting, which is compiled if it was not yet."""
+        """Returns the results of a setting, which is compiled if it was not yet."""
         if setting not in self.tries:
             start = time.perf_counter()
             found = self._measured(setting)

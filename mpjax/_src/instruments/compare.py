@@ -92,7 +92,7 @@ class Comparison(Report):
         results: The relative error of each result of the program, by name. If a result is only
             rounding error in float32, its error is relative to the terms that cancel.
         loss_scale: The scale that the loss was multiplied by, in both runs.
-        diverged: The places where the float32 run would have taken another branch, or left a loop
+        diverged: The lines where the float32 run would have taken another branch, or left a loop
             after another number of iterations. It was made to follow the run under the policy.
         order: The position in the program of each row.
         noise: The results that are only rounding error in float32, such as the gradient of a bias

@@ -5,7 +5,7 @@ on the cotangent in the forward pass: for ``sqrt``, ``div 0.5 sqrt(x)``. The equ
 are numbered before JAX differentiates it, so each equation of a derivative has the number of the
 operation that it belongs to. The function runs once more, without its backward pass, to get the
 operands of this operation. Its derivative there, for a cotangent of ones, shows whether the
-derivative itself is not finite, or only its product with a cotangent.
+derivative itself is non-finite, or only its product with a cotangent.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LONGEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The derivative of an operation where it is not finite.
+    """The derivative of an operation where it is non-finite.
 
     Attributes:
         of: The name of the operation.
@@ -77,7 +77,7 @@ class Made:
 def derivative_at(
     program: Program, arrays: Sequence[Any], maker: Made, before: Sequence[Made | None]
 ) -> Derivative | None:
-    """Returns the derivative that an operation belongs to, if this derivative is not finite.
+    """Returns the derivative that an operation belongs to, if this derivative is non-finite.
 
     Args:
         program: A program whose equations are numbered.
@@ -275,7 +275,7 @@ class _Term:
 
     @functools.cached_property
     def origin(self) -> "_Term | None":
-        """The first term that made NaN or Inf of finite terms, if this one is not finite."""
+        """The first term that is NaN or Inf although its terms are finite, if this one is."""
         if not any(counts(self.array)):
             return None
         earlier = (term.origin for term in self.terms)
@@ -283,7 +283,7 @@ class _Term:
 
     @functools.cached_property
     def _index(self) -> tuple[int, ...] | None:
-        """The index of an entry that is not finite and that was made of finite entries."""
+        """The index of a non-finite entry that was computed from finite entries."""
         if self.eqn is None:
             return None
         fresh = ~np.isfinite(_wide(self.array))
@@ -299,7 +299,7 @@ class _Term:
 
     @property
     def value(self) -> str:
-        """The entry that is not finite: "Inf", "-Inf" or "NaN"."""
+        """The non-finite entry: "Inf", "-Inf" or "NaN"."""
         entry = _wide(self.array)[self._index]
         return "NaN" if np.isnan(entry) else "-Inf" if entry.real < 0 else "Inf"
 

@@ -131,7 +131,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Its place in the program, for display: its scope or, without one, its line."""
+        """Its position in the program, for display: its scope or, without one, its line."""
         return self.scope or where(self.source, self.library)
 
 

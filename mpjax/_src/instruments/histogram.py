@@ -43,7 +43,7 @@ ZEROS = Color(
     "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
 )
 
-EMPTY = "histogram holds no gradient that is finite and not zero"
+EMPTY = "histogram has no finite nonzero gradient"
 
 
 @public("mpjax.reports")
@@ -324,7 +324,7 @@ def recommend_loss_scale(
     if whole.nonfinite:
         reasons.append(
             f"{whole.nonfinite:.2%} of the entries are Inf or NaN. They were left out: no loss "
-            "scale cures a gradient that is not finite in float32."
+            "scale helps if a gradient is non-finite in float32."
         )
     return LossScaleAdvice(scale, whole.flushed, scaled.flushed, tuple(reasons))
 

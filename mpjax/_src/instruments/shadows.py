@@ -24,7 +24,7 @@ NOISE = 2.0**-17
 # operation is not blamed for the error of its result.
 WRONG = 2.0**-6
 
-# The error of an array that is not finite where float32 is.
+# The error of an array that is non-finite where float32 is finite.
 BROKEN = 1e9
 
 # Errors grow if the terms of a sum cancel. In a gradient the sum is blamed for less of that.

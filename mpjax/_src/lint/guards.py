@@ -29,7 +29,7 @@ def constant(program: Program, value: Value) -> Any:
 
 
 def hidden_nonfinite(program: Program) -> Iterator[Hit]:
-    """Finds gradients whose entries are replaced by a number if they are not finite."""
+    """Finds gradients whose non-finite entries are replaced by a number."""
     for op in program.named("select_n"):
         which, *cases = op.ins
         numbers = [constant(program, case) for case in cases]

@@ -173,7 +173,7 @@ class Policy(jmp.Policy):
             or weighted. Where the logits are also needed elsewhere, they stay; `explain` says why.
             Results change by rounding alone.
         gather: For op-level casting: the dtype in which devices gather a parameter that is used in
-            half. "half", the default, casts the parameter before it is gathered, also before a
+            16 bits. "half", the default, casts the parameter before it is gathered, also before a
             `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With automatic
             mesh axes XLA gathers the operand of the matmul, which is 16-bit.
         reduce: For op-level casting: the dtype in which devices sum the gradient of a parameter.

@@ -15,7 +15,7 @@ NUMBER = "mpjax.equation="
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """The place of an equation in a program.
+    """The position of an equation in a program.
 
     Attributes:
         scopes: The names of the scopes around it.

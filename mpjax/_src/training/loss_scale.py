@@ -258,8 +258,8 @@ class DynamicLossScale:
         """
         if not is_one_bool(grads_finite):
             raise ValueError(
-                f"grads_finite={brief(grads_finite)} must be one bool for all gradients, such as "
-                "mpjax.all_finite(grads)."
+                f"grads_finite={brief(grads_finite)} must be a single bool for all gradients, such "
+                "as mpjax.all_finite(grads)."
             )
         counted = self.growth_tracker + 1
         grow = jnp.logical_and(grads_finite, counted >= self.growth_interval)

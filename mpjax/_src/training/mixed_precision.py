@@ -90,7 +90,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     Attributes:
         init: ``init(params)``, as in every optax optimizer.
         update: ``update(grads, state, params)``, as in every optax optimizer. With ``value=loss``
-            or ``loss_finite=bool`` the update is skipped too if the loss is not finite; with
+            or ``loss_finite=bool`` the update is skipped too if the loss is non-finite; with
             ``finite=bool`` it is skipped if the caller's own check failed, for example of a new
             model state. ``scaled_by=states`` is for gradients that several optimizers share.
         policy: The `Policy` that functions run under.
@@ -150,8 +150,8 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
         Returns:
             A function of the same arguments that returns ``(value, grads)``: ``value`` as ``fun``
-            returned it, and the unscaled gradients in float32. Gradients that are not finite are
-            returned as they are; ``update`` skips them.
+            returned it, and the unscaled gradients in float32. Non-finite gradients are returned
+            unchanged; ``update`` skips them.
 
         Raises:
             TypeError: As for `scaled_value_and_grad`.
@@ -171,16 +171,16 @@ def mixed_precision(
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
     The optimizer's state holds the loss scale, the float32 master weights of 16-bit parameters and
-    the skip counters, so the loop carries no additional state. If a gradient is not finite, the
-    update is zero, the inner state keeps its value, bit for bit, and the loss scale is lowered.
+    the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
+    update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
 
     Args:
         optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit
             parameters.
         policy: A policy or its name, as for `build_train_step`. Functions always run under
-            `autocast`, even if the policy casts at the boundary, because the library cannot tell
-            which arguments it would have to cast. If the policy stores parameters in 16 bits, cast
-            them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
+            `autocast`, even under a policy with ``casting="boundary"``, because the library cannot
+            tell which arguments it would have to cast. If the policy stores parameters in 16 bits,
+            cast them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
         loss_scale: The loss scale, as for `build_train_step`.
 
     Returns:
@@ -191,8 +191,8 @@ def mixed_precision(
         TypeError: If ``optimizer`` is not an optax optimizer.
         ValueError: If another argument is invalid; from ``init``, if the policy stores parameters
             in 16 bits and ``params`` are not 16-bit; from ``update``, if ``params`` no longer have
-            the policy's dtypes, ``finite`` or ``loss_finite`` is not one bool, or the state belongs
-            to another optimizer.
+            the policy's dtypes, ``finite`` or ``loss_finite`` is not a single bool, or the state
+            belongs to another optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -287,7 +287,7 @@ class Rules:
         """Returns the updates of the parameters, and the new state."""
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not is_one_bool(verdict):
-                raise ValueError(f"{name}={brief(verdict)} must be one bool.")
+                raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
         check_kind(state, MixedPrecisionState, "mixed_precision")
         if params is not None:
             _check_stored(

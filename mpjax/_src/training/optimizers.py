@@ -68,10 +68,10 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the updates of an optimizer when its gradients are not finite.
+    """Skips the updates of an optimizer when its gradients are non-finite.
 
     A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
-    gradient that is not finite is never applied, whereas ``optax.apply_if_finite`` applies it after
+    non-finite gradient is never applied, whereas ``optax.apply_if_finite`` applies it after
     a number of failures; use `raise_if_diverged` to stop instead. If several optimizers are wrapped
     (as in ``optax.multi_transform``), each checks only the gradients that it receives.
 
@@ -106,7 +106,7 @@ def skip_nonfinite(
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
-            raise ValueError(f"finite={brief(finite)} must be one bool for all gradients.")
+            raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
         updates, inner_state = updated_if(

@@ -1,7 +1,7 @@
 """A training step in mixed precision, as two pure functions: `build_train_step`.
 
 The order of a step is: cast, forward pass, scale, backward pass, unscale, average, check that
-everything is finite, optimizer, gate, adjust the loss scale.
+everything is finite, optimizer, apply or skip, adjust the loss scale.
 """
 
 import contextlib
@@ -131,8 +131,8 @@ def build_train_step(
     A step runs in this order: forward pass in the policy's precision; scale the loss in float32;
     backward pass; unscale the gradients in float32 by the same scale; average over micro-batches
     and replicas; check that the loss, the norm of the gradients and the new model state are finite;
-    optimizer; gate; adjust the loss scale. Gradient clipping in the optimizer's chain therefore
-    sees unscaled gradients.
+    optimizer; apply or skip the step; adjust the loss scale. Gradient clipping in the optimizer's
+    chain therefore sees unscaled gradients.
 
     In the forward pass, a policy with ``casting="op"`` (O1, which is mixed_float16 and
     mixed_bfloat16, and O2) runs ``loss_fn`` under `autocast`, which chooses a dtype for every
@@ -140,17 +140,17 @@ def build_train_step(
     compute dtype before the call. If ``loss_fn`` refuses such arguments (a convolution of float32
     with 16-bit operands, a carry that starts in float32), it runs under `autocast` too.
 
-    The gate applies all of a step or none of it. On a skipped step ``params``, ``opt_state``,
-    ``model_state`` and ``step`` keep their values, bit for bit; only the loss scale, the rng and
-    the skip counters change. If the loss itself or only the new model state is not finite, the loss
-    scale keeps its value too, because no loss scale can cure the forward pass. Leaves of the model
-    state that were not finite before the step (a running maximum that starts at -Inf) are not
-    checked; neither are integers and keys. Gradients whose sum of squares overflows float32 are
+    A step is applied as a whole or not at all. On a skipped step ``params``, ``opt_state``,
+    ``model_state`` and ``step`` are unchanged, bit for bit; only the loss scale, the rng and the
+    skip counters change. If the loss itself or only the new model state is non-finite, the loss
+    scale is unchanged too, because it has no effect on the forward pass. Leaves of the model state
+    that were non-finite before the step (a running maximum that starts at -Inf) are not checked;
+    neither are integers and keys. Gradients whose sum of squares overflows float32 are
     skipped like infinite ones: clipping would turn them into zeros, and Adam's second moment would
     stay infinite.
 
     Updated parameters are not checked, because that would read and write the whole state once more.
-    If an update overflows them (a learning rate that is far too high, a float16 weight beyond
+    If an update overflows them (far too high a learning rate, a float16 weight beyond
     65504), the step is applied, and all later steps are skipped; `raise_if_diverged` reports that.
 
     Args:
@@ -173,8 +173,8 @@ def build_train_step(
             arrays.
         param_specs: The `jax.sharding.PartitionSpec` of the parameters, as in shard_map's
             ``in_specs``, or None. It is needed only in shard_map with ``check_vma=False`` if
-            parameters are split over an axis (model parallelism): the verdict and ``grad_norm`` are
-            then those of all shards. Otherwise shard_map itself knows the axes.
+            parameters are split over an axis (model parallelism): the finite check and
+            ``grad_norm`` are then those of all shards. Otherwise shard_map itself knows the axes.
         report_overflow: Whether the metrics report which parameter's gradient overflowed first, as
             ``metrics["overflow"]``, an `Overflow`.
         report_underflow: Whether the metrics report how much of the gradients is too small for the
@@ -456,19 +456,19 @@ FLOOR = (
 
 
 OF_LOSS = (
-    "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or infinity in "
-    "the data, an overflow in the float16 forward pass (attention scores, large activations), or "
-    "weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
+    "The loss itself was non-finite. No loss scale can prevent that. Usual causes: NaN or infinity "
+    "in the data, an overflow in the float16 forward pass (attention scores, large activations), "
+    "or weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
     "learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite names the operation."
 )
 OF_STATE = (
-    "The loss was finite, but the new model_state was not. No loss scale can cure that. Usual "
+    "The loss was finite, but the new model_state was not. No loss scale can prevent that. Usual "
     "causes: an outlier in the data (the square of 2e19 overflows the variance of BatchNorm), an "
     "overflow in the 16-bit forward pass, or a statistic that is divided by 0. Check the batch, or "
     "compute the statistics in float32."
 )
 OF_GRADIENTS = (
-    "The loss was finite, but its gradients were not. Usual causes: the learning rate is too high, "
+    "The loss was finite, but its gradients were not. Usual causes: too high a learning rate, "
     "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
     "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
     "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
@@ -533,7 +533,7 @@ def _check_metrics(metrics: Any) -> None:
 
 
 def _cause(metrics: Metrics, at_floor: bool) -> str:
-    """Says what was not finite first, and the usual causes."""
+    """Says what was non-finite first, and the usual causes."""
     if not bool(metrics["loss_finite"]):
         return OF_LOSS
     # Metrics saved by an older version have no state_finite.

@@ -46,15 +46,21 @@ LEGEND = (
 )
 
 
-# The figures of a watched tensor that are logged if they are known.
+# The statistics of a watched tensor that are logged if they are known.
 LOGGED = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
 
 KINDS = {
     "gone": "Inf or NaN",
     "edge": "may overflow by the next sample",
-    "growing": "grows towards overflow",
+    "growing": "grows toward overflow",
     "fading": "too small for its dtype",
     "": "none",
+}
+PRINTED = {
+    "gone": "overflowed",
+    "edge": "near overflow",
+    "growing": "growing",
+    "fading": "losing precision",
 }
 ROOMS = ((1.0, "less than 1"), (4.0, "1 to 4"), (8.0, "4 to 8"), (math.inf, "8 or more"))
 RISK = Color(
@@ -122,7 +128,7 @@ class WatchedTensor:
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class PrecisionRow(WatchedTensor):
-    """A watched tensor and its figures. Shares are from 0 to 1.
+    """A watched tensor and its statistics. Shares are from 0 to 1.
 
     For a tensor of 2**19 entries or more, shares and noise are measured on a part of the rows, at
     least every 16th. The largest magnitude is taken over all entries of the rounded tensor. Inf and
@@ -135,7 +141,7 @@ class PrecisionRow(WatchedTensor):
         turn: The iteration of the innermost loop in which the largest magnitude occurred; None
             outside of loops.
         headroom: The powers of two between the largest magnitude and the dtype's largest number;
-            None if all entries are zero or not finite.
+            None if all entries are zero or non-finite.
         zeros: The share that is exactly zero.
         flushed: The share that is not zero, but is rounded to zero; None if that is unknown,
             because the tensor was 16-bit already.
@@ -179,7 +185,7 @@ class PrecisionReport(Report):
     It is a pytree of device arrays; ``rows``, ``risks`` and ``print`` wait for the device.
 
     Attributes:
-        figures: The measured figures, one row for each of ``tensors``.
+        figures: The measured statistics, one row for each of ``tensors``.
         tensors: The watched tensors, a `WatchedTensor` each.
         earlier: The largest magnitudes of earlier samples, the oldest first.
         steps: The numbers of the earlier sampled steps and of this one; () if steps are not
@@ -197,7 +203,7 @@ class PrecisionReport(Report):
 
     @functools.cached_property
     def rows(self) -> list[PrecisionRow]:
-        """The tensors with their figures: those at risk first, then by headroom."""
+        """The tensors with their statistics: those at risk first, then by headroom."""
         self._check_one()
         largest, turn, sums = map(
             np.asarray, (self.figures.largest, self.figures.turn, self.figures.sums)
@@ -271,7 +277,7 @@ class PrecisionReport(Report):
     def document(self) -> Document:
         at = f"step {self.step}: " if self.steps else ""
         rows = self.rows
-        risks = tuple((row.risk.kind, row.risk.text) for row in rows if row.risk)
+        risks = tuple((PRINTED[row.risk.kind], row.risk.text) for row in rows if row.risk)
         columns = ("risk", "what was measured, and what to do")
         cells = tuple(map(_cells, rows))
         return Document(
