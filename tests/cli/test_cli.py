@@ -138,8 +138,8 @@ def test_traceback_option_shows_the_whole_error(folder):
     [
         (["explain"], "Missing argument 'TARGET'"),
         (["explain", "program:loss", "--policy", "mixed_f16"], "Did you mean 'mixed_float16'"),
-        (["explain", "program:loss", "--argnums", "a"], "'a' must be whole numbers"),
-        (["explain", "program:loss", "--argnums", "2"], "no argument 2: fun takes 2"),
+        (["explain", "program:loss", "--argnums", "a"], "'a' must be integers"),
+        (["explain", "program:loss", "--argnums", "2"], "no argument 2: fun has 2"),
         (["explain", "program:loss", "--fail-under", "2"], "'--fail-under': 2.0 is not in"),
         (["compare", "program:real", "--plot", "."], "'--plot': File '.' is a directory"),
         (["compile", "program:loss"], "Missing option '--target'"),
@@ -258,7 +258,7 @@ def compilers(monkeypatch):
         if target == "v5e":
             raise NoExtra("pip install 'mpjax[tpu]'")
         if target == "x100":
-            raise ValueError("target='x100' is not known. Did you mean 'v100'?")
+            raise ValueError("Unknown target='x100'. Did you mean 'v100'?")
         return Compiled(target)
 
     monkeypatch.setattr(mpjax, "compile_for", compile_for)

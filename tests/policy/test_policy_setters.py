@@ -91,7 +91,7 @@ def test_masters_and_moments_settings_add_up():
             "moment='8bit' is not a setting.*Choose one of.*Did you mean 'moments'",
         ),
         ({"half_op": ("exp",)}, "Did you mean 'half_ops'"),
-        ({"compute": "f16", "c": "f16"}, "c='f16': compute_dtype is given twice"),
+        ({"compute": "f16", "c": "f16"}, "c='f16': compute_dtype is set twice"),
         (
             {"param_type": "f16"},
             "Choose one of param_dtype, compute_dtype.*Did you mean 'param_dtype'",

@@ -172,7 +172,7 @@ def test_stochastic_rounding_refuses_bad_arguments():
         mpjax.optim.stochastic_round(jnp.arange(3), "bfloat16", key)
     with pytest.raises(TypeError, match="key=0 must be one PRNG key"):
         mpjax.optim.stochastic_round(x, "bfloat16", 0)
-    with pytest.raises(ValueError, match="seed=1.5 must be a whole number"):
+    with pytest.raises(ValueError, match="seed=1.5 must be an integer"):
         mpjax.optim.with_stochastic_rounding(optax.sgd(0.1), seed=1.5)
     half = x.astype(jnp.bfloat16)
     optimizer = mpjax.optim.with_stochastic_rounding(optax.sgd(0.1))

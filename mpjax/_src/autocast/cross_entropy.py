@@ -176,7 +176,7 @@ def _check_dtypes(labels: Any, **floats: Any) -> None:
             raise TypeError(f"{name} is {x.dtype}. Its dtype must be float16, bfloat16 or float32.")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"labels is {labels.dtype}. It must hold integers, one for each row of hidden; for "
+            f"labels is {labels.dtype}. It must contain integers, one for each row of hidden; for "
             "label_smoothing, pass the labels before they are smoothed."
         )
 

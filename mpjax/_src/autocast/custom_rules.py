@@ -1,6 +1,6 @@
 """Evaluates functions with custom derivative, transposition or batching rules.
 
-The rule is kept. It is planned and rewritten as a program of its own.
+The rule is kept. It is planned and rewritten as its own program.
 """
 
 import functools

@@ -160,7 +160,7 @@ def _is_of_wide(analysis: Analysis, op: Op) -> bool:
 def _decide_follow(analysis: Analysis, op: Op) -> None:
     half = analysis.rulings[op].half
     kinds = {analysis.stored[v].kind for v in op.ins if v.is_f32}
-    if not kinds:  # made from integers or booleans: it has no float operand to follow
+    if not kinds:  # computed from integers or booleans: it has no float operand to follow
         return _decide_leave(analysis, op)
     wide, flexible = _is_of_wide(analysis, op), kinds <= {"flexible"}
     critical = _critical_constant(op, half, flexible) if half is not None else None
@@ -200,7 +200,7 @@ def _in_float32(analysis: Analysis, op: Op, full: bool, critical: float | None) 
 
 
 def _is_masked(analysis: Analysis, op: Op) -> bool:
-    """Returns whether an operand is made from constants that 16 bits cannot represent."""
+    """Returns whether an operand is computed from constants that 16 bits cannot represent."""
     reads = (analysis.stored[v] for v in op.ins)
     return any(stored.wide and stored.kind == "flexible" for stored in reads)
 

@@ -182,7 +182,7 @@ def _sees_rounding(analysis: Analysis, op: Op, readers: Want) -> bool:
     """Returns whether an op must read unrounded float32 values computed from a 16-bit matmul.
 
     There are three cases. A difference before a pole (``sqrt(1 - sigmoid(x))``): rounding may make
-    its terms equal, and the slope is then infinite. A difference that takes off most of an operand:
+    its terms equal, and the slope is then infinite. A difference that subtracts most of an operand:
     of parts of one array (``x[1:] - x[:-1]``), of two states of one stream, or of an array and a
     mean that contains one of its terms. A function that jumps (``x - floor(x)``).
     """
@@ -194,7 +194,7 @@ def _sees_rounding(analysis: Analysis, op: Op, readers: Want) -> bool:
 
 
 def _takes_off(analysis: Analysis, op: Op) -> bool:
-    """Returns whether a sum may take off what was added before: ``(273 + 10 * h) - 273``."""
+    """Returns whether a sum may subtract what was added before: ``(273 + 10 * h) - 273``."""
     one, other = offsets(analysis.facts, op)
     return bool(one & reversed_offset(other))
 

@@ -66,7 +66,7 @@ def from_codes(
     prevent_cse: bool,
     halves: Sequence[Any] = (),
 ) -> Any:
-    """Runs steps as they are. Their derivative is that at the values which codes stand for.
+    """Runs steps as they are. Their derivative is that at the values which codes represent.
 
     Args:
         run: ``run(arrays, kept=(), codes=())`` returns results, kept values, and the code or None

@@ -342,7 +342,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         solved=False,
         huge=False,
         peak=0,
-        # What a mean takes off, `level` says.
+        # What a mean subtracts, `level` says.
         offset=0 if span == BOUNDED or op.name == "reduce_sum" else joined.offset,
         spread=joined.spread and len(op.ins) == 1,
         mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
@@ -432,9 +432,9 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
-    """Returns along which axes a term of a sum is constant, and whether it is taken off again.
+    """Returns along which axes a term of a sum is constant, and whether it is subtracted again.
 
-    A mean of this very array over these axes alone takes it off.
+    A mean of this very array over these axes alone subtracts it.
     """
     large = _level_of_large(sweep.facts, op)
     small = [v for v in op.ins if v.size < out.size and not is_zero(v)]
@@ -465,7 +465,7 @@ def _level_after(op: Op, first: Value, level: int) -> int:
 
 
 def _constant_axes(small: Value, large: Value) -> int:
-    """Returns the axes along which a value is constant if it is read beside a larger one."""
+    """Returns the axes along which a value is constant if it is read next to a larger one."""
     shape = small.aval.shape or (1,) * len(large.aval.shape)
     sizes = zip(shape, large.aval.shape, strict=True)
     return union(1 << axis for axis, (one, n) in enumerate(sizes) if one != n)

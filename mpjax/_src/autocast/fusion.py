@@ -85,7 +85,7 @@ def _source(value: Value, flow: Flow) -> Op | None:
 
 
 def _is_weight(op: Op, flow: Flow) -> bool:
-    """Returns whether an op makes exponentials of a matmul's result, masked or not."""
+    """Returns whether an op computes exponentials of a matmul's result, masked or not."""
     if op.name == "select_n":
         return any(
             case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
@@ -251,7 +251,7 @@ def _scores(
             if (number := _number(fill)) is not None:
                 # The factor applies to what is filled in, too.
                 if not number * factor <= MASKED:
-                    raise Unfit(f"{number:g} in place of a score does not mask it")
+                    raise Unfit(f"{number:g} instead of a score does not mask it")
                 chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
                 return further(place, axes, factor, chosen)
     raise Unfit(f"{op.name} is applied to its scores")
@@ -375,7 +375,7 @@ def _values(
 
 
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
-    """Returns whether the program shards some axes of a value, or of the values it is made from."""
+    """Returns whether the program shards some axes of a value, or of those it is computed from."""
     todo: list[tuple[Value, Axes | None]] = [(value, own_axes(value.aval.shape))]
     for source, axes in todo:  # grows
         op = flow.producer.get(source)

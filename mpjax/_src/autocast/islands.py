@@ -27,7 +27,7 @@ def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> lis
 
     Args:
         flow: The flow of the block.
-        special: Those that have a derivative of their own, which come first.
+        special: Those that have their own derivative, which come first.
         links: The 16-bit ops that islands take in.
     """
     taken = {op for island in special for op in island.ops}
@@ -96,7 +96,7 @@ def _made_again(islands: Sequence[Island], flow: Flow) -> list[Island]:
     """Lets islands recompute inputs that elementwise operations of other islands computed.
 
     An example is squeeze and excitation: the activation ``y`` in ``y * gate(mean(y))``, where a
-    matmul lies between the two uses. The operands of ``y`` are kept anyway and are not larger.
+    matmul is between the two uses. The operands of ``y`` are kept anyway and are not larger.
     Reading them moves no more bytes, and ``y`` itself is neither written nor kept.
     """
     now = [*islands]

@@ -1,4 +1,4 @@
-"""Gives 16-bit inputs to kernels while a function is traced under `autocast`.
+"""Casts the inputs of kernels to 16 bits while a function is traced under `autocast`.
 
 A kernel reads the dtypes of its operands when it is traced, before there is a plan. A context
 variable therefore tells it, during tracing, which dtype autocast would give it. JAX's caches depend

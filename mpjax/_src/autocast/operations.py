@@ -2,7 +2,7 @@
 
 There is a rule per kind of operation. Primitives that hold
 programs are rebuilt with the planned ones inside (`program.rebuild`); `evaluates` registers those
-that have rules of their own, which are in `custom_rules`. A value is cast when an op reads it in
+that have their own rules, which are in `custom_rules`. A value is cast when an op reads it in
 another dtype, and the result is kept: within a block, a value is cast at most once to each dtype.
 Arguments are an exception: each use casts them separately, so that their cotangents are summed in
 float32.

@@ -101,12 +101,12 @@ def attentions(flow: Flow, islands: Sequence[Island]) -> list[Island]:
     nothing, ``dz (k - c) = dz k``, because the entries of ``dz`` sum to 0. So the mean of the keys
     is subtracted where ``dz`` is multiplied by them. The cotangents of the keys, ``dk = q dz``,
     have the sum 0 for the same reason. Theirs is ``-r q e p`` in sum, which tokens that share a
-    mean pass on to the weights that made the keys; so the mean of ``dk`` is subtracted from it.
-    This is possible if only shifts, scales of rows and masks lie in between, and no guard changes
+    mean pass on to the weights that produced the keys; so the mean of ``dk`` is subtracted from it.
+    This is possible if only shifts, scales of rows and masks are in between, and no guard changes
     the sums of rows. (Exact sums over rows would take another pass over ``p`` and ``g``, which are
     far larger than the keys.)
 
-    If one entry of every row is close to 1, ``g - sum(p g)`` is as small as ``e``. The same holds
+    If one entry of every row is close to 1, ``g - sum(p g)`` is as small as ``e``. The same is true
     for rows that select among given values (bins, atoms, a codebook). There ``g`` is used, and also
     where ``o`` is not smaller than ``p`` (a router's gates), because then it costs no bytes.
     """
@@ -223,7 +223,7 @@ def _matches(
     kept = iter(term[2])
     along: list[Any] = []
     over = {int(d) for d in total.params["axes"]}
-    # Where the axes of what is summed lie in the result, so that both logs name the same axes.
+    # Where the axes of what is summed are in the result, so that both logs name the same axes.
     for d, n in enumerate(total.ins[0].aval.shape):
         axis = next(kept) if d not in over else () if n == 1 else own[next(summed, -1)]
         along.append(axis)

@@ -1,6 +1,6 @@
 """The plan: the compute dtype of every operation, and the storage dtype of every float32 value.
 
-Five passes over the frozen graph of the program (`program.graph`) each return tables of their own,
+Five passes over the frozen graph of the program (`program.graph`) each return their own tables,
 keyed by operations and values (`tables.Analysis`), and read those before them:
 
 1. `classify` finds the rule of each op: from the table of primitives, the user or the program.

@@ -87,7 +87,7 @@ def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
     results = {v for op in run for v in op.outs}
     read = dict.fromkeys(v for op in run for v in op.ins if v not in results and not v.literal)
     reduced = (op for op in ops if rules.REDUCES in op.spec.traits)
-    # What others read flows out. None among the readers stands for the results of the block.
+    # What others read flows out. None among the readers means the results of the block.
     readers = {
         v: [r for r in flow.readers.get(v, ()) if r not in members] for op in ops for v in op.outs
     }
@@ -148,7 +148,7 @@ def _only_half(readers: "Collection[Op | None]", flow: Flow) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Island:
-    """Ops that run together, with a derivative of their own."""
+    """Ops that run together, with their own derivative."""
 
     body: Body
 
@@ -533,7 +533,7 @@ class Checkpoint:
     def _taken(self, value: Value, env: Env) -> tuple[list[Any], list[Any]]:
         """Returns the arrays of a value that flows in, for `Env.hold`.
 
-        A 16-bit copy of a loop's constant is one of them: it is made once, before the loop. If
+        A 16-bit copy of a loop's constant is one of them: it is computed once, before the loop. If
         several operations read it, each makes its own, so that cotangents are summed in float32.
         """
         arrays, exact = env.as_stored(value)

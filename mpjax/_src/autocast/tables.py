@@ -101,8 +101,8 @@ class Fact(NamedTuple):
         scaled: It may be small compared with the value that it is added to.
         factor: The product of the known factors below 1 since the last matmul.
         norm: "scale" if it is the reciprocal of a size, "unit" if it was multiplied by one.
-        counts: It holds integers of more than 8 bits as floats, which 16 bits would merge.
-        mask: It holds only zeros and ones.
+        counts: It contains integers of more than 8 bits as floats, which 16 bits would merge.
+        mask: It contains only zeros and ones.
         spread: It is a broadcast argument.
         linear: It depends on a tangent of the planned program.
         made: The matmuls, sums and loop carries that it is computed from, as a bit mask. Empty for
@@ -118,7 +118,7 @@ class Fact(NamedTuple):
         block: Since the last matmul, a residual block was added to it.
         level: The axes along which a term of it is constant, as a bit mask.
         mean: The values whose mean it is, as a bit mask.
-        centered: It is an array minus its mean, which takes off such a term.
+        centered: It is an array minus its mean, which subtracts such a term.
         huge: Some of its entries are, or contain, a constant beyond the range of float16.
         data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
     """
@@ -387,7 +387,7 @@ class Storage(dict[Value, Stored]):
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What derivatives do differently, beside the steps that run.
+    """What derivatives do differently, besides the steps that run.
 
     Attributes:
         steady: Ops whose operands derivatives may hold constant.
@@ -419,8 +419,8 @@ class Analysis:
     Attributes:
         rulings: The rule of each operation: by `classify`. `facts` adds loops that are left as
             written, and `demand` matmuls in float32.
-        small: The results of reductions, and values made from such results alone: by `classify`.
-            `decide` adds results of programs.
+        small: The results of reductions, and values computed from such results alone: by
+            `classify`. `decide` adds results of programs.
         arguments: The arguments of the program and of those inside it that arrive in float32.
         facts: The fact of each value.
         carries: Which arguments of loops are stored in 16 bits: by `facts`.

@@ -188,7 +188,7 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
-    """Traces and plans a function. ``args`` and ``kwargs`` may hold `jax.ShapeDtypeStruct`."""
+    """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
     flat = Flat.of((args, kwargs))
     avals, paths = flat.avals, flat.paths
     name = getattr(fun, "__name__", "autocast")

@@ -315,15 +315,16 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
     if key == "cpu":
         return _cpu(name)
     names = [*CARDS, *TPUS, "tpu", "cpu"]
+    given = f"{argument}={brief(name)}"
     wrong = (
-        "names no model, and what it runs fast depends on that."
+        f"{given} does not name a model, and what it runs fast depends on that."
         if key in KINDS
-        else f"is not known.{did_you_mean(key, names)}"
+        else f"Unknown {given}.{did_you_mean(key, names)}"
     )
     others = ""
     if argument == "device":
         others = " and, for a device of this process, jax.devices()[0]"
-    raise ValueError(f"{argument}={brief(name)} {wrong} Choose one of {', '.join(names)}{others}.")
+    raise ValueError(f"{wrong} Choose one of {', '.join(names)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):

@@ -59,7 +59,7 @@ NO_HALF_FORM = "no 16-bit form"  # compilers cannot run it in 16 bits, even if a
 HAS_WIDE_FORM = "has wide form"  # can return its float32 accumulator, on any hardware
 SUMS_BACK = "sums back"  # a linear move whose transpose is a sum
 SCATTERS_BACK = "scatters back"  # a move whose transpose adds to zeros, at selected entries
-FROM_BITS = "from bits"  # makes floats from bits or integers, which 16 bits cannot represent
+FROM_BITS = "from bits"  # computes floats from bits or integers, which 16 bits cannot represent
 SAME_PARAMETER = "same parameter"  # path patterns of its operand apply to its result too
 SAME_CONSTANT = "same constant"  # turns a known constant into a known constant
 FRESH = "fresh"  # a move whose result is a new array, not a view of its operand
@@ -293,7 +293,7 @@ row("scatter-max scatter-min", LEFT, ONE, traits=(NO_HALF_FORM,))
 
 
 def register_rule(primitive: Any, need: str, **columns: Any) -> None:
-    """Tells `autocast` how to treat a primitive of your own, or changes mpjax's rule for one.
+    """Tells `autocast` how to treat your own primitive, or changes mpjax's rule for one.
 
     Register the rule before JAX traces a function that uses the primitive, because `autocast`
     caches its traces. Rules of primitives play the part of the op lists of PyTorch, Apex, Paddle
@@ -318,7 +318,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
               False by default. A bool, or a function as for ``gain``.
             - ``cost``: the cost of computing it a second time: "fused" (none), "dear" (that of a
               special function) or "never" (the default).
-            - ``traits``: a sequence of further properties; the error message lists the legal ones.
+            - ``traits``: a sequence of further properties; the error message lists the valid ones.
 
     Returns:
         None. The rule applies to all functions that are traced afterwards.
@@ -341,17 +341,17 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
         )
     columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
     for column, value in columns.items():
-        if not _is_legal(column, value):
-            legal = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
+        if not _is_valid(column, value):
+            valid = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
             what = "is invalid" if column in CHOICES else "is not a column of a rule"
             raise ValueError(
                 f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Choose "
-                f"one of {legal}."
+                f"one of {valid}."
             )
     RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
 
 
-def _is_legal(column: str, value: Any) -> bool:
+def _is_valid(column: str, value: Any) -> bool:
     if column == "traits":
         return not isinstance(value, str) and all(trait in CHOICES[column] for trait in value)
     return value in CHOICES.get(column, ()) or (column in ("gain", "steady") and callable(value))

@@ -72,7 +72,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_array_or_shape(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that stands for one."""
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that represents one."""
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 

@@ -74,8 +74,9 @@ def leaves_of(tree: Any) -> list[Leaf]:
         value = leaf.value
         if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
             raise TypeError(
-                f"state[{leaf.path!r}] is {value!r}, not an array. Keep functions and settings out "
-                "of the state. A checkpoint holds arrays, and plain data that is passed as data=."
+                f"state[{leaf.path!r}] is {value!r}, not an array. Leave functions and settings "
+                "out of the state. A checkpoint stores arrays, and plain data that is passed as "
+                "data=."
             )
     for kind in ("path", "means"):
         twice = [name for name, n in Counter(getattr(x, kind) for x in leaves).items() if n > 1]
@@ -159,7 +160,7 @@ def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
     """Returns the path of the parameters that the masters of a node belong to.
 
     It is where all of them meet a 16-bit array of their path and shape. "params" is preferred, and
-    assumed if nothing fits; of several others none, so the node is a home of its own.
+    assumed if nothing fits; of several others none, so the node is its own home.
     """
     first = next(iter(its))
     places = {path.removesuffix(first) for path in halves if f"/{path}".endswith(f"/{first}")}
@@ -253,7 +254,7 @@ def scales_of(tree: Any) -> dict[str, Any]:
 
 
 def _has_scale(node: Any) -> bool:
-    """Returns whether a node is a loss scale, or the dict of a state that has one beside counts."""
+    """Returns whether a node is a loss scale, or the dict of a state that has one and counts."""
     return has_protocol(node) or (isinstance(node, Mapping) and {*COUNTS} <= {*node})
 
 
@@ -290,7 +291,7 @@ def shaped(value: Any) -> tuple[tuple[int, ...], str]:
 
 
 def describe(tree: Any, policy: str | None, data: Any) -> dict[str, Any]:
-    """Returns the description of a state that is written beside its arrays, as plain data."""
+    """Returns the description of a state that is written next to its arrays, as plain data."""
     table = {}
     for leaf in leaves_of(tree):
         shape, dtype = shaped(leaf.value)

@@ -163,7 +163,7 @@ def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: b
         missing = (name for name in paths if name not in read)
         extra = (name for name in read if name not in paths)
         raise ValueError(
-            f"like: the file {file} holds other parameters. {differences(missing, extra)}Names are "
+            f"like: the file {file} has other parameters. {differences(missing, extra)}Names are "
             "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
     wanted = {PARAMS: like}

@@ -131,7 +131,7 @@ def new(directory: str | Path) -> Iterator[None]:
 
 
 def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
-    """Locks a directory by a file beside or inside it; see `locks.lock`. Buckets have no locks."""
+    """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
     if is_remote(path):
         return (lambda: None), None

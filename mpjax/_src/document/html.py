@@ -47,7 +47,7 @@ def page_of(document: Document, title: str = "") -> str:
 
 
 def framed(document: Document) -> str:
-    """Returns the page of a document for a notebook, in a frame of its own."""
+    """Returns the page of a document for a notebook, in its own frame."""
     return FRAME.format(title=html.escape(document.title), page=html.escape(page_of(document)))
 
 

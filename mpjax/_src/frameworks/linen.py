@@ -33,7 +33,7 @@ class TrainState(train_state.TrainState, repr=False):
     Subclass it like Flax's class to add batch statistics and other collections.
 
     Attributes:
-        tx: The optimizer, a `MixedPrecision`. Its state holds the loss scale, the master weights
+        tx: The optimizer, a `MixedPrecision`. Its state contains the loss scale, the master weights
             and the skip counters.
         policy: The `Policy` that `value_and_grad` runs functions under.
         loss_scale: The loss scale.
@@ -174,7 +174,7 @@ class TrainState(train_state.TrainState, repr=False):
             The new state. A skipped step counts in ``skipped_steps``, not in ``step``.
 
         Raises:
-            ValueError: If the state belongs to another optimizer.
+            ValueError: If the state was created by a different optimizer.
         """
         old = {name: getattr(self, name) for name in kwargs}
         leaves = jax.tree.leaves(kwargs)  # put into the state's containers: these may be dicts

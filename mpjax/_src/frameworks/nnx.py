@@ -232,7 +232,7 @@ def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:
     optimizers = value if isinstance(value, Sequence) else (value,)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(
-            f"{argument}={brief(value)} must be an mpjax.nnx.Optimizer, which holds the policy and "
+            f"{argument}={brief(value)} must be an mpjax.nnx.Optimizer, which has the policy and "
             "the loss scale, or a tuple of several."
         )
     return optimizers

@@ -95,7 +95,7 @@ class LargestBatch(Report):
             f"The largest batch for {self.target}",
             f"{self.target}: the largest batch is {self.batch}, with "
             f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
-            f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)",
+            f"({self.reserve:.0%} of {size(self.report.device_bytes)} left free)",
             (*([f"policy  {self.policy}"] if self.policy else []), *([more] * self.limited)),
             (Table("Compiled", COLUMNS, rows, COLUMNS[2:5:2]),),
             drawing=self.report._drawing,
@@ -289,7 +289,7 @@ def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: floa
     check_timeout(timeout)
     for name, number in (("multiple_of", multiple_of), ("limit", limit)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}={brief(number)} must be a whole number, 1 or more.")
+            raise ValueError(f"{name}={brief(number)} must be an integer >= 1.")
     if limit < multiple_of:
         raise ValueError(
             f"limit={brief(limit)} must be at least multiple_of={brief(multiple_of)}, the smallest "
@@ -349,7 +349,7 @@ def _bracketed(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
 def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:
     needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
     raise OutOfMemoryError(
-        f"a batch of {first.batch} does not fit target={target.name!r}: it takes {needs}, and "
+        f"a batch of {first.batch} does not fit target={target.name!r}: it needs {needs}, and "
         f"{size(available)} are available (reserve={reserve:g}). Use a target with more memory, a "
         "smaller model, mixed precision, or rematerialization (jax.checkpoint)."
     )

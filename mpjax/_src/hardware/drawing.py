@@ -59,7 +59,7 @@ BYTES = Color(
 STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
 
 MEMORY_WORDS = (
-    "Arguments are recognized by their names in the program. Temporary memory is shown at its "
+    "Arguments are identified by their names in the program. Temporary memory is shown at its "
     "peak, in the order that the compiler chose: the forward pass computes kept activations for "
     "the backward pass, and everything else is workspace. The parts add up to the compiler's own "
     "total."
@@ -67,7 +67,7 @@ MEMORY_WORDS = (
 
 
 def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
-    """Returns the drawing of an optimized program, whose memory these rows hold."""
+    """Returns the drawing of an optimized program, whose memory these rows list."""
     kept: dict[str, float] = collections.defaultdict(float)
     module, entry = parse(hlo)
     line_of = source_lines(hlo)

@@ -107,7 +107,7 @@ class MemoryFit(Report):
 
     def _sentence(self) -> str:
         room = (
-            f"{size(self.available_bytes)} ({self.reserve:.0%} of {size(self.device_bytes)} kept "
+            f"{size(self.available_bytes)} ({self.reserve:.0%} of {size(self.device_bytes)} left "
             "free)"
         )
         if self.report is None:

@@ -290,7 +290,7 @@ def scope_of(name: str) -> str:
 
 
 def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
-    """Returns the results that have memory of their own: gradients and other results."""
+    """Returns the results that have their own memory: gradients and other results."""
     header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
     shared = {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
     argument_shapes = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}

@@ -297,8 +297,8 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     share = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
     if report.fits and report.total_bytes > share * target.memory:
         tight = (
-            f"By default JAX gives programs {share:.0%} of a GPU's memory, which is less than this "
-            "program takes. Set XLA_PYTHON_CLIENT_MEM_FRACTION to a larger share."
+            f"By default JAX lets programs use {share:.0%} of a GPU's memory, which is less than "
+            "this program needs. Set XLA_PYTHON_CLIENT_MEM_FRACTION to a larger share."
         )
         return dataclasses.replace(report, notes=(*report.notes, tight))
     return report

@@ -47,7 +47,7 @@ class FitTry:
         fits: Whether its memory is available.
         frontier: Whether no other setting takes less memory in no more time, or less time in no
             more memory; 0.1% counts as equal.
-        same_as: The name of an earlier setting that gives the same program; "" if there is none.
+        same_as: The name of an earlier setting that produces the same program; "" if there is none.
         refused: The reason why the program was refused; "" if it was not.
         seconds: The time for tracing and compiling, in seconds.
     """

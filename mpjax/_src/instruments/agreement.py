@@ -331,7 +331,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """A value with its float32 shadow, and the numbers of the `_Step`s that made it."""
+    """A value with its float32 shadow, and the numbers of the `_Step`s that computed it."""
 
     value: Shadowed
     makers: frozenset[int] = frozenset()

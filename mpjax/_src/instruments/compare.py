@@ -313,9 +313,10 @@ def compare(
 def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
     """Raises if an option does not apply to two functions."""
     if results not in ("auto", *MEANINGS):
-        legal = ", ".join(map(repr, ("auto", *MEANINGS)))
+        valid = ", ".join(map(repr, ("auto", *MEANINGS)))
         raise ValueError(
-            f"compare: results={results!r} must be one of {legal}.{did_you_mean(results, MEANINGS)}"
+            f"results={results!r} is unknown. Choose one of "
+            f"{valid}.{did_you_mean(results, MEANINGS)}"
         )
     options = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
     wrong = [name for name, is_given in options.items() if is_given]

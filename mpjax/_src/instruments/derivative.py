@@ -52,7 +52,7 @@ class Derivative:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """An operation that made NaN or Inf.
+    """An operation that produced NaN or Inf.
 
     Attributes:
         name: Its name.
@@ -82,8 +82,8 @@ def derivative_at(
     Args:
         program: A program whose equations are numbered.
         arrays: Its arguments, without the loss scale.
-        maker: An operation of the program that made NaN or Inf.
-        before: The operations that made NaN or Inf before it, and None for each bad argument.
+        maker: An operation of the program that produced NaN or Inf.
+        before: The operations that produced NaN or Inf before it, and None for each bad argument.
 
     Returns:
         The derivative. None if the operation belongs to the function itself, or if the derivative
@@ -145,7 +145,7 @@ def _name(eqn: Any, program: Program, place: Site) -> str:
 
 
 def _runs_others(eqn: Any) -> bool:
-    """Returns whether an equation only runs others, which have derivatives of their own."""
+    """Returns whether an equation only runs others, which have their own derivatives."""
     return enters(eqn) and not _is_custom(eqn)
 
 
@@ -247,7 +247,7 @@ def _unbounded(eqn: Any, operands: Sequence[_Moving]) -> "_Term | None":
     """Returns the term that makes the derivative of an operation NaN or Inf, or None."""
     rule = rule_of(eqn.primitive.name)
     if rule.linear or rule.need == rules.HALF:
-        return None  # its derivative is made of its operands; a sum of them may overflow
+        return None  # its derivative is computed from its operands; a sum of them may overflow
     active = [i for i, v in enumerate(operands) if v.moves]
 
     def operation(*moving):
@@ -294,7 +294,7 @@ class _Term:
 
     @property
     def made(self) -> Made:
-        """The operation that made it."""
+        """The operation that computed it."""
         return _made(self.eqn, self.terms, [self.array])[0]
 
     @property
@@ -370,7 +370,7 @@ COSTLY = frozenset(
 
 
 def _is_elementwise(term: _Term) -> bool:
-    """Returns whether each entry of a term is made of the same entries of its terms, or of one."""
+    """Returns whether each entry of a term depends on the same entries of its terms, or of one."""
     if term.eqn is None:
         return False
     name, shape = term.eqn.primitive.name, np.shape(term.array)

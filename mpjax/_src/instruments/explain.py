@@ -64,7 +64,7 @@ BYTES = Color(
 )
 KEPT = Color(
     "kept",
-    "The bytes of each operation's results that the forward pass keeps for the backward pass.",
+    "The bytes of each operation's results that are stored for the backward pass.",
     unit="bytes",
 )
 
@@ -99,7 +99,7 @@ class Row:
             the reason why it does not.
         library: The library's line that ``source`` calls, as "file:line", or "".
         bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation
-            that holds a program, whose equations have rows of their own.
+            that contains a program, whose equations have their own rows.
     """
 
     primitive: str
@@ -153,7 +153,7 @@ class CastReport(Report):
         stored_after: The same under the plan. None without gradients.
         kept: The arrays that make up ``stored_after``, the largest first.
         wide: Pairs (path, row) of the differentiated arguments that an operation reads in float32,
-            with the index of the first row that does. Devices that each hold a part of such an
+            with the index of the first row that does. Devices that each have a part of such an
             argument exchange it in float32. Empty without gradients.
     """
 
@@ -189,8 +189,8 @@ class CastReport(Report):
     def shortfalls(self) -> list[Row]:
         """Returns the rows of matmuls that run in float32 and of operations left unchanged.
 
-        Operations that read no floating array, such as one that makes floats of random bits, have
-        nothing to cast and are left out.
+        Operations that read no floating array, such as one that computes floats from random bits,
+        have nothing to cast and are left out.
         """
         return [row for row in self.rows if _falls_short(row)]
 
@@ -224,7 +224,7 @@ class CastReport(Report):
         rows = [*enumerate(self.rows)]
         wide = self.wide if jax.device_count() > 1 else ()
         frames = sum(is_frame(row.primitive) for row in self.rows)
-        note = f"and equations that only hold a program or an order: {frames}" * bool(frames)
+        note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
         tables = (
             Table(
                 "Read in float32, and exchanged between devices in float32",
@@ -233,7 +233,7 @@ class CastReport(Report):
                 ("operation", "array", "why"),
             ),
             Table(
-                "Kept for the backward pass",
+                "Stored for the backward pass",
                 ("size", "array", "row", "operation", "where"),
                 tuple(map(self._kept, self.kept)),
                 ("array", "operation", "where"),
@@ -271,7 +271,7 @@ class CastReport(Report):
             row = None if index is None else self.rows[index]
             scopes[box_of(row.scope, row.source) if row else "of no row"] += kept[index]
         words = "Grouped by the scope of the operation that computed it."
-        bar = Bar("Kept from the forward to the backward pass", shares(scopes), words=words)
+        bar = Bar("Stored from the forward to the backward pass", shares(scopes), words=words)
         return Drawing(
             bars=(bar,) if kept else (),
             operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
@@ -461,8 +461,8 @@ WORDS = {
     Reason.OPERANDS: "follows its operands",
     Reason.GIVES_NO_FLOAT: "its results are not floats",
     Reason.NO_FLOAT32: "no float32 operands or results",
-    Reason.PROGRAM: "a program, whose operations have rows of their own",
-    Reason.OWN_RULE: "a program with a derivative rule of its own",
+    Reason.PROGRAM: "a program, whose operations have their own rows",
+    Reason.OWN_RULE: "a program with its own derivative rule",
     Reason.UNKNOWN: "unknown operation, left unchanged",
     Reason.FLOAT32_KERNEL: "a kernel left in float32; mpjax.half_inputs would run it in 16 bits",
     Reason.NO_ROW: "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, "
@@ -480,8 +480,8 @@ WORDS = {
     Reason.CHAIN: "between 16-bit values: in float32, and rounded where it is stored",
     Reason.FULL_OPERAND: "follows a float32 operand",
     Reason.CONSTANT: "constant {:g} does not survive {}",
-    Reason.OF_CONSTANTS: "an operand is made from constants that do not survive {}",
-    Reason.INTEGERS: "made from integers",
+    Reason.OF_CONSTANTS: "an operand is computed from constants that do not survive {}",
+    Reason.INTEGERS: "computed from integers",
     Reason.POSITIONS: "positions or counts, some of which are equal in {}",
     Reason.SPECIAL: "a special function of a 16-bit operand",
     Reason.FLATTENS: "its derivative is a difference, which 16 bits would lose",
@@ -545,7 +545,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
 
 
 def is_frame(primitive: str) -> bool:
-    """Returns whether equations of a primitive only hold a program, or keep operations in order."""
+    """Returns whether equations of a primitive only contain a program or order operations."""
     return primitive in _jax.BARRIERS or higher_order(primitive).kind == CALL
 
 

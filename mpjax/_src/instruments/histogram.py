@@ -311,7 +311,7 @@ def recommend_loss_scale(
     power = limits.overflow - 1 - reserve - whole.largest
     reasons = [
         f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "
-        f"and a factor of {headroom:g} is kept free."
+        f"and a factor of {headroom:g} is left as headroom."
     ]
     if whole.smallest is not None and whole.smallest >= limits.flush and power >= 0:
         reasons.append(f"No gradient is lost in {name} without a scale: 1 would be enough.")

@@ -66,7 +66,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_constant(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> bool:
-    """Returns whether a variable is made of literals alone. Such a value, as zeros, is not kept."""
+    """Returns whether a variable depends on literals alone. Such a value, as zeros, is not kept."""
     eqn = makers(jaxpr).get(var)
     if eqn is None or eqn.primitive.name == _jax.CARRIER:
         return eqn is not None
@@ -84,7 +84,7 @@ def _given(jaxpr: Any, place: int) -> bool:
 
 
 def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
-    """Returns the row number of the op that made a variable, or the argument that it is."""
+    """Returns the row number of the op that produced a variable, or the argument that it is."""
     producers = makers(jaxpr)
     while not isinstance(var, _jax.Literal) and var in producers:
         eqn = producers[var]

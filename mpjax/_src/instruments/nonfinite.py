@@ -1,4 +1,4 @@
-"""`find_nonfinite`: finds the operation that made the first NaN or Inf, and says what to do."""
+"""`find_nonfinite`: finds the operation that produced the first NaN or Inf, and says what to do."""
 
 import dataclasses
 import functools
@@ -297,7 +297,7 @@ class Watched:
 
 
 class _Finder(Watcher):
-    """The watcher: an event is an operation that makes NaN or Inf of finite operands."""
+    """The watcher: an event is an operation that produces NaN or Inf of finite operands."""
 
     def __init__(self, program: Program):
         self.program = program

@@ -161,7 +161,7 @@ def make_program(
 def _check_arrays(tool: str, given: Flat) -> None:
     if not given.arrays:
         raise ValueError(
-            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
+            f"{tool}: the arguments contain no arrays: there is nothing to run. It is called like "
             f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
         )
 

@@ -64,7 +64,7 @@ class Search:
             costs: What moving each place costs, numbers or tuples: of as many places, the cheaper
                 ones are taken.
             tolerance: What the norm of no error may exceed.
-            inside: Of each place, the others that lie within it: they are in float32 with it.
+            inside: Of each place, the others that are within it: they are in float32 with it.
         """
         self._measure, self.tolerance = measure, tolerance
         self.count = len(costs)
@@ -237,6 +237,6 @@ def _bounded(error: np.ndarray) -> np.ndarray:
     size = _norm(error)
     if size < BEYOND:
         return error
-    # An infinite error has no direction; one of the greatest norm stands for it.
+    # An infinite error has no direction; one of the greatest norm represents it.
     whole = np.isfinite(size)
     return error * (BEYOND / size) if whole else np.full_like(error, BEYOND / len(error) ** 0.5)

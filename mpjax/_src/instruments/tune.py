@@ -220,8 +220,8 @@ def tune(
         raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
     if (whole_number(max_runs) or 0) < LEAST_RUNS:
         raise ValueError(
-            f"max_runs={brief(max_runs)} must be a whole number, {LEAST_RUNS} or more: float32 and "
-            "the given policy take one run each."
+            f"max_runs={brief(max_runs)} must be an integer >= {LEAST_RUNS}: float32 and "
+            "the given policy need one run each."
         )
 
     resolve_loss_scale(loss_scale, False)
@@ -386,7 +386,7 @@ class _Trial:
     def _pruned(self, merged: Sequence[Place], tolerance: float) -> list[Place]:
         """Returns the places without those that need not be in float32, the costliest first.
 
-        The search leaves out single places; overrides may hold several. And less float32 can
+        The search leaves out single places; overrides may contain several. And less float32 can
         reduce the error, against the search's assumption, where errors cancel.
         """
         kept = list(merged)

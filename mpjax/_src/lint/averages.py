@@ -65,7 +65,7 @@ def half_averages(program: Program) -> Iterator[Hit]:
 
 
 def last_sum(program: Program, after: Value) -> Op | None:
-    """Returns the addition that makes a value, or what makes it if there is none."""
+    """Returns the addition that produces a value, or what computes it if there is none."""
     for value in program.back(after, MOVES | CASTS | {"select_n"}):
         op = program.maker(value)
         if op and op.name in ("add", "add_any", "sub"):
@@ -164,11 +164,11 @@ RULES = (
     Rule(
         "half-average",
         JAXPR,
-        "a running average that stalls because it is kept in 16 bits",
+        "a running average that stalls because it is stored in 16 bits",
         "Each step moves the average by a small share of its distance to the new value. In 16 "
         "bits, that change is less than half an ulp of the average and is rounded away: the "
-        "average keeps its first value, or stops far from the true one.",
-        "Keep averages whose decay is near 1 in float32: second moments, averages of weights, "
+        "average stays at its first value, or stops far from the true one.",
+        "Store averages whose decay is near 1 in float32: second moments, averages of weights, "
         "batch statistics. A first moment with a decay of 0.9 may be 16-bit.",
         half_averages,
     ),

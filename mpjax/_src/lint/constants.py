@@ -59,8 +59,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
         limit = 2 ** digits(dtype_of(op.outs[0]))
         if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
             yield Hit(
-                f"Whole numbers from {bounds.low:g} to {bounds.high:g} are stored in "
-                f"{shown(op.outs[0])}, which cannot tell neighbors apart beyond {limit}.",
+                f"Integers from {bounds.low:g} to {bounds.high:g} are stored in "
+                f"{shown(op.outs[0])}, which cannot represent every integer beyond {limit}.",
                 op,
             )
 
@@ -169,15 +169,15 @@ RULES = (
         "In bfloat16, a decay of 0.999 is 1, so an average never forgets. In float16, an epsilon "
         "of 1e-8 is 0, so it no longer protects a division, and a mask of -1e9 is -Inf, so the "
         "softmax of a fully masked row is NaN.",
-        "Compute in float32 what reads the constant, or use a constant that the dtype can hold: "
-        "jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
+        "Compute in float32 what reads the constant, or use a constant that the dtype can "
+        "represent: jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
         lost_constants,
     ),
     Rule(
         "half-count",
         JAXPR,
         "positions, indices or counters too large for a 16-bit dtype to represent exactly",
-        "bfloat16 holds every whole number up to 256, float16 up to 2048. Beyond that, neighbors "
+        "bfloat16 represents every integer up to 256, float16 up to 2048. Beyond that, neighbors "
         "become equal: positions collide, and a counter stops counting.",
         "Keep positions and counters in int32, compute what depends on them (angles, masks, "
         "encodings) in float32, and cast the result.",
@@ -189,7 +189,7 @@ RULES = (
         "integers of a real step that a cast to 16 bits changes",
         "Ids, positions and counts must be exact: a changed integer is another row, another "
         "position, another divisor.",
-        "Keep integers as they are, or cast them to float32, which holds every integer up to "
+        "Leave integers as they are, or cast them to float32, which represents every integer up to "
         "16777216.",
         rounded_integers,
     ),

@@ -139,7 +139,7 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
     nothing about accelerators.
     """
     if compiled.target == CPU:
-        yield NotRun("how a CPU multiplies says nothing of accelerators: give one as target")
+        yield NotRun("how a CPU multiplies says nothing about accelerators: pass one as target")
         return
     wanted = asked(compiled.before)
     lines = _lines(compiled.before)
@@ -177,7 +177,7 @@ RULES = (
         "gather-before-cast",
         JAXPR,
         "a float32 array that devices gather and then cast to 16 bits",
-        "Each device sends and receives twice the bytes, and holds a float32 copy of the gathered "
+        "Each device sends and receives twice the bytes, and stores a float32 copy of the gathered "
         "array, although every reader casts it to 16 bits.",
         "Cast each device's shard before the gather: gather w.astype(jnp.bfloat16).",
         gathers_before_casts,
@@ -187,7 +187,7 @@ RULES = (
         HLO,
         "a float32 all-gather whose result is cast to 16 bits",
         "XLA may move a cast from before a gather to after it. Devices then send twice the bytes "
-        "that the program asked for, and hold a float32 copy.",
+        "that the program asked for, and store a float32 copy.",
         "Put jax.lax.optimization_barrier around the 16-bit array before it is gathered, or gather "
         "it in jax.shard_map.",
         wide_gathers,

@@ -104,7 +104,7 @@ RULES = (
         "a state that is updated although the step is skipped",
         "The step that overflowed is skipped, but its NaN stays in a state that was left out (a "
         "moment, batch statistics), and every later step reads it.",
-        "Choose everything that a step changes by the same test: mpjax.select(ok, new_state, "
+        "Select everything that a step changes by the same check: mpjax.select(ok, new_state, "
         "old_state) over the whole state.",
         ungated_states,
     ),

@@ -103,7 +103,7 @@ def _cause(program: Program, value: Value) -> str:
         behind = [v for each in strong for v in program.back(each, ELEMENTWISE | REDUCTIONS)]
         if not {*behind} & promoting.keys() - {out}:
             break  # of several in a loop, each is behind the others: then the last
-    # Numbers take the dtype of what is beside them, unless nothing else is there.
+    # Numbers take the dtype of what is next to them, unless nothing else is there.
     arrays = dict.fromkeys(_origin(program, v) for v in behind if not v.literal)
     numbers = dict.fromkeys(_origin(program, v) for v in behind if v.literal)
     names = [*filter(None, arrays)] or [*filter(None, numbers)]
@@ -165,10 +165,10 @@ RULES = (
         "JAX promotes 16-bit and float32 operands to float32, and NumPy constants are float32. One "
         "float32 constant, parameter or norm that is added to a 16-bit stream makes every matmul "
         "after it run in float32, at a fraction of the speed and with twice the memory.",
-        "Give what promotes the dtype of the other operand: jnp.asarray(c, x.dtype) for a constant "
-        "(a Python number promotes nothing), p.astype(x.dtype) for a parameter or a result, dtype= "
-        "for a layer that returns float32. If the stream is to stay float32, cast it before the "
-        "matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
+        "Cast the operand that promotes to the dtype of the other one: jnp.asarray(c, x.dtype) for "
+        "a constant (a Python number promotes nothing), p.astype(x.dtype) for a parameter or a "
+        "result, dtype= for a layer that returns float32. If the stream is to stay float32, cast "
+        "it before the matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
         promoted_matmuls,
     ),
     Rule(

@@ -113,11 +113,13 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
             last = value.aval.shape[-1]
             other = next((v for v in half if last > 1 and v.aval.shape[-1] == last), None)
             if other is not None:
-                yield Hit(f"{op.name} is given {shown(value)} beside {shown(other)}.", op)
+                yield Hit(f"{op.name} has the operands {shown(value)} and {shown(other)}.", op)
                 break
             widened = _widened(program, value)
             if widened:
-                yield Hit(f"{op.name} is given {shown(value)}, which is {widened} cast up.", op)
+                yield Hit(
+                    f"{op.name} has the operand {shown(value)}, which is {widened} cast up.", op
+                )
                 break
 
 
@@ -136,10 +138,10 @@ RULES = (
         JAXPR,
         "a matmul of a 16-bit operand and a float32 one",
         "XLA widens the 16-bit operand. On a GPU the matmul then runs in float32 or TF32, at an "
-        "eighth to a half of the speed of half; a TPU rounds both operands to bfloat16. The "
+        "eighth to a half of the 16-bit speed; a TPU rounds both operands to bfloat16. The "
         "precision differs between devices, and between the forward and the backward pass.",
         "Cast both operands to one dtype. If you want a float32 result of 16-bit operands, pass "
-        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) besides "
+        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) in addition to "
         "preferred_element_type: the backward pass then reads 16 bits as well.",
         mixed_matmuls,
     ),
@@ -150,7 +152,7 @@ RULES = (
         "The forward pass derived values from the rounded result (a maximum, the logarithm of a "
         "sum). They do not match the result that the backward pass recomputes: a softmax made of "
         "both does not sum to 1, and the error grows with the logits.",
-        "Give both matmuls the same operand dtypes and the same preferred_element_type.",
+        "Use the same operand dtypes and the same preferred_element_type in both matmuls.",
         recomputed_matmuls,
     ),
     Rule(

@@ -36,7 +36,7 @@ def half_sums(program: Program) -> Iterator[Hit]:
 
 
 def _adds(op: Op) -> bool:
-    """Returns whether a reduction adds; one with a program of its own may compute anything."""
+    """Returns whether a reduction adds; one with its own program may compute anything."""
     program = op.params.get("jaxpr")
     if op.name not in ("reduce", "reduce_window") or program is None:
         return True
@@ -99,7 +99,7 @@ def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterato
     """Finds a carry ``c = d * c + x`` that sums more terms than half of the digits can count.
 
     With a constant d, the sum is that of the last 1 / (1 - d) terms: discounted returns and
-    advantages, traces. Averages, whose weights sum to 1, have a limit of their own.
+    advantages, traces. Averages, whose weights sum to 1, have their own limit.
     """
     share = share_of(program, out, carried)
     dtype, turns = carried.aval.dtype, turns_of(loop.eqn)
@@ -214,7 +214,7 @@ RULES = (
         "half-collective",
         JAXPR,
         "a sum over devices in 16 bits",
-        "The terms of replicas partly cancel, and devices add them in an order of their own. "
+        "The terms of replicas partly cancel, and the order in which devices add them varies. "
         "Digits that 16 bits round away from a term do not come back, and in float16 a sum over "
         "many devices overflows.",
         "Cast to float32 before jax.lax.psum, pmean or psum_scatter, and cast back after it.",

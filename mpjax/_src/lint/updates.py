@@ -69,7 +69,7 @@ def _is_compensated(program: Program, op: Op, before: Value) -> bool:
 
 
 def _is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
-    """Returns whether the new state is made of the bits of a sum, and the cast for large ones."""
+    """Returns whether the new state depends on the bits of a sum, and the cast for large ones."""
     return any(
         reader.name == "bitcast_convert_type"
         and after in program.forward(reader.outs[0], lambda op: True)
@@ -99,8 +99,8 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
     if scale:
         program.notes["overflowed"] = True
         yield Hit(
-            f"{op.name} in the backward pass makes Inf in {shown(op.outs[0])} at a loss scale of "
-            f"{scale}, which nothing lowers.",
+            f"{op.name} in the backward pass produces Inf in {shown(op.outs[0])} at a loss scale "
+            f"of {scale}, which nothing lowers.",
             op,
         )
 
@@ -139,7 +139,7 @@ RULES = (
         "updates of 16-bit weights that are rounded away",
         "An update of less than half an ulp is rounded away, step after step. The loss falls at "
         "first, and then stops falling as the learning rate decays.",
-        "Keep float32 master weights (mpjax.optim.with_master_weights, policy O2), or use a "
+        "Use float32 master weights (mpjax.optim.with_master_weights, policy O2), or a "
         "compensated sum or stochastic rounding (mpjax.optim.with_stochastic_rounding).",
         stalled_updates,
     ),

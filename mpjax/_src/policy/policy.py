@@ -36,7 +36,7 @@ from mpjax._src.base.trees import cast, cast_leaf
 
 T = TypeVar("T")
 
-# The names of policies that editors complete; a policy is more than its name, so a string is legal.
+# The names of policies that editors complete; a policy is more than its name, so a string is valid.
 PolicyName: TypeAlias = Literal[
     "float32",
     "mixed_bfloat16",
@@ -71,16 +71,16 @@ OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 
 
 class Choice(NamedTuple):
-    """A setting with a few legal values. The first value is the default.
+    """A setting with a few valid values. The first value is the default.
 
     Attributes:
-        values: The legal values.
-        legal: The end of the error message: the legal values and what each one means.
-        numbers: Whether a number from 0 to 1 is legal too; 1 means the first value.
+        values: The valid values.
+        valid: The end of the error message: the valid values and what each one means.
+        numbers: Whether a number from 0 to 1 is valid too; 1 means the first value.
     """
 
     values: tuple[str, ...]
-    legal: str
+    valid: str
     numbers: bool = False
 
 
@@ -93,8 +93,8 @@ CHOICES = {
     ),
     "storage": Choice(
         ("fast", "lean", "8bit"),
-        "'fast' (move few bytes), 'lean' (keep few bytes for the backward pass), '8bit' (keep "
-        "8-bit codes of them), or a number from 0 (keep the fewest bytes) to 1 (as 'fast').",
+        "'fast' (move few bytes), 'lean' (store few bytes for the backward pass), '8bit' (store "
+        "8-bit codes of them), or a number from 0 (store the fewest bytes) to 1 (as 'fast').",
         numbers=True,
     ),
     "gather": Choice(
@@ -250,18 +250,18 @@ class Policy(jmp.Policy):
         for key, value in settings.items():
             name = KEYS.get(key)
             if name is None:
-                legal = [field.name for field in dataclasses.fields(self)]
+                valid = [field.name for field in dataclasses.fields(self)]
                 raise TypeError(
                     f"{key}={brief(value)} is not a setting of a policy. Choose one of "
-                    f"{', '.join(legal)}.{did_you_mean(key, KEYS)}"
+                    f"{', '.join(valid)}.{did_you_mean(key, KEYS)}"
                 )
             if name in fields:
-                raise TypeError(f"{key}={brief(value)}: {name} is given twice. Give it once.")
+                raise TypeError(f"{key}={brief(value)}: {name} is set twice. Set it once.")
             fields[name] = value
         return dataclasses.replace(self, **fields)
 
     def override(self, patterns: Mapping[str, DTypeLike]) -> "Policy":
-        """Returns a copy of this policy that gives some parameters a dtype of their own.
+        """Returns a copy of this policy with another dtype for some parameters.
 
         A path joins the keys from the root of the parameter tree with "/" ("Dense_0/kernel").
         Patterns are case-insensitive globs: ``*`` also matches "/", and a leading ``*/`` also
@@ -478,7 +478,7 @@ class Policy(jmp.Policy):
         return f"Policy({', '.join(shown)})"
 
 
-# The levels of Apex, Paddle and MindSpore; "half" stands for the 16-bit dtype that the user
+# The levels of Apex, Paddle and MindSpore; "half" represents the 16-bit dtype that the user
 # chooses.
 LEVELS: dict[str, dict[str, Any]] = {
     name: dict(zip(("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True), **more)
@@ -522,7 +522,7 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
 
     - The form of jmp: "p=f32,c=bf16,o=f32" or "params=float32, compute=bf16". Parameters default
       to float32, the compute dtype to that of the parameters, and the output dtype to the compute
-      dtype. A single dtype ("bf16", "half") stands for all three.
+      dtype. A single dtype ("bf16", "half") represents all three.
     - A name of Keras: "float32", "mixed_float16", "mixed_bfloat16".
     - A name of Lightning: "16-mixed" and "bf16-mixed" (O1), "16-true" and "bf16-true" (O3),
       "32-true" (O0).
@@ -626,7 +626,7 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
     return Policy(**{key: resolve(value) for key, value in row.items()})
 
 
-# Words that stand for mixed precision in the names of others.
+# Words that represent mixed precision in the names of others.
 MIXED = {"mixed", "amp", "autocast"}
 
 
@@ -690,7 +690,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
                     f"{_grammar(key[1])}"
                 )
             if field in values:
-                raise ValueError(f"policy={brief(text)} gives {brief(key[1])} twice. Give it once.")
+                raise ValueError(f"policy={brief(text)} sets {brief(key[1])} twice. Set it once.")
             values[field], position = _value(text, key.end())
         comma = _COMMA.match(text, position)
         if comma is None:
@@ -724,8 +724,8 @@ def _word(text: str, position: int) -> tuple[str, int]:
 
 
 def _grammar(word: str) -> str:
-    legal = ", ".join(key for key in KEYS if len(key) > 1)
-    return f"Choose one of {legal}.{did_you_mean(word, KEYS)}"
+    valid = ", ".join(key for key in KEYS if len(key) > 1)
+    return f"Choose one of {valid}.{did_you_mean(word, KEYS)}"
 
 
 def _spell_out(policy: Policy) -> str:
@@ -776,7 +776,7 @@ def _choices(policy: Policy) -> dict[str, str | float]:
             found[name] = value
         else:
             meant = did_you_mean(value, row.values)
-            raise ValueError(f"{name}={brief(value)} must be {row.legal}{meant}")
+            raise ValueError(f"{name}={brief(value)} must be {row.valid}{meant}")
     return found
 
 
@@ -817,14 +817,12 @@ def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(
-            f"{listed[name]}: {brief(name)} has no compute dtype of its own: it is a call, a loop, "
+            f"{listed[name]}: {brief(name)} has no compute dtype: it is a call, a loop, "
             "a branch, a kernel or a cast that the function writes itself. Name the operations "
             "inside it, or use an override or mpjax.precision for a part of the function."
         )
     for name in sorted(name for name in lists["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
-        raise ValueError(
-            f"half_ops: JAX cannot compute {brief(name)} in half precision. Remove it."
-        )
+        raise ValueError(f"half_ops: JAX cannot compute {brief(name)} in 16 bits. Remove it.")
 
 
 def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
@@ -835,7 +833,7 @@ def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
     if policy.masters != CHOICES["masters"].values[0]:
         if not policy.master_weights:
             raise ValueError(
-                f"masters={policy.masters!r}: the policy keeps no master weights. Add "
+                f"masters={policy.masters!r}: the policy has no master weights. Add "
                 "master_weights=true or use an O2 policy. To train without master weights, use "
                 "rounding=stochastic instead."
             )

@@ -24,7 +24,7 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
 
     Raises:
         TypeError: If ``device`` is neither a device nor a name nor None.
-        ValueError: If the name is not known.
+        ValueError: If the name is unknown.
 
     Example:
         >>> import mpjax
@@ -49,7 +49,7 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
 
     Raises:
         TypeError: If ``device`` is neither a device nor a name nor None.
-        ValueError: If the name is not known.
+        ValueError: If the name is unknown.
 
     Example:
         >>> import mpjax
@@ -70,7 +70,7 @@ def warn_if_unfit(policy: Policy) -> None:
         return  # a place to test what trains elsewhere; many CPUs have no fast 16-bit dtype
     if platform == "tpu" and policy.moments == "8bit":
         warn_user(
-            f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but takes "
+            f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but needs "
             "more memory within a step: blocks of 32 entries do not fit its tiles, so XLA copies "
             "large moments to another layout. Use moments=float32.",
         )

@@ -1,7 +1,7 @@
 """The planner's representation of a program: a nested graph of values, with inner jits inlined.
 
 `build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (the body of a scan, the branches of a
-cond) are blocks of their own. `higher_order` describes how they connect to the outer values, so an
+cond) are separate blocks. `higher_order` describes how they connect to the outer values, so an
 analysis needs no rule per control-flow primitive. This module makes no decisions; see `plan`.
 """
 

@@ -1,9 +1,9 @@
 """Evaluates a program one operation at a time, for the tools that watch it.
 
-The watcher defines the values that are passed between operations: they may hold more than an array
-(a second array, where it came from). The operations inside jit, scan, while, cond, remat and custom
-rules are run one by one, and so are those in shard_map (`unmapped`); kernels run as one operation.
-A value is freed after its last use.
+The watcher defines the values that are passed between operations: they may contain more than an
+array (a second array, where it came from). The operations inside jit, scan, while, cond, remat and
+custom rules are run one by one, and so are those in shard_map (`unmapped`); kernels run as one
+operation. A value is freed after its last use.
 """
 
 from collections.abc import Callable, Sequence
@@ -285,7 +285,7 @@ def _widened(program: Any) -> Any:
         return wide
     inner, consts = _jax.open_jaxpr(wide)
     if consts:
-        raise NotImplementedError("A program with constants cannot stand here.")
+        raise NotImplementedError("A program with constants is not supported here.")
     return inner
 
 

@@ -77,7 +77,7 @@ def scaled_value_and_grad(
     if not has_protocol(loss_scale):
         raise TypeError(
             f"loss_scale={brief(loss_scale)} must be an instance of a loss scale, such as "
-            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller keeps it and "
+            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller stores it and "
             "adjusts it after each step."
         )
     scaled = with_scaled_loss(fun, loss_scale, has_aux)

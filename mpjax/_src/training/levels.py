@@ -85,13 +85,13 @@ def _warn_if_unused(policy: Policy) -> None:
 
 
 def _unscaled(inner: Any, argument: str) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose ``init`` refuses a state with a loss scale of its own."""
+    """Returns an optimizer whose ``init`` refuses a state with its own loss scale."""
 
     def init(params):
         state = inner.init(params)
         if any(map(has_protocol, jax.tree.leaves(state, is_leaf=has_protocol))):
             raise ValueError(
-                f"{argument} is in mixed precision already: its state holds a loss scale, and a "
+                f"{argument} is in mixed precision already: its state contains a loss scale, and a "
                 "second one around it would be adjusted by gradients that it did not scale. Pass "
                 "the optax optimizer itself: mixed_precision, build_train_step and the TrainState "
                 "and Optimizer of Flax each wrap it once."

@@ -31,7 +31,7 @@ from mpjax._src.training.stored import (
     need_params,
 )
 
-# The dtype that is kept beside a 16-bit parameter, by the policy's `masters`; see `residuals`.
+# The dtype that is kept with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
 STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
@@ -43,7 +43,7 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
     Attributes:
-        masters: A tree like the parameters. For each 16-bit leaf it holds a float32 master, a
+        masters: A tree like the parameters. For each 16-bit leaf it contains a float32 master, a
             uint16 or uint8 residual (split masters), or a compensation in the parameter's own dtype
             (Kahan); for every other leaf ``optax.MaskedNode()``. An empty tuple if no parameter is
             16-bit.
@@ -92,10 +92,10 @@ def with_master_weights(
 
     Raises:
         TypeError: If ``inner`` is not an optax optimizer.
-        ValueError: If ``storage`` is not known; from ``init``, if ``storage`` is split and a
+        ValueError: If ``storage`` is unknown; from ``init``, if ``storage`` is split and a
             parameter is float16, whose bits are not a part of a float32 number; from ``update``, if
             it is called without ``params``, with parameters of other dtypes than in ``init``, or
-            with the state of another optimizer.
+            with the state of a different optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -159,7 +159,7 @@ def with_kahan_summation(
 
 
 def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
-    """Returns an optimizer that keeps a master or residual beside each 16-bit parameter."""
+    """Returns an optimizer that keeps a master or residual of each 16-bit parameter."""
     inner = as_optimizer(inner, "inner")
 
     def kind(dtype):
@@ -218,7 +218,7 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
     wanted, of_masters = trees
     if wanted != of_masters:
         raise ValueError(
-            f"{name}: the state belongs to other parameters: the tree of its masters is "
+            f"{name}: the state was created for other parameters: the tree of its masters is "
             f"{brief(of_masters)}, the tree of the parameters {brief(wanted)}."
         )
 
@@ -227,19 +227,19 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
             seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
-                "parameters before init, and keep their dtypes."
+                "parameters before init, and do not change their dtypes afterwards."
             )
         if not is_narrow_array(param):
             return param
         if jnp.shape(beside) != jnp.shape(param):
             raise ValueError(
                 f"{name}: {name_of('params', keys)} has shape {jnp.shape(param)}, but its master "
-                f"has shape {jnp.shape(beside)}. The state belongs to other parameters."
+                f"has shape {jnp.shape(beside)}. The state was created for other parameters."
             )
         if beside.dtype != kind(param.dtype):
             raise ValueError(
-                f"{name}: the state keeps {beside.dtype} for {name_of('params', keys)}, which is "
-                f"{param.dtype}, but this optimizer keeps {kind(param.dtype)}. Either the state "
+                f"{name}: the state has {beside.dtype} for {name_of('params', keys)}, which is "
+                f"{param.dtype}, but this optimizer stores {kind(param.dtype)}. Either the state "
                 "has another storage of masters, or the parameters were cast after init."
             )
         return residuals.full(param, beside)
@@ -260,7 +260,7 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         split; those without a master are widened to float32. All others are returned as they are.
 
     Raises:
-        ValueError: If the state holds masters of other parameters, or if ``params`` holds an
+        ValueError: If the state contains masters of other parameters, or if ``params`` contains an
             optimizer's state, or ``opt_state`` is ``params``.
 
     Example:
@@ -274,13 +274,13 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
     """
     if _states_in(params):
         raise ValueError(
-            "params holds the state of an optimizer. The order is master_params(opt_state, params)."
+            "params is the state of an optimizer. The order is master_params(opt_state, params)."
         )
     flat = [jax.tree.flatten(tree) for tree in (opt_state, params)]
     (leaves, structure), (others, other) = flat
     if leaves and structure == other and all(map(operator.is_, leaves, others)):  # type: ignore[operator]
         raise ValueError(
-            "opt_state is params themselves, so it holds no master weights. Pass the state that "
+            "opt_state is the parameters, which have no master weights. Pass the state that "
             "optimizer.init(params) or the last update returned."
         )
     return _with_kept(params, opt_state, full_value)
@@ -343,7 +343,7 @@ def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> 
     tree = jax.tree_util.tree_map_with_path(full, params)
     if besides:
         raise ValueError(
-            f"opt_state holds masters of {sorted(map(path_of, besides))[:5]}, which are not in "
+            f"opt_state has masters of {sorted(map(path_of, besides))[:5]}, which are not in "
             "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree

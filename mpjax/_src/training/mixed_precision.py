@@ -1,4 +1,4 @@
-"""Mixed precision for your own training loop: an optimizer that holds loss scale and masters."""
+"""Mixed precision for your own training loop: an optimizer with loss scale and masters."""
 
 import dataclasses
 import functools
@@ -170,8 +170,8 @@ def mixed_precision(
 ) -> MixedPrecision:
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
-    The optimizer's state holds the loss scale, the float32 master weights of 16-bit parameters and
-    the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
+    The optimizer's state contains the loss scale, the float32 master weights of 16-bit parameters
+    and the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
     update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
 
     Args:
@@ -192,7 +192,7 @@ def mixed_precision(
         ValueError: If another argument is invalid; from ``init``, if the policy stores parameters
             in 16 bits and ``params`` are not 16-bit; from ``update``, if ``params`` no longer have
             the policy's dtypes, ``finite`` or ``loss_finite`` is not a single bool, or the state
-            belongs to another optimizer.
+            was created by a different optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -355,8 +355,8 @@ def _scales_in(opt_state: Any) -> list[LossScale]:
     scales = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
     if not scales:
         raise ValueError(
-            f"opt_state={brief(opt_state)} must hold a state of mpjax.mixed_precision, for its "
-            "loss scale, but holds none. Pass the state that optimizer.init(params) or the last "
+            f"opt_state={brief(opt_state)} must contain a state of mpjax.mixed_precision, for its "
+            "loss scale, but contains none. Pass the state that optimizer.init(params) or the last "
             "optimizer.update returned."
         )
     return scales

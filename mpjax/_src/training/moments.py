@@ -85,7 +85,7 @@ def with_8bit_moments(
 
     Args:
         inner: Any optax optimizer.
-        moments: Additional moments, for an optimizer of your own, as {name of a state class:
+        moments: Additional moments, for your own optimizer, as {name of a state class:
             {field: "signed" or "unsigned"}}. They take precedence over the built-in ones. Use
             "unsigned" for values that are never negative and that the update divides by.
 
@@ -95,7 +95,7 @@ def with_8bit_moments(
     Raises:
         TypeError: If ``inner`` is not an optax optimizer.
         ValueError: If ``moments`` has a value other than "signed" and "unsigned"; from ``update``,
-            if the state belongs to another optimizer.
+            if the state was created by a different optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -224,7 +224,7 @@ def _check_scales(state: EightBitMomentsState, table: Table) -> None:
     moments = _moments(state.inner_state, table)
     if set(moments) != set(state.scales):
         raise ValueError(
-            f"state belongs to another optimizer: it has moments at {sorted(moments)[:5]}, but "
-            f"scales for {sorted(state.scales)[:5]}. Pass the state that init or the last update "
-            "of this optimizer returned."
+            f"state was created by a different optimizer: it has moments at {sorted(moments)[:5]}, "
+            f"but scales for {sorted(state.scales)[:5]}. Pass the state that init or the last "
+            "update of this optimizer returned."
         )

@@ -86,7 +86,7 @@ def skip_nonfinite(
         TypeError: If ``inner`` is not an optax optimizer; from ``init``, if ``inner`` fails for
             leaves of ``params`` that are not arrays.
         ValueError: From ``update``, if ``finite`` is not one bool, ``value`` is not one number, the
-            state belongs to another optimizer, or the gradients to other parameters.
+            state was created by a different optimizer, or the gradients are of other parameters.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -180,8 +180,9 @@ def check_kind(state: Any, kind: type, name: str) -> None:
     """Raises a ValueError if an optimizer's state is not an instance of ``kind``."""
     if not isinstance(state, kind):
         raise ValueError(
-            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it belongs to "
-            "another optimizer. Pass the state that init or the last update of this one returned."
+            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it was "
+            "created by a different optimizer. Pass the state that init or the last update of this "
+            "one returned."
         )
 
 
@@ -191,9 +192,9 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
     differences = difference(_arrays(jax.eval_shape(init, params)), _arrays(state))
     if differences:
         raise ValueError(
-            f"{argument} belongs to another optimizer, or to parameters of other shapes or dtypes: "
-            f"it {differences}. Pass the state that init of this optimizer returned for these "
-            "parameters, or restore a checkpoint that was written with it."
+            f"{argument} was created by a different optimizer, or for parameters of other shapes "
+            f"or dtypes: it {differences}. Pass the state that init of this optimizer returned for "
+            "these parameters, or restore a checkpoint that was written with it."
         )
 
 

@@ -144,7 +144,7 @@ def with_stochastic_rounding(
 
     Args:
         inner: Any optax optimizer.
-        seed: A whole number of 32 bits. Together with the count of updates it determines the random
+        seed: A 32-bit integer. Together with the count of updates it determines the random
             bits, so a run that is repeated or resumed from a checkpoint draws the same bits. They
             do not depend on how arrays are sharded under jit; within shard_map each device draws
             the bits of an array of the local shape.
@@ -154,8 +154,8 @@ def with_stochastic_rounding(
 
     Raises:
         TypeError: If ``inner`` is not an optax optimizer.
-        ValueError: If ``seed`` is not a whole number of 32 bits; from ``update``, if it is called
-            without ``params`` or with the state of another optimizer.
+        ValueError: If ``seed`` is not a 32-bit integer; from ``update``, if it is called
+            without ``params`` or with the state of a different optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -173,7 +173,7 @@ def with_stochastic_rounding(
     inner = as_optimizer(inner, "inner")
     number = whole_number(seed)
     if number is None or not -(2**31) <= number < 2**32:
-        raise ValueError(f"seed={brief(seed)} must be a whole number from -2**31 to 2**32 - 1.")
+        raise ValueError(f"seed={brief(seed)} must be an integer from -2**31 to 2**32 - 1.")
 
     def init(params):
         return StochasticRoundingState(jnp.zeros((), jnp.int32), first_state(inner, widen(params)))

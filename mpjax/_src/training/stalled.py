@@ -100,8 +100,8 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
         return
     more = f" and {len(weights) - NAMED} more" if len(weights) > NAMED else ""
     warnings.warn(
-        f"Rounding removes the updates of {', '.join(weights[:NAMED])}{more}: they are less than "
-        "half a unit in the last place of the stored weights, so these weights do not change. Use "
+        f"These weights are not training: {', '.join(weights[:NAMED])}{more}. Their updates are "
+        "below half an ulp (unit in the last place) of the stored weight, and round to zero. Use "
         "master weights (a policy of O2, with masters=split for 4 bytes a weight), "
         "rounding=stochastic or rounding=kahan; or store these weights in float32 by an override.",
         stacklevel=2,

@@ -194,7 +194,7 @@ def build_train_step(
     Raises:
         TypeError: If ``loss_fn`` is not a function or ``optimizer`` is not an optax optimizer.
         ValueError: If another argument is invalid; from ``step``, if no axis ``axis_name`` is
-            mapped where it is called, or if the state belongs to another optimizer.
+            mapped where it is called, or if the state was created by a different optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -486,10 +486,10 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         limit: The number of skipped steps in a row at which to raise.
 
     Raises:
-        DivergenceError: If ``limit`` or more steps in a row were skipped. The message gives their
+        DivergenceError: If ``limit`` or more steps in a row were skipped. The message has their
             number, the loss scale and the usual causes.
         TypeError: If ``metrics`` does not come from a training step, or is traced.
-        ValueError: If ``limit`` is not a positive whole number, or ``metrics`` holds several steps.
+        ValueError: If ``limit`` is not a positive integer, or ``metrics`` holds several steps.
 
     Example:
         >>> import mpjax
@@ -500,7 +500,7 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """
     most = whole_number(limit)
     if most is None or most < 1:
-        raise ValueError(f"limit={brief(limit)} must be a whole number of steps, 1 or more.")
+        raise ValueError(f"limit={brief(limit)} must be an integer >= 1, a number of steps.")
     _check_metrics(metrics)
     skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
     at_floor = skips >= AT_FLOOR and scale <= 1
@@ -526,7 +526,7 @@ def _check_metrics(metrics: Any) -> None:
         )
     if jnp.ndim(metrics["consecutive_skips"]):
         raise ValueError(
-            "metrics holds the metrics of several steps or ensemble members, of shape "
+            "metrics are those of several steps or ensemble members, of shape "
             f"{jnp.shape(metrics['consecutive_skips'])}. Pass those of one, such as "
             "jax.tree.map(lambda m: m[-1], metrics)."
         )
@@ -709,7 +709,7 @@ def _check_arguments(loss_fn: Any, has_aux: Any, reports: Reports, accumulate_st
 def _refuse_modules(params: Any) -> None:
     if has_modules(params):
         raise TypeError(
-            "params holds a Flax NNX module, so its statistics and random keys would be trained "
+            "params contains a Flax NNX module, so its statistics and random keys would be trained "
             "too. Pass the state of its parameters: graph, params, rest = "
             "nnx.split(model, nnx.Param, ...), then init(params, model_state=rest), and in loss_fn "
             "nnx.merge(graph, params, model_state). Or keep your loop with mpjax.nnx.Optimizer and "

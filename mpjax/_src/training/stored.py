@@ -97,7 +97,7 @@ def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
 
 
 def is_masked(node: Any) -> bool:
-    """Returns whether a node stands for a leaf that has no master or scale."""
+    """Returns whether a node represents a leaf that has no master or scale."""
     return isinstance(node, optax.MaskedNode)
 
 

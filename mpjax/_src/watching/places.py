@@ -4,8 +4,8 @@ Watched values are stored in 16 bits: operands and results of matmuls; casts to 
 operands show what is lost; and 16-bit values that are passed to a reduction, a kernel, a loop or
 two readers. Other 16-bit values live only in the registers of one fused kernel.
 
-A value is measured where it is made. The matmuls that read it, perhaps after moves, are listed with
-it. Values that remat recomputes are not measured again.
+A value is measured where it is computed. The matmuls that read it, perhaps after moves, are listed
+with it. Values that remat recomputes are not measured again.
 """
 
 import collections
@@ -28,7 +28,7 @@ class Tensor:
     """A watched value.
 
     Attributes:
-        op: The primitive that reads or makes it.
+        op: The primitive that reads or computes it.
         part: Its role there: "lhs", "rhs", "operand", "result" or "cast".
         scopes: The names of the scopes around it.
         backward: Whether it belongs to the backward pass.
@@ -126,14 +126,14 @@ def _walk(
         jaxpr: The program.
         arguments: The tensors of its arguments.
         wanted: For each of its results, whether it is used outside.
-        site: Where it stands.
+        site: Where it is.
     """
     tensors: dict[Any, Known] = collections.defaultdict(dict)
     tensors.update(zip(jaxpr.invars, arguments, strict=True))
     live, stored, makers = _uses(jaxpr, wanted)
     watched = Watch({}, {}, {})
     for i, eqn in enumerate(jaxpr.eqns):
-        if i not in live or eqn.primitive.name == _jax.CARRIER:  # zeros that stand for a code
+        if i not in live or eqn.primitive.name == _jax.CARRIER:  # zeros that represent a code
             continue
         here = site.at(eqn, repeats=False)
         if is_entered(eqn):

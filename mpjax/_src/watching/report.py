@@ -99,7 +99,7 @@ class WatchedTensor:
 
     Attributes:
         name: A unique name: its scope or source line, its operation and its part.
-        op: The primitive that reads or makes it.
+        op: The primitive that reads or computes it.
         part: Its part in that operation: "lhs", "rhs", "operand", "result" or "cast".
         scope: The named scopes around it, joined with "/".
         direction: "forward" or "backward".
@@ -257,7 +257,7 @@ class PrecisionReport(Report):
 
         Raises:
             ImportError: If matplotlib is not installed (the extra ``plot``).
-            TypeError: If ``earlier`` holds anything but reports of this class.
+            TypeError: If ``earlier`` contains anything but reports of this class.
             ValueError: If a report has no step number.
 
         Example:

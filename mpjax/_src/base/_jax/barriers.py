@@ -164,7 +164,7 @@ def row_major(x: jax.Array) -> jax.Array:
     """Returns ``x``; on one GPU, or in each part of a shard_map, in the order of its axes.
 
     XLA:GPU may lay out codes in another order, in which their blocks are not contiguous. Then all
-    kernels that make or read the values that they stand for transpose arrays, in float32. To
+    kernels that compute or read the coded values transpose arrays, in float32. To
     partition the constraint, XLA would gather the array. `jax.export` does not permit it.
     """
     return _row_major_p.bind(x, order=tuple(range(x.ndim)))

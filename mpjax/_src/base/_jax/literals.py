@@ -57,7 +57,9 @@ def casts_of_numbers() -> Iterator[None]:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = unfolded
             for (module, name), convert in zip(_PLACES, before, strict=True):
                 setattr(module, name, _showing(convert, thread))
-            with np.errstate(over="ignore"):  # an array may hold -1e9, which overflows in float16
+            with np.errstate(
+                over="ignore"
+            ):  # an array may contain -1e9, which overflows in float16
                 yield
         finally:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = fold
