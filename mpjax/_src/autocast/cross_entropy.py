@@ -47,7 +47,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> Any:
-    """Computes the cross entropy of ``hidden @ weight + bias`` without keeping these logits.
+    """Computes the cross entropy of ``hidden @ weight + bias`` without storing these logits.
 
     The logits of a language model are often the largest array of a training step. Here only a block
     of them exists at a time. Otherwise the function equals
@@ -70,7 +70,7 @@ def linear_cross_entropy(
             end, and the loss of any other label that is no word is NaN. To ignore labels, use
             ``where``.
         bias: None, or an array of shape [vocabulary] that is added to the logits.
-        transposed: Whether ``weight`` lies like the table of an embedding. It is not copied.
+        transposed: Whether ``weight`` has the layout of an embedding table. It is not copied.
         reduction: "mean" or "sum" of the losses; None returns each.
         where: None, or an array that broadcasts to [...]: which losses count. Numbers are weights:
             the mean is the sum of weighted losses, divided by the sum of weights. The mean of no

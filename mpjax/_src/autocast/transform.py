@@ -90,18 +90,18 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     the dtype of their operands, and those that follow each other round once. Values kept for the
     backward pass are stored in 16 bits if that adds at most one rounding. Values of the function
     that are not float32 keep their dtypes. If neither the policy nor a region of the function asks
-    for a 16-bit dtype, the function runs as traced. Matmuls that ask for a ``precision`` of their
-    own stay float32, unless an override lifts it; a `PrecisionWarning` says so if no other is left.
+    for a 16-bit dtype, the function runs as traced. Matmuls that set their own ``precision``
+    stay float32, unless an override lifts it; a `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of transformations the result is compiled and cached, as with `jax.jit`:
 
     - Array arguments are traced; Python values and other objects are passed on unchanged.
-    - Values that the function does not get as arguments are read when it is traced.
+    - Closed-over values are captured when the function is traced, as under `jax.jit`.
     - New numbers, strings, enums, dtypes or functions among the arguments cause a new trace.
       Objects of other types cause a new trace at each call, because they may have changed.
-    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``. A module that
-      the function only reads or returns is not written to.
+    - Changes to Flax NNX modules among the arguments are applied, as with ``nnx.jit``. A module
+      that the function only reads or returns is not written to.
 
     Args:
         fun: Any function that `jax.jit` can trace. If None, a decorator is returned. Parameters

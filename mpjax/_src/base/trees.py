@@ -120,7 +120,7 @@ def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
 def cast(tree: T, dtype: DTypeLike) -> T:
     """Casts the real floating leaves of a pytree, including NumPy arrays, to a dtype.
 
-    Leaves of dtype float64 stay as they are, because JAX makes them only on request. Casting *to*
+    Float64 leaves are unchanged, because JAX creates them only on request. Casting *to*
     float64 works.
 
     Args:
@@ -232,7 +232,7 @@ def _check_same_form(where: str, a: Any, b: Any) -> None:
 
 
 def select(pred: Any, on_true: T, on_false: T) -> T:
-    """Selects one of two pytrees by a bool that may be traced; the values are kept bit for bit.
+    """Selects one of two pytrees by a bool that may be traced; values are unchanged, bit for bit.
 
     Args:
         pred: A bool array of shape (), or a Python bool. For a Python bool the leaves are returned

@@ -126,7 +126,7 @@ def restore(
     another policy, float32 parameters become masters, whole or split, and masters become
     parameters. 16-bit parameters are rounded from the most precise saved copy. Leaves are widened
     without a warning. A conversion that loses precision is refused: masters that the new policy
-    does not keep, or keeps with fewer bits; float32 to 16 bits; one 16-bit dtype to the other.
+    does not store, or stores with fewer bits; float32 to 16 bits; one 16-bit dtype to the other.
 
     The loss scale is restored if its class and settings are those of ``like``, and otherwise starts
     as in ``like``. A loss scale that never changes, such as a `StaticLossScale`, is read from

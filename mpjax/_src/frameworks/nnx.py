@@ -152,8 +152,8 @@ def value_and_grad(
 
     The function runs under autocast. Its loss is scaled for the backward pass, and the returned
     gradients are unscaled. Changes that it makes to modules (statistics, counts of random keys,
-    caches) are kept if the loss, the gradients and the changed state are finite. Otherwise they are
-    undone, and the optimizer's next update is skipped.
+    caches) are applied if the loss, the gradients and the changed state are finite. Otherwise they
+    are undone, and the optimizer's next update is skipped.
 
     Args:
         f: A function of modules that returns a real scalar loss, or ``(loss, aux)``.

@@ -56,7 +56,7 @@ def compile_for(
             results that do not replace donated arguments need their own memory.
         *args: The arguments of ``fun``: arrays, numbers, `jax.ShapeDtypeStruct` (which need no
             memory), and pytrees of these. For one device, their placement does not matter. For
-            several devices, they carry a `jax.sharding.NamedSharding`. Its mesh may be a
+            several devices, they need a `jax.sharding.NamedSharding`. Its mesh may be a
             `jax.sharding.AbstractMesh`, which needs no devices, or a mesh of as many CPU devices
             (set ``JAX_NUM_CPU_DEVICES``).
         timeout: The time limit of the compiler, in seconds.

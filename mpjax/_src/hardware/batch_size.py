@@ -62,7 +62,7 @@ class LargestBatch(Report):
         next_bytes: The memory of the next size in bytes. None if the compiler rejected it as too
             large, or if the search reached its limit.
         available_bytes: The memory of the device in bytes, without the reserve.
-        reserve: The share of the memory that is kept free, from 0 to 1.
+        reserve: The share of the memory that is left free, from 0 to 1.
         limited: Whether the search ended at ``limit``, so that larger batches may fit.
         tries: All sizes that were compiled, in order.
         policy: With ``storage="any"``, the policy of the fastest setting with which the batch fits,
@@ -129,7 +129,7 @@ def largest_batch(
         fun: The function, as for `compile_for`. Jit it with its state donated.
         multiple_of: The batch size must be a multiple of this number, such as the number of
             micro-batches.
-        reserve: The share of the device's memory to keep free, from 0 to less than 1. The default
+        reserve: The share of the device's memory to leave free, from 0 to less than 1. The default
             is 0.25 on GPUs, because JAX gives programs 75% of a GPU unless
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise, and 0.05 on TPUs.
         limit: The largest batch size to try.

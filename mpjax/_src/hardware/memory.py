@@ -56,7 +56,7 @@ KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """The memory of one kind that one array or one scope takes.
+    """The memory of one kind that one array or one scope uses.
 
     Attributes:
         kind: One of ``parameters``, ``masters``, ``moments``, ``gradients``, ``other arguments``,
@@ -65,7 +65,7 @@ class MemoryRow:
             ``program and constants``.
         bytes: Its size in bytes.
         name: The path of an argument, or the scope that computed a temporary array; else "".
-        leaf: Its place in the HLO: (computation, instruction, index of the result), or None.
+        leaf: Its position in the HLO: (computation, instruction, index of the result), or None.
     """
 
     kind: str

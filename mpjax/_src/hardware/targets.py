@@ -117,7 +117,7 @@ def _alike(asked: Named) -> str:
 
 
 def checked_reserve(target: Target, reserve: Any) -> float:
-    """Returns the share of the memory to keep free; None means the target's default."""
+    """Returns the share of the memory to leave free; None means the target's default."""
     share = target.reserve if reserve is None else reserve
     valid = isinstance(share, int | float) and not isinstance(share, bool)
     if not valid or not 0 <= share < 1:

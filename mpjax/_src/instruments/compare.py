@@ -228,10 +228,10 @@ def compare(
 
     Given a function, the two functions should agree: training and rollout, a model and its port,
     two versions of a model. Both run as they are, each with a parallel float32 run. If only
-    rounding makes them differ, one line of code after another is given float32 results; the cause
-    is the line that leaves the least difference. If they differ in float32 too, the report names
-    the first operations whose results the other program does not have. All values are kept in
-    memory, so use a small batch.
+    rounding makes them differ, the results of one line of code after another are replaced by
+    float32 ones; the cause is the line that leaves the least difference. If they differ in float32
+    too, the report names the first operations whose results the other program does not have. All
+    values stay in memory, so use a small batch.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared

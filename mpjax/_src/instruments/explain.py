@@ -148,7 +148,7 @@ class CastReport(Report):
             1.
         casts: The number of casts that autocast inserts.
         cast_bytes: The bytes that these casts read and write.
-        stored_before: The bytes that the program as written keeps from the forward to the backward
+        stored_before: The bytes that the original program stores from the forward to the backward
             pass. None without gradients.
         stored_after: The same under the plan. None without gradients.
         kept: The arrays that make up ``stored_after``, the largest first.

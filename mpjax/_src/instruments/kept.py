@@ -1,4 +1,4 @@
-"""The values that the forward pass keeps for the backward pass, as reports show them."""
+"""The values that the forward pass stores for the backward pass, as reports show them."""
 
 import dataclasses
 import functools

@@ -68,7 +68,7 @@ class NonfiniteReport(Report):
         found: Whether a result of the program is NaN or Inf.
         kind: "overflow" (the result is finite in float32, but not in 16 bits), "undefined" (it is
             non-finite in float32 too), "argument" (an argument was non-finite), "compiled" (only
-            the compiled program gives non-finite values), or "" if nothing was found.
+            the compiled program returns non-finite values), or "" if nothing was found.
         made: "NaN" or "Inf".
         backward: Whether the operation belongs to the backward pass.
         primitive: The name of the operation. If it is part of a derivative, it is the operation

@@ -138,7 +138,7 @@ class Policy(jmp.Policy):
         keep_full: Patterns of parameters that are *stored* in float32 whatever ``param_dtype``
             says, such as the normalization layers of O2. Their compute dtype does not change.
             Unlike an override, a pattern may match nothing.
-        master_weights: Whether training keeps a float32 copy of 16-bit parameters in the optimizer
+        master_weights: Whether training stores a float32 copy of 16-bit parameters in the optimizer
             state.
         casting: "op" if the dtype is chosen operation by operation (O1, O2), "boundary" if
             parameters and inputs are cast once, as in jmp.
@@ -147,31 +147,31 @@ class Policy(jmp.Policy):
         follow_ops: Names of JAX primitives that compute in the dtype of their inputs. For op-level
             casting.
         storage: For op-level casting. "fast", the default, moves as few bytes as possible. "lean"
-            keeps as few bytes as possible from the forward to the backward pass, which then
-            repeats elementwise operations, across norms and activations; no matmul, convolution or
-            reduction runs twice. Functions that you wrap in `jax.checkpoint` stay as they are.
-            Results differ by rounding alone. "8bit" keeps these values as 8-bit codes, most of them
+            stores as few bytes as possible for the backward pass, which then repeats elementwise
+            operations, across norms and activations; no matmul, convolution or reduction runs
+            twice. Functions that you wrap in `jax.checkpoint` are left unchanged. Results differ by
+            rounding alone. "8bit" stores these values as 8-bit codes, most of them
             with a power-of-two scale for each block of at most 128 entries. The loss is that of
-            "lean"; gradients have a rounding error of 8 bits. Values are kept as they are where a
+            "lean"; gradients have a rounding error of 8 bits. Values are left unchanged where a
             derivative would amplify that error (the values and the result of an attention), where
             they are exact, and where they are small (ActNN, Chen et al., 2021; COAT, Xi et al.,
             2024). A number is a budget, as PyTorch's ``activation_memory_budget``: of the bytes
-            that "lean" keeps beyond the fewest that are possible, the share that may be kept. The
-            backward pass then repeats matmuls and reductions too, those first that save the most
-            bytes for the time that they take. 0 keeps the fewest bytes, and 1 means "fast".
+            that "lean" stores beyond the fewest that are possible, the share that may be stored.
+            The backward pass then repeats matmuls and reductions too, those first that save the
+            most bytes for the time that they take. 0 stores the fewest bytes, and 1 means "fast".
             Results differ by rounding alone.
         fused_attention: For op-level casting: whether hand-written attention,
             ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, runs in a fused kernel:
             cuDNN's on NVIDIA GPUs from Ampere on, flash attention on TPUs (Dao et al., 2022). The
             kernel does not write out the scores, so memory grows linearly with the sequence
-            length. Attention that the kernel cannot run stays as it is planned without this
-            setting; `explain` says why. Results change by the kernel's rounding alone, with one
-            exception: a row in which -Inf masks every entry gives finite numbers instead of NaN.
+            length. Attention that the kernel cannot run is planned as without this setting;
+            `explain` says why. Results change by the kernel's rounding alone, with one
+            exception: a row in which -Inf masks every entry returns finite numbers instead of NaN.
         chunked_loss: For op-level casting: whether a cross entropy of a linear layer's results, as
             at the end of a language model, runs by blocks of these logits, as
             `linear_cross_entropy` does. The labels may be picked or one-hot, smoothed, masked
-            or weighted. Where the logits are also needed elsewhere, they stay; `explain` says why.
-            Results change by rounding alone.
+            or weighted. Logits that are also read elsewhere are computed as usual; `explain` says
+            why. Results change by rounding alone.
         gather: For op-level casting: the dtype in which devices gather a parameter that is used in
             16 bits. "half", the default, casts the parameter before it is gathered, also before a
             `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With automatic

@@ -140,7 +140,7 @@ class DynamicLossScale:
                      if growth_tracker == growth_interval:
                          loss_scale = min(loss_scale * growth_factor, max_scale)
                          growth_tracker, hysteresis_tracker = 0, hysteresis
-        not finite:  growth_tracker = 0
+        non-finite:  growth_tracker = 0
                      hysteresis_tracker = max(hysteresis_tracker - 1, 0)
                      if hysteresis_tracker == 0:
                          loss_scale = max(loss_scale * backoff_factor, min_scale)
@@ -254,7 +254,7 @@ class DynamicLossScale:
             A `DynamicLossScale` with the same settings.
 
         Raises:
-            ValueError: If ``grads_finite`` is not one bool.
+            ValueError: If ``grads_finite`` is not a single bool.
         """
         if not is_one_bool(grads_finite):
             raise ValueError(

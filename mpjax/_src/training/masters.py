@@ -1,7 +1,7 @@
-"""Optax transformations that keep small updates of 16-bit weights: masters and Kahan summation.
+"""Optax transformations that preserve small updates of 16-bit weights: masters, Kahan sums.
 
 The inner optimizer works in float32, on the full values of 16-bit parameters. The optimizer's state
-keeps the bits that a 16-bit parameter lacks: a float32 master, or a residual.
+stores the bits that a 16-bit parameter lacks: a float32 master, or a residual.
 """
 
 import operator
@@ -61,7 +61,7 @@ NO_MASTERS: tuple[()] = ()
 def with_master_weights(
     inner: optax.GradientTransformation, storage: str = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps master weights of 16-bit parameters, so that the inner optimizer works in float32.
+    """Stores master weights of 16-bit parameters, so that the inner optimizer works in float32.
 
     ``inner`` sees float32 gradients and float32 parameters. Weight decay and trust ratios are
     therefore computed on full values, and small updates are not rounded away. ``storage`` says how
@@ -77,10 +77,10 @@ def with_master_weights(
 
     The updates of 16-bit parameters are float32 differences to the *rounded* masters. After
     ``optax.apply_updates`` the parameters equal their masters rounded to 16 bits, bit for bit,
-    except where a float32 addition cannot give that value: a value that shrinks by more than about
-    2**12 in one step (bfloat16: 2**16), -0.0, subnormals if the device flushes them, and a
+    except where a float32 addition cannot produce that value: a value that shrinks by more than
+    about 2**12 in one step (bfloat16: 2**16), -0.0, subnormals if the device flushes them, and a
     parameter that has overflowed to infinity. Float32 masters correct such an error in the next
-    step; a split master keeps it, about one float32 rounding error at the former size of the
+    step; a split master retains it, about one float32 rounding error at the former size of the
     weight. `build_train_step` has no such exceptions.
 
     Args:
@@ -125,10 +125,10 @@ def with_kahan_summation(
 ) -> optax.GradientTransformationExtraArgs:
     """Updates 16-bit parameters by Kahan summation, which compensates for rounding errors.
 
-    The state keeps the last rounding error of each 16-bit parameter, in the parameter's own dtype,
-    and the next update adds it. This takes 4 bytes a weight, and gives 16 significant bits for
-    bfloat16 and 22 for float16. ``with_master_weights(inner, storage="split")`` takes the same
-    memory and keeps all 24 bits, but only for bfloat16.
+    The state stores the last rounding error of each 16-bit parameter, in the parameter's own dtype,
+    and the next update adds it. This needs 4 bytes a weight, and stores 16 significant bits for
+    bfloat16 and 22 for float16. ``with_master_weights(inner, storage="split")`` needs the same
+    memory and stores all 24 bits, but only for bfloat16.
 
     Args:
         inner: Any optax optimizer. It sees float32 gradients, and the float32 sum of each 16-bit
@@ -159,7 +159,7 @@ def with_kahan_summation(
 
 
 def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
-    """Returns an optimizer that keeps a master or residual of each 16-bit parameter."""
+    """Returns an optimizer that stores a master or residual of each 16-bit parameter."""
     inner = as_optimizer(inner, "inner")
 
     def kind(dtype):

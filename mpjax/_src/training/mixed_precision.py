@@ -155,7 +155,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
         Raises:
             TypeError: As for `scaled_value_and_grad`.
-            ValueError: If ``opt_state`` holds no state of `mixed_precision`.
+            ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
         run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))

@@ -71,7 +71,7 @@ def with_8bit_moments(
     """Stores the moments of an optimizer in 8 bits between its updates.
 
     ``inner`` sees float32 moments and computes as usual. Between updates each entry takes one byte,
-    plus one byte for every 32 entries: 1.03 bytes in place of 4. The moments of Adam and its
+    plus one byte for every 32 entries: 1.03 bytes instead of 4. The moments of Adam and its
     relatives (adamw, nadam, adamax, lamb, AdaBelief, Yogi), of momentum, Lion, RMSProp, NovoGrad
     and Muon are coded. Everything else keeps its dtype: masters, averages of weights, sums that
     never decay, running maxima, factored moments, and leaves of fewer than 4,096 entries.
@@ -79,8 +79,8 @@ def with_8bit_moments(
     Rounding is stochastic, so its mean is exact, and averages that change slowly are not stuck. The
     random bits depend on the entry and on the number of updates, so a run is reproducible bit for
     bit on any number of devices. A nonzero second moment is never rounded to zero, because dividing
-    by its root would make the step infinite. Inf and NaN are kept: in the next update the whole
-    block of 32 entries is Inf or NaN. ``inner.update`` is traced twice, and its side effects
+    by its root would make the step infinite. Inf and NaN are preserved: in the next update the
+    whole block of 32 entries is Inf or NaN. ``inner.update`` is traced twice, and its side effects
     (printing, host callbacks) happen twice.
 
     Args:

@@ -79,14 +79,15 @@ def skip_nonfinite(
         inner: Any optax optimizer.
 
     Returns:
-        An optax transformation. ``update(..., finite=False)`` skips the update too, for a check of
-        your own. Other extra arguments are passed to ``inner``.
+        An optax transformation. ``update(..., finite=False)`` skips the update too, for your
+        own check. Other extra arguments are passed to ``inner``.
 
     Raises:
         TypeError: If ``inner`` is not an optax optimizer; from ``init``, if ``inner`` fails for
             leaves of ``params`` that are not arrays.
-        ValueError: From ``update``, if ``finite`` is not one bool, ``value`` is not one number, the
-            state was created by a different optimizer, or the gradients are of other parameters.
+        ValueError: From ``update``, if ``finite`` is not a single bool, ``value`` is not one
+            number, the state was created by a different optimizer, or the gradients are of other
+            parameters.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax

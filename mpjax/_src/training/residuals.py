@@ -1,7 +1,7 @@
 """Masters and residuals: the part of a float32 value that a 16-bit weight lacks.
 
 A bfloat16 number is the first 16 bits of a float32 number. With the other 16 bits as a residual, a
-weight takes 4 bytes; with a float32 master it takes 6. The dtype of the array of a weight says
+weight needs 4 bytes; with a float32 master it needs 6. The dtype of the array of a weight says
 which kind it is: a row of `KINDS`.
 
 Bits are split as integers, because XLA may remove a round trip of floats through bfloat16 under

@@ -1,4 +1,4 @@
-"""Stochastic rounding: to one of the two nearest 16-bit values, so that the mean is exact."""
+"""Stochastic rounding: to a neighboring 16-bit value, so that the mean is exact."""
 
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """Rounds to one of the two nearest 16-bit values at random, so that the mean is ``x``.
+    """Rounds to a neighboring 16-bit value at random, so that the expected value is ``x``.
 
     The closer an entry is to a 16-bit value, the likelier it is rounded to it. A value that
     the 16-bit dtype represents exactly is not changed. NaN, Inf and values beyond the largest
@@ -139,7 +139,7 @@ def with_stochastic_rounding(
     """Rounds updated 16-bit parameters stochastically, so that on average no update is lost.
 
     ``inner`` sees float32 gradients and parameters widened to float32. The sum of a parameter and
-    its update is rounded as in `stochastic_round`. A 16-bit weight takes 2 bytes: the state keeps
+    its update is rounded as in `stochastic_round`. A 16-bit weight needs 2 bytes: the state stores
     only a counter.
 
     Args:

@@ -28,7 +28,7 @@ MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 class Stalled(Report):
     """A report on which parameters' updates were rounded away in a step. ``print`` it.
 
-    For each parameter it gives the share of non-zero updates that changed neither the stored weight
+    For each parameter it has the share of non-zero updates that changed neither the stored weight
     nor its master or residual, because they were less than half a unit in the last place. A
     bfloat16 weight of 1 ignores a decrease of less than 1/512, a float32 weight one of less than
     3e-8. The share is 0 for a parameter without non-zero updates, and in a skipped step.

@@ -137,7 +137,7 @@ def build_train_step(
     In the forward pass, a policy with ``casting="op"`` (O1, which is mixed_float16 and
     mixed_bfloat16, and O2) runs ``loss_fn`` under `autocast`, which chooses a dtype for every
     operation. Any other policy casts the parameters and the floating leaves of the batch to the
-    compute dtype before the call. If ``loss_fn`` refuses such arguments (a convolution of float32
+    compute dtype before the call. If ``loss_fn`` rejects such arguments (a convolution of float32
     with 16-bit operands, a carry that starts in float32), it runs under `autocast` too.
 
     A step is applied as a whole or not at all. On a skipped step ``params``, ``opt_state``,
@@ -489,7 +489,7 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         DivergenceError: If ``limit`` or more steps in a row were skipped. The message has their
             number, the loss scale and the usual causes.
         TypeError: If ``metrics`` does not come from a training step, or is traced.
-        ValueError: If ``limit`` is not a positive integer, or ``metrics`` holds several steps.
+        ValueError: If ``limit`` is not a positive integer, or ``metrics`` contains several steps.
 
     Example:
         >>> import mpjax
