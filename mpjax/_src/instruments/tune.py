@@ -129,7 +129,7 @@ class Tuning(Report):
         results = sorted(self.results.items(), key=lambda item: -item[1])
         named = tuple((f"{error:.3g}", name) for name, error in results)
         return Document(
-            "The least float32 that meets a tolerance",
+            "Fewest float32 parts that meet a tolerance",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}, after "
             f"{self.runs} runs",
             (*lines, f"policy  {self.policy}"),
