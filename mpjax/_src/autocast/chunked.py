@@ -240,7 +240,7 @@ def anywhere(fun: Callable[[Operands], Any], operands: Operands, per_row: bool) 
     if _jax.in_taylor_mode(jax.tree.leaves(operands)):
         raise NotImplementedError(
             "A loss by blocks of its logits has no Taylor mode, because jax.experimental.jet has "
-            "none of jax.lax.scan. Write the loss out, and leave chunked_loss=true away."
+            "none of jax.lax.scan. Write the loss out, and remove chunked_loss=true."
         )
     typed = [x for x in jax.tree.leaves(operands) if _jax.is_explicit(x)]
     if not typed:

@@ -1,4 +1,4 @@
-"""The checks of `mpjax doctor`: versions, devices, and whether half precision works here.
+"""The checks of `mpjax doctor`: versions, devices, and whether 16-bit dtypes work here.
 
 Each check runs a few small programs on the default device, and returns one row.
 """

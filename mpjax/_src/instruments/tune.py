@@ -138,7 +138,7 @@ class Tuning(Report):
                 Table("Error of the results", ("error", "result"), named, ("result",), most=5),
             ),
             drawing=lambda: Drawing(
-                operations=tuple(map(_place, self.steps)), colors=(ALONE, WORK), things="places"
+                operations=tuple(map(_place, self.steps)), colors=(ALONE, WORK), things="parts"
             ),
         )
 
