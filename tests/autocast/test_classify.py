@@ -132,7 +132,7 @@ def test_op_lists_change_the_rule_of_named_primitives(case):
         found = op(block, name)
         assert (ruling(found).forced or ruling(found).rule) == expected, name
     if kind != "follow":  # whose reason is then what it follows
-        assert said(op(block, primitive)) == f"{kind} list of the policy"
+        assert said(op(block, primitive)) == f"{kind}_ops of the policy"
 
 
 def test_matmul_on_the_half_list_keeps_its_rule():

@@ -125,7 +125,7 @@ def test_manager_refuses_damaged_metrics(loss, tmp_path):
 def test_damaged_description_is_refused_by_its_checksum(copy):
     edit(copy, lambda about: about["data"].update(batch=18))
     for read in (checkpoint.describe, lambda copy: checkpoint.restore(copy, STATE)):
-        with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum is"):
+        with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum"):
             read(copy)
     assert bits(checkpoint.restore(copy, STATE, verify=False)) == bits(STATE)
 
@@ -133,7 +133,7 @@ def test_damaged_description_is_refused_by_its_checksum(copy):
 @pytest.mark.parametrize("name", [checksums.ARRAYS, checksums.ABOUT])
 def test_missing_checksums_of_arrays_or_description_are_refused(name, copy):
     edit(copy, lambda about: about.pop(name))
-    with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum is"):
+    with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum"):
         checkpoint.restore(copy, STATE)
 
 

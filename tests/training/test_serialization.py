@@ -73,7 +73,7 @@ def test_flax_checkpoint_restores_a_train_state(rng, tmp_path):
         ("O3:bf16", "float32", "TrainState, in 'opt_state', do not fit: .*restore convert"),
         ("O2:float16", "float32", "TrainState, in 'opt_state', do not fit: .*another policy"),
         ("O2:bfloat16", "O2:float16", r"of a DynamicLossScale have the fields \[\], but"),
-        ("O3:fp16", "O3:bf16", r"target\['params/.* is bfloat16.*hold float16"),
+        ("O3:fp16", "O3:bf16", r"target\['params/.* is bfloat16.*have float16"),
         ("float32", "mixed_bfloat16", None),
     ],
 )
