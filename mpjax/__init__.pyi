@@ -1,4 +1,4 @@
-"""What is public, and where it lies: read by type checkers, and by `mpjax` itself when asked."""
+"""What is public, and where it is: read by type checkers, and by `mpjax` itself when asked."""
 
 from . import checkpoint as checkpoint
 from . import debug as debug

@@ -16,7 +16,7 @@ import mpjax
 from mpjax._src.autocast import budget
 from mpjax._src.autocast.choice import choose
 from mpjax._src.autocast.lean import checkpoints
-from mpjax._src.autocast.plan import AGAIN, LEAN, _pick, analyse, make_plan, outline, store
+from mpjax._src.autocast.plan import AGAIN, LEAN, _pick, analyze, make_plan, outline, store
 from mpjax._src.autocast.schedule import ops_of
 from mpjax._src.autocast.steps import WholeCheckpoint
 from mpjax._src.base.dtypes import FLOAT32
@@ -181,7 +181,7 @@ def outline_of(fun):
     """Returns a program as a plan, and its tables under lean."""
     traced = jax.make_jaxpr(fun)(W, BIG)
     outlined = outline(traced.jaxpr, traced.consts, policy("lean"))
-    return outlined, store(outlined.block, analyse(outlined, [FLOAT32] * 2), LEAN, ())
+    return outlined, store(outlined.block, analyze(outlined, [FLOAT32] * 2), LEAN, ())
 
 
 def test_a_product_has_the_price_of_its_bytes_and_its_flops():

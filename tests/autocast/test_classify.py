@@ -8,7 +8,7 @@ from planned import VECTOR, H, V, W, is_raw, is_small, know, op, ruling, said
 from support import cast, equations
 
 import mpjax
-from mpjax._src.autocast.plan import analyse, outline
+from mpjax._src.autocast.plan import analyze, outline
 
 POLICY = mpjax.get_policy("mixed_bfloat16")
 I8 = jnp.ones((16, 16), jnp.int8)
@@ -20,7 +20,7 @@ def planned(fun, *args, policy=POLICY, paths=()):
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     plan = outline(closed.jaxpr, closed.consts, policy, paths)
-    know(analyse(plan, dtypes))
+    know(analyze(plan, dtypes))
     return plan
 
 
@@ -132,7 +132,7 @@ def test_op_lists_change_the_rule_of_named_primitives(case):
         found = op(block, name)
         assert (ruling(found).forced or ruling(found).rule) == expected, name
     if kind != "follow":  # whose reason is then what it follows
-        assert said(op(block, primitive)) == f"{kind} list of the policy"
+        assert said(op(block, primitive)) == f"{kind}_ops of the policy"
 
 
 def test_matmul_on_the_half_list_keeps_its_rule():

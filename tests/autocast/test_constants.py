@@ -137,14 +137,14 @@ def test_slice_of_a_swapped_stack_is_the_same_weights_each_time():
 
 def batch_norm(x):
     axes = tuple(range(x.ndim - 1))
-    centred = x - jnp.mean(x, axes)
-    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axes) + 1e-5)
+    centered = x - jnp.mean(x, axes)
+    return centered * jax.lax.rsqrt(jnp.mean(centered**2, axes) + 1e-5)
 
 
 def layer_norm(epsilon):
     def norm(x):
-        centred = x - jnp.mean(x, -1, keepdims=True)
-        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + epsilon)
+        centered = x - jnp.mean(x, -1, keepdims=True)
+        return centered / jnp.sqrt(jnp.mean(centered**2, -1, keepdims=True) + epsilon)
 
     return norm
 

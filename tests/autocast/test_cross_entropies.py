@@ -151,10 +151,10 @@ LEFT = {
     "accuracy": (accuracy, "its logits are also read by argmax"),
     "returned": (returned, "its logits are also returned"),
     "its normalizer": (two_means, "parts of it are also read elsewhere"),
-    "a precision": (precise, "its matmul asks for a precision or a sharding of its own"),
+    "a precision": (precise, "its matmul sets its own precision or sharding"),
     "a soft cap": (
         lambda h, w, b: each(30 * jnp.tanh(h @ w / 30), LABELS).mean(),
-        "tanh makes its logits",
+        "tanh computes its logits",
     ),
     "no cross entropy": (reversed_labels, "it is no cross entropy of labels"),
 }
@@ -188,7 +188,7 @@ def test_losses_that_are_read_one_by_one_run_by_parts_of_the_vocabulary(name):
 @pytest.mark.parametrize("name", LEFT)
 def test_logits_that_are_needed_stay_and_explain_says_why(name):
     fun, why = LEFT[name]
-    assert told(fun) == [f"as written: {why}"]
+    assert told(fun) == [f"unchanged: {why}"]
 
 
 def test_only_the_policy_asks_for_it():
@@ -207,7 +207,7 @@ def test_a_router_or_attention_is_no_loss():
 def test_a_small_loss_of_each_row_is_left(monkeypatch):
     monkeypatch.setattr(chunked, "ROWS", 1024)
     assert told(EACH["a function of each"]) == [
-        "as written: its logits are no larger than one block"
+        "unchanged: its logits are no larger than one block"
     ]
 
 

@@ -401,7 +401,7 @@ WRONG = {
     r"where has shape \(3,\).*\(4,\)": ({"where": shape(3)}, ValueError),
     r"z_loss=-1 must be a number of at least 0\.": ({"z_loss": -1}, ValueError),
     r"label_smoothing=1.0 .* below 1": ({"label_smoothing": 1.0}, ValueError),
-    r"chunk=0 must be a whole number from 1": ({"chunk": 0}, ValueError),
+    r"chunk=0 must be an integer from 1": ({"chunk": 0}, ValueError),
 }
 
 

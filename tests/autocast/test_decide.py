@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import VECTOR, H, V, W, analysed, choice, op, said, stored
+from planned import VECTOR, H, V, W, analyzed, choice, op, said, stored
 
 import mpjax
 
@@ -26,7 +26,7 @@ def total(x):
 
 
 def decided(name, fun, *args, **options):
-    return op(analysed(fun, *(args or (H,)), **options), name)
+    return op(analyzed(fun, *(args or (H,)), **options), name)
 
 
 def listed(**lists):
@@ -50,7 +50,7 @@ MATMULS = {
 @pytest.mark.parametrize("name", MATMULS)
 def test_a_matmul_gives_float32_to_those_who_need_it(name):
     fun, dtype = MATMULS[name]
-    block = analysed(fun, H)
+    block = analyzed(fun, H)
     matmul = op(block, "dot_general", 0)
     assert choice(matmul).compute == BF16
     assert stored(matmul.outs[0]).dtype == dtype
@@ -108,10 +108,10 @@ def test_a_float32_result_of_half_operands_is_kept():
     def fun(a, wide):
         return lax.dot(a, a, preferred_element_type=jnp.float32 if wide else None) @ a
 
-    matmul = op(analysed(lambda a: fun(a, True).astype(jnp.bfloat16), half), "dot_general", 0)
+    matmul = op(analyzed(lambda a: fun(a, True).astype(jnp.bfloat16), half), "dot_general", 0)
     assert stored(matmul.outs[0]).dtype == F32
     mixed = op(
-        analysed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H),
+        analyzed(lambda a: total(lax.dot(a, W, preferred_element_type=jnp.float32)), H),
         "dot_general",
         0,
     )
@@ -157,7 +157,7 @@ def test_which_float32_results_are_rounded_for_storage(name, half):
             value = make(h @ W)
         return reader(value)
 
-    block = analysed(fun, H, policy=f"mixed_{half}")
+    block = analyzed(fun, H, policy=f"mixed_{half}")
     made = [o for o in block.ops if "here" in o.scopes][-1]
     assert choice(made).compute == F32
     value = made.outs[0]
@@ -177,7 +177,7 @@ def test_result_on_the_full_list_is_not_rounded_for_storage():
 # An elementwise operation beside what: computed in, and its result's kind.
 FOLLOWS = {
     "arguments": (lambda h: (h + h) @ V, "add", F32, "flexible", "follows its operands"),
-    "a half result": (lambda h: (h @ W + VECTOR) @ V, "add", BF16, "half", "half operand"),
+    "a half result": (lambda h: (h @ W + VECTOR) @ V, "add", BF16, "half", "16-bit operand"),
     "a float32 result": (
         lambda h: (jnp.square(h @ W) + h @ V) @ V,
         "add",
@@ -187,7 +187,13 @@ FOLLOWS = {
     ),
     "float32 readers": (lambda h: total(2 * (h @ W)), "mul", F32, "full", "read by float32"),
     "a caller": (lambda h: 2 * jnp.tanh(h @ W), "mul", F32, "full", "read by float32"),
-    "a small step": (lambda h: (h @ W + 0.1 * (h @ V)) @ V, "add", F32, "full", "half would lose"),
+    "a small step": (
+        lambda h: (h @ W + 0.1 * (h @ V)) @ V,
+        "add",
+        F32,
+        "full",
+        "16 bits would lose",
+    ),
     "an exponential": (
         lambda h: (lambda e: (jnp.exp(e), e @ V))(2 * (h @ W)),
         "mul",
@@ -205,9 +211,9 @@ FOLLOWS = {
     "a number too large": (lambda h: (h @ W * 3.4e38) @ V, "mul", F32, "full", "constant 3.4e+38"),
     "a number that vanishes": (lambda h: (h @ W + 1e-42) @ V, "add", F32, "full", "constant 1"),
     "a number next to one": (lambda h: (h @ W * 0.999) @ V, "mul", F32, "full", "constant 0.999"),
-    "one": (lambda h: (h @ W * 1.0) @ V, "mul", BF16, "half", "half operand"),
-    "nought": (lambda h: (h @ W * 0.0) @ V, "mul", BF16, "half", "half operand"),
-    "infinity": (lambda h: (h @ W + np.inf) @ V, "add", BF16, "half", "half operand"),
+    "one": (lambda h: (h @ W * 1.0) @ V, "mul", BF16, "half", "16-bit operand"),
+    "nought": (lambda h: (h @ W * 0.0) @ V, "mul", BF16, "half", "16-bit operand"),
+    "infinity": (lambda h: (h @ W + np.inf) @ V, "add", BF16, "half", "16-bit operand"),
     "integers": (
         lambda h: (jnp.arange(16) * 2 + 1).astype(jnp.float32) * h,
         "mul",
@@ -409,10 +415,10 @@ def test_a_loops_constants_stay_float32_and_a_branchs_operands_do_not():
         c = jnp.tanh(h @ W)
         return lax.cond(h[0, 0] > 0, lambda c: c @ V, lambda c: c @ W, c) @ V
 
-    (scan,) = op(analysed(loop, H), "scan").subs
+    (scan,) = op(analyzed(loop, H), "scan").subs
     constants = [v for v in scan.program.invars[: scan.consts] if v.is_f32]
     assert constants and all(stored(v).dtype == F32 for v in constants)
-    first, _ = op(analysed(branch, H), "cond").subs
+    first, _ = op(analyzed(branch, H), "cond").subs
     assert any(stored(v).dtype == BF16 for v in first.program.invars if v.is_f32)
 
 
@@ -459,7 +465,7 @@ def test_float16_results_of_a_region_stay_float16():
             moved = jnp.tanh(h @ W)
         return moved.reshape(16, 8) @ jnp.ones((8, 2)), lax.cond(n > 0, branch, branch, h) @ V
 
-    block = analysed(fun, H, 3)
+    block = analyzed(fun, H, 3)
     assert stored(op(block, "reshape").outs[0]).dtype == F16
     assert stored(op(block, "cond").outs[0]).dtype == F16
 
@@ -475,7 +481,7 @@ def test_scan_result_has_the_dtype_of_its_carry(half):
 
 
 def test_nothing_is_half_under_a_float32_policy():
-    block = analysed(lambda h: jnp.tanh(h @ W) @ V, H, policy="float32")
+    block = analyzed(lambda h: jnp.tanh(h @ W) @ V, H, policy="float32")
     assert {choice(o).compute for o in block.ops} == {F32}
     assert all(stored(v).dtype == F32 for o in block.ops for v in o.outs)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from planned import KNOWN, H, V, W, analysed, fact_of, op, ruling, want
+from planned import KNOWN, H, V, W, analyzed, fact_of, op, ruling, want
 
 import mpjax
 from mpjax._src.autocast import demand
@@ -19,7 +19,7 @@ def read(reader, *others, make=lambda h: h @ W, policy="mixed_bfloat16"):
             value = make(h)
         return reader(value, *others)
 
-    block = analysed(fun, H, *others, policy=policy)
+    block = analyzed(fun, H, *others, policy=policy)
     return [o for o in block.ops if "here" in o.scopes][-1].outs[0]
 
 
@@ -119,7 +119,7 @@ PHASES = {
 def test_want_of_a_phase_is_the_factor_of_the_error(name):
     reader, phase = PHASES[name]
     if "at most zero" in name:  # the maximum and the shifted value themselves
-        block = analysed(lambda h: reader(h @ W), H)
+        block = analyzed(lambda h: reader(h @ W), H)
         assert want(op(block, "sub").outs[0]).phase == 0.0
         assert want(op(block, "sub").outs[0]).amplified
     else:
@@ -145,7 +145,7 @@ def test_operand_that_follows_a_half_one_is_read_outside_of_float32():
     """An operand that follows a half one is read in half."""
     assert want(read(lambda h: (h + h @ V) @ V)).outside
     assert not want(read(lambda h: jnp.square(h + jnp.exp(h)))).outside
-    block = analysed(lambda h: (jnp.exp(h) + h @ W) @ V, H)
+    block = analyzed(lambda h: (jnp.exp(h) + h @ W) @ V, H)
     assert want(op(block, "exp").outs[0]).outside
 
 
@@ -156,7 +156,7 @@ def phases(depth, positions=False):
         x = jnp.arange(depth, dtype=jnp.int32)[None].astype(jnp.float32) if positions else x
         return jnp.sum(jnp.sin(x @ freq))
 
-    block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
+    block = analyzed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
     return ruling(op(block, "dot_general")).forced == "full"
 
 
@@ -185,7 +185,7 @@ SHORT = {
 @pytest.mark.parametrize("name", SHORT)
 def test_short_sums_are_float32_where_their_readers_amplify(name):
     depth, fun, full = SHORT[name]
-    block = analysed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
+    block = analyzed(fun, jnp.ones((8, depth)), jnp.ones((depth, 4)))
     assert (ruling(op(block, "dot_general")).forced == "full") == full
 
 
@@ -193,8 +193,8 @@ def test_a_short_sum_of_tangents_stays_half():
     """Its transpose is a matmul of the program's own gradient."""
     fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
     a, b = jnp.ones((8, 1)), jnp.ones((1, 4))
-    assert ruling(op(analysed(fun, a, b), "dot_general")).forced == "full"
-    assert ruling(op(analysed(fun, a, b, linear=(0,)), "dot_general")).forced == ""
+    assert ruling(op(analyzed(fun, a, b), "dot_general")).forced == "full"
+    assert ruling(op(analyzed(fun, a, b, linear=(0,)), "dot_general")).forced == ""
 
 
 LABELS = jnp.array([0, 2, 0, 2])
@@ -230,7 +230,7 @@ SELECTS = {
 @pytest.mark.parametrize("name", SELECTS)
 def test_a_matmul_that_only_selects_float32_values_for_float32_readers_is_float32(name):
     fun, full = SELECTS[name]
-    block = analysed(fun, jnp.ones((4, 8)), jnp.ones((8, 8)))
+    block = analyzed(fun, jnp.ones((4, 8)), jnp.ones((8, 8)))
     matmuls = [o for o in block.walk() if o.name == "dot_general"]
     selects = [ruling(o).forced == "full" for o in matmuls if any(fact_of(v).mask for v in o.ins)]
     assert selects == [full]
@@ -263,7 +263,7 @@ def test_entries_beyond_float16_are_multiplied_in_float32(name):
     make, huge = MASKED[name]
     fun = lambda h, w, v: make(h @ w) @ v  # noqa: E731
     for half, full in (("float16", huge), ("bfloat16", False)):
-        block = analysed(fun, H[:, :8], H[:8, :8], H[:8, :4], policy=f"mixed_{half}")
+        block = analyzed(fun, H[:, :8], H[:8, :8], H[:8, :4], policy=f"mixed_{half}")
         assert (
             ruling([o for o in block.ops if o.name == "dot_general"][1]).forced == "full"
         ) == full
@@ -271,7 +271,7 @@ def test_entries_beyond_float16_are_multiplied_in_float32(name):
 
 def test_entries_beyond_float16_are_convolved_in_float32():
     fun = lambda h: lax.conv(jnp.where(H > 0, h, -BIG)[None], V[None, :8], (1,), "SAME")  # noqa: E731
-    block = analysed(fun, H, policy="mixed_float16")
+    block = analyzed(fun, H, policy="mixed_float16")
     assert ruling(op(block, "conv_general_dilated")).forced == "full"
 
 
@@ -288,7 +288,7 @@ def test_scores_of_impossible_labels_make_no_nan():
 def test_half_list_overrules_the_float32_of_short_sums():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half="dot_general")
     fun = lambda a, b: jnp.exp(a @ b)  # noqa: E731
-    block = analysed(fun, jnp.ones((8, 1)), jnp.ones((1, 4)), policy=policy)
+    block = analyzed(fun, jnp.ones((8, 1)), jnp.ones((1, 4)), policy=policy)
     assert ruling(op(block, "dot_general")).forced == "half"
 
 
@@ -303,7 +303,7 @@ def decay(make):
 
         return lax.scan(turn, h, xs)[0]
 
-    (sub,) = op(analysed(fun, H, jnp.ones((9, 8, 16)), W), "scan").subs
+    (sub,) = op(analyzed(fun, H, jnp.ones((9, 8, 16)), W), "scan").subs
     ops = [o for o in sub.program.ops if "here" in o.scopes]
     return want(ops[0].outs[0]).unrounded, want(ops[-1].outs[0]).unrounded
 
@@ -349,7 +349,7 @@ def test_the_next_turn_is_handed_a_float32_carry():
 
         return lax.scan(turn, h, None, length=9)[0]
 
-    (sub,) = op(analysed(fun, H), "scan").subs
+    (sub,) = op(analyzed(fun, H), "scan").subs
     state = sub.program.outvars[0]
     assert want(state).returned and want(state).needed and not want(state).full
 
@@ -370,7 +370,7 @@ def test_gate_of_a_decayed_state_is_rounded_where_only_matmuls_read_it():
                 gate = h @ w
             return read(gate * state)
 
-        return analysed(fun, H, W, jnp.ones((9, 8, 16)))
+        return analyzed(fun, H, W, jnp.ones((9, 8, 16)))
 
     assert not want(op(gated(lambda x: x @ V), "dot_general", 0).outs[0]).unrounded
     assert want(op(gated(lambda x: x + 1), "dot_general", 0).outs[0]).unrounded
@@ -384,7 +384,7 @@ def test_scan_carry_is_wanted_as_the_next_turn_wants_it():
     def rotated(h):
         return lax.scan(turn, (h @ W, h @ V), None, length=4)
 
-    (sub,) = op(analysed(rotated, H), "scan").subs
+    (sub,) = op(analyzed(rotated, H), "scan").subs
     # The second carry is read by the sine, the first becomes the second a turn later.
     assert [want(v).amplified for v in sub.program.outvars[:2]] == [True, True]
 
@@ -397,15 +397,15 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_demand_leaves_loops_planned_by_an_inner_autocast_alone(name):
-    block = analysed(lambda h: 2 * mpjax.autocast(LOOPS[name], "mixed_float16")(h), H)
+    block = analyzed(lambda h: 2 * mpjax.autocast(LOOPS[name], "mixed_float16")(h), H)
     assert [ruling(o).rule for o in block.walk() if o.name == name] == ["leave"]
     assert demand.held_carries(KNOWN, block) == set()
 
 
 def test_a_short_sum_of_float32_values_before_a_phase_is_float32():
     short = lambda h: jnp.sin(8 * (h[:, :2] @ W[:2]))  # noqa: E731
-    assert ruling(op(analysed(lambda h: short(jnp.sin(h @ W)), H), "dot_general")).forced == "full"
-    assert ruling(op(analysed(lambda h: short(h @ W), H), "dot_general")).forced == ""
+    assert ruling(op(analyzed(lambda h: short(jnp.sin(h @ W)), H), "dot_general")).forced == "full"
+    assert ruling(op(analyzed(lambda h: short(h @ W), H), "dot_general")).forced == ""
 
 
 def test_nested_loops_are_looked_at_a_few_times_each(monkeypatch):
@@ -422,7 +422,7 @@ def test_nested_loops_are_looked_at_a_few_times_each(monkeypatch):
 
         return lambda h: lax.scan(turn, (h @ W, h @ V, h), None, length=4)[0][0]
 
-    analysed(nested(5), H)
+    analyzed(nested(5), H)
     assert len(rounds) < 2 * 8 * 6  # a carry that has to be exact is seen in a second sweep
 
 
@@ -453,5 +453,5 @@ def test_want_beside_a_solution_passes_through_linear_operations_alone():
 
 
 def test_is_steady_holds_for_the_dividend_of_div_alone():
-    divided = op(analysed(lambda x, y: x / y, H, H), "div")
+    divided = op(analyzed(lambda x, y: x / y, H, H), "div")
     assert [is_steady(divided, v) for v in divided.ins] == [True, False]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import SCALAR, VECTOR, H, V, W, analysed, carries, fact, op, ruling
+from planned import SCALAR, VECTOR, H, V, W, analyzed, carries, fact, op, ruling
 
 import mpjax
 from mpjax._src.autocast.tables import BEYOND, BOUNDED, FITS
@@ -380,7 +380,7 @@ def test_scan_carry_is_half_unless_it_accumulates_or_float32_makes_it(name):
     def fun(h, xs, w):
         return lax.scan(lambda h, x: (turn(h, x, w), None), h, xs)[0]
 
-    scan = op(analysed(fun, H, xs, W), "scan")
+    scan = op(analyzed(fun, H, xs, W), "scan")
     (sub,) = scan.subs
     assert carries(sub.program)[sub.consts] == half
     assert sum(carries(sub.program)) == half
@@ -390,7 +390,7 @@ def test_a_stream_over_layers_of_their_own_is_carried_in_half():
     def fun(h, ws):
         return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h @ W, ws)[0]
 
-    (sub,) = op(analysed(fun, H, jnp.stack([W] * 7)), "scan").subs
+    (sub,) = op(analyzed(fun, H, jnp.stack([W] * 7)), "scan").subs
     assert any(carries(sub.program))
 
 
@@ -402,7 +402,7 @@ def test_a_turn_has_weights_of_its_own_where_it_takes_its_part(moving):
 
         return lax.fori_loop(0, 9, turn, h @ W)
 
-    loop = op(analysed(fun, H, jnp.stack([W] * 9)), "scan")
+    loop = op(analyzed(fun, H, jnp.stack([W] * 9)), "scan")
     assert any(carries(loop.subs[0].program)) == moving
 
 
@@ -412,7 +412,7 @@ def test_a_loop_is_as_many_writes_as_it_has_turns(length, half):
         step = h @ w
         return lax.scan(lambda h, _: (h**2 + step, None), h @ w, None, length=length)[0]
 
-    (sub,) = op(analysed(fun, H, W), "scan").subs
+    (sub,) = op(analyzed(fun, H, W), "scan").subs
     assert any(carries(sub.program)) == half
 
 
@@ -421,7 +421,7 @@ def test_a_loop_of_unknown_length_is_many_writes():
         step = h @ w
         return lax.fori_loop(0, n, lambda i, h: jnp.sin(h) + step, h @ w)
 
-    _, body = op(analysed(fun, H, W, 3), "while").subs
+    _, body = op(analyzed(fun, H, W, 3), "while").subs
     assert not any(carries(body.program))
 
 
@@ -435,7 +435,7 @@ def test_a_carry_that_another_reads_is_no_state_for_that():
 
         return lax.scan(turn, (h @ w, h @ v), None, length=9)[0][0]
 
-    (sub,) = op(analysed(fun, H, W, V), "scan").subs
+    (sub,) = op(analyzed(fun, H, W, V), "scan").subs
     assert sum(carries(sub.program)) == 2
 
 
@@ -459,7 +459,7 @@ def test_a_loop_that_runs_until_matmuls_meet_a_tolerance_is_left_alone(alone):
 
         return lax.while_loop(go, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, h))[1]
 
-    loop = op(analysed(fun, H, W), "while")
+    loop = op(analyzed(fun, H, W), "while")
     assert (ruling(loop).rule == "leave") == alone
 
 
@@ -477,7 +477,7 @@ def test_custom_vjp_call_with_a_tolerance_loop_inside_is_left_alone(ruled):
         function.defvjp(lambda h, w: (solve(h, w), h), lambda h, g: (g, g.T @ h))
         return function(h, w)
 
-    found = op(analysed(fun, H, W), "custom_vjp_call" if ruled else "remat2")
+    found = op(analyzed(fun, H, W), "custom_vjp_call" if ruled else "remat2")
     assert (ruling(found).rule == "leave") == ruled
 
 
@@ -489,7 +489,7 @@ def test_a_tolerance_is_seen_through_another_carry():
 
         return lax.while_loop(lambda c: c[1] > 0.5, turn, (h, jnp.float32(1.0)))[0]
 
-    assert ruling(op(analysed(fun, H, W), "while")).rule == "leave"
+    assert ruling(op(analyzed(fun, H, W), "while")).rule == "leave"
 
 
 def test_facts_of_the_branches_of_cond_are_joined():

@@ -71,7 +71,7 @@ def test_explain_names_the_kernel_of_a_device_that_is_not_there(target, argnums)
 
 
 def test_explain_refuses_unknown_target_names():
-    with pytest.raises(ValueError, match="target='h10' is not known. Did you mean 'h100'"):
+    with pytest.raises(ValueError, match="Unknown target='h10'. Did you mean 'h100'"):
         mpjax.explain(jnp.sum, target="h10")
     with pytest.raises(TypeError, match="target=100 must be the name of a device"):
         mpjax.explain(jnp.sum, target=100)
@@ -265,11 +265,11 @@ def sharded(q):
 NEAR_MISSES = {
     "a mask of -1": (
         lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s, -1.0)),
-        "-1 in place of a score does not mask it",
+        "-1 instead of a score does not mask it",
     ),
     "a division by zero": (
         lambda q: attend(q, K, V, lambda s: jnp.where(CAUSAL, s / 0.0, 0.0)),
-        "0 in place of a score does not mask it",
+        "0 instead of a score does not mask it",
     ),
     "scores over zero": (
         lambda q: attend(q, K, V, lambda s: s / 0.0 + BIAS),
@@ -277,7 +277,7 @@ NEAR_MISSES = {
     ),
     "a mask of +Inf": (
         lambda q: attend(q, K, V, lambda s: -jnp.where(CAUSAL, s, -1e9)),
-        "-1e+09 in place of a score does not mask it",
+        "-1e+09 instead of a score does not mask it",
     ),
     "another order of them": (
         lambda q: attend(q, K, V, lambda s: s[..., ::-1]),

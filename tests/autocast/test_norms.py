@@ -16,8 +16,8 @@ P = {"w": W, "v": V, "scale": 1 + normal(3, 32, scale=0.2), "shift": normal(4, 3
 
 
 def normed(p, x, axes):
-    centred = x - jnp.mean(x, axes, keepdims=True)
-    scaled = centred * jax.lax.rsqrt(jnp.mean(centred**2, axes, keepdims=True) + 1e-5)
+    centered = x - jnp.mean(x, axes, keepdims=True)
+    scaled = centered * jax.lax.rsqrt(jnp.mean(centered**2, axes, keepdims=True) + 1e-5)
     return scaled * p["scale"] + p["shift"]
 
 

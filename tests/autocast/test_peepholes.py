@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from measure import errors, kept, run
-from planned import KNOWN, H, W, analysed, op
+from planned import KNOWN, H, W, analyzed, op
 from support import assert_near, cast, normal, thorough_but
 
 import mpjax
@@ -463,7 +463,7 @@ def test_guarded_softmax_subtracts_no_mean_of_keys(name):
 
 
 def test_place_of_a_row_along_both_operands_of_a_matmul_is_none():
-    block = analysed(lambda h, w: h @ w, H, W)
+    block = analyzed(lambda h, w: h @ w, H, W)
     matmul, flow = op(block, "dot_general"), flow_of(block, KNOWN)
     where = own_axes(matmul.outs[0].aval.shape)
     found = [peepholes._place_of(matmul, where, axes, flow) for axes in ((0,), (1,), (0, 1))]

@@ -79,7 +79,7 @@ def scanned(params, x):
     return jnp.mean(x**2) + jnp.sum(means)
 
 
-def rematerialised(params, x):
+def rematerialized(params, x):
     for p in params:
         x = jax.checkpoint(mlp)(p, x)
     return jnp.mean(x**2)
@@ -125,7 +125,7 @@ FUNCTIONS = (
     skipping,
     rectified,
     scanned,
-    rematerialised,
+    rematerialized,
     runge_kutta,
     in_a_region,
     named,

@@ -10,7 +10,7 @@ from mpjax._src.autocast.tables import BEYOND, BOUNDED, FITS, NOTHING, Fact, arg
 ANY = ("half", "exact", "scaled", "counts", "linear", "solved", "shifted", "block", "huge")
 ALL = ("mask", "spread", "negative", "data")
 SETS = ("made", "peak", "chain", "offset", "level", "mean")
-OTHERS = ("span", "writes", "factor", "norm", "weights", "centred")  # with tests of their own
+OTHERS = ("span", "writes", "factor", "norm", "weights", "centered")  # with tests of their own
 
 
 def test_every_fact_is_joined_in_a_known_way():
@@ -38,9 +38,9 @@ def test_join_of_facts_takes_the_larger_span_and_more_writes():
     assert (joined.span, joined.writes) == (BEYOND, 3)
 
 
-def test_join_of_facts_takes_the_largest_factor_and_is_not_centred():
-    joined = join([Fact(factor=0.5, centred=True), Fact(factor=0.25, centred=True)])
-    assert (joined.factor, joined.centred) == (0.5, False)
+def test_join_of_facts_takes_the_largest_factor_and_is_not_centered():
+    joined = join([Fact(factor=0.5, centered=True), Fact(factor=0.25, centered=True)])
+    assert (joined.factor, joined.centered) == (0.5, False)
 
 
 def test_join_of_facts_keeps_a_norm_where_all_agree():

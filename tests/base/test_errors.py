@@ -112,7 +112,7 @@ TAKE_NUMBERS = {
     ids=[*("2**2000", "-2**2000", "huge", "nan", "inf", "deep", "text", "complex", "array")],
 )
 def test_argument_that_is_no_usable_number_raises(take, wrong):
-    with pytest.raises(ValueError, match=r"=.* (must|is not known)"):
+    with pytest.raises(ValueError, match=r"(=.* must|Unknown .*=)"):
         TAKE_NUMBERS[take](wrong)
 
 
@@ -123,7 +123,7 @@ def test_large_integers_that_a_float_holds_are_numbers():
 
 @pytest.mark.parametrize("runs", [0, 1.5, True, HUGE - HUGE], ids=str)
 def test_max_runs_of_tune_must_be_a_whole_number(runs):
-    with pytest.raises(ValueError, match="max_runs=.* must be a whole number"):
+    with pytest.raises(ValueError, match="max_runs=.* must be an integer"):
         mpjax.debug.tune(loss, "float32", 0.1, max_runs=runs)
 
 

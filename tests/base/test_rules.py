@@ -64,12 +64,12 @@ def planned(fun, name):
             None,
             "f32->f32",
             "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, and "
-            "mpjax.half_inputs runs a kernel in half",
+            "mpjax.half_inputs runs a kernel in 16 bits",
         ),
-        ("follow", "bf16->bf16", "follows a half operand"),
-        ("full", "f32->f32", "full list"),
+        ("follow", "bf16->bf16", "follows a 16-bit operand"),
+        ("full", "f32->f32", "float32 list"),
         ("move", "bf16->bf16", "follows its operands"),
-        ("half", "bf16->bf16", "half list"),
+        ("half", "bf16->bf16", "16-bit list"),
     ],
 )
 def test_a_plan_goes_by_the_row(table, need, after, reason):

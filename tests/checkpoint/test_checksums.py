@@ -86,7 +86,8 @@ def test_a_flipped_byte_in_any_file_is_found_or_does_no_harm(positions, copy):
 def test_error_names_the_damaged_array_and_verify_false_restores_it(copy):
     flip_in_arrays(copy)
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"'params/w' has another checksum .* \[\[0, 64\], \[0, 64"
+        checkpoint.CheckpointError,
+        match=r"'params/w' has a different checksum .* \[\[0, 64\], \[0, 64",
     ):
         checkpoint.restore(copy, STATE)
     rest = {"rng": STATE["rng"]}
@@ -100,7 +101,7 @@ def test_manager_restore_verifies_checksums_too(tmp_path):
         manager.save(1, STATE)
         manager.wait()
         flip_in_arrays(tmp_path / "1")
-        with pytest.raises(checkpoint.CheckpointError, match="'params/w' has another checksum"):
+        with pytest.raises(checkpoint.CheckpointError, match="'params/w' has a different checksum"):
             manager.restore(STATE)
         assert manager.restore(STATE, verify=False)["step"] == 4
 
@@ -124,7 +125,7 @@ def test_manager_refuses_damaged_metrics(loss, tmp_path):
 def test_damaged_description_is_refused_by_its_checksum(copy):
     edit(copy, lambda about: about["data"].update(batch=18))
     for read in (checkpoint.describe, lambda copy: checkpoint.restore(copy, STATE)):
-        with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum is"):
+        with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum"):
             read(copy)
     assert bits(checkpoint.restore(copy, STATE, verify=False)) == bits(STATE)
 
@@ -132,7 +133,7 @@ def test_damaged_description_is_refused_by_its_checksum(copy):
 @pytest.mark.parametrize("name", [checksums.ARRAYS, checksums.ABOUT])
 def test_missing_checksums_of_arrays_or_description_are_refused(name, copy):
     edit(copy, lambda about: about.pop(name))
-    with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum is"):
+    with pytest.raises(checkpoint.CheckpointError, match="about/metadata: its checksum"):
         checkpoint.restore(copy, STATE)
 
 
@@ -182,7 +183,9 @@ def test_each_shard_has_a_checksum_which_other_meshes_verify(before, after, tmp_
     np.testing.assert_array_equal(back["w"], DRAWN)
     assert RESTORED[after] is None or back["w"].sharding == place
     flip_in_arrays(tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match=r"array 'w' has another checksum .* \[\["):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"array 'w' has a different checksum .* \[\["
+    ):
         checkpoint.restore(tmp_path / "c", like)
     assert np.sum(checkpoint.restore(tmp_path / "c", like, verify=False)["w"] != DRAWN) == 1
 

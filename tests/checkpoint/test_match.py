@@ -248,7 +248,7 @@ def test_parts_of_a_state_are_restored_into_another_program(saved):
     "optimizer, message",
     [
         (optax.sgd(0.1), "like lacks 'opt_state/inner_state/0/count'"),
-        (optax.adafactor(0.1), "another model or optimizer. It lacks 'opt_state"),
+        (optax.adafactor(0.1), "a different model or optimizer. It lacks 'opt_state"),
         (
             optax.adabelief(1e-3),
             "0 is a ScaleByAdamState in the checkpoint, but a ScaleByBeliefState",

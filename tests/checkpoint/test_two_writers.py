@@ -128,7 +128,7 @@ def test_read_only_manager_needs_no_lock(tmp_path):
             writer.save(2, STATE, metrics={"loss": 1.0})
             writer.wait()
             assert reader.steps() == [1, 2] and reader.best() == 2
-            with pytest.raises(checkpoint.CheckpointError, match="made with read_only=True"):
+            with pytest.raises(checkpoint.CheckpointError, match="created with read_only=True"):
                 reader.save(3, STATE, metrics={"loss": 1.0})
         with pytest.raises(checkpoint.CheckpointError, match="a Manager already"):
             checkpoint.Manager(tmp_path)  # the reader's end is not the writer's

@@ -138,8 +138,8 @@ def test_traceback_option_shows_the_whole_error(folder):
     [
         (["explain"], "Missing argument 'TARGET'"),
         (["explain", "program:loss", "--policy", "mixed_f16"], "Did you mean 'mixed_float16'"),
-        (["explain", "program:loss", "--argnums", "a"], "'a' must be whole numbers"),
-        (["explain", "program:loss", "--argnums", "2"], "no argument 2: fun takes 2"),
+        (["explain", "program:loss", "--argnums", "a"], "'a' must be integers"),
+        (["explain", "program:loss", "--argnums", "2"], "no argument 2: fun has 2"),
         (["explain", "program:loss", "--fail-under", "2"], "'--fail-under': 2.0 is not in"),
         (["compare", "program:real", "--plot", "."], "'--plot': File '.' is a directory"),
         (["compile", "program:loss"], "Missing option '--target'"),
@@ -161,8 +161,8 @@ def test_explain_prints_totals_and_reasons_in_plain_text(folder):
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "program:loss under mixed_bfloat16"
-    assert lines[1].startswith("50.0% of matmul FLOPs in half")
-    assert "explicit precision" in result.stdout and "half list" in result.stdout
+    assert lines[1].startswith("50.0% of matmul FLOPs run in bfloat16; ")
+    assert "explicit precision" in result.stdout and "16-bit list" in result.stdout
     assert "\x1b" not in result.stdout and "…" not in result.stdout
     assert not any(line.endswith(" ") for line in lines)
     assert "a library may print" in result.stderr and "and so may" in result.stderr
@@ -195,7 +195,7 @@ def test_explain_fail_under_sets_the_exit_code(folder, share, code):
     result = run("explain", "program:loss", "--fail-under", share, "--json")
     assert result.exit_code == code
     assert as_json(result)["half_flops"] == 0.5
-    assert ("50.00% of the matmul FLOPs are in half, below 51.00%" in result.stderr) == bool(code)
+    assert (re.search(r"50\.00% .*51\.00%", result.stderr) is not None) == bool(code)
 
 
 # ---------------------------------------------------------------- compile
@@ -258,7 +258,7 @@ def compilers(monkeypatch):
         if target == "v5e":
             raise NoExtra("pip install 'mpjax[tpu]'")
         if target == "x100":
-            raise ValueError("target='x100' is not known. Did you mean 'v100'?")
+            raise ValueError("Unknown target='x100'. Did you mean 'v100'?")
         return Compiled(target)
 
     monkeypatch.setattr(mpjax, "compile_for", compile_for)

@@ -55,7 +55,7 @@ def test_lint_with_wrong_arguments_exits_with_2(run):
         (("linted:nothing",), "has no 'nothing'"),
         (("linted:breaks",), "linted.py:14"),
         (("linted:step", "--select", "half_sum"), "Did you mean 'half-sum'?"),
-        (("linted:step", "--json", "--sarif"), "not both"),
+        (("linted:step", "--json", "--sarif"), "exclude each other"),
         (("linted:step", "--target", "h10000"), "h10000"),
         (("linted:step", "--argnums", "3"), "no argument 3"),
     ):

@@ -16,7 +16,7 @@ import mpjax
 from mpjax._src.document.html import framed, page_of
 from mpjax._src.document.model import (
     Bar,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -50,8 +50,8 @@ def data_of(html):
 def test_page_data_holds_all_that_a_drawing_says():
     told = (("why", "half list"), ("line", "net.py:3"))
     made = Operation("dot", "Net/Dense_0", told, {"dtype": "bfloat16", "bytes": 96}, 7, True, True)
-    colours = Colour("dtype", "", ("float32", "bfloat16")), Colour("bytes", "", unit="bytes")
-    data = data_of(drawn(operations=(made,), colours=colours))
+    colors = Color("dtype", "", ("float32", "bfloat16")), Color("bytes", "", unit="bytes")
+    data = data_of(drawn(operations=(made,), colors=colors))
     label, scope, number, flags, places, amounts, facts = data["rows"][0]
     texts = data["texts"]
     assert (texts[label], texts[scope], number, flags, amounts) == (
@@ -71,7 +71,7 @@ def test_user_text_ends_no_script_and_opens_no_tag():
     drawing = Drawing(
         bars=(Bar(HOSTILE, ((HOSTILE, 3.0),)),),
         operations=(Operation(HOSTILE, HOSTILE, fact, {HOSTILE: HOSTILE}, 0),),
-        colours=(Colour(HOSTILE, HOSTILE),),
+        colors=(Color(HOSTILE, HOSTILE),),
     )
     table = Table(HOSTILE, (HOSTILE,), ((HOSTILE,),), note=HOSTILE)
     document = Document(HOSTILE, HOSTILE, (HOSTILE,), (table,), (HOSTILE,), lambda: drawing)
@@ -93,26 +93,26 @@ def test_a_page_names_nothing_to_load():
 
 
 def test_amounts_that_are_no_numbers_have_a_place():
-    colour = Colour("error", "", unit="share", most=1.0)
+    color = Color("error", "", unit="share", most=1.0)
     values = (None, 0.0, 0.001, 0.05, 3.0, float("inf"), float("nan"))
-    scale = scale_of(colour, operations(*values, name="error"))
+    scale = scale_of(color, operations(*values, name="error"))
     labels = [scale.legend[place].label for place in scale.places]
     assert labels[0] == labels[1] and labels[2:5] == ["under 0.3%", "3% to 10%", "30% or more"]
-    assert labels[5] == "not finite" and sum(key.count for key in scale.legend) == len(values)
-    data_of(drawn(operations=tuple(operations(*values)), colours=(colour,)))
+    assert labels[5] == "non-finite" and sum(key.count for key in scale.legend) == len(values)
+    data_of(drawn(operations=tuple(operations(*values)), colors=(color,)))
 
 
 def test_steps_of_bytes_are_powers_of_four_below_the_largest():
-    scale = scale_of(Colour("bytes", "", unit="bytes"), operations(0, 5, 3000, 2**20, 2**20 + 1))
+    scale = scale_of(Color("bytes", "", unit="bytes"), operations(0, 5, 3000, 2**20, 2**20 + 1))
     labels = [scale.legend[place].label for place in scale.places]
     assert labels[0].startswith("0 B") and labels[1] == "under 2 KiB"
     assert labels[2:] == ["2 KiB to 8 KiB", "512 KiB or more", "512 KiB or more"]
-    (only,) = scale_of(Colour("bytes", "", unit="bytes"), operations(1024)).legend
+    (only,) = scale_of(Color("bytes", "", unit="bytes"), operations(1024)).legend
     assert only.count == 1
 
 
 def test_scale_has_a_color_for_a_class_that_nobody_named():
-    scale = scale_of(Colour("dtype", "", ("float32",)), operations("int4", "float32", name="dtype"))
+    scale = scale_of(Color("dtype", "", ("float32",)), operations("int4", "float32", name="dtype"))
     assert [(key.label, key.style) for key in scale.legend] == [("float32", "c0"), ("int4", "c1")]
 
 
@@ -148,8 +148,8 @@ def test_text_on_every_page_color_has_enough_contrast(scheme):
         assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
 
 
-def luminance(colour):
-    digits = colour[1:] if len(colour) == 7 else "".join(d * 2 for d in colour[1:])
+def luminance(color):
+    digits = color[1:] if len(color) == 7 else "".join(d * 2 for d in color[1:])
     parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -28,7 +28,7 @@ from mpjax._src.hardware import aot
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda f: f("h101", jnp.sin, 1.0), ValueError, "target='h101' is not known"),
+        (lambda f: f("h101", jnp.sin, 1.0), ValueError, "Unknown target='h101'"),
         (lambda f: f("h100", 3, 1.0), TypeError, "fun=3 must be a function"),
         (lambda f: f("h100", jnp.sin, 1.0, timeout=-1), ValueError, "timeout=-1 must be a number"),
         (lambda f: f("h100", jnp.sin, 1.0, timeout="1"), ValueError, "timeout='1' must be"),

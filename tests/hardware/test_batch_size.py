@@ -65,7 +65,7 @@ def test_largest_batch_ends_at_its_limit_and_says_so():
 
 def test_largest_batch_raises_out_of_memory_if_none_fits():
     with pytest.raises(
-        mpjax.errors.OutOfMemoryError, match="a batch of 1 does not fit target='h100': it takes 1"
+        mpjax.errors.OutOfMemoryError, match="a batch of 1 does not fit target='h100': it needs 1"
     ):
         search(0)
     with pytest.raises(mpjax.errors.OutOfMemoryError, match="batch of 4.*more memory than it has"):
@@ -93,15 +93,19 @@ def args(batch):
         ({"fun": None}, TypeError, "fun=None must be a function"),
         ({"make_args": lambda n: shape(n)}, TypeError, r"make_args\(1\) returned a ShapeDtype.*tu"),
         ({"make_args": lambda n: (shape(3),)}, ValueError, "the same shapes for batches of 1 and"),
-        ({"multiple_of": 0}, ValueError, "multiple_of=0 must be a whole number"),
-        ({"limit": 2.5}, ValueError, "limit=2.5 must be a whole number"),
+        ({"multiple_of": 0}, ValueError, "multiple_of=0 must be an integer"),
+        ({"limit": 2.5}, ValueError, "limit=2.5 must be an integer"),
         ({"limit": 7, "multiple_of": 8}, ValueError, "limit=7 must be at least multiple_of=8"),
         ({"reserve": 1.0}, ValueError, "reserve=1.0 must be a share.*0.25 on GPUs"),
         ({"reserve": "no"}, ValueError, "reserve='no' must be a share"),
         ({"timeout": 0}, ValueError, "timeout=0 must be a number of seconds"),
-        ({"target": "h1000"}, ValueError, "target='h1000' is not known"),
+        ({"target": "h1000"}, ValueError, "Unknown target='h1000'"),
         ({"storage": "all"}, ValueError, "storage='all' must be 'any'"),
-        ({"storage": "any", "policy": "bfloat16"}, ValueError, "policy='bfloat16' casts at the"),
+        (
+            {"storage": "any", "policy": "bfloat16"},
+            ValueError,
+            "policy='bfloat16' casts .*casting=op",
+        ),
     ],
 )
 def test_largest_batch_refuses_bad_arguments(change, error, match):

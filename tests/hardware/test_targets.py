@@ -45,7 +45,7 @@ def test_find_target_takes_each_name_of_a_device():
     assert find_target("A100-SXM4-80GB x 8").name == "a100-80 x 8"
     for name, row in GPUS.items():
         assert find_target(row[0]).name == name  # what the device calls itself
-    with pytest.raises(ValueError, match=r"target='h101' is not known. Did you mean 'h100'\?.*v6e"):
+    with pytest.raises(ValueError, match=r"Unknown target='h101'. Did you mean 'h100'\?.*v6e"):
         find_target("h101")
     with pytest.raises(
         ValueError, match="a10.* lacks the details.*a6000 has the same kind of cores"
@@ -58,7 +58,7 @@ def test_find_target_takes_each_name_of_a_device():
         with pytest.raises(ValueError, match=r"to compile for it\. Choose"):
             find_target(name)
     for name in ("gpu", "tpu", "cpu"):
-        with pytest.raises(ValueError, match=f"target='{name}' names no model"):
+        with pytest.raises(ValueError, match=f"target='{name}' does not name a model"):
             find_target(name)
     for name, key in (("H100 PCIe", "h100"), ("V100-SXM2-32GB", "v100"), ("v5litepod-8", "v5e")):
         with pytest.raises(ValueError, match=f"is a variant of {key} .* Write target='{key}'"):
@@ -100,8 +100,8 @@ def test_find_target_takes_several_devices(name, found, topology):
         ("v5e x 12", "powers of two up to 4096"),
         ("v5e x 99999999", "powers of two"),
         ("rtx 4090", "lacks the details"),
-        ("h101 x 8", "target='h101 x 8' is not known. Did you mean 'h100'"),
-        ("x 8", "is not known"),
+        ("h101 x 8", "Unknown target='h101 x 8'. Did you mean 'h100'"),
+        ("x 8", "Unknown target="),
     ],
 )
 def test_find_target_refuses_numbers_of_devices_that_do_not_exist(name, match):

@@ -8,7 +8,7 @@ from jax import ShapeDtypeStruct as Shape
 from support import normal
 
 import mpjax
-from mpjax._src.autocast.plan import analyse, outline
+from mpjax._src.autocast.plan import analyze, outline
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.instruments.explain import words
 
@@ -16,13 +16,13 @@ H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
 SCALAR, VECTOR = jnp.float32(0.1), normal(3, 16)
 
 
-def analysed(fun, *args, policy="mixed_bfloat16", linear=()):
-    """Returns the analysed block of a function, with the decision for every operation and value."""
+def analyzed(fun, *args, policy="mixed_bfloat16", linear=()):
+    """Returns the analyzed block of a function, with the decision for every operation and value."""
     closed = jax.make_jaxpr(fun)(*args)
     dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
     policy = mpjax.get_policy(policy) if isinstance(policy, str) else policy
     plan = outline(closed.jaxpr, closed.consts, policy)
-    know(analyse(plan, dtypes, linear=linear))
+    know(analyze(plan, dtypes, linear=linear))
     return plan.block
 
 
@@ -33,7 +33,7 @@ def know(analysis):
             getattr(KNOWN, field.name).update(getattr(analysis, field.name))
 
 
-KNOWN = Analysis(arguments=set())  # about all blocks that were analysed
+KNOWN = Analysis(arguments=set())  # about all blocks that were analyzed
 
 
 def ruling(op):
@@ -72,7 +72,7 @@ def carries(block):
 
 def fact(fun, *args, **options):
     """Returns the facts about a function's (first) result."""
-    return fact_of(analysed(fun, *args, **options).outvars[0])
+    return fact_of(analyzed(fun, *args, **options).outvars[0])
 
 
 def op(block, name, place=-1):
@@ -92,7 +92,7 @@ __all__ = [
     "Shape",
     "V",
     "W",
-    "analysed",
+    "analyzed",
     "carries",
     "choice",
     "fact",

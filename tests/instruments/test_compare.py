@@ -65,7 +65,7 @@ def flushed(h, i):
     return h + tiny.astype(jnp.float32) * 1e9
 
 
-def cancelled(h, i, by=1000):
+def canceled(h, i, by=1000):
     big = (h + by).astype(jnp.float16)
     return h + (big - jnp.float16(by)).astype(jnp.float32)  # difference
 
@@ -77,7 +77,7 @@ def overflowing(h, i):
 # The ends of the lines that are at fault, and what they compute.
 FAULTS = {
     flushed: ("tiny", "convert_element_type"),
-    cancelled: ("difference", "sub"),
+    canceled: ("difference", "sub"),
     overflowing: ("too large", "convert_element_type"),
 }
 POLICIES = ("mixed_bfloat16", "mixed_float16")
@@ -115,7 +115,7 @@ class TestPlantedFaults:
 
     def test_compare_names_the_worst_iteration(self, model):
         def fault(h, i):
-            return jax.lax.cond(i == LAYERS - 1, lambda h: cancelled(h, i, 16000), lambda h: h, h)
+            return jax.lax.cond(i == LAYERS - 1, lambda h: canceled(h, i, 16000), lambda h: h, h)
 
         def loss(params, x):
             return transformer(params, x, fault)

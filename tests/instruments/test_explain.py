@@ -36,10 +36,10 @@ def test_explain_reports_dtypes_and_reasons_of_the_forward_pass():
     report = mpjax.explain(loss, "mixed_bfloat16")(PARAMS, X)
     dots = [row for row in report.rows if row.primitive == "dot_general"]
     assert [row.reason.split(",")[0] for row in dots] == [
-        "half list",
-        "half list",
+        "16-bit list",
+        "16-bit list",
         "explicit precision (Precision.HIGHEST",
-        "half list",
+        "16-bit list",
     ]
     assert dots[0].path == "first/kernel" and dots[0].scope == "block"
     assert dots[0].before == "f32->f32" and dots[0].after == "bf16->bf16"
@@ -96,8 +96,8 @@ def test_explain_runs_nothing():
 
 def test_explain_prints_totals_reasons_and_overrides():
     text = str(mpjax.explain(loss, "mixed_bfloat16", argnums=0)(PARAMS, X))
-    assert text.splitlines()[0].startswith("86.7% of matmul FLOPs in half; ")
-    assert "stored for the backward pass" in text and "Not in half, or left as written:" in text
+    assert text.splitlines()[0].startswith("86.7% of matmul FLOPs run in bfloat16; ")
+    assert "stored for the backward pass" in text and "left unchanged:" in text
     policy = mpjax.get_policy("mixed_bfloat16").override({"first/*": "float32"})
     text = str(mpjax.explain(loss, policy)(PARAMS, X))
     assert 'override "first/*"' in text
@@ -116,11 +116,11 @@ def test_operations_inside_a_loop_left_as_written_name_that_loop():
     loop = next(row for row in report.rows if row.primitive == "while")
     assert loop.left_alone and "comparison" in loop.reason
     around, within = [row for row in report.rows if row.primitive == "dot_general"]
-    assert around.reason.startswith("half list") and within.after == "f32->f32"
+    assert around.reason.startswith("16-bit list") and within.after == "f32->f32"
     line = loop.source.rpartition(":")[2]
     assert (
         within.reason
-        == f"inside the while of tests/instruments/test_explain.py:{line}, left as written"
+        == f"inside the while of tests/instruments/test_explain.py:{line}, left unchanged"
     )
     assert "the while of tests/instruments/test_explain.py" in str(report)
 
@@ -170,7 +170,7 @@ def test_explain_joins_rows_that_nobody_can_act_on():
     shown = {name for name, *_ in report.counts()}
     assert {"dot_general", "tanh"} <= shown and not shown & {"remat2", "jit", "gpu_barrier"}
     hidden = sum(row.primitive not in shown for row in report.rows if row.primitive == "remat2")
-    assert hidden and "only hold a program or an order" in str(report)
+    assert hidden and "only contain a program" in str(report)
     assert report.calls()["remat2"]["f32"] or report.calls()["remat2"]["bf16"]
     made = [row for row in report.rows if row.primitive == "bitcast_convert_type"]
     assert made and not {row.primitive for row in report.shortfalls()} & {"bitcast_convert_type"}

@@ -254,7 +254,7 @@ class TestForward:
             return jnp.sum(1 / (x.astype(jnp.float16) * jnp.float16(1e-6)))
 
         report = find_nonfinite(loss, argnums=None)(jnp.full(3, 1e-3))
-        assert report.primitive == "div" and "half flushed" in report.advice
+        assert report.primitive == "div" and "flushed" in report.advice
 
 
 class TestControlFlow:
@@ -347,7 +347,7 @@ class TestReport:
         report = find_nonfinite(transformer)(planted(params, 1), x)
         assert json.loads(json.dumps(report.to_dict()))["loops"] == [["scan", 1]]
         text = str(report)
-        for part in ("dot_general made Inf in the forward pass", "scan 1", "attention", "65504"):
+        for part in ("dot_general produced Inf", "scan 1", "attention", "65504"):
             assert part in text
         assert re.search(r"inputs +f16\[2,8,16\] +-[\d.e+]+ to [\d.e+]+", text)
 

@@ -12,8 +12,8 @@ W, X = normal(0, 8, 8), normal(1, 4, 8)
 
 def loss(w, x):
     h = jax.nn.gelu(x @ w)
-    centred = h - h.mean(-1, keepdims=True)
-    return jnp.mean(jax.nn.softmax(centred @ w) @ w)
+    centered = h - h.mean(-1, keepdims=True)
+    return jnp.mean(jax.nn.softmax(centered @ w) @ w)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def row(text, *names):
 @pytest.mark.parametrize(
     ("name", "operation", "found"),
     [
-        ("classify", "exp", 'rule=full half=f16 why="full list"'),
+        ("classify", "exp", 'rule=full half=f16 why="float32 list"'),
         ("facts", "dot_general", "half span=1"),
         ("facts", "reduce_max", "peak="),
         ("demand", "dot_general", "amplified"),

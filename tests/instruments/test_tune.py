@@ -249,7 +249,7 @@ class TestReport:
             "meets the tolerance of 0.02",
             str(tuned.policy),
             "left out",
-            "smallest places in float32: ",
+            f"in float32: {tuned.places}; ",
         ):
             assert "".join(part.split()) in text
 
@@ -263,7 +263,7 @@ class TestBadInput:
     def test_tune_refuses_other_bad_arguments(self, model):
         with pytest.raises(ValueError, match="max_runs=0"):
             tune(layers, "mixed_bfloat16", 0.1, max_runs=0)
-        with pytest.raises(ValueError, match="max_runs=1 .* 2 or more"):
+        with pytest.raises(ValueError, match="max_runs=1 .* >= 2"):
             tune(layers, "mixed_bfloat16", 0.1, max_runs=1)
         with pytest.raises(TypeError, match="tune: fun=3"):
             tune(3, "mixed_bfloat16", 0.1)(jnp.ones(2))

@@ -100,8 +100,8 @@ def waves(x):
 
 def test_rules_that_could_not_run_are_listed_and_not_passed(others):
     for options, args, reasons in (
-        ({}, (f32(3),), ("jax.ShapeDtypeStruct", "give target='cpu'")),
-        ({"run": False}, (jnp.ones(3),), ("run=False", "give target='cpu'")),
+        ({}, (f32(3),), ("jax.ShapeDtypeStruct", "pass target='cpu'")),
+        ({"run": False}, (jnp.ones(3),), ("run=False", "pass target='cpu'")),
     ):
         report = mpjax.lint(waves, **options)(*args)
         assert not report.ran and not report.findings

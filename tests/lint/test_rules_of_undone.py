@@ -70,12 +70,12 @@ def residual_that_stays(x):
     return half.astype(HALF), y - half
 
 
-def centred(x):
+def centered(x):
     y = jnp.sin(x)
     return y.astype(HALF).astype(WIDE) - jnp.mean(y)  # fault
 
 
-def centred_by_its_own(x):
+def centered_by_its_own(x):
     half = jax.lax.reduce_precision(jnp.sin(x), 8, 7)
     return half - jnp.mean(half)
 
@@ -111,7 +111,7 @@ CASES = {
         "rounded-gradient", by_half_layers, by_wide_layers, (bf16(3, 8, 8), f32(4, 8))
     ),
     "residual": Pair("rounding-error", residual, residual_that_stays, (f32(8),)),
-    "mean": Pair("rounding-error", centred, centred_by_its_own, (f32(8),)),
+    "mean": Pair("rounding-error", centered, centered_by_its_own, (f32(8),)),
     "kahan, negated": Pair(
         "rounding-error", kahan_negated, kahan_in_float32, (bf16(8), bf16(8), bf16(8))
     ),

@@ -170,7 +170,7 @@ REPORTS = {
     "explain gradient": (lambda fun: mpjax.explain(fun, HALF, argnums=0)(W, X), "dot_general 3"),
     "compare": (lambda fun: mpjax.compare(fun, HALF, argnums=None)(W, X), "w scan 3"),
     "compare gradient": (lambda fun: mpjax.compare(fun, HALF, argnums=0)(W, X), "backward w scan"),
-    "find_nonfinite": (lambda fun: mpjax.find_nonfinite(fun)(W, X * 100), "exp made Inf"),
+    "find_nonfinite": (lambda fun: mpjax.find_nonfinite(fun)(W, X * 100), "exp produced Inf"),
     "find_nonfinite gradient": (
         lambda fun: mpjax.find_nonfinite(fun, "mixed_float16", argnums=0, loss_scale=2.0**24)(W, X),
         "iteration scan 0",

@@ -101,7 +101,7 @@ def test_code_mean_over_draws_is_exact(code, rng):
     draws = np.asarray(draws, np.float64)
     spread = draws.std(0)
     off = (draws.mean(0) - np.asarray(x, np.float64)) / (spread + 1e-30) * np.sqrt(len(draws))
-    # Where both neighbours are drawn often enough for a mean of draws to be normal.
+    # Where both neighbors are drawn often enough for a mean of draws to be normal.
     common = (spread > 0.15 * np.ptp(draws, 0)) & (np.abs(draws).min(0) > 0)
     assert common.sum() > 300 and np.abs(off[common]).max() < 6.5
 

@@ -156,7 +156,7 @@ def test_adjust_takes_any_one_bool(finite):
 
 @pytest.mark.parametrize("wrong", [1, 0.0, jnp.array([True]), jnp.float32(1)])
 def test_adjust_refuses_what_is_not_one_bool(wrong):
-    with pytest.raises(ValueError, match="grads_finite=.*must be one bool"):
+    with pytest.raises(ValueError, match="grads_finite=.*must be a single bool"):
         mpjax.DynamicLossScale().adjust(wrong)
 
 
@@ -288,28 +288,28 @@ def test_dynamic_loss_scale_has_these_settings_and_defaults():
         ({"init_scale": "big"}, "init_scale='big' must be one number"),
         ({"init_scale": True}, "init_scale=True must be one number"),
         ({"init_scale": np.ones(2)}, "init_scale=.* must be one number"),
-        ({"init_scale": 2.0**25}, "init_scale=.*must lie between min_scale=1.0 and max_scale"),
-        ({"init_scale": 0.5}, "init_scale=0.5 must lie between min_scale=1.0"),
-        ({"min_scale": 2.0**-127}, r"min_scale=.*must lie between 2\*\*-126"),
-        ({"min_scale": 2.0**-149}, r"min_scale=.*must lie between 2\*\*-126"),
-        ({"max_scale": 2.0**127}, r"max_scale=.*must lie between 2\*\*-126"),
-        ({"min_scale": 8.0, "max_scale": 4.0, "init_scale": 8.0}, "must lie between"),
+        ({"init_scale": 2.0**25}, "init_scale=.*must be between min_scale=1.0 and max_scale"),
+        ({"init_scale": 0.5}, "init_scale=0.5 must be between min_scale=1.0"),
+        ({"min_scale": 2.0**-127}, r"min_scale=.*must be between 2\*\*-126"),
+        ({"min_scale": 2.0**-149}, r"min_scale=.*must be between 2\*\*-126"),
+        ({"max_scale": 2.0**127}, r"max_scale=.*must be between 2\*\*-126"),
+        ({"min_scale": 8.0, "max_scale": 4.0, "init_scale": 8.0}, "must be between"),
         ({"growth_factor": 1.0}, "growth_factor=1.0 must be more than 1"),
         ({"growth_factor": float("inf")}, "growth_factor=inf must be finite"),
-        ({"backoff_factor": 1.0}, "backoff_factor=1.0 must lie between 0 and 1"),
-        ({"backoff_factor": 0.0}, "backoff_factor=0.0 must lie between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval=0 must be a whole number from 1"),
-        ({"growth_interval": 2.5}, "growth_interval=2.5 must be a whole number"),
-        ({"growth_interval": 2**31}, "growth_interval=2147483648 must be a whole number"),
-        ({"hysteresis": 0}, "hysteresis=0 must be a whole number from 1"),
-        ({"hysteresis": True}, "hysteresis=True must be a whole number"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0 must be between 0 and 1"),
+        ({"backoff_factor": 0.0}, "backoff_factor=0.0 must be between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval=0 must be an integer from 1"),
+        ({"growth_interval": 2.5}, "growth_interval=2.5 must be an integer"),
+        ({"growth_interval": 2**31}, "growth_interval=2147483648 must be an integer"),
+        ({"hysteresis": 0}, "hysteresis=0 must be an integer from 1"),
+        ({"hysteresis": True}, "hysteresis=True must be an integer"),
         ({"init_scale": None}, "init_scale=None must be one number"),
         ({"init_scale": 1j}, "init_scale=1j must be one number"),
         ({"growth_factor": 1 + 1e-10}, "growth_factor=.* must be more than 1"),
-        ({"backoff_factor": 1 - 1e-10}, "backoff_factor=.* must lie between 0 and 1"),
+        ({"backoff_factor": 1 - 1e-10}, "backoff_factor=.* must be between 0 and 1"),
         ({"loss_scale": 0.0}, "loss_scale=0.0 must be positive"),
         ({"loss_scale": jnp.ones(3)}, "loss_scale=.* must be one number"),
-        ({"growth_tracker": -5}, "growth_tracker=-5 must be a whole number from 0"),
+        ({"growth_tracker": -5}, "growth_tracker=-5 must be an integer from 0"),
     ],
 )
 def test_dynamic_loss_scale_refuses_settings_out_of_range(settings, message):

@@ -141,7 +141,7 @@ def test_state_without_16_bit_leaves_has_no_tree_of_masters():
     assert jax.tree.structure(state.masters).num_nodes == 1
     assert all((x == -0.1 * jnp.ones(2)).all() for x in jax.tree.leaves(updates))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    with pytest.raises(ValueError, match="'layer_0'.* was float32 in init, but is half"):
+    with pytest.raises(ValueError, match="'layer_0'.* was float32 in init, but is 16-bit"):
         optimizer.update(params, state, half)
 
 
@@ -202,8 +202,8 @@ def test_master_weights_update_refuses_parameters_that_init_did_not_see(rng):
     half, optimizer = mixed_params(rng), mpjax.optim.with_master_weights(optax.sgd(1.0))
     full = jax.tree.map(lambda p: p.astype(jnp.float32), half)
     for first, then, message in [
-        (half, full, r"params\['b'\] was half in init, but is float32"),
-        (full, half, r"params\['b'\] was float32 in init, but is half"),
+        (half, full, r"params\['b'\] was 16-bit in init, but is float32"),
+        (full, half, r"params\['b'\] was float32 in init, but is 16-bit"),
     ]:
         with pytest.raises(ValueError, match=message):
             optimizer.update(first, optimizer.init(first), then)
@@ -296,7 +296,7 @@ def test_master_params_refuses_swapped_and_equal_arguments():
     state = mpjax.optim.with_master_weights(optax.adam(0.1)).init(params)
     with pytest.raises(ValueError, match=r"The order is master_params\(opt_state, params\)"):
         mpjax.optim.master_params(params, state)
-    with pytest.raises(ValueError, match="opt_state is params themselves"):
+    with pytest.raises(ValueError, match="opt_state is the parameters"):
         mpjax.optim.master_params(params, params)
     assert (
         mpjax.optim.master_params((), params)["w"].dtype == np.float32

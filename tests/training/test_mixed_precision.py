@@ -479,16 +479,16 @@ def test_mixed_precision_refuses_bad_arguments():
     params, state = begin(optimizer)
     with pytest.raises(ValueError, match=r"is float32, .* stores it in float16\. optax\.apply"):
         optimizer.update(params, state, mpjax.cast(params, "float32"))
-    with pytest.raises(ValueError, match="must hold a state of mpjax"):
+    with pytest.raises(ValueError, match="must contain a state of mpjax"):
         optimizer.value_and_grad(loss_fn, state.inner_state)
-    with pytest.raises(ValueError, match="must hold a state of mpjax"):
+    with pytest.raises(ValueError, match="must contain a state of mpjax"):
         optimizer.update(params, state, params, scaled_by=state.loss_scale)
     with pytest.raises(TypeError, match="must be a function"):
         optimizer.value_and_grad(3, state)
-    with pytest.raises(ValueError, match="must be one bool"):
+    with pytest.raises(ValueError, match="must be a single bool"):
         optimizer.update(params, state, params, finite=jnp.ones(2, bool))
     with pytest.raises(ValueError, match="not the MixedPrecisionState of mixed_precision"):
         optimizer.update(params, state.inner_state, params)
     adam = mpjax.mixed_precision(optax.adam(0.1), "O2:float16")
-    with pytest.raises(ValueError, match="belongs to another optimizer"):
+    with pytest.raises(ValueError, match="different optimizer"):
         jax.jit(adam.update)(params, state, params)

@@ -346,7 +346,7 @@ def test_run_with_8_bit_moments_continues_from_checkpoint_and_bytes(rng, tmp_pat
     ):
         assert bits(back) == bits(state) and bits(step(back, batch)) == bits(step(state, batch))
     for other in (EIGHT(optax.lion(1e-2)), EIGHT(optax.adabelief(1e-2))):
-        with pytest.raises(ValueError, match="belongs to another (model or )?optimizer"):
+        with pytest.raises(ValueError, match="a different (model or )?optimizer"):
             like = jax.eval_shape(program(other).init, params)
             mpjax.checkpoint.restore(tmp_path / "state", like)
 
@@ -361,7 +361,7 @@ def test_update_with_8_bit_moments_refuses_the_state_of_another_optimizer(rng):
         jax.eval_shape(optimizer.init, params)._replace(scales={}),
     ]
     for state in others:
-        with pytest.raises(ValueError, match="belongs to (another optimizer|other parameters)"):
+        with pytest.raises(ValueError, match="(different optimizer|for other parameters)"):
             jax.eval_shape(optimizer.update, params, state, params)
     with pytest.raises(TypeError, match="inner=.*must be an optax optimizer"):
         EIGHT(optax.adam)

@@ -43,7 +43,7 @@ def test_stochastic_round_mean_is_the_value(half, value):
     y = np.asarray(y, np.float64)
     low, high = np.unique(y)
     assert low < float(np.float32(value)) < high
-    # Neighbours: nothing of the half dtype lies between them.
+    # Neighbors: nothing of the half dtype lies between them.
     assert float(jnp.asarray((low + high) / 2, half)) in (low, high)
     spread = y.std() / np.sqrt(DRAWS)
     assert abs(y.mean() - float(np.float32(value))) < 4 * spread
@@ -166,13 +166,13 @@ def test_stochastic_rounding_passes_float32_and_frozen_leaves_and_arguments(rng)
 
 def test_stochastic_rounding_refuses_bad_arguments():
     x, key = jnp.ones(2), jax.random.key(0)
-    with pytest.raises(ValueError, match="dtype='float32' must be a half dtype"):
+    with pytest.raises(ValueError, match="dtype='float32' must be a 16-bit dtype"):
         mpjax.optim.stochastic_round(x, "float32", key)
     with pytest.raises(TypeError, match="x=.* must be an array of float32"):
         mpjax.optim.stochastic_round(jnp.arange(3), "bfloat16", key)
     with pytest.raises(TypeError, match="key=0 must be one PRNG key"):
         mpjax.optim.stochastic_round(x, "bfloat16", 0)
-    with pytest.raises(ValueError, match="seed=1.5 must be a whole number"):
+    with pytest.raises(ValueError, match="seed=1.5 must be an integer"):
         mpjax.optim.with_stochastic_rounding(optax.sgd(0.1), seed=1.5)
     half = x.astype(jnp.bfloat16)
     optimizer = mpjax.optim.with_stochastic_rounding(optax.sgd(0.1))

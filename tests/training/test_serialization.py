@@ -72,8 +72,8 @@ def test_flax_checkpoint_restores_a_train_state(rng, tmp_path):
         ("float32", "O3:bf16", "TrainState, in 'opt_state', lack '0'. .* another policy"),
         ("O3:bf16", "float32", "TrainState, in 'opt_state', do not fit: .*restore convert"),
         ("O2:float16", "float32", "TrainState, in 'opt_state', do not fit: .*another policy"),
-        ("O2:bfloat16", "O2:float16", r"of a DynamicLossScale hold the fields \[\], but"),
-        ("O3:fp16", "O3:bf16", r"target\['params/.* is bfloat16.*hold float16"),
+        ("O2:bfloat16", "O2:float16", r"of a DynamicLossScale have the fields \[\], but"),
+        ("O3:fp16", "O3:bf16", r"target\['params/.* is bfloat16.*have float16"),
         ("float32", "mixed_bfloat16", None),
     ],
 )
@@ -94,7 +94,7 @@ def test_bytes_of_another_loss_scale_or_model_are_refused(rng):
     params, _ = linear_problem(rng)
     build = lambda scale: mpjax.build_train_step(linear_loss, optax.sgd(1.0), loss_scale=scale)  # noqa: E731
     data = flax.serialization.to_bytes(build("dynamic")[0](params))
-    with pytest.raises(ValueError, match="of a StaticLossScale hold the fields .'growth_tracker'"):
+    with pytest.raises(ValueError, match="of a StaticLossScale have the fields .'growth_tracker'"):
         flax.serialization.from_bytes(build(2.0)[0](params), data)
     with pytest.raises(ValueError, match=r"target\['params/w'\] is .*\(2,\), but .*\(4, 3\)"):
         flax.serialization.from_bytes(build("dynamic")[0]({**params, "w": jnp.ones(2)}), data)

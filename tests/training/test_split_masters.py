@@ -216,7 +216,7 @@ def test_with_master_weights_refuses_bad_storage():
         mpjax.optim.with_master_weights(optax.sgd(0.1), storage="split"),
         mpjax.optim.with_kahan_summation(optax.sgd(0.1)),
     ):
-        with pytest.raises(ValueError, match="the state keeps float32 for .*another storage"):
+        with pytest.raises(ValueError, match="the state has float32 for .*another storage"):
             other.update(params, whole.init(params), params)
     with pytest.raises(ValueError, match="with_kahan_summation: update was called without params"):
         mpjax.optim.with_kahan_summation(optax.sgd(0.1)).update(params, other.init(params))
@@ -226,7 +226,7 @@ def test_with_master_weights_refuses_bad_storage():
     "policy, message",
     [
         ("O2:float16,masters=split", "stored in float16"),
-        ("O3:bfloat16,masters=split", "keeps no master weights"),
+        ("O3:bfloat16,masters=split", "no master weights"),
         ("O2:bfloat16,rounding=kahan", "the policy keeps master weights"),
         ("O2:bfloat16,masters=whole", "masters='whole' must be 'float32'"),
         ("O3:bfloat16,rounding=up", "rounding='up' must be 'nearest'"),

@@ -31,13 +31,13 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         mpjax.errors.DivergenceError, match="3 steps in a row .*scale 512.*learning rate"
     ):
         mpjax.raise_if_diverged(metrics, 3)
-    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was not finite.*the data"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was non-finite.*the data"):
         mpjax.raise_if_diverged({**metrics, "loss_finite": jnp.array(False)}, 2)
     with pytest.raises(
         mpjax.errors.DivergenceError, match="the new model_state was not.*an outlier"
     ):
         mpjax.raise_if_diverged({**metrics, "state_finite": jnp.array(False)}, 2)
-    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was not finite"):
+    with pytest.raises(mpjax.errors.DivergenceError, match="loss itself was non-finite"):
         mpjax.raise_if_diverged({**metrics, "state_finite": False, "loss_finite": False}, 2)
     stuck = {**metrics, "consecutive_skips": 30, "loss_scale": 1.0}
     with pytest.warns(
@@ -51,10 +51,10 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
     for wrong in ({}, None):
         with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
             mpjax.raise_if_diverged(wrong, 2)
-    with pytest.raises(ValueError, match="metrics of several steps"):
+    with pytest.raises(ValueError, match="several steps"):
         mpjax.raise_if_diverged({"consecutive_skips": np.zeros(3)}, np.int64(2))
     for limit in (0, 1.5, True):
-        with pytest.raises(ValueError, match="limit=.*must be a whole number"):
+        with pytest.raises(ValueError, match="limit=.*must be an integer"):
             mpjax.raise_if_diverged(metrics, limit)
 
 
@@ -98,11 +98,11 @@ def test_op_level_settings_without_effect_are_warned_about(text):
         ({"loss_fn": 3}, TypeError, "loss_fn=3 must be a function"),
         ({"optimizer": "adam"}, TypeError, "optimizer='adam' must be an optax optimizer"),
         ({"policy": "mixed_f16"}, ValueError, "Did you mean 'mixed_float16'"),
-        ({"loss_scale": "dynamik"}, ValueError, "'dynamik' is not known.*mean 'dynamic'"),
-        ({"accumulate_steps": 0}, ValueError, "accumulate_steps=0 must be a whole number"),
-        ({"accumulate_steps": 2.0}, ValueError, "accumulate_steps=2.0 must be a whole number"),
+        ({"loss_scale": "dynamik"}, ValueError, "Unknown loss_scale='dynamik'.*mean 'dynamic'"),
+        ({"accumulate_steps": 0}, ValueError, "accumulate_steps=0 must be an integer"),
+        ({"accumulate_steps": 2.0}, ValueError, "accumulate_steps=2.0 must be an integer"),
         ({"has_aux": "yes"}, ValueError, "has_aux='yes' must be True or False"),
-        ({"loss_scale": mpjax.DynamicLossScale}, ValueError, "loss_scale=.*is not known"),
+        ({"loss_scale": mpjax.DynamicLossScale}, ValueError, "Unknown loss_scale="),
     ],
 )
 def test_build_train_step_refuses_bad_arguments(arguments, error, message):
@@ -213,7 +213,7 @@ def test_the_state_of_another_optimizer_is_refused(first, then, message, wrap, r
     params, batch = linear_problem(rng)
     state = built(getattr(optax, first)(0.1))[0](params)
     step = wrap(built(getattr(optax, then)(0.1))[1])
-    with pytest.raises(ValueError, match=rf"state.opt_state belongs.*{message}"):
+    with pytest.raises(ValueError, match=rf"state.opt_state .*{message}"):
         step(state, batch)
 
 
@@ -222,9 +222,7 @@ def test_the_optimizer_state_of_other_parameters_is_refused(rng):
     init, step = built(optax.adam(0.1))
     for others in ({**params, "w": jnp.ones(5)}, {"w": params["w"], "c": params["b"]}, None):
         opt_state = others and init(others).opt_state
-        with pytest.raises(
-            ValueError, match="state.opt_state belongs to another .* parameters of other"
-        ):
+        with pytest.raises(ValueError, match="state.opt_state .* parameters of other"):
             step(dataclasses.replace(init(params), opt_state=opt_state), batch)
 
 
@@ -249,7 +247,7 @@ def test_error_names_the_axis_that_is_not_mapped(axis, rng):
 
 @pytest.mark.parametrize("steps", [2**70, 1 << 100000, 2**31, -1, True], ids=lambda n: f"{n:x}"[:8])
 def test_accumulate_steps_beyond_int32_are_refused(steps):
-    with pytest.raises(ValueError, match=r"accumulate_steps=.* whole number from 1 to 2\*\*31 - 1"):
+    with pytest.raises(ValueError, match=r"accumulate_steps=.* integer from 1 to 2\*\*31 - 1"):
         built(optax.sgd(0.1), accumulate_steps=steps)
 
 

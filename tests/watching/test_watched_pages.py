@@ -40,8 +40,8 @@ def test_each_watched_tensor_is_on_the_map_with_its_colors(reports):
     assert page.things == "tensors"
     for op, tensor in zip(page.operations, report.tensors, strict=True):
         assert op.scope == tensor.scope
-        assert {colour.name for colour in page.colours} == {*op.colours}
-    kinds = {op.colours["risk"] for op in page.operations}
+        assert {color.name for color in page.colors} == {*op.colors}
+    kinds = {op.colors["risk"] for op in page.operations}
     assert {"none", "too small for its dtype"} <= kinds
     assert f"{len(report.risks)} at risk" in document.sentence
     assert [row[1] for row in document.tables[0].rows] == report.risks
@@ -53,17 +53,17 @@ def test_map_colors_follow_the_rows_of_watched_tensors(reports):
         for op in report.document().drawing().operations:
             row = rows[dict(op.facts)["name"]]
             assert op.large == (row.op == "dot_general")
-            assert op.colours["too small"] == row.subnormal + (row.flushed or 0)
+            assert op.colors["too small"] == row.subnormal + (row.flushed or 0)
             if row.headroom is None:
-                assert op.colours["room"] is None
+                assert op.colors["room"] is None
             else:
-                low, high = LIMITS[op.colours["room"]]
+                low, high = LIMITS[op.colors["room"]]
                 assert low <= row.headroom < high
 
 
 def test_watched_page_is_whole_and_escapes_names_of_users(reports):
     text = reports[-1].to_html()
-    assert "<script>alert(1)" not in text and "half tensors" in text.lower()
+    assert "<script>alert(1)" not in text and "16-bit tensors" in text
     assert re.search(r"second", text)
     json.dumps(reports[-1].to_dict())
 

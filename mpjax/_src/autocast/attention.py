@@ -38,7 +38,7 @@ def dot_product_attention(
     """Computes attention like `jax.nn.dot_product_attention`, in a fused kernel if there is one.
 
     The fused kernels are cuDNN's on NVIDIA GPUs from Ampere on and Pallas' flash attention on
-    TPUs. They need half operands, which they get under `autocast`. Elsewhere XLA runs attention,
+    TPUs. They need 16-bit operands, which they get under `autocast`. Elsewhere XLA runs attention,
     and `autocast` plans it like the rest of the program. `explain` names the implementation and,
     if it is XLA's, the reason: the device, a dtype, a shape or an argument. A fused kernel does
     not write out the scores, so memory grows linearly with the sequence length.
@@ -51,7 +51,7 @@ def dot_product_attention(
             of ``key heads``.
         value: An array of the shape of ``key``.
         bias: An array that broadcasts to [batch, heads, length, source length] and is added to the
-            scores. A fused kernel reads it in half.
+            scores. A fused kernel reads it in 16 bits.
         mask: An array that broadcasts to the same shape. Scores are ignored where it is False or 0.
         scale: The factor of the scores. If None, ``1 / sqrt(size)``.
         is_causal: Whether each position attends only to itself and to earlier positions.

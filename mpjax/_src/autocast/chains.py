@@ -1,11 +1,11 @@
-"""Chains: elementwise operations in half that follow each other run in float32, and round once.
+"""Chains: successive elementwise 16-bit operations run in float32, and round once.
 
 A value is rounded where it is stored: a matmul reads it, or a loop, another fusion or the backward
 pass. Between two elementwise operations that XLA fuses it is in a register, where float32 costs
 nothing, while ten roundings to bfloat16 cost more than three times the error of one.
 
-What derivatives save must stay in half. So a chain whose derivatives read values inside it becomes
-an island, which keeps its inputs, if these are not more bytes; else only the values that no
+What derivatives save must stay in 16 bits. So a chain whose derivatives read values inside it
+becomes an island, which keeps its inputs, if these are not more bytes; else only the values that no
 derivative reads are left unrounded.
 """
 
@@ -42,7 +42,7 @@ def links(flow: Flow) -> set[Op]:
     return linked
 
 
-# The kernel of a matmul adds a bias and a residual stream to its accumulator, if they are half:
+# The kernel of a matmul adds a bias and a residual stream to its accumulator, if they are 16-bit:
 # then the sums are not rounded before, and cost no bytes.
 ADDS, EPILOGUE = frozenset(["add", "add_any"]), 2
 
@@ -57,7 +57,7 @@ def _is_elementwise(op: Op, flow: Flow) -> bool:
     ruling, analysis = flow.rulings[op], flow.analysis
     if ruling.forced or op.subs or op.spec.cost != rules.FUSED or flow.choices[op].compute is None:
         return False
-    # The island of a chain keeps its inputs in half: a float32 one would be rounded.
+    # The island of a chain keeps its inputs in 16 bits: a float32 one would be rounded.
     full = (v for v in op.ins if flow.stored[v].kind == "full" and flow.stored[v].dtype == FLOAT32)
     wide = any(counts(analysis, v) for v in full)
     moving = any(analysis.facts[v].linear for v in (*op.ins, *op.outs))
@@ -68,7 +68,7 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
     """Returns the islands of chains whose derivatives read values inside."""
     analysis, recomputed = flow.analysis, []
     for ops in groups:
-        # One half dtype, some rounding to save, and a derivative that would keep values inside.
+        # One 16-bit dtype, some rounding to save, and a derivative that would keep values inside.
         needed = _needed(analysis, ops)
         halves = {flow.rulings[op].half for op in ops}
         rounds = any(flow.stored[v].kind == "half" for v in _inner(ops, flow))
@@ -88,7 +88,7 @@ def unround_again(steps: Iterable[Step], flow: Flow, groups: Sequence[Collection
     """Leaves values unrounded between the ops of a checkpoint that are computed again.
 
     The cotangent of a product with a broadcast array is read elementwise and by a sum, so XLA
-    writes it: in half, if the product is rounded.
+    writes it: in 16 bits, if the product is rounded.
 
     Args:
         steps: The steps of a block.

@@ -98,8 +98,8 @@ def rows_are_cheaper(rows: int, form: Form) -> bool:
 
     Both read and write the same logits. Each further block of rows also reads and writes the
     float32 gradient of the weight, 8 bytes an entry. Each further part of the vocabulary reads the
-    rows in half for three matmuls, and reads and writes their float32 gradient, 14 bytes an entry;
-    and the logits are multiplied twice. All in bytes for each feature.
+    rows in 16 bits for three matmuls, and reads and writes their float32 gradient, 14 bytes an
+    entry; and the logits are multiplied twice. All in bytes for each feature.
     """
     more = form.blocks - 1
     if not more:
@@ -240,7 +240,7 @@ def anywhere(fun: Callable[[Operands], Any], operands: Operands, per_row: bool) 
     if _jax.in_taylor_mode(jax.tree.leaves(operands)):
         raise NotImplementedError(
             "A loss by blocks of its logits has no Taylor mode, because jax.experimental.jet has "
-            "none of jax.lax.scan. Write the loss out, and leave chunked_loss=true away."
+            "none of jax.lax.scan. Write the loss out, and remove chunked_loss=true."
         )
     typed = [x for x in jax.tree.leaves(operands) if _jax.is_explicit(x)]
     if not typed:

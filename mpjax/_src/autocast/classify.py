@@ -21,7 +21,7 @@ def classify(block: Block, policy: Policy) -> tuple[Rulings, set[Value], frozens
     """Finds the rule of every op.
 
     Returns:
-        The rules; the results of reductions, and values made from such results alone; and the
+        The rules; the results of reductions, and values computed from such results alone; and the
         override patterns that matched.
     """
     listed = {

@@ -1,7 +1,7 @@
 """Which of the kept values become 8-bit codes, and of which kind (`storage=8bit`).
 
 The forward pass computes what it computes without codes; derivatives read the values that codes
-stand for. A value is kept as it is stored where rounding it would be amplified or would lose
+represent. A value is kept as it is stored where rounding it would be amplified or would lose
 integers, where it is small, and where a derivative reads it that cannot read a code: of a program
 inside the program, or of an operation that computes its derivative from its own result.
 """
@@ -36,7 +36,7 @@ def kinds(analysis: Analysis, steps: Sequence[Step]) -> dict[Value, str]:
 
 
 def may_be_coded(analysis: Analysis, value: Value) -> bool:
-    """Returns whether codes can stand for a value, if the steps that need it can read them."""
+    """Returns whether codes can represent a value, if the steps that need it can read them."""
     if not value.is_f32 or value.literal or value.const is not None:
         return False
     if analysis.is_raw(value) or value in analysis.once:

@@ -3,9 +3,9 @@
     logits = scale * hidden @ weight + bias
     loss   = log(sum(exp(logits))) - sum(targets * logits)
 
-What is made of the logits is read by `logits`. The loss of each row is replaced, from the matmul
-on. If only its sum is read, perhaps with masks or weights, the sum is replaced too, so that the
-forward pass can make the gradients.
+What is computed from the logits is read by `logits`. The loss of each row is replaced, from the
+matmul on. If only its sum is read, perhaps with masks or weights, the sum is replaced too, so that
+the forward pass can make the gradients.
 """
 
 from collections.abc import Iterator
@@ -263,7 +263,7 @@ def by_blocks(flow: Flow) -> list[ChunkedLoss]:
             flow.marks.losses[maker] = step.written.describe()
             steps.append(step)
         except Unfit as why:
-            flow.marks.losses[maker] = f"as written: {why}"
+            flow.marks.losses[maker] = f"unchanged: {why}"
     return steps
 
 
@@ -271,7 +271,7 @@ def _tell(chain: list[Op], flow: Flow) -> None:
     """Notes that no linear layer makes the logits of a loss, unless they are given."""
     for op in reversed(chain) if chain[-1].name not in THROUGH else ():
         if op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss:
-            flow.marks.losses[op] = f"as written: {chain[-1].name} makes its logits"
+            flow.marks.losses[op] = f"unchanged: {chain[-1].name} computes its logits"
             return
 
 
@@ -281,7 +281,7 @@ def _step(root: Root, reading: Reading) -> ChunkedLoss:
     if reading.leak:
         raise Unfit(reading.leak)
     if ruling.in_force not in ("half", "full") or matmul.params.get("out_sharding") is not None:
-        raise Unfit("its matmul asks for a precision or a sharding of its own")
+        raise Unfit("its matmul sets its own precision or sharding")
     if not all(isinstance(n, int) for v in (*matmul.ins, root.logits) for n in v.aval.shape):
         raise Unfit("its shapes are symbolic")
     leaves = {v: _loss(reading.kinds[v].row, reading.words) for v in reading.leaves}

@@ -47,7 +47,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> Any:
-    """Computes the cross entropy of ``hidden @ weight + bias`` without keeping these logits.
+    """Computes the cross entropy of ``hidden @ weight + bias`` without storing these logits.
 
     The logits of a language model are often the largest array of a training step. Here only a block
     of them exists at a time. Otherwise the function equals
@@ -70,7 +70,7 @@ def linear_cross_entropy(
             end, and the loss of any other label that is no word is NaN. To ignore labels, use
             ``where``.
         bias: None, or an array of shape [vocabulary] that is added to the logits.
-        transposed: Whether ``weight`` lies like the table of an embedding. It is not copied.
+        transposed: Whether ``weight`` has the layout of an embedding table. It is not copied.
         reduction: "mean" or "sum" of the losses; None returns each.
         where: None, or an array that broadcasts to [...]: which losses count. Numbers are weights:
             the mean is the sum of weighted losses, divided by the sum of weights. The mean of no
@@ -176,7 +176,7 @@ def _check_dtypes(labels: Any, **floats: Any) -> None:
             raise TypeError(f"{name} is {x.dtype}. Its dtype must be float16, bfloat16 or float32.")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"labels is {labels.dtype}. It must hold integers, one for each row of hidden; for "
+            f"labels is {labels.dtype}. It must contain integers, one for each row of hidden; for "
             "label_smoothing, pass the labels before they are smoothed."
         )
 

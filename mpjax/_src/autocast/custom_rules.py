@@ -1,6 +1,6 @@
 """Evaluates functions with custom derivative, transposition or batching rules.
 
-The rule is kept. It is planned and rewritten as a program of its own.
+The rule is kept. It is planned and rewritten as its own program.
 """
 
 import functools
@@ -21,7 +21,7 @@ from mpjax._src.autocast.operations import (
     result_dtypes,
     run_block,
 )
-from mpjax._src.autocast.plan import analyse, make_plan, outline, run_plan
+from mpjax._src.autocast.plan import analyze, make_plan, outline, run_plan
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.policy.policy import Policy
@@ -170,7 +170,7 @@ def _computed_dtypes(rules, backward, ct_dtypes, policy, scopes) -> list[Any]:
 
 
 def _passed_on(plan: Any, dtypes: Sequence[Any]) -> list[Any]:
-    """Returns the dtypes of residuals: one that is stored in half is passed on in half."""
+    """Returns the dtypes of residuals: one that is stored in 16 bits is passed on in 16 bits."""
     stored = plan.analysis.stored
     return [
         stored[v].dtype if v.is_f32 and stored[v].kind == "half" else d
@@ -219,12 +219,12 @@ def _with_all_cotangents(trace_bwd: Callable[..., Any], count: int) -> Any:
 
 
 def _residual_dtypes(bwd, count, ct_dtypes, policy, scopes) -> list[Any]:
-    """Returns the storage dtype of each residual: half if only half operations read it."""
+    """Returns the storage dtype of each residual: 16-bit if only 16-bit operations read it."""
     inner, consts = _jax.open_jaxpr(bwd)
     dtypes = [v.aval.dtype if hasattr(v.aval, "dtype") else None for v in inner.invars]
     dtypes[count:] = [d or t for d, t in zip(ct_dtypes, dtypes[count:], strict=True)]
     plan = outline(inner, consts, policy, scopes=scopes)
-    wants = analyse(plan, dtypes).wants
+    wants = analyze(plan, dtypes).wants
     half = policy.compute_dtype
     return [
         half

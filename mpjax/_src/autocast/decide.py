@@ -89,7 +89,7 @@ def _give(analysis: Analysis, op: Op, kind: str, dtype: Any, wide: bool = False)
 
 
 def _is_rounded(analysis: Analysis, value: Value) -> bool:
-    """Returns whether a float32 result is stored in half.
+    """Returns whether a float32 result is stored in 16 bits.
 
     It is if it has several readers, one of them outside of its island, or if a relu or a similar
     function reads it, which saves its operand for the derivative. Values computed from arguments
@@ -103,7 +103,7 @@ def _is_rounded(analysis: Analysis, value: Value) -> bool:
 
 
 def _is_lost(analysis: Analysis, op: Op, out: Value) -> bool:
-    """Returns whether half would lose information of an op's result, or its range."""
+    """Returns whether 16 bits would lose information of an op's result, or its range."""
     return analysis.facts[out].exact or analysis.is_beyond(out, analysis.rulings[op].half)
 
 
@@ -122,10 +122,10 @@ def _decide_half(analysis: Analysis, op: Op) -> None:
     elif not out.is_f32:
         return
     elif any(analysis.facts[v].linear for v in op.ins):
-        # Its transpose, a matmul too, must get a half cotangent.
+        # Its transpose, a matmul too, must get a 16-bit cotangent.
         _give(analysis, op, "half", half)
     elif ruling.forced == "half":
-        _give(analysis, op, "half", half)  # a list or region sets half, also for the result
+        _give(analysis, op, "half", half)  # a list or region asks for 16 bits, also for the result
     elif rules.HAS_WIDE_FORM in op.spec.traits and (
         want.amplified
         or want.unrounded
@@ -137,7 +137,7 @@ def _decide_half(analysis: Analysis, op: Op) -> None:
     elif all(v.aval.dtype in HALVES for v in op.ins if is_float(v)):
         _set(
             analysis, out, "full", FLOAT32
-        )  # the program asked for a float32 result of half operands
+        )  # the program asked for a float32 result of 16-bit operands
     else:
         _give(analysis, op, "half", half)
 
@@ -148,7 +148,7 @@ def _decide_full(analysis: Analysis, op: Op) -> None:
 
 
 def _is_of_wide(analysis: Analysis, op: Op) -> bool:
-    """Returns whether an op's operands contain a constant that half cannot hold.
+    """Returns whether an op's operands contain a constant that 16 bits cannot represent.
 
     Normalized results are excepted: they are of ordinary size, whatever the divisor and epsilon.
     """
@@ -160,7 +160,7 @@ def _is_of_wide(analysis: Analysis, op: Op) -> bool:
 def _decide_follow(analysis: Analysis, op: Op) -> None:
     half = analysis.rulings[op].half
     kinds = {analysis.stored[v].kind for v in op.ins if v.is_f32}
-    if not kinds:  # made from integers or booleans: it has no float operand to follow
+    if not kinds:  # computed from integers or booleans: it has no float operand to follow
         return _decide_leave(analysis, op)
     wide, flexible = _is_of_wide(analysis, op), kinds <= {"flexible"}
     critical = _critical_constant(op, half, flexible) if half is not None else None
@@ -183,7 +183,7 @@ def _in_float32(analysis: Analysis, op: Op, full: bool, critical: float | None) 
         analysis: The tables.
         op: The op.
         full: Whether an operand is float32.
-        critical: A constant operand that half cannot hold.
+        critical: A constant operand that 16 bits cannot represent.
     """
     half = analysis.rulings[op].half
     if critical is not None:
@@ -200,13 +200,13 @@ def _in_float32(analysis: Analysis, op: Op, full: bool, critical: float | None) 
 
 
 def _is_masked(analysis: Analysis, op: Op) -> bool:
-    """Returns whether an operand is made from constants that half cannot hold."""
+    """Returns whether an operand is computed from constants that 16 bits cannot represent."""
     reads = (analysis.stored[v] for v in op.ins)
     return any(stored.wide and stored.kind == "flexible" for stored in reads)
 
 
 def _critical_constant(op: Op, half_dtype: Any, may_be_one: bool = False) -> float | None:
-    """Returns a constant operand that rounding to half turns into 0, infinity or 1."""
+    """Returns a constant operand that rounding to 16 bits turns into 0, infinity or 1."""
     for value in op.ins:
         if value.entries is None or not value.is_f32:
             continue
@@ -243,7 +243,7 @@ def _decide_layout(analysis: Analysis, op: Op) -> None:
             _choose(analysis, op, compute)
             return _give(analysis, op, "half", compute)
         lost = any(_is_lost(analysis, op, out) for out in op.outs)
-        # Only half ops read it: moved in half, it is rounded before, and moves half the bytes.
+        # Only 16-bit ops read it: moved in 16 bits, it is rounded before, and moves half the bytes.
         keeps = wide or lost or rules.RANKS in op.spec.traits
         if kind == "full" and not keeps and all(_only_for_half(analysis, v) for v in op.outs):
             _choose(analysis, op, half)
@@ -261,7 +261,7 @@ def _only_for_half(analysis: Analysis, out: Value) -> bool:
 
 
 def _keeps_float32(analysis: Analysis, op: Op) -> bool:
-    """Returns whether half operands are cast to float32, and not float32 operands to half.
+    """Returns whether 16-bit operands are cast to float32, and not float32 operands to 16 bits.
 
     This is so if the result is returned: a buffer that is partly updated keeps its other values.
     """
@@ -298,9 +298,9 @@ def _decide_cast(analysis: Analysis, op: Op) -> None:
         stored = analysis.stored[value]
         _set(analysis, out, stored.kind, stored.dtype, stored.wide)
     elif dtype in HALVES and half == dtype:
-        _set(analysis, out, "half", half)  # it is half; it is cast where a float32 op reads it
+        _set(analysis, out, "half", half)  # it is 16-bit; it is cast where a float32 op reads it
     elif dtype == np.bool_ or dtype in HALVES or out.entries is not None:
-        _set(analysis, out, "flexible", FLOAT32)  # exact in half, or an ordinary constant
+        _set(analysis, out, "flexible", FLOAT32)  # exact in 16 bits, or an ordinary constant
     elif np.issubdtype(dtype, np.integer):
         _choose(analysis, op, None, why(Reason.INTEGERS))
         _set(analysis, out, "full", FLOAT32, wide=True)
@@ -379,7 +379,7 @@ def _decide_result(
 def _half_of_result(
     analysis: Analysis, op: Op, out: Value, index: int, rows: Sequence[Stored]
 ) -> Any:
-    """Returns the dtype of a result that is not full: a half dtype or, if flexible, float32."""
+    """Returns the dtype of a result that is not full: a 16-bit dtype or, if flexible, float32."""
     kinds, want = {row.kind for row in rows}, analysis.wants[out]
     halves = {row.dtype for row in rows if row.kind == "half"}
     for sub in op.subs:

@@ -28,11 +28,11 @@ from mpjax._src.base.dtypes import FLOAT16, HALVES
 from mpjax._src.base.higher_order import Inside
 from mpjax._src.program.graph import Block, Op, Value, is_steady
 
-# The demand of a reader that computes in float32, in half, or exactly in float32.
+# The demand of a reader that computes in float32, in 16 bits, or exactly in float32.
 FULL = Want(half=False)
 HALF = Want(full=False, outside=True)
 EXACT = FULL._replace(needed=True)
-# The demand at the end of an iteration, by whether the next iteration reads the carry in half.
+# The demand at the end of an iteration, by whether the next iteration reads the carry in 16 bits.
 CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)}
 # The demand of a loop on the initial value of a carry, likewise.
 TAKEN = {True: HALF._replace(half=False), False: FULL}
@@ -50,7 +50,7 @@ def ask(analysis: Analysis, block: Block, out_dtypes: Sequence[Any]) -> Analysis
 
 
 def held_carries(analysis: Analysis, block: Block) -> set[Value]:
-    """Returns the half carries whose rounding a reader would notice, in the loop or after it."""
+    """Returns the 16-bit carries whose rounding a reader would notice, in the loop or after it."""
     return {
         sub.program.invars[place]
         for op in block.walk()
@@ -129,12 +129,13 @@ def _is_phase(analysis: Analysis, op: Op) -> bool:
 def _float32_matmul(analysis: Analysis, op: Op, ruling: Ruling) -> Why | None:
     """Returns the reason to compute a matmul in float32, or None.
 
-    Half merges large integers, such as the positions in the angles of rotary embeddings. A
-    contraction shorter than the depth of a matrix unit is no faster in half, so it stays in float32
-    if an operation amplifies its result and its operands are not half yet. A matmul with zeros and
-    ones selects or sums entries of the other operand. If that is computed in float32, and float32
-    operations read the result, half would only round in between. Entries that are masked with a
-    constant beyond the range of float16 would be infinite, and NaN if they are multiplied by zero.
+    16 bits merge large integers, such as the positions in the angles of rotary embeddings. A
+    contraction shorter than the depth of a matrix unit is no faster in 16 bits, so it stays in
+    float32 if an operation amplifies its result and its operands are not 16-bit yet. A matmul
+    with zeros and ones selects or sums entries of the other operand. If that is computed in
+    float32, and float32 operations read the result, 16 bits would only round in between.
+    Entries that are masked with a constant beyond the range of float16 would be infinite, and
+    NaN if they are multiplied by zero.
     """
     if ruling.rule != "half" or ruling.forced or any(analysis.facts[v].linear for v in op.ins):
         return None
@@ -178,22 +179,22 @@ def _follow(analysis: Analysis, op: Op, readers: Want) -> Want:
 
 
 def _sees_rounding(analysis: Analysis, op: Op, readers: Want) -> bool:
-    """Returns whether an op must read unrounded float32 values computed from a half matmul.
+    """Returns whether an op must read unrounded float32 values computed from a 16-bit matmul.
 
     There are three cases. A difference before a pole (``sqrt(1 - sigmoid(x))``): rounding may make
-    its terms equal, and the slope is then infinite. A difference that takes off most of an operand:
+    its terms equal, and the slope is then infinite. A difference that subtracts most of an operand:
     of parts of one array (``x[1:] - x[:-1]``), of two states of one stream, or of an array and a
     mean that contains one of its terms. A function that jumps (``x - floor(x)``).
     """
     if op.spec.gain_of(op.params) == rules.SUM and len(op.ins) == 2:
         subtracts = rules.SUBTRACTS in op.spec.traits
         apart = subtracts and (readers.steep or _is_of_parts(analysis, op))
-        return apart or analysis.facts[op.outs[0]].centred or _takes_off(analysis, op)
+        return apart or analysis.facts[op.outs[0]].centered or _takes_off(analysis, op)
     return rules.JUMPS in op.spec.traits
 
 
 def _takes_off(analysis: Analysis, op: Op) -> bool:
-    """Returns whether a sum may take off what was added before: ``(273 + 10 * h) - 273``."""
+    """Returns whether a sum may subtract what was added before: ``(273 + 10 * h) - 273``."""
     one, other = offsets(analysis.facts, op)
     return bool(one & reversed_offset(other))
 
@@ -206,7 +207,7 @@ def _is_of_parts(analysis: Analysis, op: Op) -> bool:
 
 
 def wide_inside(analysis: Analysis, op: Op) -> Why | None:
-    """Returns the reason to compute an elementwise op in float32 even for half operands, or None.
+    """Returns the reason to compute an elementwise op in float32 even for 16-bit operands, or None.
 
     The derivative of some special functions is computed from the result, which rounding would
     damage. Other derivatives, such as that of ``x / (1 + |x|)``, are differences of nearly equal
@@ -242,8 +243,8 @@ def _is_steep(op: Op, value: Value) -> bool:
 def _multiplies_a_state(analysis: Analysis, op: Op, value: Value) -> bool:
     """Returns whether a value decays a float32 state: h = a * h + b keeps 1 / (1 - a) steps.
 
-    Rounding an ``a`` close to 1 to half would change the decay. States that only half operations
-    read are excepted.
+    Rounding an ``a`` close to 1 to 16 bits would change the decay. States that only 16-bit
+    operations read are excepted.
     """
     product = op.spec.multiplies
     states = [v for v in op.ins if analysis.facts[v].exact and analysis.facts[v].writes > WRITES]
@@ -253,7 +254,7 @@ def _multiplies_a_state(analysis: Analysis, op: Op, value: Value) -> bool:
 
 
 def _is_beside(analysis: Analysis, op: Op, value: Value) -> bool:
-    """Returns whether a value is added to the result of a loop that runs as written.
+    """Returns whether a value is added to the result of a loop that runs unchanged.
 
     Such a loop solves an equation in float32. The sum may cancel, so the value must be as accurate.
     """

@@ -66,7 +66,7 @@ def from_codes(
     prevent_cse: bool,
     halves: Sequence[Any] = (),
 ) -> Any:
-    """Runs steps as they are. Their derivative is that at the values which codes stand for.
+    """Runs steps as they are. Their derivative is that at the values which codes represent.
 
     Args:
         run: ``run(arrays, kept=(), codes=())`` returns results, kept values, and the code or None
@@ -392,7 +392,7 @@ def matmul(
     eqn: Any,
     args: Sequence[Any],
     dtype: Any,
-    centred: Place | None = None,
+    centered: Place | None = None,
     wide: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
     """Runs a matmul whose tangents are computed in the dtype of its operands.
@@ -400,8 +400,8 @@ def matmul(
     Args:
         eqn: The equation of the matmul.
         args: Its operands.
-        dtype: The dtype of the result. For half operands, float32 is the accumulator.
-        centred: An operand and some of its dimensions. The mean over these is subtracted from the
+        dtype: The dtype of the result. For 16-bit operands, float32 is the accumulator.
+        centered: An operand and some of its dimensions. The mean over these is subtracted from the
             operand where the tangent of the other one is multiplied by it, and from its own tangent
             (so from its cotangent). This is correct if the reader of the result ignores a constant
             added to all entries of a row, like a softmax.
@@ -412,7 +412,7 @@ def matmul(
     del params["preferred_element_type"]
     twins = {i: array for i, array in wide.items() if array is not None}
     places = tuple(wide), tuple(twins)
-    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centred, places)
+    key = (primitive, tuple(sorted(params.items())), np.dtype(dtype), centered, places)
     try:
         call = _cached_matmul(*key)
     except TypeError:  # a parameter is not hashable
@@ -439,7 +439,7 @@ def _cached_matmul(
     primitive: Any,
     items: tuple[tuple[str, Any], ...],
     dtype: Any,
-    centred: Place | None,
+    centered: Place | None,
     places: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Any:
     params = dict(items)
@@ -463,11 +463,11 @@ def _cached_matmul(
         terms = []
         for i, tangent in zip(moving, tangents, strict=True):
             others = [*primals[:i], *primals[i + 1 :]]
-            if centred is not None and centred[0] != i:
+            if centered is not None and centered[0] != i:
                 # Without the barrier, XLA would hold it beside the array itself, forward.
-                others = [_less_mean(_jax.gpu_barrier(x), centred[1]) for x in others]
-            elif centred is not None:
-                tangent = _less_mean(tangent, centred[1])
+                others = [_less_mean(_jax.gpu_barrier(x), centered[1]) for x in others]
+            elif centered is not None:
+                tangent = _less_mean(tangent, centered[1])
             others.insert(i, tangent)
             half = primals[i].dtype
             if i in wide:
@@ -476,12 +476,12 @@ def _cached_matmul(
                 terms.append(product(others, half))
         return functools.reduce(jax.lax.add, terms)
 
-    if centred is not None:  # else the centred operand would be kept
+    if centered is not None:  # else the centered operand would be kept
         along = jax.checkpoint(along, prevent_cse=False, static_argnums=0)
 
     def jvp(primals, tangents):
-        # As written if possible, because checkpoint policies recognise matmuls by name.
-        out = (run if dtype == primals[0].dtype and centred is None else call)(*primals)
+        # As written if possible, because checkpoint policies recognize matmuls by name.
+        out = (run if dtype == primals[0].dtype and centered is None else call)(*primals)
         operands = primals[: len(primals) - len(twins)]
         moves = dict(enumerate(tangents[:2])) | dict(
             zip(twins, tangents[len(operands) :], strict=True)
@@ -522,10 +522,10 @@ def recomputed(
     Args:
         run: ``run(arrays, sums=None)`` returns results and sums; given sums are not recomputed.
         arrays: The inputs.
-        rounded: Which of the inputs are kept in half.
-        half: The half dtype, if some are.
+        rounded: Which of the inputs are kept in 16 bits.
+        half: The 16-bit dtype, if some are.
         prevent_cse: Whether a barrier must keep XLA from saving the values inside.
-        halves: By position, the half arrays of which inputs are copies in float32. They are kept;
+        halves: By position, the 16-bit arrays of which inputs are copies in float32. They are kept;
             the derivative is with respect to the copies.
     """
     count = len(arrays)
@@ -569,7 +569,7 @@ def _tangent(
 
 
 def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
-    """Runs an elementwise island with one half operand, and keeps its slope for the derivative.
+    """Runs an elementwise island with one 16-bit operand, and keeps its slope for the derivative.
 
     The slope takes the memory of the operand, which is not kept, and nothing is computed twice.
 
@@ -593,10 +593,10 @@ def elementwise(run: Run, arrays: Sequence[Any], barrier: bool) -> list[Any]:
 
 
 def activation(fun: Callable[[Any], Any], x: Any, half: Any) -> Any:
-    """Runs an elementwise function of a float32 array, and multiplies its derivative in half.
+    """Runs an elementwise function of a float32 array, and multiplies its derivative in 16 bits.
 
-    The cotangent of ``x`` is then a half product, which takes two bytes per entry in memory. A cast
-    to half and back would not do: XLA removes it and writes float32.
+    The cotangent of ``x`` is then a 16-bit product, which takes two bytes per entry in memory. A
+    cast to 16 bits and back would not do: XLA removes it and writes float32.
     """
 
     def jvp(primals, tangents):
@@ -645,7 +645,7 @@ class Weighing(NamedTuple):
 def softmax(
     run: Run, arrays: Sequence[Any], form: Softmax, prevent_cse: bool, name: str = KEPT
 ) -> list[Any]:
-    """Runs a softmax in float32. Its derivative is computed from its result, kept in half.
+    """Runs a softmax in float32. Its derivative is computed from its result, kept in 16 bits.
 
     Args:
         run: ``run(arrays)`` returns ``[result], [result]``.
@@ -743,7 +743,7 @@ def attention(
             are constant for the derivative.
         form: The properties of the softmax; its axes are those of the matmul's operand.
         by: The matmul, and the operations before it.
-        shows: Whether the softmax is returned after the result, in half and without a tangent.
+        shows: Whether the softmax is returned after the result, in 16 bits and without a tangent.
         again: Whether ``run`` returns one that was kept.
         names: The names under which checkpoints keep the result and the softmax, or "".
         in_order: Whether the softmax is kept in the order in which its matmul reads it: batch axes,

@@ -1,15 +1,15 @@
-"""The second sweep of a plan, forwards: the origin of each value, and whether half can hold it.
+"""The second sweep of a plan, forwards: where values come from, and which fit into 16 bits.
 
 A `Fact` is an element of a small lattice. It is computed from the facts of the operands and joined
 where branches meet. Loops, also nested ones, are iterated to a fixpoint.
 
-The rule of sums. If a state is rounded to half after each of n additions, the error is about
+The rule of sums. If a state is rounded to 16 bits after each of n additions, the error is about
 sqrt(n) rounding errors of the state, whatever the size of the terms. That is acceptable if
 
 - the term comes from a residual block: it is computed from the state itself, by a matmul with
   weights that no earlier addition to this state used. The weights determine its size, and casts
   placed by hand round there too.
-- there are at most `WRITES` other additions, which cost two roundings to half.
+- there are at most `WRITES` other additions, which cost two roundings to 16 bits.
 
 It is not acceptable if a term may be small compared with the state: a term scaled by less than
 `STEP` or by an argument of unknown size, or a term added to an argument, which has not been rounded
@@ -45,7 +45,7 @@ from mpjax._src.base.higher_order import SCAN, WHILE, Inside, turns_of
 from mpjax._src.program.graph import Block, Op, Value, is_float
 from mpjax._src.program.views import before, is_view, own_axes
 
-# sqrt(4) = 2 roundings to half: the error that autocast may add to that of the matmuls.
+# sqrt(4) = 2 roundings to 16 bits: the error that autocast may add to that of the matmuls.
 WRITES = 4
 
 # Numbers of ordinary size, scaled by less than this, are close to float16's smallest numbers.
@@ -131,7 +131,7 @@ class Sweep:
             self.leave(op, Reason.REPEATS_LOOP)
         ruling = self.rulings[op]
         for out, facts in zip(op.outs, results, strict=True):
-            # Any branch may run: the result is half only if all branches round it.
+            # Any branch may run: the result is 16-bit only if all branches round it.
             half = bool(facts) and all(fact.half for fact in facts)
             self.facts[out] = join(facts)._replace(half=half)
             if "full" in (ruling.forced, ruling.rule):
@@ -140,10 +140,10 @@ class Sweep:
                 self.facts[out] = self.facts[out]._replace(solved=True)
 
     def loop(self, op: Op, sub: Inside) -> None:
-        """Iterates the body of a loop to a fixpoint, and decides which carries are half.
+        """Iterates the body of a loop to a fixpoint, and decides which carries are 16-bit.
 
-        A carry is half if a half operation computes it in every iteration and it is not an exact
-        sum.
+        A carry is 16-bit if a 16-bit operation computes it in every iteration and it is not an
+        exact sum.
         """
         body = sub.program
         turns = turns_of(op.eqn) if op.inside.kind == SCAN else WRITES + 1
@@ -194,7 +194,7 @@ class Sweep:
         self.carries[body] = tuple(v in carries and self.facts[v].half for v in body.invars)
 
     def condition(self, op: Op, sub: Inside) -> None:
-        """Leaves a loop as written if it ends when matmuls meet a tolerance: half may never."""
+        """Leaves a loop unchanged if it ends when matmuls meet a tolerance; 16-bit ones may not."""
         body = op.subs[1]
         inside = dict(zip(body.ins, body.program.invars, strict=True))
         for value, index in zip(sub.program.invars, sub.ins, strict=True):
@@ -225,7 +225,7 @@ class Sweep:
             self.leave(op, Reason.REPLAYS_LOOP)
 
     def leave(self, op: Op, reason: Reason) -> None:
-        """Leaves a program as written."""
+        """Leaves a program unchanged."""
         self.rulings[op] = self.rulings[op]._replace(rule="leave", why=why(reason))
 
 
@@ -344,7 +344,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         solved=False,
         huge=False,
         peak=0,
-        # What a mean takes off, `level` says.
+        # What a mean subtracts, `level` says.
         offset=0 if span == BOUNDED or op.name == "reduce_sum" else joined.offset,
         spread=joined.spread and len(op.ins) == 1,
         mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
@@ -399,9 +399,9 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     joined = joined._replace(span=span, norm="", peak=0, negative=bool(below))
     if any(_is_unknown_scalar(sweep.facts, v) for v in op.ins):
         joined = joined._replace(exact=True)
-    level, centred = _level(sweep, op, out)
+    level, centered = _level(sweep, op, out)
     offset = union(offsets(sweep.facts, op))
-    joined = joined._replace(level=level, centred=centred, mean=0, offset=offset)
+    joined = joined._replace(level=level, centered=centered, mean=0, offset=offset)
     terms = [sweep.facts[v] for v in op.ins if v.size == out.size and not _is_filled(v)]
     # A bias is no term of a sum of states: it shifts one.
     terms = [fact for fact in terms if not (fact.given and fact.spread)]
@@ -417,7 +417,7 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         sweep.parted |= a.chain & b.chain
     small = a.scaled != b.scaled  # if both terms are scaled, neither is the state
     block = not small and (_is_block(a, b) or _is_block(b, a))
-    # An argument has all its digits, which a half term would have rounded.
+    # An argument has all its digits, which a 16-bit term would have rounded.
     argument = (a.given and b.half) or (b.given and a.half)
     writes = max(a.writes, b.writes) if block else min(a.writes + b.writes + 1, WRITES + 1)
     exact = joined.exact or small or argument or writes > WRITES
@@ -434,9 +434,9 @@ def _sum(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
 
 
 def _level(sweep: Sweep, op: Op, out: Value) -> tuple[int, bool]:
-    """Returns along which axes a term of a sum is constant, and whether it is taken off again.
+    """Returns along which axes a term of a sum is constant, and whether it is subtracted again.
 
-    A mean of this very array over these axes alone takes it off.
+    A mean of this very array over these axes alone subtracts it.
     """
     large = _level_of_large(sweep.facts, op)
     small = [v for v in op.ins if v.size < out.size and not is_zero(v)]
@@ -467,7 +467,7 @@ def _level_after(op: Op, first: Value, level: int) -> int:
 
 
 def _constant_axes(small: Value, large: Value) -> int:
-    """Returns the axes along which a value is constant if it is read beside a larger one."""
+    """Returns the axes along which a value is constant if it is read next to a larger one."""
     shape = small.aval.shape or (1,) * len(large.aval.shape)
     sizes = zip(shape, large.aval.shape, strict=True)
     return union(1 << axis for axis, (one, n) in enumerate(sizes) if one != n)

@@ -21,8 +21,8 @@ class Flow:
         block: The block.
         analysis: What is known about its values.
         producer: For each value, the op that computes it.
-        readers: For each value, the ops that read it; None stands for the block's results.
-        free: The ops that make constants or cast booleans to floats, by their results.
+        readers: For each value, the ops that read it; None means the block's results.
+        free: The ops that create constants or cast booleans to floats, by their results.
         ops: The ops that run, in order: those of the block, but for some that `replace` replaces.
     """
 
@@ -75,7 +75,7 @@ def flow_of(block: Block, analysis: Analysis) -> Flow:
 
 
 def free_producers(members: Sequence[Op], flow: Flow) -> list[Op]:
-    """Returns the ops that make constants or cast booleans to floats; islands repeat them."""
+    """Returns the ops that create constants or cast booleans to floats; islands repeat them."""
     producers: dict[Op, None] = {}
     todo = [v for op in members for v in op.ins]
     while todo:
@@ -88,7 +88,7 @@ def free_producers(members: Sequence[Op], flow: Flow) -> list[Op]:
 
 
 def is_free(analysis: Analysis, op: Op) -> bool:
-    """Returns whether an op makes a constant or casts a boolean to a float, where it is read."""
+    """Returns whether an op creates a constant or casts a boolean to a float, where it is read."""
     if not op.outs or not op.outs[0].is_f32:
         return False
     if op.name == "broadcast_in_dim":
@@ -118,7 +118,7 @@ def counts(analysis: Analysis, value: Value) -> bool:
 
 
 def not_far_smaller(values: Iterable[Value], size: int) -> list[Value]:
-    """Returns the values whose bytes count beside an array of a size."""
+    """Returns the values whose bytes count next to an array of a size."""
     return [v for v in values if v.size * FAR_SMALLER > size]
 
 
@@ -127,7 +127,7 @@ FAR_SMALLER = 8
 
 
 def kept_bytes(analysis: Analysis, values: Iterable[Value]) -> int:
-    """Returns the bytes that values take if they are kept in half."""
+    """Returns the bytes that values take if they are kept in 16 bits."""
     each = (
         v.size * (2 if v.is_f32 else v.aval.dtype.itemsize) for v in values if counts(analysis, v)
     )
@@ -139,7 +139,7 @@ def large_float32(ops: Sequence[Op], ins: Iterable[Value], flow: Flow) -> frozen
 
     An argument came in float32, and its range is not known. Where it is only moved or broadcast, or
     a product with it may leave the range of float16 (`facts`), it is not rounded. Neither are rows
-    that were looked up in one: a table may hold data as well as what was learned.
+    that were looked up in one: a table may contain data as well as what was learned.
     """
     floats = (v for v in ins if v.is_f32 and flow.stored[v].dtype == FLOAT32)
     large = {v for v in floats if not v.is_one and counts(flow.analysis, v)}

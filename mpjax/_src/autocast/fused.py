@@ -75,7 +75,7 @@ def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
         arrays: Queries, keys, values, and the arrays of its terms.
 
     Returns:
-        The result, in half.
+        The result, in 16 bits.
     """
     inputs, options = arranged(fusion, arrays), dict(fusion.options)
     try:

@@ -48,7 +48,7 @@ def choose(arrays: Sequence[Any], options: Options) -> tuple[str, str]:
     dtypes = {x.dtype for x in (query, key, value)}
     if len(dtypes) > 1 or not dtypes <= {*HALVES}:
         names = ", ".join(sorted(dtype.name for dtype in dtypes))
-        return "", f"a fused kernel needs operands of one half dtype, not {names}"
+        return "", f"a fused kernel needs operands of one 16-bit dtype, not {names}"
     if device.platform == "tpu":
         name, why_not = "flash", _not_on_tpu(query, key, bias, mask, options)
     else:
@@ -93,7 +93,7 @@ def _not_on_gpu(query: Any, key: Any, bias: Any, mask: Any, capability: str) -> 
 
 
 def cudnn(query: Any, key: Any, value: Any, bias: Any, mask: Any, *, options: Options) -> Any:
-    """Runs cuDNN's fused attention on half operands."""
+    """Runs cuDNN's fused attention on 16-bit operands."""
     names = "query_seq_lengths", "key_value_seq_lengths"
     if bias is not None:  # a bias of -1e9 would become -Inf in float16
         lowest = LOWEST[query.dtype.name]

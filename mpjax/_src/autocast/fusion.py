@@ -1,4 +1,4 @@
-"""Recognises hand-written attention and runs it in the fused kernel of the device.
+"""Recognizes hand-written attention and runs it in the fused kernel of the device.
 
     out = softmax(factor * q k' + biases, masked) v
 
@@ -57,8 +57,8 @@ def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
 def tell_of_late_norms(flow: Flow) -> None:
     """Says of attention that is normalized after the product why it runs in no fused kernel.
 
-    It has no softmax that is rounded to half: its weights are exponentials, and the product of them
-    and the values is divided by their sum.
+    It has no softmax that is rounded to 16 bits: its weights are exponentials, and the product of
+    them and the values is divided by their sum.
     """
     for op in flow.ops:
         if op.name not in ("div", "mul"):
@@ -85,7 +85,7 @@ def _source(value: Value, flow: Flow) -> Op | None:
 
 
 def _is_weight(op: Op, flow: Flow) -> bool:
-    """Returns whether an op makes exponentials of a matmul's result, masked or not."""
+    """Returns whether an op computes exponentials of a matmul's result, masked or not."""
     if op.name == "select_n":
         return any(
             case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
@@ -207,10 +207,10 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
 
 def _check_matmuls(flow: Flow, *matmuls: Op) -> None:
     if len({flow.rulings[op].half for op in matmuls}) > 1:
-        raise Unfit("its matmuls compute in different half dtypes")
+        raise Unfit("its matmuls compute in different 16-bit dtypes")
     for op in matmuls:
         if flow.rulings[op].in_force != "half" or not all(v.is_f32 for v in op.ins):
-            raise Unfit("one of its matmuls does not compute in half")
+            raise Unfit("one of its matmuls does not compute in 16 bits")
         if op.params.get("out_sharding") is not None:
             raise Unfit("one of its matmuls sets a sharding")
         if not all(isinstance(n, int) for v in op.ins for n in v.aval.shape):
@@ -251,7 +251,7 @@ def _scores(
             if (number := _number(fill)) is not None:
                 # The factor applies to what is filled in, too.
                 if not number * factor <= MASKED:
-                    raise Unfit(f"{number:g} in place of a score does not mask it")
+                    raise Unfit(f"{number:g} instead of a score does not mask it")
                 chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
                 return further(place, axes, factor, chosen)
     raise Unfit(f"{op.name} is applied to its scores")
@@ -375,7 +375,7 @@ def _values(
 
 
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
-    """Returns whether the program shards some axes of a value, or of the values it is made from."""
+    """Returns whether the program shards some axes of a value, or of those it is computed from."""
     todo: list[tuple[Value, Axes | None]] = [(value, own_axes(value.aval.shape))]
     for source, axes in todo:  # grows
         op = flow.producer.get(source)

@@ -1,7 +1,7 @@
 """Gathers that can be written as simpler operations, so that their transpose is not a scatter.
 
 There are two kinds: gathers of one entry per row, such as the labels' logits in a cross entropy,
-and gathers that repeat all entries of an axis in order, such as nearest-neighbour upsampling.
+and gathers that repeat all entries of an axis in order, such as nearest-neighbor upsampling.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def repetition_of(op: Op, makers: Mapping[Value, Op], consts: Mapping[Value, Any
 def known_array(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, Any]) -> Any:
     """Returns the array of a value that does not depend on arguments; None for other values.
 
-    The result, and those of the values that it is made from, are added to ``arrays``.
+    The result, and those of the values that it is computed from, are added to ``arrays``.
     """
     if value not in arrays:
         op = makers.get(value)

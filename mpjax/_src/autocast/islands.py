@@ -27,8 +27,8 @@ def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> lis
 
     Args:
         flow: The flow of the block.
-        special: Those that have a derivative of their own, which come first.
-        links: The half ops that islands take in.
+        special: Those that have their own derivative, which come first.
+        links: The 16-bit ops that islands take in.
     """
     taken = {op for island in special for op in island.ops}
     chosen: list[Island] = [*special]
@@ -96,7 +96,7 @@ def _made_again(islands: Sequence[Island], flow: Flow) -> list[Island]:
     """Lets islands recompute inputs that elementwise operations of other islands computed.
 
     An example is squeeze and excitation: the activation ``y`` in ``y * gate(mean(y))``, where a
-    matmul lies between the two uses. The operands of ``y`` are kept anyway and are not larger.
+    matmul is between the two uses. The operands of ``y`` are kept anyway and are not larger.
     Reading them moves no more bytes, and ``y`` itself is neither written nor kept.
     """
     now = [*islands]
@@ -160,7 +160,7 @@ def _starts(op: Op, flow: Flow) -> bool:
 
 
 def _halves_inside(body: Body, flow: Flow, links: Collection[Op]) -> list[Op]:
-    """Returns half ops whose result an island alone reads, if it then keeps no more bytes.
+    """Returns 16-bit ops whose result an island alone reads, if it then keeps no more bytes.
 
     They compute in float32 there: ``h * scale`` before a gelu is neither rounded nor out of range.
     """
@@ -182,7 +182,7 @@ def _halves_inside(body: Body, flow: Flow, links: Collection[Op]) -> list[Op]:
 
 
 def _from_half(island: Recomputed, flow: Flow) -> Recomputed | None:
-    """Returns an island whose large inputs can be kept in half, or None.
+    """Returns an island whose large inputs can be kept in 16 bits, or None.
 
     If one is float32 (a matmul's float32 result, such as attention scores), the linear operations
     that follow it, and scalings, are left out of the island. They save nothing, and their results
@@ -272,7 +272,7 @@ def _stands_rounding(body: Body, rounded: Collection[Value], flow: Flow) -> bool
 
 
 def _is_sloped(body: Body, flow: Flow) -> bool:
-    """Returns whether an island is one half array in, one out, and its slope fits into half."""
+    """Returns whether an island has one 16-bit input, one output and a slope that fits 16 bits."""
     if len(body.ins) != 1 or len(body.outs) != 1:
         return False
     (operand,), (result,) = body.ins, body.outs
@@ -294,7 +294,7 @@ def _tail(body: Body, flow: Flow) -> tuple[Op, ...]:
 
     The cotangent of the norm's result is expensive, because it contains the activation's slope, and
     it is read twice: by the sums of the norm's gradient, and elementwise. XLA therefore writes it
-    to memory, best in half, as with casts placed by hand.
+    to memory, best in 16 bits, as with casts placed by hand.
     """
     for op in reversed(body.ops):
         normed = op.outs[0]
@@ -310,7 +310,7 @@ def _tail(body: Body, flow: Flow) -> tuple[Op, ...]:
 def _scaled(value: Value, body: Body, flow: Flow) -> Value:
     """Returns what a chain of scalings alone makes of a value.
 
-    A slope in half that contained their factors might be too small for float16.
+    A slope in 16 bits that contained their factors might be too small for float16.
     """
     readers = flow.readers.get(value, ())
     op = readers[0] if len(readers) == 1 else None

@@ -1,4 +1,4 @@
-"""Gives half inputs to kernels while a function is traced under `autocast`.
+"""Casts the inputs of kernels to 16 bits while a function is traced under `autocast`.
 
 A kernel reads the dtypes of its operands when it is traced, before there is a plan. A context
 variable therefore tells it, during tracing, which dtype autocast would give it. JAX's caches depend
@@ -30,7 +30,7 @@ class Tracing(NamedTuple):
     """The state of autocast while it traces a function.
 
     Attributes:
-        half: The name of the half dtype that kernels get; "" for float32.
+        half: The name of the 16-bit dtype that kernels get; "" for float32.
         policy: The policy, with the dtype of the region around the code that is traced.
         numbers: The counter of kernel calls, if an override gives some calls another dtype.
         others: Pairs (number of a call, name of the dtype) for these calls.
@@ -42,7 +42,7 @@ class Tracing(NamedTuple):
     others: tuple[tuple[int, str], ...] = ()
 
     def next_half(self) -> str:
-        """Returns the name of the half dtype that the next call of a kernel gets."""
+        """Returns the name of the 16-bit dtype that the next call of a kernel gets."""
         return dict(self.others).get(self.numbers.count, self.half) if self.numbers else self.half
 
 
@@ -129,7 +129,7 @@ def half_inputs(
 def half_inputs(
     kernel: Callable[..., Any] | None = None, *, float32: int | str | Sequence[int | str] = ()
 ) -> Any:
-    """Tells `autocast` that a kernel may run on half inputs.
+    """Tells `autocast` that a kernel may run on 16-bit inputs.
 
     A fused kernel (cuDNN or Pallas attention, Triton, an FFI call, Transformer Engine) computes in
     the dtype of its operands. In a float32 model that is float32, which the kernel may be slow at
@@ -142,9 +142,9 @@ def half_inputs(
 
     Returns:
         A function of the same signature. Under `autocast`, its float32 array arguments, also those
-        in pytrees, are cast to the half dtype of the policy, or of the region or override around
-        the call. The surrounding function sees half results as float32, but the plan treats them
-        as half. The kernel itself runs as written, and so does its own derivative, which gets
+        in pytrees, are cast to the 16-bit dtype of the policy, or of the region or override around
+        the call. The surrounding function sees 16-bit results as float32, but the plan treats them
+        as 16-bit. The kernel itself runs unchanged, and so does its own derivative, which gets
         cotangents in the dtypes of the kernel's results. Under a float32 policy, in a float32
         region and outside of autocast the kernel runs unchanged.
 
@@ -188,7 +188,7 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
         with jax.named_scope(mark):
             args = tuple(x if i in kept else _cast(x, FLOAT32, half) for i, x in enumerate(args))
             kwargs = {k: x if k in kept else _cast(x, FLOAT32, half) for k, x in kwargs.items()}
-            # Autocast leaves everything inside as written.
+            # Autocast leaves everything inside unchanged.
             with jax.named_scope(PLANNED), PLANNED_FOR(None):
                 results = kernel(*args, **kwargs)
             return _cast(results, np.dtype(half), FLOAT32)

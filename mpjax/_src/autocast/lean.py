@@ -3,11 +3,11 @@
 The kept values are the smallest set, in bytes, from which all values that derivatives read can be
 recomputed. The rows of `rules` say which values derivatives read, and which operations may not run
 twice. The operations between kept values form groups, each under its own checkpoint, so that the
-backward pass recomputes a group when it reaches it, and not before. If one group lies in the middle
-of another (a layer beside a residual stream that is not kept), the checkpoints are nested.
+backward pass recomputes a group when it reaches it, and not before. If one group is in the middle
+of another (a layer next to a residual stream that is not kept), the checkpoints are nested.
 
 In a loop, what is kept is written to a stack. Copies and views of an iteration's parameters are
-made again, as the parameters are in memory anyway. Those of a loop's constants are made once.
+recomputed, as the parameters are in memory anyway. Those of a loop's constants are computed once.
 """
 
 import itertools
@@ -148,8 +148,8 @@ def _groups(
 
     The reductions of their operands and results belong to the group too: the cotangent of a
     reduction is a broadcast small array, best broadcast where it is used. A group does not end at a
-    matmul's float32 result, or at a linear function of it, because its cotangent is rounded to half
-    at the matmul.
+    matmul's float32 result, or at a linear function of it, because its cotangent is rounded to 16
+    bits at the matmul.
     """
     steps, (again, kept, _) = part.steps, chosen
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
@@ -169,7 +169,7 @@ def _groups(
         wanted = {*step.ins} if makes or reduces else set()
         if makes:
             worth.add(i)
-        halves = step.rounded if isinstance(step, Recomputed) else ()  # kept in half by the island
+        halves = step.rounded if isinstance(step, Recomputed) else ()  # stored in 16 bits
         from_wide = [v for v in step.ins if v in wide and v not in halves]
         pairs += [(place[v], i) for v in from_wide]
         linear = isinstance(step, Op) and runs_again(analysis, step)
@@ -213,7 +213,7 @@ def _decoding(
     """Yields pairs of steps that read codes: each with itself, and those that decode them once.
 
     These are a reduction of a value with a norm that reads both, whose cotangents are then added
-    before they are rounded; and steps that read the same code, if nothing lies between them.
+    before they are rounded; and steps that read the same code, if nothing is between them.
     """
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
     readers: dict[Value, list[int]] = {}
@@ -277,7 +277,7 @@ class _Reach:
                 self.after[j] |= self.after[i] | 1 << i
 
     def hull(self, group: int) -> int:
-        """Returns a group with all steps that lie between its members."""
+        """Returns a group with all steps that are between its members."""
         before = after = 0
         for i in _bits(group):
             before |= self.before[i]
@@ -285,7 +285,7 @@ class _Reach:
         return group | (before & after)
 
     def adjacent(self, *group: int) -> bool:
-        """Returns whether no other step lies between some steps."""
+        """Returns whether no other step is between some steps."""
         mask = sum(1 << i for i in group)
         return self.hull(mask) == mask
 

@@ -1,8 +1,8 @@
 """Reads what a program makes of logits, to recognize a cross entropy in any spelling.
 
-`Reading` follows the logits through a block, and reads each value that is made from them as one of
-a few expressions: a multiple of the logits and a number for each row, their exponential, a sum of
-either, or a linear combination of what `chunked.Statistics` names. Targets are labels: an entry
+`Reading` follows the logits through a block, and reads each value that is computed from them as one
+of a few expressions: a multiple of the logits and a number for each row, their exponential, a sum
+of either, or a linear combination of what `chunked.Statistics` names. Targets are labels: an entry
 that is picked, or a one-hot array, perhaps smoothed. Shifts such as the maximum of a row have names
 of their own, which cancel.
 """
@@ -150,7 +150,7 @@ class Reading:
     Attributes:
         flow: The data flow of the block.
         root: The logits.
-        kinds: The expressions of the values that are made from them.
+        kinds: The expressions of the values that are computed from them.
         ops: The operations that make these.
         leaves: The row values that other operations read.
         leak: Why the logits have to exist, or "".
@@ -232,7 +232,7 @@ class Reading:
         return found
 
     def _shift(self, op: Op) -> Any:
-        """Reads a value that is made of shifts alone, such as a maximum if that is finite."""
+        """Reads a value that is computed from shifts alone, such as a maximum if that is finite."""
         kinds = [self.kinds.get(v) for v in op.ins if not is_number(v) and v.const is None]
         if not all(isinstance(k, Aside) or _is_shift(k) for k in kinds):
             return None
@@ -241,7 +241,7 @@ class Reading:
     # ---- targets ----
 
     def _target(self, value: Value) -> Any:
-        """Reads a target that is not made from logits."""
+        """Reads a target that is not computed from logits."""
         op = self.flow.producer.get(value)
         if op is None or not value.aval.shape or value.aval.shape[-1] != self.words:
             return None

@@ -42,7 +42,7 @@ def cheapest_cut(
 
     count = len(weights)
     source, sink = 2 * count, 2 * count + 1
-    # Rounded up, so that only weight 0 is free; the sum of all weights stands for "unbounded". The
+    # Rounded up, so that only weight 0 is free; the sum of all weights represents "unbounded". The
     # unit is a power of two, so that an array weighs as much as its parts, of any batch size.
     total = sum(weights) + sum(costs.values())
     unit = 1 << (total // (MOST // 2 - 2 * count - sum(ties.values()))).bit_length()

@@ -2,7 +2,7 @@
 
 There is a rule per kind of operation. Primitives that hold
 programs are rebuilt with the planned ones inside (`program.rebuild`); `evaluates` registers those
-that have rules of their own, which are in `custom_rules`. A value is cast when an op reads it in
+that have their own rules, which are in `custom_rules`. A value is cast when an op reads it in
 another dtype, and the result is kept: within a block, a value is cast at most once to each dtype.
 Arguments are an exception: each use casts them separately, so that their cotangents are summed in
 float32.
@@ -154,8 +154,8 @@ def _cheaper(op: Op, env: Env, compute: Any) -> Any:
         return maximum(op.eqn, *args())
     if rules.SCATTERS_BACK in op.spec.traits and op.outs[0].is_f32 and keeps_positions(op.eqn):
         return pool(op.eqn, *args())
-    if op in env.marks.centred:
-        return matmul(op.eqn, args(), compute, env.marks.centred[op])
+    if op in env.marks.centered:
+        return matmul(op.eqn, args(), compute, env.marks.centered[op])
     if rules.SUMS_BACK in op.spec.traits and compute in HALVES and _enlarges(op.eqn):
         return wide_cotangent(lambda *xs: _jax.bind(op.eqn, xs)[0], args())
     return None
@@ -223,7 +223,7 @@ def _send(op: Op, env: Env, dtype: Any) -> Any:
 
 
 def _look_up(op: Op, env: Env) -> Any:
-    """Looks up entries of a parameter, which devices exchange in half."""
+    """Looks up entries of a parameter, which devices exchange in 16 bits."""
     table, indices = (env.read(v) for v in op.ins)
     if _jax.in_taylor_mode([table]):
         return _jax.bind(op.eqn, [table, indices])[0]
@@ -234,7 +234,7 @@ def _look_up(op: Op, env: Env) -> Any:
 
 
 def _is_sent_in_half(op: Op, env: Env) -> bool:
-    """Returns whether devices may exchange a lookup in half, by the policy and its overrides."""
+    """Returns whether devices may exchange a lookup in 16 bits, by the policy and its overrides."""
     policy = env.settings.policy
     if not env.choices[op].sent_half or policy.gather != "half":
         return False
@@ -245,14 +245,14 @@ def _is_sent_in_half(op: Op, env: Env) -> bool:
 def _run_half(op: Op, env: Env) -> None:
     if op.spec.need != rules.HALF or "preferred_element_type" not in op.params:
         return _run_as_planned(op, env)
-    half, centred = env.rulings[op].half, env.marks.centred.get(op)
+    half, centered = env.rulings[op].half, env.marks.centered.get(op)
     args = [env.read(v, half) for v in op.ins]
-    # An operand may be stored in the other half dtype, by an override.
+    # An operand may be stored in the other 16-bit dtype, by an override.
     args = [cast(a, half) if a.dtype in HALVES and a.dtype != half else a for a in args]
     out, wide = op.outs[0], _reduced_wide(op, env)
     eqn, dtype = _jax.at_default_precision(op.eqn), env.stored[out].dtype
-    if centred or wide or (out.is_f32 and dtype == FLOAT32):
-        array = matmul(eqn, args, dtype or out.aval.dtype, centred, wide)
+    if centered or wide or (out.is_f32 and dtype == FLOAT32):
+        array = matmul(eqn, args, dtype or out.aval.dtype, centered, wide)
     else:
         wanted = half if out.is_f32 else out.aval.dtype
         array = _bind(op, eqn, args, preferred_element_type=wanted)[0]
@@ -280,7 +280,7 @@ def half_cotangent(op: Op, value: Value, env: Env) -> Any:
     places = SUMMED_WIDE.get(op.name, ())
     reads = [i for i, v in enumerate(op.ins) if v is value]
     fits = len(reads) == 1 and reads[0] in places and env.rulings[op].rule == "half"
-    return env.rulings[op].half if fits and op not in env.marks.centred else None
+    return env.rulings[op].half if fits and op not in env.marks.centered else None
 
 
 def _run_cast(op: Op, env: Env) -> None:

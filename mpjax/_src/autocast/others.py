@@ -12,15 +12,16 @@ OTHERS = (
         "keras",
         ("keras/src/dtype_policies/dtype_policy.py", "keras/src/backend/common/variables.py"),
         "call keras.config.set_dtype_policy('float32') before you create the model, and pass no "
-        "half dtype= to its layers",
+        "16-bit dtype= to its layers",
     ),
 )
 
 
 def check_no_other_policy(block: Block) -> None:
-    """Raises a ValueError if a library's own dtype policy casts float32 to half.
+    """Raises a ValueError if a library's own dtype policy casts float32 to 16 bits.
 
-    All operations of its layers would run in half, norms and softmax too, whatever the plan says.
+    All operations of its layers would run in 16 bits, norms and softmax too, whatever the plan
+    says.
     """
     for library, files, cure in OTHERS:
         if library not in sys.modules:
@@ -33,5 +34,5 @@ def check_no_other_policy(block: Block) -> None:
                     f"{library}'s own dtype policy casts {FLOAT32.name} to "
                     f"{op.outs[0].aval.dtype.name} in {op.source or 'a layer'}, but under autocast "
                     "mpjax chooses the dtype of each operation. With both, the layers run norms "
-                    f"and softmax in half. Use one of them. To use autocast: {cure}."
+                    f"and softmax in 16 bits. Use one of them. To use autocast: {cure}."
                 )

@@ -52,8 +52,8 @@ def softmaxes(flow: Flow) -> list[SoftmaxIsland]:
         dp = p (r dz - ds / s)  and  ds / s = sum(r e dz) / s = r sum(p dz),
         dp = r p (dz - sum(p dz)),
 
-    which needs only ``dz`` and ``p``, and ``p`` is usually stored in half for the matmul that reads
-    it. Masked entries have ``p = 0`` and do not contribute.
+    which needs only ``dz`` and ``p``, and ``p`` is usually stored in 16 bits for the matmul that
+    reads it. Masked entries have ``p = 0`` and do not contribute.
 
     *Rounding.* If one entry of ``p`` is close to 1, ``dz - sum(p dz)`` is close to 0, and a rounded
     ``p`` does not sum to exactly 1. With ``sum(p dz) / sum(p)`` instead, ``dp`` consists of
@@ -94,19 +94,19 @@ def attentions(flow: Flow, islands: Sequence[Island]) -> list[Island]:
     a sum over far smaller arrays, which is known before ``g``. Reshapes and transpositions in
     between change nothing if each axis of the matmul's operand runs over summed axes or over rows.
 
-    *Rounding.* ``o`` is known only rounded to half. Each row sum therefore has some error ``e``,
+    *Rounding.* ``o`` is known only rounded to 16 bits. Each row sum therefore has some error ``e``,
     and the cotangent of ``z`` has the error ``-r e p`` along the row. With ``z = q k``, the
     cotangent of ``q`` has the error ``r e p k``: a multiple of the mean of the keys, which does not
     contribute to the exact sum. Subtracting a ``c`` that is the same for the whole row changes
     nothing, ``dz (k - c) = dz k``, because the entries of ``dz`` sum to 0. So the mean of the keys
     is subtracted where ``dz`` is multiplied by them. The cotangents of the keys, ``dk = q dz``,
     have the sum 0 for the same reason. Theirs is ``-r q e p`` in sum, which tokens that share a
-    mean pass on to the weights that made the keys; so the mean of ``dk`` is subtracted from it.
-    This is possible if only shifts, scales of rows and masks lie in between, and no guard changes
+    mean pass on to the weights that produced the keys; so the mean of ``dk`` is subtracted from it.
+    This is possible if only shifts, scales of rows and masks are in between, and no guard changes
     the sums of rows. (Exact sums over rows would take another pass over ``p`` and ``g``, which are
     far larger than the keys.)
 
-    If one entry of every row is close to 1, ``g - sum(p g)`` is as small as ``e``. The same holds
+    If one entry of every row is close to 1, ``g - sum(p g)`` is as small as ``e``. The same is true
     for rows that select among given values (bins, atoms, a codebook). There ``g`` is used, and also
     where ``o`` is not smaller than ``p`` (a router's gates), because then it costs no bytes.
     """
@@ -223,7 +223,7 @@ def _matches(
     kept = iter(term[2])
     along: list[Any] = []
     over = {int(d) for d in total.params["axes"]}
-    # Where the axes of what is summed lie in the result, so that both logs name the same axes.
+    # Where the axes of what is summed are in the result, so that both logs name the same axes.
     for d, n in enumerate(total.ins[0].aval.shape):
         axis = next(kept) if d not in over else () if n == 1 else own[next(summed, -1)]
         along.append(axis)
@@ -334,7 +334,7 @@ def _weigh(
     sources = _sources(island, flow, moved)
     if sources is None:
         return island
-    flow.marks.centred.update(sources)
+    flow.marks.centered.update(sources)
     taken.add(matmul)
     applied = [*free_producers(weights, flow), *weights]
     results = {v for op in (quotient, *applied) for v in op.outs}

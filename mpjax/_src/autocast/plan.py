@@ -1,22 +1,22 @@
 """The plan: the compute dtype of every operation, and the storage dtype of every float32 value.
 
-Five passes over the frozen graph of the program (`program.graph`) each return tables of their own,
+Five passes over the frozen graph of the program (`program.graph`) each return their own tables,
 keyed by operations and values (`tables.Analysis`), and read those before them:
 
 1. `classify` finds the rule of each op: from the table of primitives, the user or the program.
-2. `Sweep` (forward) infers the origin of each value and whether half can hold it, and decides which
-   loop carries may be half.
+2. `Sweep` (forward) infers the origin of each value and whether 16 bits can represent it, and
+   decides which loop carries may be 16-bit.
 3. `demand` (backward) collects the demands of each value's readers.
 4. `decide` (forward) picks each op's compute dtype and each value's storage dtype.
 5. `store` picks the steps that run, and with them the values kept for a backward pass.
 
 Code that runs or reports a plan does not change it.
 
-A float32 value has one of three kinds. *half*: computed in half, or rounded to half for storage.
-*full*: the result of a float32 operation. *flexible*: an argument or constant, or computed from
-these alone. A flexible value is float32, but it does not force other operands to float32. An
-elementwise operation computes in float32 if an operand is full, else in half if one is half; else
-its result is flexible.
+A float32 value has one of three kinds. *half*: computed in 16 bits, or rounded to 16 bits for
+storage. *full*: the result of a float32 operation. *flexible*: an argument or constant, or computed
+from these alone. A flexible value is float32, but it does not force other operands to float32. An
+elementwise operation computes in float32 if an operand is full, else in 16 bits if one is 16-bit;
+else its result is flexible.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Plan:
 
     @functools.cached_property
     def as_written(self) -> bool:
-        """Whether the policy, its lists and overrides, regions and kernels ask for no half dtype.
+        """Whether the policy, its lists and overrides, regions and kernels ask for no 16-bit dtype.
 
         Then the program runs as it was traced.
         """
@@ -115,7 +115,7 @@ def make_plan(
     scopes: tuple[str, ...] = (),
     linear: Sequence[int] = (),
 ) -> Plan:
-    """Plans a program that will run. The arguments are those of `outline` and `analyse`."""
+    """Plans a program that will run. The arguments are those of `outline` and `analyze`."""
     return complete(outline(jaxpr, consts, policy, scopes=scopes), in_dtypes, out_dtypes, linear)
 
 
@@ -146,8 +146,8 @@ def complete(
     out_dtypes: Sequence[Any] | None = None,
     linear: Sequence[int] = (),
 ) -> Plan:
-    """Makes all other decisions: `analyse`, and the values kept for a backward pass."""
-    analysis = analyse(plan, in_dtypes, out_dtypes, linear)
+    """Makes all other decisions: `analyze`, and the values kept for a backward pass."""
+    analysis = analyze(plan, in_dtypes, out_dtypes, linear)
     # A rule that computes tangents is transposed as it is, so no values are marked as kept.
     by = WRITTEN if plan.as_written else LINEAR if linear else plan.policy.storage
     named = (name for name in REPLACED if getattr(plan.policy, name) and not linear)
@@ -156,7 +156,7 @@ def complete(
     return dataclasses.replace(plan, analysis=analysis, returned=returned)
 
 
-def analyse(
+def analyze(
     plan: Plan,
     in_dtypes: Sequence[Any],
     out_dtypes: Sequence[Any] | None = None,
@@ -407,9 +407,9 @@ def _in_order(attention: Attention) -> Attention:
 
 
 def _fewest_kept(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
-    """Returns the islands that keep fewer bytes than derivatives would, by rounding to half.
+    """Returns the islands that keep fewer bytes than derivatives would, by rounding to 16 bits.
 
-    Half ops are not taken in, which would move the cut to their operands. A checkpoint around an
+    16-bit ops are not taken in, which would move the cut to their operands. A checkpoint around an
     island would keep its wide inputs in float32.
     """
     chosen = islands(flow, _special(flow, replaced, links), links=())

@@ -1,7 +1,7 @@
-"""Recognises masks that depend on positions alone, such as causal masks and windows.
+"""Recognizes masks that depend on positions alone, such as causal masks and windows.
 
 A mask of ``i >= j`` is as large as the scores, and a kernel with an option "causal" does not need
-it. Any spelling is recognised: comparisons of sums of positions, selects and casts of them, and
+it. Any spelling is recognized: comparisons of sums of positions, selects and casts of them, and
 conjunctions.
 """
 

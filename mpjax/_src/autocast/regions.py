@@ -29,8 +29,8 @@ def precision(dtype: DTypeLike) -> "contextlib._GeneratorContextManager[None]":
     another dtype or ``enabled=False``.
 
     Args:
-        dtype: "float32" runs the operations inside as written; "bfloat16" and "float16" run them
-            in half, including softmax and norms.
+        dtype: "float32" runs the operations inside unchanged; "bfloat16" and "float16" run them
+            in 16 bits, including softmax and norms.
 
     Returns:
         A context manager that also works as a decorator.

@@ -139,7 +139,7 @@ def _of_op(op: Op, analysis: Analysis) -> tuple[Any, ...]:
     ruling, choice = analysis.rulings[op], analysis.choices[op]
     decided = ruling.rule, ruling.half, ruling.forced, choice.compute, choice.sent_half
     marks = analysis.marks
-    others = marks.centred.get(op), marks.online.get(op), marks.repeats.get(op)
+    others = marks.centered.get(op), marks.online.get(op), marks.repeats.get(op)
     return *decided, marks.is_steady(op), *others
 
 

@@ -56,7 +56,7 @@ def _recurrence(op: Op, axis: int, flow: Flow) -> Recurrence | None:
         return None
     a, b = (bound[v] for v in written.invars)
     inside = {flow.producer[v] for ours, v in bound.items() if ours in makers}
-    # What only half operations read is put together in half.
+    # What only 16-bit operations read is put together in 16 bits.
     full = all(flow.choices[o].compute == FLOAT32 for o in inside if o.name == "mul")
     full &= flow.stored[a].dtype == FLOAT32
     ops = inside | _unread(inside, flow)

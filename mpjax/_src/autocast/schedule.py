@@ -18,7 +18,7 @@ from mpjax._src.program.graph import Op, Value
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
     """Returns the groups of numbers that pairs connect, in order."""
-    up: dict[int, int] = {}  # towards the number that stands for the group, which has itself
+    up: dict[int, int] = {}  # towards the number that represents the group, which has itself
 
     def group(i: int) -> int:
         while up[i] != i:

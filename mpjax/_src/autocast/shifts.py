@@ -21,7 +21,7 @@ from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import Axes, before, is_view, own_axes
 
-# Added to a sum that is at least 1, this changes nothing in half precision.
+# Added to a sum that is at least 1, this changes nothing in 16 bits.
 SMALL = 2.0**-13
 
 

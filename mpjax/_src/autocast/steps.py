@@ -2,7 +2,7 @@
 
 Each step has ``ops``, and the values ``ins`` and ``outs`` that flow in and out. The operations of a
 gelu or a layer norm are float32, and its derivative reads the values in between. Stored, they take
-several times the memory of the half input. An `Island` keeps its inputs and the results of its
+several times the memory of the 16-bit input. An `Island` keeps its inputs and the results of its
 reductions, and recomputes the rest, or has a cheaper derivative.
 """
 
@@ -37,8 +37,8 @@ class Body:
         ins: The values that flow in.
         outs: The values that flow out.
         sums: The results of reductions, which are kept.
-        in_half: The results that only half operations read.
-        half: The half dtype.
+        in_half: The results that only 16-bit operations read.
+        half: The 16-bit dtype.
     """
 
     ops: tuple[Op, ...]
@@ -71,7 +71,7 @@ class Body:
         return inner
 
     def outcome(self, inner: Env) -> tuple[list[Any], list[Any]]:
-        """Returns the arrays that flow out, in half where only half ops read them, and the sums."""
+        """Returns the arrays that flow out, 16-bit if only 16-bit ops read them, and the sums."""
         arrays = [
             inner.read(v, self.half) if v in self.in_half else inner.best(v) for v in self.outs
         ]
@@ -87,7 +87,7 @@ def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
     results = {v for op in run for v in op.outs}
     read = dict.fromkeys(v for op in run for v in op.ins if v not in results and not v.literal)
     reduced = (op for op in ops if rules.REDUCES in op.spec.traits)
-    # What others read flows out. None among the readers stands for the results of the block.
+    # What others read flows out. None among the readers means the results of the block.
     readers = {
         v: [r for r in flow.readers.get(v, ()) if r not in members] for op in ops for v in op.outs
     }
@@ -148,7 +148,7 @@ def _only_half(readers: "Collection[Op | None]", flow: Flow) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Island:
-    """Ops that run together, with a derivative of their own."""
+    """Ops that run together, with their own derivative."""
 
     body: Body
 
@@ -213,8 +213,8 @@ class Elementwise(Island):
 
     Attributes:
         barrier: Whether a barrier must keep XLA from saving the values inside.
-        wide: Half inputs with float32 cotangents: a mean outside of an island that normalizes by it
-            adds to the cotangent before it is rounded.
+        wide: 16-bit inputs with float32 cotangents: a mean outside of an island that normalizes by
+            it adds to the cotangent before it is rounded.
     """
 
     barrier: bool = False
@@ -246,8 +246,8 @@ class Recomputed(Elementwise):
     """An island that keeps its inputs and sums, and recomputes the rest.
 
     Attributes:
-        rounded: The inputs that are kept in half.
-        tail: The activation after a norm, whose cotangent is half.
+        rounded: The inputs that are kept in 16 bits.
+        tail: The activation after a norm, whose cotangent is 16-bit.
         again: The ops of other islands that compute inputs which are not kept.
     """
 
@@ -286,7 +286,7 @@ class Recomputed(Elementwise):
         inner, inputs = self.body.inside(env), dict(zip(self.ins, arrays, strict=True))
         kept = self.kept
         for value in kept:
-            # Without the barrier, XLA would recognise recomputed values and keep the earlier ones.
+            # Without the barrier, XLA would recognize recomputed values and keep the earlier ones.
             inner.write(value, _jax.again_barrier(inputs[value]))
         for op in self.again:
             evaluate(op, inner)
@@ -533,7 +533,7 @@ class Checkpoint:
     def _taken(self, value: Value, env: Env) -> tuple[list[Any], list[Any]]:
         """Returns the arrays of a value that flows in, for `Env.hold`.
 
-        A 16-bit copy of a loop's constant is one of them: it is made once, before the loop. If
+        A 16-bit copy of a loop's constant is one of them: it is computed once, before the loop. If
         several operations read it, each makes its own, so that cotangents are summed in float32.
         """
         arrays, exact = env.as_stored(value)

@@ -44,10 +44,10 @@ class Reason(enum.Enum):
     HALF_OPERAND = enum.auto()
     CHAIN = enum.auto()
     FULL_OPERAND = enum.auto()
-    CONSTANT = enum.auto()  # (the constant, the half dtype)
-    OF_CONSTANTS = enum.auto()  # (the half dtype)
+    CONSTANT = enum.auto()  # (the constant, the 16-bit dtype)
+    OF_CONSTANTS = enum.auto()  # (the 16-bit dtype)
     INTEGERS = enum.auto()
-    POSITIONS = enum.auto()  # (the half dtype)
+    POSITIONS = enum.auto()  # (the 16-bit dtype)
     SPECIAL = enum.auto()
     FLATTENS = enum.auto()
     # The operations that read it.
@@ -57,12 +57,12 @@ class Reason(enum.Enum):
     SHORT_SUM = enum.auto()
     SELECTS = enum.auto()
     SOLUTION = enum.auto()
-    # Information that half would lose.
+    # Information that 16 bits would lose.
     LOST = enum.auto()
     ENDS_LOOP = enum.auto()
     REPEATS_LOOP = enum.auto()
     REPLAYS_LOOP = enum.auto()
-    WITHIN = enum.auto()  # (the primitive of what is left as written around it, its line)
+    WITHIN = enum.auto()  # (the primitive of what is left unchanged around it, its line)
 
 
 class Why(NamedTuple):
@@ -93,16 +93,16 @@ class Fact(NamedTuple):
     """The facts about a value.
 
     Attributes:
-        half: It comes from a half operation, perhaps through elementwise operations.
+        half: It comes from a 16-bit operation, perhaps through elementwise operations.
         exact: Rounding it for storage would lose information.
         span: Its size: BOUNDED, FITS or BEYOND.
         writes: The number of roundings of a state that it would contain if each sum were stored in
-            half.
+            16 bits.
         scaled: It may be small compared with the value that it is added to.
         factor: The product of the known factors below 1 since the last matmul.
         norm: "scale" if it is the reciprocal of a size, "unit" if it was multiplied by one.
-        counts: It holds integers of more than 8 bits as floats, which half would merge.
-        mask: It holds only zeros and ones.
+        counts: It contains integers of more than 8 bits as floats, which 16 bits would merge.
+        mask: It contains only zeros and ones.
         spread: It is a broadcast argument.
         linear: It depends on a tangent of the planned program.
         made: The matmuls, sums and loop carries that it is computed from, as a bit mask. Empty for
@@ -110,7 +110,7 @@ class Fact(NamedTuple):
         chain: The members of ``made`` of which it is the latest state.
         peak: The values whose largest entry it is, as a bit mask.
         negative: It is at most zero, because its largest entry was subtracted.
-        solved: It is the result of a loop left as written, up to sums and constant factors.
+        solved: It is the result of a loop left unchanged, up to sums and constant factors.
         weights: The arguments that the matmuls before it multiplied by, as a bit mask.
         shifted: Since the last matmul, a constant or an argument was added to it or multiplied it.
         offset: The signs with which constants and arguments were added to it since the last
@@ -118,7 +118,7 @@ class Fact(NamedTuple):
         block: Since the last matmul, a residual block was added to it.
         level: The axes along which a term of it is constant, as a bit mask.
         mean: The values whose mean it is, as a bit mask.
-        centred: It is an array minus its mean, which takes off such a term.
+        centered: It is an array minus its mean, which subtracts such a term.
         huge: Some of its entries are, or contain, a constant beyond the range of float16.
         data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
     """
@@ -145,7 +145,7 @@ class Fact(NamedTuple):
     block: bool = False
     level: int = 0
     mean: int = 0
-    centred: bool = False
+    centered: bool = False
     huge: bool = False
     data: bool = False
 
@@ -187,7 +187,7 @@ def join(facts: Sequence[Fact]) -> Fact:
         block=any(columns.block),
         level=union(columns.level),
         mean=union(columns.mean),
-        centred=False,
+        centered=False,
         huge=any(columns.huge),
         data=all(columns.data),
     )
@@ -213,15 +213,15 @@ class Want(NamedTuple):
     Attributes:
         readers: The operations that read it.
         full: Every reader computes in float32.
-        half: Every reader certainly computes in half.
+        half: Every reader certainly computes in 16 bits.
         needed: A reader would amplify a rounding error, or the value is returned.
         amplified: A reader would amplify a rounding error.
         phase: The largest factor by which an error enters a phase or a pole.
         whole: A reader would notice a rounding between the last matmul and itself.
         steep: The slope of a reader is unbounded near zero.
         unrounded: A reader multiplies a state by it, so its distance from 1 matters.
-        beside: It is added to the result of a loop left as written.
-        outside: A reader computes in half.
+        beside: It is added to the result of a loop left unchanged.
+        outside: A reader computes in 16 bits.
         kink: A relu or similar function reads it, outside of float32 operations.
         returned: It is returned.
     """
@@ -281,7 +281,7 @@ class Ruling(NamedTuple):
 
     Attributes:
         rule: The rule by its primitive.
-        half: The half dtype that it uses if it computes in half.
+        half: The 16-bit dtype that it uses if it computes in 16 bits.
         forced: "half" or "full", whatever its operands are.
         why: The reason.
     """
@@ -319,7 +319,7 @@ class Facts(dict[Value, Fact]):
         return NOTHING
 
 
-# For the body of each loop, which of its arguments are stored in half.
+# For the body of each loop, which of its arguments are stored in 16 bits.
 Carries = dict[Block, tuple[bool, ...]]
 
 
@@ -339,7 +339,7 @@ class Choice(NamedTuple):
     Attributes:
         compute: The dtype in which it reads float32 operands; None: as stored.
         why: The reason, where its ruling does not say it.
-        sent_half: For a lookup in a parameter: devices may exchange it in half.
+        sent_half: For a lookup in a parameter: devices may exchange it in 16 bits.
     """
 
     compute: Any = None
@@ -363,9 +363,9 @@ class Stored(NamedTuple):
     Attributes:
         kind: "half", "full", "flexible"; "" if it is not float32.
         dtype: Its storage dtype.
-        wide: It is made with a constant that half cannot hold: never rounded for storage.
-        lost: Half would lose information of it (`facts`): not rounded either.
-        rounded: It is computed in float32, and stored in half.
+        wide: It is made with a constant that 16 bits cannot represent: never rounded for storage.
+        lost: 16 bits would lose information of it (`facts`): not rounded either.
+        rounded: It is computed in float32, and stored in 16 bits.
     """
 
     kind: str = ""
@@ -387,11 +387,11 @@ class Storage(dict[Value, Stored]):
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What derivatives do differently, beside the steps that run.
+    """What derivatives do differently, besides the steps that run.
 
     Attributes:
         steady: Ops whose operands derivatives may hold constant.
-        centred: For a matmul, an operand and dimensions over which derivatives subtract its mean.
+        centered: For a matmul, an operand and dimensions over which derivatives subtract its mean.
         repeats: For a gather that repeats entries: the axis, and how often.
         online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
         attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
@@ -400,7 +400,7 @@ class Marks:
     """
 
     steady: set[Op] = dataclasses.field(default_factory=set)
-    centred: dict[Op, Place] = dataclasses.field(default_factory=dict)
+    centered: dict[Op, Place] = dataclasses.field(default_factory=dict)
     repeats: dict[Op, tuple[int, int]] = dataclasses.field(default_factory=dict)
     online: dict[Op, str] = dataclasses.field(default_factory=dict)
     attention: dict[Op, str] = dataclasses.field(default_factory=dict)
@@ -419,11 +419,11 @@ class Analysis:
     Attributes:
         rulings: The rule of each operation: by `classify`. `facts` adds loops that are left as
             written, and `demand` matmuls in float32.
-        small: The results of reductions, and values made from such results alone: by `classify`.
-            `decide` adds results of programs.
+        small: The results of reductions, and values computed from such results alone: by
+            `classify`. `decide` adds results of programs.
         arguments: The arguments of the program and of those inside it that arrive in float32.
         facts: The fact of each value.
-        carries: Which arguments of loops are stored in half: by `facts`.
+        carries: Which arguments of loops are stored in 16 bits: by `facts`.
         wants: The demand on each value: by `demand`.
         choices: The dtype of each operation: by `decide`. `store` leaves more of them in float32.
         stored: How each value is stored: by `decide`, and by `store` likewise.
@@ -454,7 +454,7 @@ class Analysis:
     passing: set[Value] = dataclasses.field(default_factory=set)
 
     def is_beyond(self, value: Value, half: Any) -> bool:
-        """Returns whether a value or its cotangents may leave the range of a half dtype.
+        """Returns whether a value or its cotangents may leave the range of a 16-bit dtype.
 
         Cotangents of an operand near a pole (``1 / (x + 1e-6)``) grow as the operand shrinks, and
         the smallest numbers of float16 have few digits.
@@ -466,7 +466,7 @@ class Analysis:
         return value.constant or value in self.arguments
 
     def may_be_rounded(self, value: Value) -> bool:
-        """Returns whether a value may be rounded to half without harm."""
+        """Returns whether a value may be rounded to 16 bits without harm."""
         stored, held = self.stored[value], self.wants[value].held
         statistic = value in self.small or value.is_one
         return not (stored.wide or stored.lost or held or statistic)
@@ -476,6 +476,6 @@ class Analysis:
         return self.choices[op].why or self.rulings[op].why
 
     def half_of(self, block: Block) -> Any:
-        """Returns the half dtype of a block's operations."""
+        """Returns the 16-bit dtype of a block's operations."""
         halves = (self.rulings[op].half for op in block.walk())
         return next((half for half in halves if half is not None), None)

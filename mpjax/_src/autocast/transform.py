@@ -65,7 +65,7 @@ class Traced(programs.Traced):
 
     @functools.cached_property
     def as_written(self) -> bool:
-        """Whether nothing asks for a half dtype (`Plan.as_written`)."""
+        """Whether nothing asks for a 16-bit dtype (`Plan.as_written`)."""
         if self.policy.compute_dtype in HALVES:
             return False
         if self.policy.overrides:
@@ -85,30 +85,29 @@ def autocast(fun: None = None, *, policy: "PolicyLike" = "mixed_bfloat16") -> Ca
 def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
-    Matmuls and convolutions get half operands, in the forward and backward pass. Softmax, norms,
+    Matmuls and convolutions get 16-bit operands, in the forward and backward pass. Softmax, norms,
     losses, exp, log, sums and similar operations compute in float32. Other operations compute in
     the dtype of their operands, and those that follow each other round once. Values kept for the
-    backward pass are stored in half if that adds at most one rounding. Values of the function that
-    are not float32 keep their dtypes. If neither the policy nor a region of the function asks for a
-    16-bit dtype, the function runs as traced.
-    Matmuls that ask for a ``precision`` of their own stay float32, unless an override lifts it; a
-    `PrecisionWarning` says so if no other is left.
+    backward pass are stored in 16 bits if that adds at most one rounding. Values of the function
+    that are not float32 keep their dtypes. If neither the policy nor a region of the function asks
+    for a 16-bit dtype, the function runs as traced. Matmuls that set their own ``precision``
+    stay float32, unless an override lifts it; a `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of transformations the result is compiled and cached, as with `jax.jit`:
 
     - Array arguments are traced; Python values and other objects are passed on unchanged.
-    - Values that the function does not get as arguments are read when it is traced.
+    - Closed-over values are captured when the function is traced, as under `jax.jit`.
     - New numbers, strings, enums, dtypes or functions among the arguments cause a new trace.
       Objects of other types cause a new trace at each call, because they may have changed.
-    - Changes to Flax NNX modules among the arguments are kept, as with ``nnx.jit``. A module that
-      the function only reads or returns is not written to.
+    - Changes to Flax NNX modules among the arguments are applied, as with ``nnx.jit``. A module
+      that the function only reads or returns is not written to.
 
     Args:
         fun: Any function that `jax.jit` can trace. If None, a decorator is returned. Parameters
-            that the policy stores in half (O2, O3, or by an override) arrive in the function as
+            that the policy stores in 16 bits (O2, O3, or by an override) arrive in the function as
             float32, because the function was written for float32.
-        policy: A `Policy`, or anything that `get_policy` accepts. ``compute_dtype`` is the half
+        policy: A `Policy`, or anything that `get_policy` accepts. ``compute_dtype`` is the 16-bit
             dtype, and ``output_dtype`` is the dtype of float32 results. The op lists and overrides
             apply. An override matches the named scopes of an operation and the paths of the
             parameters that it reads.
@@ -189,7 +188,7 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
-    """Traces and plans a function. ``args`` and ``kwargs`` may hold `jax.ShapeDtypeStruct`."""
+    """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
     flat = Flat.of((args, kwargs))
     avals, paths = flat.avals, flat.paths
     name = getattr(fun, "__name__", "autocast")
@@ -222,8 +221,8 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
 def _as_written(aval: Any, path: str, policy: Policy) -> Any:
     """Returns the abstract value of an argument as the function sees it.
 
-    A parameter that the policy stores in half arrives as float32, because the function was written
-    for float32. An argument of another half dtype is the user's own choice and keeps it.
+    A parameter that the policy stores in 16 bits arrives as float32, because the function was
+    written for float32. An argument of another 16-bit dtype is the user's own choice and keeps it.
     """
     dtype = getattr(aval, "dtype", None)
     stored = dtype in (policy.param_dtype, policy.override_for(path))
@@ -244,7 +243,7 @@ def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
 
 
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a program that asks for no half dtype: only its arguments and results are cast."""
+    """Runs a program that asks for no 16-bit dtype: only its arguments and results are cast."""
     avals = _jax.in_avals(traced.jaxpr)
     inputs = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
     run = _jax.eval_closed if traced.donates else _jax.call_as_jit
@@ -258,7 +257,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _has_half_regions(jaxpr: Any) -> bool:
-    """Returns whether a program has a region whose dtype is half."""
+    """Returns whether a program has a region whose dtype is 16-bit."""
     marks = tuple(f"{REGION}{half.name}" for half in HALVES)
     return any(name.startswith(marks) for _, site, _ in equations(jaxpr) for name in site.scopes)
 

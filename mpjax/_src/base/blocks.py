@@ -1,7 +1,7 @@
 """Blocks along the last axis of an array, each with a power of two as its scale, in one byte.
 
 A scale is stored as the exponent field of a float32, so that scaling is exact, and needs no
-logarithm. The field 255 stands for a block with Inf or NaN.
+logarithm. The field 255 represents a block with Inf or NaN.
 """
 
 import jax
@@ -23,7 +23,7 @@ def float_of(bits: jax.Array) -> jax.Array:
 
 
 def unit_of(scale: jax.Array) -> jax.Array:
-    """Returns the power of two that an int32 scale stands for."""
+    """Returns the power of two that an int32 scale represents."""
     return float_of(scale << MANTISSA)
 
 

@@ -5,7 +5,7 @@
   largest entry of a block is off by at most 1/90 of itself, an entry of 1/1,000 of it by at most
   2/5 of itself. Normal entries are off by as much as with 255 levels at equal distances, but
   entries near zero by less: they keep their signs, which a ReLU reads, down to 1/32,000 of the
-  largest. e4m3 in blocks has three times the error, and no smaller one beside an entry that is
+  largest. e4m3 in blocks has three times the error, and no smaller one next to an entry that is
   thirty times as large.
 - "share": values from 0 to 1, such as the result of a softmax. A level is 254 times the fourth root
   of the value, so that small shares have smaller errors: off by at most 1/127 of itself at 1, 1/22
@@ -52,9 +52,9 @@ class Code(NamedTuple):
 
     Attributes:
         dtype: The dtype of the codes.
-        top: The largest number of units that a code stands for.
+        top: The largest number of units that a code represents.
         squarings: How often a code is squared to give units.
-        blocks: Whether each block has a unit of its own; else the unit is 1.
+        blocks: Whether each block has its own unit; else the unit is 1.
     """
 
     dtype: np.dtype
@@ -67,7 +67,7 @@ class Code(NamedTuple):
         """The largest number of units that may be rounded to the top.
 
         An entry of slightly more than half of it becomes a square of at least half of it. So the
-        unit of what codes stand for is theirs.
+        unit of what codes represent is theirs.
         """
         least = 2 * math.ceil(math.sqrt(self.top / 2)) ** 2
         return np.nextafter(np.float32((self.top + least) / 2), np.float32(self.top))
@@ -77,7 +77,7 @@ KINDS = {
     "int8": Code(np.dtype(np.int8), 127.0**2, squarings=1, blocks=True),
     "share": Code(np.dtype(np.uint8), 1.0, squarings=2, blocks=False),
 }
-LEVELS = 254.0  # of shares; the code 255 stands for Inf and NaN
+LEVELS = 254.0  # of shares; the code 255 represents Inf and NaN
 
 
 @functools.partial(
@@ -106,8 +106,8 @@ def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True
         x: The array.
         kind: One of `KINDS`.
         rounded: Whether the array was computed in float32 and rounded. XLA:GPU would write the
-            float32 array to memory, and round it wherever it is read. So codes are made from the
-            array behind a barrier.
+            float32 array to memory, and round it wherever it is read. So codes are computed from
+            the array behind a barrier.
         in_order: Whether XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of
             what a convolution reads or makes, it should choose the order.
     """
@@ -122,7 +122,7 @@ def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True
 
 
 def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
-    """Returns the array that codes stand for, of a dtype."""
+    """Returns the array that codes represent, of a dtype."""
     code = KINDS[coded.kind]
     if not code.blocks:
         return _of_levels(coded.codes, code).astype(dtype)
@@ -144,7 +144,7 @@ def coded_bytes(shape: Sequence[Any], kind: str) -> int:
 def block_of(length: int) -> int:
     """Returns the length of the blocks of an axis, at most 128.
 
-    There are a power of two of them, so that an axis whose parts lie on as many devices is cut
+    There are a power of two of them, so that an axis whose parts are on as many devices is cut
     between blocks, not in them. Else devices would exchange the whole array.
     """
     blocks = 1 << (max(1, -(-length // BLOCK)) - 1).bit_length()
@@ -156,8 +156,8 @@ def block_of(length: int) -> int:
 def _in_blocks(x: jax.Array, there: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
     """Returns codes of an array, and the scale of each block.
 
-    The largest entries are those of ``x``, which XLA finds in the kernel that makes it; the codes
-    are those of ``there``, the same array.
+    The largest entries are those of ``x``, which XLA finds in the kernel that computes it; the
+    codes are those of ``there``, the same array.
     """
     block = block_of(x.shape[-1])
     largest = jnp.max(jnp.abs(split(x.astype(FLOAT32), block)), axis=-1)

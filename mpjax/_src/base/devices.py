@@ -203,13 +203,13 @@ VARIANT = re.compile(r"pcie|nvl|(\d+)(?:g|gb|gib)")
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """The half dtypes that one device computes fast in, and the policy that suits it.
+    """The 16-bit dtypes that one device computes fast in, and the policy that suits it.
 
     Attributes:
         name: The name that the device reports, or the name that the user gave.
         platform: "gpu", "tpu" or "cpu".
         capability: The compute capability (NVIDIA) or the architecture (AMD); "" for others.
-        fast: The half dtypes for which it has matrix units, the preferred one first.
+        fast: The 16-bit dtypes for which it has matrix units, the preferred one first.
         policy: The name of the policy that suits it.
         reason: The reason for the choice of policy.
     """
@@ -315,15 +315,16 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
     if key == "cpu":
         return _cpu(name)
     names = [*CARDS, *TPUS, "tpu", "cpu"]
+    given = f"{argument}={brief(name)}"
     wrong = (
-        "names no model, and what it runs fast depends on that."
+        f"{given} does not name a model, and what it runs fast depends on that."
         if key in KINDS
-        else f"is not known.{did_you_mean(key, names)}"
+        else f"Unknown {given}.{did_you_mean(key, names)}"
     )
     others = ""
     if argument == "device":
         others = " and, for a device of this process, jax.devices()[0]"
-    raise ValueError(f"{argument}={brief(name)} {wrong} Choose one of {', '.join(names)}{others}.")
+    raise ValueError(f"{wrong} Choose one of {', '.join(names)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
@@ -342,7 +343,7 @@ def _gpu(name: str, capability: str) -> DeviceFacts:
     version = tuple(int(part) for part in (*parts, "0")[:2])
     fast = [d for d in (BFLOAT16, FLOAT16) if version >= TENSOR_CORES[d]]
     reason = f"compute capability {capability}, tensor cores for " + (
-        " and ".join(d.name for d in fast) or "no half dtype"
+        " and ".join(d.name for d in fast) or "no 16-bit dtype"
     )
     return _facts(name, "gpu", capability, fast, reason)
 

@@ -1,4 +1,4 @@
-"""The floating dtypes of policies: their names, what they hold, and the half of a device."""
+"""The floating dtypes of policies: their names, what they represent, and a device's 16-bit one."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from mpjax._src.base.errors import brief, did_you_mean
 
 DTypeLike = Any
 
-# The short name, as in jmp, comes first; the other legal spellings follow.
+# The short name, as in jmp, comes first; the other valid spellings follow.
 SPELLINGS = {
     np.dtype(jnp.float16): ("f16", "float16", "fp16"),
     np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
@@ -24,12 +24,12 @@ HALVES = (FLOAT16, BFLOAT16)
 
 
 def default_half() -> np.dtype:
-    """Returns the half dtype that the default device computes fastest in."""
+    """Returns the 16-bit dtype that the default device computes fastest in."""
     return half_of(capability_of(default_device()))
 
 
 def half_of(capability: str) -> np.dtype:
-    """Returns the half dtype for a GPU's compute capability, or for "", a device without one."""
+    """Returns the 16-bit dtype for a GPU's compute capability, or for "", a device without one."""
     major = capability.split(".")[0]
     return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
 
@@ -51,12 +51,12 @@ def short_name(dtype: Any) -> str:
 
 
 def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> np.dtype:
-    """Returns the ``np.dtype`` that a name, scalar type or dtype stands for.
+    """Returns the ``np.dtype`` that a name, scalar type or dtype represents.
 
     Args:
         dtype: A spelling in `BY_NAME`, "half", or anything that ``np.dtype`` accepts.
         argument: The name of the user's argument, for the error message.
-        half: The dtype that "half" stands for. If None, the one that suits the default device.
+        half: The dtype that "half" represents. If None, the one that suits the default device.
 
     Raises:
         ValueError: If it is not float16, bfloat16, float32 or float64.
@@ -103,7 +103,7 @@ def is_narrow(x: Any) -> bool:
 
 
 class Limits(NamedTuple):
-    """What a floating dtype can hold. All but the digits are exponents of two.
+    """What a floating dtype can represent. All but the digits are exponents of two.
 
     Attributes:
         digits: The significant bits: bfloat16 has 8, float16 11, float32 24.

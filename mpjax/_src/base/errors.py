@@ -1,6 +1,6 @@
 """Exception classes, and helpers that check arguments and word error messages and warnings.
 
-Every message names the argument, its value, the legal values and, if possible, the one that the
+Every message names the argument, its value, the valid values and, if possible, the one that the
 user probably meant.
 """
 
@@ -157,11 +157,11 @@ def finite_number(value: Any) -> float | None:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Returns a whole number that fits an int32, as an int."""
+    """Returns an integer that fits an int32, as an int."""
     refuse_traced(name, value)
     number = whole_number(value)
     if number is None or not least <= number < 2**31:
-        raise ValueError(f"{name}={brief(value)} must be a whole number from {least} to 2**31 - 1.")
+        raise ValueError(f"{name}={brief(value)} must be an integer from {least} to 2**31 - 1.")
     return number
 
 

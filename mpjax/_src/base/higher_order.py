@@ -1,4 +1,4 @@
-"""The table of JAX primitives that hold programs (loops, branches, calls): one row per primitive.
+"""The table of JAX primitives that contain programs (loops, branches, calls), one row each.
 
 The planner, the rewrite, reports, `find_nonfinite`, `compare`, `lint` and the order of gradients
 read it: a new primitive of a kind that is known needs its row here, its row in `rules`, and nothing
@@ -63,8 +63,8 @@ class HigherOrder:
     Attributes:
         wire: A function from an equation to the programs inside it.
         kind: How the programs run: CALL, MAP, SCAN, WHILE or BRANCH.
-        params: The parameters that hold the programs, in the order of ``wire``. One of a BRANCH
-            holds all of them, as a tuple.
+        params: The parameters that contain the programs, in the order of ``wire``. One of a BRANCH
+            contains all of them, as a tuple.
         loop: Of a SCAN, the parameters that say how it turns.
         storage: What the plan may change about stored values inside: AROUND, THEIRS or NONE.
         knows: Whether constants that enter it are still known as constants inside.
@@ -90,7 +90,7 @@ class HigherOrder:
         return self.kind in (SCAN, WHILE)
 
     def holding(self, programs: Sequence[Any]) -> dict[str, Any]:
-        """Returns the parameters that hold the programs, with these in their place."""
+        """Returns the parameters that contain the programs, with these in their place."""
         values = [tuple(programs)] if self.kind == BRANCH else programs
         return dict(zip(self.params, values, strict=True))
 
@@ -102,7 +102,7 @@ class HigherOrder:
 
 
 def higher_order(name: str) -> HigherOrder:
-    """Returns the row of a primitive, or `FIRST_ORDER` if it holds no program that is known."""
+    """Returns the row of a primitive, or `FIRST_ORDER` if it contains no program that is known."""
     return HIGHER_ORDER.get(name, FIRST_ORDER)
 
 

@@ -14,7 +14,7 @@ from mpjax._src.base.deprecations import resolve
 def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list]:
     """Returns the ``__getattr__``, ``__dir__`` and ``__all__`` of the public module of a file.
 
-    The stub beside the file says where each name comes from. ``__all__`` leaves out modules.
+    The stub next to the file says where each name comes from. ``__all__`` leaves out modules.
     """
     places: dict[str, str | None] = {}  # the module of each name; a module itself has None
     for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:

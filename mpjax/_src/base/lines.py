@@ -39,7 +39,7 @@ def _cell(file: str) -> str:
 
 
 def _relative(file: str) -> str:
-    """Returns a path relative to the current directory, or "" if it lies elsewhere."""
+    """Returns a path relative to the current directory, or "" if it is elsewhere."""
     try:
         return str(Path(file).relative_to(os.getcwd()))
     except (ValueError, OSError):  # elsewhere, or the current directory was deleted

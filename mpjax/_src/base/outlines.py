@@ -1,4 +1,4 @@
-"""What a state holds, as a text that fits a terminal whatever the size of the model."""
+"""What a state contains, as a text that fits a terminal whatever the size of the model."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ FEW = 8  # a container with more entries is counted, not listed
 
 
 def outline(state: Any) -> str:
-    """Returns what a state holds, in at most 24 lines of 80 columns.
+    """Returns what a state contains, in at most 24 lines of 80 columns.
 
     Scalars are shown by value, other arrays by dtype and shape; large containers are counted.
 
@@ -50,7 +50,7 @@ def _outlined(node: Any, depth: int, room: int) -> list[str]:
 
 
 def _parts(node: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
-    """Returns the entries of a container that are listed, and what stands around them."""
+    """Returns the entries of a container that are listed, and what surrounds them."""
     kind = type(node).__name__
     if _is_optimizer(node):
         return None
@@ -93,7 +93,7 @@ def _text(node: Any) -> str:
 
 
 def _counts(kind: type, leaves: list[Any]) -> str:
-    """Returns how many numbers of each dtype a container holds, such as moments or parameters."""
+    """Returns how many numbers of each dtype a container has, such as moments or parameters."""
     if not leaves:
         return "None" if kind is type(None) else f"{kind.__name__}()"
     numbers: collections.Counter[str] = collections.Counter()

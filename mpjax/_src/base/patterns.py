@@ -24,7 +24,7 @@ def paths(tree: Any) -> list[str]:
 
 
 def difference(wanted: set[str], actual: set[str], more: set[str] | None = None) -> str:
-    """Returns what ``actual`` lacks and holds beside ``wanted``, for messages; "" if nothing."""
+    """Returns what ``actual`` lacks and has beyond ``wanted``, for messages; "" if nothing."""
     parts = ("lacks", wanted - actual), ("holds", actual - wanted if more is None else more)
     return " and ".join(f"{verb} {', '.join(sorted(names)[:3])}" for verb, names in parts if names)
 

@@ -9,7 +9,7 @@ The column ``gain`` says by how much a relative error of an operand grows. It is
 of ``|x f'(x)|`` divided by ``|f(x)|``, or by the bound of a bounded function if that is larger. The
 errors of an array's entries are independent, so their contributions are added. A sum has no such
 number because its terms may cancel; by convention its error is measured against the magnitudes of
-its terms. Operands range over the values of the half dtype, and results are computed in float32.
+its terms. Operands range over the values of the 16-bit dtype, and results are computed in float32.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from mpjax._src.base.errors import brief
 # ---- the columns --------------------------------------------------------------------------------
 
 # need: the dtype it computes in.
-HALF = "half"  # half operands on the matrix units, with float32 accumulation
+HALF = "half"  # 16-bit operands on the matrix units, with float32 accumulation
 FULL = "full"  # float32 operands and result
 FOLLOW = "follow"  # elementwise arithmetic, in the dtype of its operands
 MOVE = "move"  # no arithmetic; uses the dtype that needs the fewest casts
@@ -55,11 +55,11 @@ NEVER = "never"  # too high: memory traffic or many operations
 
 # traits: further properties, which only some primitives have.
 REDUCES = "reduces"  # makes a small result from large operands
-NO_HALF_FORM = "no half form"  # compilers cannot run it in half, even if a list or region asks
+NO_HALF_FORM = "no 16-bit form"  # compilers cannot run it in 16 bits, even if a list or region asks
 HAS_WIDE_FORM = "has wide form"  # can return its float32 accumulator, on any hardware
 SUMS_BACK = "sums back"  # a linear move whose transpose is a sum
 SCATTERS_BACK = "scatters back"  # a move whose transpose adds to zeros, at selected entries
-FROM_BITS = "from bits"  # makes floats from bits or integers, which half cannot represent
+FROM_BITS = "from bits"  # computes floats from bits or integers, which 16 bits cannot represent
 SAME_PARAMETER = "same parameter"  # path patterns of its operand apply to its result too
 SAME_CONSTANT = "same constant"  # turns a known constant into a known constant
 FRESH = "fresh"  # a move whose result is a new array, not a view of its operand
@@ -293,7 +293,7 @@ row("scatter-max scatter-min", LEFT, ONE, traits=(NO_HALF_FORM,))
 
 
 def register_rule(primitive: Any, need: str, **columns: Any) -> None:
-    """Tells `autocast` how to treat a primitive of your own, or changes mpjax's rule for one.
+    """Tells `autocast` how to treat your own primitive, or changes mpjax's rule for one.
 
     Register the rule before JAX traces a function that uses the primitive, because `autocast`
     caches its traces. Rules of primitives play the part of the op lists of PyTorch, Apex, Paddle
@@ -301,7 +301,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
 
     Args:
         primitive: The primitive, or its name.
-        need: The dtype it computes in: "half" (half operands and float32 accumulation, as in a
+        need: The dtype it computes in: "half" (16-bit operands and float32 accumulation, as in a
             matmul), "full" (float32), "follow" (the dtype of its operands) or "move" (no
             arithmetic).
         **columns: Further properties. The defaults assume the worst: an operation that amplifies
@@ -318,7 +318,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
               False by default. A bool, or a function as for ``gain``.
             - ``cost``: the cost of computing it a second time: "fused" (none), "dear" (that of a
               special function) or "never" (the default).
-            - ``traits``: a sequence of further properties; the error message lists the legal ones.
+            - ``traits``: a sequence of further properties; the error message lists the valid ones.
 
     Returns:
         None. The rule applies to all functions that are traced afterwards.
@@ -341,17 +341,17 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
         )
     columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
     for column, value in columns.items():
-        if not _is_legal(column, value):
-            legal = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
+        if not _is_valid(column, value):
+            valid = ", ".join(map(repr, CHOICES.get(column, CHOICES)))
             what = "is invalid" if column in CHOICES else "is not a column of a rule"
             raise ValueError(
                 f"register_rule: {column}={brief(value)} {what} (primitive {brief(name)}). Choose "
-                f"one of {legal}."
+                f"one of {valid}."
             )
     RULES[name] = Rule(**{**columns, "traits": frozenset(columns.get("traits", ()))})
 
 
-def _is_legal(column: str, value: Any) -> bool:
+def _is_valid(column: str, value: Any) -> bool:
     if column == "traits":
         return not isinstance(value, str) and all(trait in CHOICES[column] for trait in value)
     return value in CHOICES.get(column, ()) or (column in ("gain", "steady") and callable(value))

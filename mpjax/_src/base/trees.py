@@ -72,7 +72,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_array_or_shape(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that stands for one."""
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that represents one."""
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -120,13 +120,13 @@ def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
 def cast(tree: T, dtype: DTypeLike) -> T:
     """Casts the real floating leaves of a pytree, including NumPy arrays, to a dtype.
 
-    Leaves of dtype float64 stay as they are, because JAX makes them only on request. Casting *to*
+    Float64 leaves are unchanged, because JAX creates them only on request. Casting *to*
     float64 works.
 
     Args:
         tree: Any pytree. Leaves that are not real floating arrays pass through unchanged.
-        dtype: "float16", "bfloat16", "float32", "float64", a short name ("bf16"), "half" (the half
-            dtype that suits the default device, see `half_dtype`) or a dtype.
+        dtype: "float16", "bfloat16", "float32", "float64", a short name ("bf16"), "half" (the
+            16-bit dtype that suits the default device, see `half_dtype`) or a dtype.
 
     Returns:
         A pytree of the same structure and shapes.
@@ -145,7 +145,7 @@ def cast(tree: T, dtype: DTypeLike) -> T:
 
 
 def widen(tree: T) -> T:
-    """Casts the half leaves to float32, and leaves the others unchanged."""
+    """Casts the 16-bit leaves to float32, and leaves the others unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(FLOAT32) if is_narrow_array(leaf) else leaf, tree)
 
 
@@ -232,7 +232,7 @@ def _check_same_form(where: str, a: Any, b: Any) -> None:
 
 
 def select(pred: Any, on_true: T, on_false: T) -> T:
-    """Selects one of two pytrees by a bool that may be traced; the values are kept bit for bit.
+    """Selects one of two pytrees by a bool that may be traced; values are unchanged, bit for bit.
 
     Args:
         pred: A bool array of shape (), or a Python bool. For a Python bool the leaves are returned

@@ -80,8 +80,8 @@ def read(
             piece = arrays[name].stored[checksums.slices(box)].read().result()
             if checksum is not None and checksums.of(piece) != checksum:
                 raise CheckpointError(
-                    f"{path}: the array {name!r} has another checksum than when it was saved, in "
-                    f"{[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
+                    f"{path}: the array {name!r} has a different checksum than when it was saved, "
+                    f"in {[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
                 )
             _copy(piece, box, arrays[name].parts)
 

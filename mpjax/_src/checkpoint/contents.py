@@ -1,7 +1,7 @@
 """The contents of a state: the path of each leaf, and its meaning, which no policy changes.
 
-A policy changes the tree of a state: half parameters have masters or residuals, 8-bit moments have
-scales, and each of them adds a node around the optimizer's state. So each leaf has a path, its
+A policy changes the tree of a state: 16-bit parameters have masters or residuals, 8-bit moments
+have scales, and each of them adds a node around the optimizer's state. So each leaf has a path, its
 position in the tree, and a meaning, the path without the nodes that the policy added. Two states of
 one program under two policies have leaves of the same meanings, except for masters, residuals,
 scales and counts of random draws.
@@ -74,8 +74,9 @@ def leaves_of(tree: Any) -> list[Leaf]:
         value = leaf.value
         if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
             raise TypeError(
-                f"state[{leaf.path!r}] is {value!r}, not an array. Keep functions and settings out "
-                "of the state. A checkpoint holds arrays, and plain data that is passed as data=."
+                f"state[{leaf.path!r}] is {value!r}, not an array. Leave functions and settings "
+                "out of the state. A checkpoint stores arrays, and plain data that is passed as "
+                "data=."
             )
     for kind in ("path", "means"):
         twice = [name for name, n in Counter(getattr(x, kind) for x in leaves).items() if n > 1]
@@ -158,8 +159,8 @@ def _fields(node: Any) -> list[tuple[Any, Any]]:
 def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
     """Returns the path of the parameters that the masters of a node belong to.
 
-    It is where all of them meet a half array of their path and shape. "params" is preferred, and
-    assumed if nothing fits; of several others none, so the node is a home of its own.
+    It is where all of them meet a 16-bit array of their path and shape. "params" is preferred, and
+    assumed if nothing fits; of several others none, so the node is its own home.
     """
     first = next(iter(its))
     places = {path.removesuffix(first) for path in halves if f"/{path}".endswith(f"/{first}")}
@@ -178,8 +179,8 @@ def _at_home(leaves: Sequence[Leaf | _Beside]) -> list[Leaf]:
     """Gives masters and residuals the meanings of their parameters.
 
     The parameters of a node are under "params", or at the one place outside of the node where there
-    are half arrays of the paths and shapes of all its masters. If there are several such places, or
-    the parameters are not in the tree, no other state has these meanings, or only another part.
+    are 16-bit arrays of the paths and shapes of all its masters. If there are several such places,
+    or the parameters are not in the tree, no other state has these meanings, or only another part.
     """
     halves = {x.path: x.value.shape for x in leaves if isinstance(x, Leaf) and is_narrow(x.value)}
     homes: dict[str, str] = {}
@@ -253,7 +254,7 @@ def scales_of(tree: Any) -> dict[str, Any]:
 
 
 def _has_scale(node: Any) -> bool:
-    """Returns whether a node is a loss scale, or the dict of a state that has one beside counts."""
+    """Returns whether a node is a loss scale, or the dict of a state that has one and counts."""
     return has_protocol(node) or (isinstance(node, Mapping) and {*COUNTS} <= {*node})
 
 
@@ -290,7 +291,7 @@ def shaped(value: Any) -> tuple[tuple[int, ...], str]:
 
 
 def describe(tree: Any, policy: str | None, data: Any) -> dict[str, Any]:
-    """Returns the description of a state that is written beside its arrays, as plain data."""
+    """Returns the description of a state that is written next to its arrays, as plain data."""
     table = {}
     for leaf in leaves_of(tree):
         shape, dtype = shaped(leaf.value)

@@ -52,7 +52,7 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
         leaves.append(leaf if place is None else jax.device_put(leaf, place))
     if overflown:
         raise ValueError(
-            f"like: the checkpoint {where} holds finite values that would become infinite in "
+            f"like: the checkpoint {where} has finite values that would become infinite in "
             + ", ".join(overflown[:NAMED])
             + ". Restore these leaves in bfloat16 or float32, by another policy or an override."
         )
@@ -60,7 +60,7 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
 
 
 def _whole(leaf: jax.Array, beside: jax.Array) -> jax.Array:
-    """Returns the float32 value of a half parameter and its residual, or of codes and scales."""
+    """Returns the float32 value of a 16-bit parameter and its residual, or of codes and scales."""
     code = codes.by_dtype(leaf.dtype)
     return codes.decode(leaf, beside, code) if code else residuals.full(leaf, beside)
 

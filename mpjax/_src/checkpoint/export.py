@@ -27,7 +27,8 @@ def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
     Args:
         state: A `TrainState`, or a dict of "params" and "opt_state".
         dtype: The dtype of floating parameters: "float32", "bfloat16" or "float16". Float64
-            parameters keep theirs. Half parameters with a master are rounded once, from the master.
+            parameters keep theirs. 16-bit parameters with a master are rounded once, from the
+            master.
 
     Returns:
         The tree of parameters. Other data for inference, such as the statistics of BatchNorm, is in
@@ -162,7 +163,7 @@ def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: b
         missing = (name for name in paths if name not in read)
         extra = (name for name in read if name not in paths)
         raise ValueError(
-            f"like: the file {file} holds other parameters. {differences(missing, extra)}Names are "
+            f"like: the file {file} has other parameters. {differences(missing, extra)}Names are "
             "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
     wanted = {PARAMS: like}

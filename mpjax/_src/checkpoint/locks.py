@@ -92,7 +92,7 @@ def _free(file: str, file_lock: Any) -> None:
     with GUARD:
         if _held_here(file) and HELD[file][0] is file_lock:
             del HELD[file]
-            # Removed before it is unlocked: who has opened it meanwhile sees that it is gone.
+            # Removed before it is unlocked: who has opened it meanwhile sees that it was removed.
             Path(file).unlink(missing_ok=True)
             file_lock.release()
 

@@ -20,7 +20,7 @@ from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
 from mpjax._src.policy.policy import PolicyLike
 
-# A metric that is not finite counts as the worst value, because NaN has no order.
+# A non-finite metric counts as the worst value, because NaN has no order.
 WORST = {"min": math.inf, "max": -math.inf}
 
 
@@ -51,7 +51,7 @@ class Manager:
     its process ends, however it ends. Nothing is locked in storage buckets such as ``gs://``, and
     on file systems without flock; on a network file system, the lock holds between hosts only if
     its flock does. There, make sure yourself that only one process writes. Any number of Managers
-    with ``read_only=True``, and ``mpjax.checkpoint.restore`` and ``describe``, read beside it.
+    with ``read_only=True``, and ``mpjax.checkpoint.restore`` and ``describe``, read next to it.
 
     Args:
         directory: The directory of the checkpoints; created if it does not exist. Each checkpoint
@@ -123,7 +123,7 @@ class Manager:
             if read_only
             else functools.partial(store.writing, self.directory, inside=True)
         )
-        self._signalled = False
+        self._signaled = False
         self._previous: Any = None
         self._manager, free = self._open(_options(every, keep, keep_period, self._best, read_only))
         self._ended = weakref.finalize(
@@ -198,11 +198,11 @@ class Manager:
         _check_count("number", number, least=0)
         if self._read_only:
             raise CheckpointError(
-                f"directory={self.directory!r} is only read by this Manager, which was made with "
-                "read_only=True."
+                f"directory={self.directory!r} is only read by this Manager, which was created "
+                "with read_only=True."
             )
         # Asked for every number, because all processes of a program have to ask for the same one.
-        self.stopping = self._signalled or self._manager.reached_preemption(number)
+        self.stopping = self._signaled or self._manager.reached_preemption(number)
         latest = self._manager.latest_step()
         if latest is not None and latest > number:
             raise ValueError(
@@ -256,8 +256,8 @@ class Manager:
         Raises:
             CheckpointError: If the checkpoint is damaged.
             FileNotFoundError: If there is no such checkpoint.
-            ValueError: If the checkpoint belongs to another model or optimizer, or would lose
-                precision.
+            ValueError: If the checkpoint was written by a different model or optimizer, or would
+                lose precision.
         """
         return restore(self.path(number), like, allow_narrowing=allow_narrowing, verify=verify)
 
@@ -292,7 +292,7 @@ class Manager:
             number = steps[-1]
         if number not in steps:
             raise FileNotFoundError(
-                f"number={number!r}: {self.directory!r} holds "
+                f"number={number!r}: {self.directory!r} has "
                 f"{f'the checkpoints {steps}' if steps else 'no checkpoint'}."
             )
         return f"{self.directory}/{number}"
@@ -336,7 +336,7 @@ class Manager:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signaled = True
         self._release()
 
     def _release(self) -> None:
@@ -416,4 +416,4 @@ def _check_count(name: str, value: Any, *, optional: bool = False, least: int = 
     count = whole_number(value)
     if count is None or count < least:
         also = " or None" if optional else ""
-        raise ValueError(f"{name}={value!r} must be a whole number, {least} or more{also}.")
+        raise ValueError(f"{name}={value!r} must be an integer >= {least}{also}.")

@@ -1,6 +1,6 @@
 """The plan of a restore: which saved leaf becomes which leaf of the state, and what is refused.
 
-The plan is made from the checkpoint's description, before any array is read.
+The plan is computed from the checkpoint's description, before any array is read.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
     Attributes:
         target: The leaf of ``like``.
-        path: The path of the saved leaf, or None if the leaf is taken from ``like``.
+        path: The path of the saved leaf, or None if the leaf is read from ``like``.
         beside: The path of the saved leaf's residual or scales, or None.
         kind: The dtypes of the leaf and of its residual or scales in ``like``, or None if it has
             none there.
@@ -64,8 +64,8 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
         where: The name of the checkpoint, for messages.
 
     Raises:
-        ValueError: If the checkpoint belongs to another model or optimizer, or precision would be
-            lost.
+        ValueError: If the checkpoint was written by a different model or optimizer, or precision
+            would be lost.
     """
     saved: dict[str, dict[str, Any]] = about["leaves"]
     by_meaning = {entry["means"]: path for path, entry in saved.items()}
@@ -110,7 +110,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
 
 
 def _starts_fresh(about: dict[str, Any], like: Any) -> set[str]:
-    """Returns the paths of loss scales that are taken from ``like``, not from the checkpoint.
+    """Returns the paths of loss scales that are read from ``like``, not from the checkpoint.
 
     A loss scale is if its class or settings differ, or if it never changes: then it is a setting.
     """
@@ -153,7 +153,7 @@ def _check_same_leaves(
     if not (missing or extra):
         return
     raise ValueError(
-        f"like: the checkpoint {where} belongs to another model or optimizer. "
+        f"like: the checkpoint {where} was written by a different model or optimizer. "
         + differences(missing, extra)
         + "Restore it with the model and the optimizer that it was saved with. To restore only "
         "the parameters, pass like={'params': params}."
@@ -168,7 +168,7 @@ def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> Non
     ]
     if other:
         raise ValueError(
-            f"like: the checkpoint {where} belongs to another optimizer: "
+            f"like: the checkpoint {where} was written by a different optimizer: "
             + "; ".join(other[:NAMED])
             + ". The leaves have the same names and shapes, but another meaning. Restore it with "
             "the optimizer that it was saved with."
@@ -186,7 +186,7 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
     ]
     if other:
         raise ValueError(
-            f"like: the checkpoint {where} belongs to another model: "
+            f"like: the checkpoint {where} was written by a different model: "
             + "; ".join(other[:NAMED])
             + "."
         )
@@ -232,7 +232,7 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
             + more
             + ". The lost bits cannot be recovered: without their float32 masters, weights stay "
             "rounded. If you want that, pass allow_narrowing=True. If not, restore under a policy "
-            "that keeps float32 parameters or masters."
+            "that stores float32 parameters or masters."
         )
 
 

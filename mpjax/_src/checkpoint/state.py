@@ -124,12 +124,12 @@ def restore(
 
     Under the policy that the state was saved with, every leaf is restored bit for bit. Under
     another policy, float32 parameters become masters, whole or split, and masters become
-    parameters. Half parameters are rounded from the most precise saved copy. Leaves are widened
+    parameters. 16-bit parameters are rounded from the most precise saved copy. Leaves are widened
     without a warning. A conversion that loses precision is refused: masters that the new policy
-    does not keep, or keeps with fewer bits; float32 to half; one half dtype to the other.
+    does not store, or stores with fewer bits; float32 to 16 bits; one 16-bit dtype to the other.
 
     The loss scale is restored if its class and settings are those of ``like``, and otherwise starts
-    as in ``like``. A loss scale that never changes, such as a `StaticLossScale`, is taken from
+    as in ``like``. A loss scale that never changes, such as a `StaticLossScale`, is read from
     ``like``.
 
     Args:
@@ -153,7 +153,7 @@ def restore(
             names the array, or the file.
         FileNotFoundError: If ``directory`` does not exist.
         ImportError: If a package of the extra ``checkpoint`` is not installed.
-        ValueError: If the checkpoint belongs to another model or optimizer, or would lose
+        ValueError: If the checkpoint was written by a different model or optimizer, or would lose
             precision. The message names the first leaves that differ.
 
     Example:

@@ -131,7 +131,7 @@ def new(directory: str | Path) -> Iterator[None]:
 
 
 def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
-    """Locks a directory by a file beside or inside it; see `locks.lock`. Buckets have no locks."""
+    """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
     if is_remote(path):
         return (lambda: None), None
@@ -272,8 +272,8 @@ def check_metrics(directory: str | Path) -> None:
             metrics = None
         if expected is not None and repr(metrics) != repr(expected):  # NaN is not equal to itself
             raise CheckpointError(
-                f"{file} is damaged: it should contain {json.dumps(expected)}. Mend it, or remove "
-                f"the checkpoint {step.name}."
+                f"{file} is damaged: it should contain {json.dumps(expected)}. Repair it, or "
+                f"remove the checkpoint {step.name}."
             )
 
 
@@ -300,7 +300,7 @@ def _check_about(about: Any, file: Any, verify: bool) -> None:
 def _check_sum(about: Mapping[str, Any], file: Any) -> None:
     if about.get(checksums.ABOUT) != checksums.of_about(about):
         raise CheckpointError(
-            f"{file}: its checksum is another one. The file was damaged or edited after it was "
+            f"{file}: its checksum does not match. The file was damaged or edited after it was "
             f"written. {arrays.UNVERIFIED}"
         )
 

@@ -108,7 +108,7 @@ PROBLEMS = (
     ),
     Problem(
         *(GPU, "jaxlib", "0.6.0", ""),
-        "a half scatter-add is up to 20 times slower than in float32 if many indices are equal",
+        "a 16-bit scatter-add is up to 20 times slower than in float32 if many indices are equal",
         "store embedding tables in float32, as O1 does: their gradients are then summed in float32",
         "https://github.com/openxla/xla/issues/26371",
     ),

@@ -71,10 +71,10 @@ def cli() -> None:
 @options.platform
 @options.as_json
 def doctor(platform: tuple[str, ...], as_json: bool) -> None:
-    """Show versions and devices, and test half precision.
+    """Show versions and devices, and test 16-bit computation.
 
     Also lists XLA flags that are worth trying, and known problems of the installed jaxlib. Takes
-    about two seconds for each half dtype. Exits with 1 if a test failed.
+    about two seconds for each 16-bit dtype. Exits with 1 if a test failed.
     """
     from mpjax._src.cli.doctor import examine, shown
 
@@ -82,7 +82,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
         results = examine(platform)
     printing.json_to_stdout(results) if as_json else printing.show(shown(results))
     if not results["ok"]:
-        _finding("a self-test failed: half precision does not work correctly here.")
+        _finding("a self-test failed: 16-bit computation does not work correctly here.")
 
 
 @cli.command()
@@ -98,7 +98,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     "--fail-under",
     type=options.Number(0, 1),
     metavar="SHARE",
-    help="Exit with 1 if less than this share of the matmul FLOPs is in half, for example 0.9.",
+    help="Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
 )
 @click.option(
     "--target",
@@ -143,7 +143,9 @@ def explain(
         printing.show(report.document(len(report.rows) if all_rows else rows))
     _write(html, page, as_json)
     if fail_under is not None and report.half_flops < fail_under:
-        _finding(f"{report.half_flops:.2%} of the matmul FLOPs are in half, below {fail_under:.2%}")
+        _finding(
+            f"{report.half_flops:.2%} of the matmul FLOPs run in 16 bits, below {fail_under:.2%}"
+        )
 
 
 @cli.command("compile")
@@ -222,7 +224,7 @@ def compile_(
     "--reserve",
     type=options.Number(0, 1, max_open=True),
     metavar="SHARE",
-    help="The share of the memory to keep free: by default 0.25 on GPUs, which JAX does not give "
+    help="The share of the memory to leave free: by default 0.25 on GPUs, which JAX does not give "
     "to programs, and 0.05 on TPUs.",
 )
 @options.plot
@@ -328,7 +330,7 @@ def compare(
     as_json: bool,
     show_traceback: bool,
 ) -> None:
-    """Compare a function in half precision with float32.
+    """Compare a function in 16-bit precision with float32.
 
     Shows the error that each operation adds, and the error that it inherits. If the function
     returns a scalar loss, its gradient is compared too.
@@ -446,16 +448,16 @@ def lint(
     from mpjax._src.lint.table import as_data, chosen, listed
 
     if as_json and sarif:
-        raise click.UsageError("give --json or --sarif, not both.")
+        raise click.UsageError("--json and --sarif exclude each other: choose one.")
     if list_rules:
-        rules = _legal(lambda: chosen(select, ignore))
+        rules = _valid(lambda: chosen(select, ignore))
         printing.json_to_stdout(as_data(rules)) if as_json else printing.show(listed(rules))
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
     fun, args = load(target)
     _check_argnums(argnums, args)
-    look = _legal(
+    look = _valid(
         lambda: api.lint(
             fun, argnums, has_aux, select=select, ignore=ignore, run=not no_run, target=device
         )
@@ -551,12 +553,12 @@ def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
     for number in argnums if isinstance(argnums, tuple) else (argnums,):
         if number is not None and not -len(args) <= number < len(args):
             raise click.BadParameter(
-                f"there is no argument {number}: fun takes {len(args)}, counted from 0.",
+                f"there is no argument {number}: fun has {len(args)}, counted from 0.",
                 param_hint="'--argnums'",
             )
 
 
-def _legal(ask: Callable[[], Any]) -> Any:
+def _valid(ask: Callable[[], Any]) -> Any:
     """Returns the result of a function; its ValueError becomes a usage error."""
     try:
         return ask()

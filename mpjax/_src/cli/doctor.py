@@ -1,4 +1,4 @@
-"""The checks of `mpjax doctor`: versions, devices, and whether half precision works here.
+"""The checks of `mpjax doctor`: versions, devices, and whether 16-bit dtypes work here.
 
 Each check runs a few small programs on the default device, and returns one row.
 """
@@ -43,7 +43,7 @@ class Check:
     """One row.
 
     Attributes:
-        dtype: The half dtype.
+        dtype: The 16-bit dtype.
         name: The name of the check.
         status: "pass", "FAIL", or "note" for a finding that is neither right nor wrong.
         found: What was measured, in words.
@@ -92,7 +92,7 @@ def run(check: Callable[[np.dtype], Check], dtype: np.dtype) -> Check:
     """Runs a check. If it raises an exception, the result is a failed check with that error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a half dtype that is slow here is reported elsewhere
+            warnings.simplefilter("ignore")  # slow 16-bit dtypes are reported elsewhere
             return check(dtype)
     except Exception as error:
         name = (check.__doc__ or "").removesuffix(".")

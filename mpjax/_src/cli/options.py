@@ -49,7 +49,7 @@ def _numbers(text: str) -> int | tuple[int, ...] | None:
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} must be whole numbers, such as 0 or 0,1, or none.") from None
+        raise ValueError(f"{text!r} must be integers, such as 0 or 0,1, or none.") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
@@ -83,7 +83,7 @@ platform = click.option(
     "--platform",
     multiple=True,
     type=click.Choice(PLATFORMS),
-    help="Also give advice for this platform, which this machine need not have.",
+    help="Also advise for this platform, which this machine need not have.",
 )
 html = click.option(
     "--html",

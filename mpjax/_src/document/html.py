@@ -27,7 +27,7 @@ def page_of(document: Document, title: str = "") -> str:
     """
     template = _templates().get_template("page.html.jinja")
     drawing = document.drawing()
-    scales = [scale_of(colour, drawing.operations) for colour in drawing.colours]
+    scales = [scale_of(color, drawing.operations) for color in drawing.colors]
     count = len(drawing.operations)
     counted = f"{count} {drawing.things if count != 1 else drawing.things.removesuffix('s')}"
     style, script = _part("page.css"), _part("map.js")
@@ -47,7 +47,7 @@ def page_of(document: Document, title: str = "") -> str:
 
 
 def framed(document: Document) -> str:
-    """Returns the page of a document for a notebook, in a frame of its own."""
+    """Returns the page of a document for a notebook, in its own frame."""
     return FRAME.format(title=html.escape(document.title), page=html.escape(page_of(document)))
 
 
@@ -91,7 +91,7 @@ def _data(drawing: Drawing, scales: list[Scale]) -> dict[str, Any]:
             operation.number,
             int(operation.backward) + 2 * int(operation.large),
             [scale.places[i] for scale in scales],
-            [_number(operation.colours.get(s.colour.name)) for s in scales if s.amounts],
+            [_number(operation.colors.get(s.color.name)) for s in scales if s.amounts],
             [text(words) for fact in operation.facts for words in fact],
         ]
         for i, operation in enumerate(drawing.operations)
@@ -101,10 +101,10 @@ def _data(drawing: Drawing, scales: list[Scale]) -> dict[str, Any]:
         "rows": rows,
         "scales": [
             {
-                "name": scale.colour.name,
+                "name": scale.color.name,
                 "amount": scale.amounts,
-                "most": scale.colour.of_box is max,
-                "unit": scale.colour.unit,
+                "most": scale.color.of_box is max,
+                "unit": scale.color.unit,
                 "keys": [[key.label, key.style] for key in scale.legend],
             }
             for scale in scales

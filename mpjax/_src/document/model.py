@@ -11,7 +11,7 @@ from typing import Any
 
 from mpjax._src.base.lines import short
 
-# The class of an operation that has no value for a colour.
+# The class of an operation that has no value for a color.
 NONE = "none"
 
 
@@ -41,7 +41,7 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Colour:
+class Color:
     """A property by which operations are colored.
 
     Attributes:
@@ -70,7 +70,7 @@ class Operation:
         label: The name of the operation, such as "dot_general".
         scope: The boxes around it, joined with "/".
         facts: The titles and texts that a click on it shows, in order.
-        colours: Its class or its amount, by the name of the color.
+        colors: Its class or its amount, by the name of the color.
         number: Its number in the report; None if it has no number.
         backward: Whether it belongs to the backward pass.
         large: Whether its tile is drawn large, as for the operations that do most of the work.
@@ -79,7 +79,7 @@ class Operation:
     label: str
     scope: str
     facts: tuple[tuple[str, str], ...]
-    colours: Mapping[str, str | float | None]
+    colors: Mapping[str, str | float | None]
     number: int | None = None
     backward: bool = False
     large: bool = False
@@ -110,7 +110,7 @@ class Table:
         title: The title, which a document's only table does not need as text.
         columns: The titles of the columns. Text leaves out columns without any cell.
         rows: The cells. A table without rows is left out.
-        words: The titles of the columns that are aligned to the left; the others are figures.
+        words: The titles of the columns that are aligned to the left; the others are numbers.
         most: The number of rows that the text shows; None for all. The page shows all rows.
         folded: The index of the column whose cells are wrapped if the text is too wide.
         note: A sentence below the table.
@@ -149,14 +149,14 @@ class Drawing:
     Attributes:
         bars, histograms: The drawings above the map.
         operations: The operations on the map.
-        colours: The properties that can color the map. The page opens with the first.
+        colors: The properties that can color the map. The page opens with the first.
         things: The word for the operations, if the map shows something else.
     """
 
     bars: tuple[Bar, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     operations: tuple[Operation, ...] = ()
-    colours: tuple[Colour, ...] = ()
+    colors: tuple[Color, ...] = ()
     things: str = "operations"
 
 
@@ -181,14 +181,14 @@ class Document:
     drawing: Callable[[], Drawing] = Drawing
 
 
-DTYPE = Colour(
+DTYPE = Color(
     "dtype",
     "The dtype that each operation computes in: the widest floating dtype of its operands.",
     tuple(DTYPES.values()),
 )
 # A share or a relative error; one of all of a result, or more, is as bad as any.
-WORST = functools.partial(Colour, unit="share", most=3.0, of_box=max)
-PASS = Colour("pass", "The pass that the operation runs in.", ("forward", "backward"))
+WORST = functools.partial(Color, unit="share", most=3.0, of_box=max)
+PASS = Color("pass", "The pass that the operation runs in.", ("forward", "backward"))
 
 
 def facts(**pairs: object) -> tuple[tuple[str, str], ...]:

@@ -63,7 +63,7 @@ def plot_compare(comparison: Any, path: str | Path | None = None) -> Any:
         )
         axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
     for dtype, bits in (("float16", 11), ("bfloat16", 8)):
-        axes.axhline(2.0**-bits, color="grey", lw=0.8, ls="--")
+        axes.axhline(2.0**-bits, color="gray", lw=0.8, ls="--")
         axes.text(
             1,
             2.0**-bits,
@@ -113,7 +113,7 @@ def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
     figure = _figure_class()(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
     front = sorted(_place(each) for each in shown if each.frontier)
-    axes.step(*zip(*front, strict=True), where="post", color="grey", lw=1, label="frontier")
+    axes.step(*zip(*front, strict=True), where="post", color="gray", lw=1, label="frontier")
     for number, each in enumerate(sorted(shown, key=_place), 1):
         color = "tab:orange" if each.checkpoint else "tab:blue"
         axes.scatter(*_place(each), s=30, color=color, zorder=3)
@@ -154,7 +154,7 @@ def plot_precision(reports: Sequence[Any], path: str | Path | None = None) -> An
     figure = _figure_class()(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     first = sorted(named.items(), key=lambda item: item[1])
-    # The forward pass first, because no loss scale cures an overflow there.
+    # The forward pass first, because no loss scale prevents an overflow there.
     shown = sorted(first, key=lambda item: item[0][0] == "backward")[:NAMED]
     colors = {name: f"C{i}" for i, ((_, name), _) in enumerate(shown)}
     for name, places in room.items():
@@ -188,9 +188,7 @@ def plot_gradient_histogram(
     finite = numbers[:, 1:-1]
     used = np.flatnonzero(finite.sum(0))
     if not used.size:
-        raise ValueError(
-            "histogram holds no gradient that is finite and not zero, so there is nothing to plot."
-        )
+        raise ValueError("histogram has no finite nonzero gradient, so there is nothing to plot.")
     marks = {"flushed to zero": limits.flush - shift, "overflow": limits.overflow - shift}
     marks["subnormal"] = limits.normal - shift
     first = min(exponents[used[0]], marks["flushed to zero"]) - 2

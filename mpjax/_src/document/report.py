@@ -65,8 +65,8 @@ class Report:
         shape = np.shape(operator.attrgetter(name)(self))
         if len(shape) != axes:
             raise ValueError(
-                f"{called} holds the reports of several steps or ensemble members, of shape "
-                f"{shape}. Take one, such as jax.tree.map(lambda x: x[-1], {called})"
+                f"{called} contains the reports of several steps or ensemble members, of shape "
+                f"{shape}. Select one first, such as jax.tree.map(lambda x: x[-1], {called})"
             )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The colours of operations: of classes by name, of amounts in steps."""
+"""The colors of operations: of classes by name, of amounts in steps."""
 
 import bisect
 import dataclasses
@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from mpjax._src.document.model import NONE, UNITS, Colour, Operation
+from mpjax._src.document.model import NONE, UNITS, Color, Operation
 
-# The number of steps for amounts, and the number of colours for classes.
+# The number of steps for amounts, and the number of colors for classes.
 STEPS, SLOTS = 6, 8
 
 
@@ -23,37 +23,37 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A colour over the operations of a page: its legend, and each operation's entry in it."""
+    """A color over the operations of a page: its legend, and each operation's entry in it."""
 
-    colour: Colour
+    color: Color
     legend: tuple[Key, ...]
     places: tuple[int, ...]
 
     @property
     def amounts(self) -> bool:
-        return bool(self.colour.unit)
+        return bool(self.color.unit)
 
 
-def scale_of(colour: Colour, operations: Sequence[Operation]) -> Scale:
-    """Returns the scale of a colour over operations."""
-    values = [operation.colours.get(colour.name) for operation in operations]
-    return (_of_amounts if colour.unit else _of_classes)(colour, values)
+def scale_of(color: Color, operations: Sequence[Operation]) -> Scale:
+    """Returns the scale of a color over operations."""
+    values = [operation.colors.get(color.name) for operation in operations]
+    return (_of_amounts if color.unit else _of_classes)(color, values)
 
 
-def _of_classes(colour: Colour, values: Sequence) -> Scale:
+def _of_classes(color: Color, values: Sequence) -> Scale:
     named = [NONE if value is None else str(value) for value in values]
-    order = [*dict.fromkeys((*colour.classes, *sorted({*named} - {NONE}), NONE))]
+    order = [*dict.fromkeys((*color.classes, *sorted({*named} - {NONE}), NONE))]
     styles = {name: f"c{min(i, SLOTS - 1)}" for i, name in enumerate(order)} | {NONE: "a0"}
-    return _scale(colour, named, [name for name in order if name in named], styles)
+    return _scale(color, named, [name for name in order if name in named], styles)
 
 
-def _of_amounts(colour: Colour, values: Sequence) -> Scale:
-    written = UNITS[colour.unit]
+def _of_amounts(color: Color, values: Sequence) -> Scale:
+    written = UNITS[color.unit]
     finite = [v for v in values if v is not None and 0 < v < math.inf]
-    edges = _edges(colour.unit, min(max(finite, default=1.0), colour.most))
+    edges = _edges(color.unit, min(max(finite, default=1.0), color.most))
     between = [f"{written(a)} to {written(b)}" for a, b in itertools.pairwise(edges)]
     labels = [f"under {written(edges[0])}", *between, f"{written(edges[-1])} or more"]
-    zero, infinite = f"{written(0)}, or nothing to tell", "not finite"
+    zero, infinite = f"{written(0)}, or nothing to tell", "non-finite"
 
     def label(value):
         if value is None or not value > 0:
@@ -63,7 +63,7 @@ def _of_amounts(colour: Colour, values: Sequence) -> Scale:
     styles = {text: f"a{STEPS - len(edges) + i}" for i, text in enumerate(labels)}
     named = [label(value) for value in values]
     order = [text for text in (zero, *labels, infinite) if text in named]
-    return _scale(colour, named, order, {zero: "a0", **styles, infinite: f"a{STEPS}"})
+    return _scale(color, named, order, {zero: "a0", **styles, infinite: f"a{STEPS}"})
 
 
 def _edges(unit: str, most: float) -> tuple[float, ...]:
@@ -77,11 +77,11 @@ def _edges(unit: str, most: float) -> tuple[float, ...]:
 
 
 def _scale(
-    colour: Colour, named: Sequence[str], order: Sequence[str], styles: dict[str, str]
+    color: Color, named: Sequence[str], order: Sequence[str], styles: dict[str, str]
 ) -> Scale:
     places = {name: i for i, name in enumerate(order)}
     counts = [0] * len(order)
     for name in named:
         counts[places[name]] += 1
     legend = (Key(name, styles[name], n) for name, n in zip(order, counts, strict=True))
-    return Scale(colour, tuple(legend), tuple(places[name] for name in named))
+    return Scale(color, tuple(legend), tuple(places[name] for name in named))

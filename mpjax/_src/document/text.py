@@ -7,7 +7,7 @@ from mpjax._src.document.model import Document, Table
 
 WIDTH = 80
 
-# If less room than NARROWEST is left for the last column, it goes on lines of its own, indented.
+# If less room than NARROWEST is left for the last column, it goes on its own lines, indented.
 NARROWEST, INDENT = 24, 4
 
 
@@ -65,7 +65,7 @@ def table(
         words: The titles of the columns that are aligned to the left; the others are aligned to
             the right.
         folded: The index of the column whose cells are wrapped if they do not fit: the first or
-            the last one. If there is no room for the last one, it goes on lines of its own.
+            the last one. If there is no room for the last one, it goes on its own lines.
         width: The width.
     """
     cells = [list(titles), *map(list, rows)]

@@ -35,7 +35,7 @@ COUNTERS = ("skipped_steps", "consecutive_skips")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Keras's ``LossScaleOptimizer`` with a loss scale of mpjax.
 
-    A step whose gradients are not finite changes only the loss scale and the counters
+    A step with non-finite gradients changes only the loss scale and the counters
     ``skipped_steps`` and ``consecutive_skips``, which are Keras variables.
 
     Args:
@@ -186,9 +186,9 @@ def mixed_precision(
 ) -> Any:
     """Makes ``fit``, ``evaluate`` and ``predict`` of a Keras model run in mixed precision.
 
-    Each step runs under `autocast`, which plans the whole step; variables stay float32. A step
-    whose gradients are not finite is skipped, and non-trained variables (statistics, seeds) keep
-    their values too.
+    Each step runs under `autocast`, which plans the whole step; variables stay float32. Steps with
+    non-finite gradients are skipped. They leave non-trained variables (statistics, seeds)
+    unchanged too.
 
     Args:
         model: A compiled Keras model on the JAX backend. The dtype policy of its layers must be
@@ -274,7 +274,7 @@ def _check(model: Any, policy: Policy) -> None:
         if own.compute_dtype != "float32" or own.variable_dtype != "float32":
             raise ValueError(
                 f"layer {layer.name!r} has the dtype policy {own.name!r}, which casts the whole "
-                "layer to half before autocast can choose a dtype for each operation. For "
+                "layer to 16 bits before autocast can choose a dtype for each operation. For "
                 "autocast, call keras.config.set_dtype_policy('float32') before the model is "
                 "built."
             )

@@ -33,7 +33,7 @@ class TrainState(train_state.TrainState, repr=False):
     Subclass it like Flax's class to add batch statistics and other collections.
 
     Attributes:
-        tx: The optimizer, a `MixedPrecision`. Its state holds the loss scale, the master weights
+        tx: The optimizer, a `MixedPrecision`. Its state contains the loss scale, the master weights
             and the skip counters.
         policy: The `Policy` that `value_and_grad` runs functions under.
         loss_scale: The loss scale.
@@ -100,7 +100,8 @@ class TrainState(train_state.TrainState, repr=False):
             apply_fn: The model's ``apply``, as for Flax's class.
             params: The parameters, as for Flax's class. They are cast to the dtypes that the policy
                 stores.
-            tx: Any optax optimizer. It works in float32, on the master weights of half parameters.
+            tx: Any optax optimizer. It works in float32, on the master weights of 16-bit
+                parameters.
             policy: A policy or its name, as for `build_train_step`.
             loss_scale: The loss scale, as for `build_train_step`.
             **kwargs: The fields of a subclass.
@@ -160,7 +161,7 @@ class TrainState(train_state.TrainState, repr=False):
         return wrapped
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
-        """Returns the state after a step. The step is skipped if anything is not finite.
+        """Returns the state after a step. The step is skipped if anything is non-finite.
 
         A skipped step changes only the loss scale and the skip counters.
 
@@ -173,7 +174,7 @@ class TrainState(train_state.TrainState, repr=False):
             The new state. A skipped step counts in ``skipped_steps``, not in ``step``.
 
         Raises:
-            ValueError: If the state belongs to another optimizer.
+            ValueError: If the state was created by a different optimizer.
         """
         old = {name: getattr(self, name) for name in kwargs}
         leaves = jax.tree.leaves(kwargs)  # put into the state's containers: these may be dicts

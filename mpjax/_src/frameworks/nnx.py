@@ -36,7 +36,7 @@ class Optimizer(nnx.Optimizer):
     Args:
         model: An NNX module. Its trained variables are cast in place to the dtypes that the policy
             stores.
-        tx: Any optax optimizer. It works in float32, on the master weights of half parameters.
+        tx: Any optax optimizer. It works in float32, on the master weights of 16-bit parameters.
         policy: A policy or its name, as for `build_train_step`.
         wrt: A filter of the variables to train, as for ``nnx.Optimizer``.
         loss_scale: The loss scale, as for `build_train_step`.
@@ -106,7 +106,7 @@ class Optimizer(nnx.Optimizer):
         return nnx.as_pure(self.opt_state.loss_scale)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Updates the model in place. The update is skipped if anything is not finite.
+        """Updates the model in place. The update is skipped if anything is non-finite.
 
         Args:
             model: The module that the optimizer was created with.
@@ -152,8 +152,8 @@ def value_and_grad(
 
     The function runs under autocast. Its loss is scaled for the backward pass, and the returned
     gradients are unscaled. Changes that it makes to modules (statistics, counts of random keys,
-    caches) are kept if the loss, the gradients and the changed state are finite. Otherwise they are
-    undone, and the optimizer's next update is skipped.
+    caches) are applied if the loss, the gradients and the changed state are finite. Otherwise they
+    are undone, and the optimizer's next update is skipped.
 
     Args:
         f: A function of modules that returns a real scalar loss, or ``(loss, aux)``.
@@ -232,7 +232,7 @@ def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:
     optimizers = value if isinstance(value, Sequence) else (value,)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise TypeError(
-            f"{argument}={brief(value)} must be an mpjax.nnx.Optimizer, which holds the policy and "
+            f"{argument}={brief(value)} must be an mpjax.nnx.Optimizer, which has the policy and "
             "the loss scale, or a tuple of several."
         )
     return optimizers

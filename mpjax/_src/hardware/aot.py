@@ -44,19 +44,19 @@ def compile_for(
     """Compiles a function for an accelerator that this machine need not have, and reports its cost.
 
     XLA's own compiler for the target runs in a separate process. Nothing is executed, and JAX in
-    this process is not affected. The figures are the same in every run; they change with the
+    this process is not affected. The results are the same in every run; they change with the
     version of JAX. Without a device, XLA cannot autotune, so a real run may choose other kernels
     with other scratch memory.
 
     Args:
         target: "v100", "t4", "a100-40", "a100-80", "a6000", "h100", "h200", "b200", "v4", "v5e",
             "v5p" or "v6e". For several devices, "h100 x 8" (GPUs in hosts of eight) or "v5e x 16"
-            (a slice): the figures are then those of one device, and the report lists collectives.
+            (a slice): the results are then those of one device, and the report lists collectives.
         fun: A function, jitted or not. Jit it with ``donate_argnums`` like the real program:
-            results that do not replace donated arguments need memory of their own.
+            results that do not replace donated arguments need their own memory.
         *args: The arguments of ``fun``: arrays, numbers, `jax.ShapeDtypeStruct` (which need no
             memory), and pytrees of these. For one device, their placement does not matter. For
-            several devices, they carry a `jax.sharding.NamedSharding`. Its mesh may be a
+            several devices, they need a `jax.sharding.NamedSharding`. Its mesh may be a
             `jax.sharding.AbstractMesh`, which needs no devices, or a mesh of as many CPU devices
             (set ``JAX_NUM_CPU_DEVICES``).
         timeout: The time limit of the compiler, in seconds.
@@ -110,8 +110,8 @@ def compile_for(
 
 def check_timeout(timeout: float) -> None:
     """Raises a ValueError if a timeout is invalid."""
-    legal = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not legal or not 0 < timeout <= LONGEST:
+    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not valid or not 0 < timeout <= LONGEST:
         raise ValueError(
             f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "
             f"{LONGEST:g}."
@@ -120,12 +120,12 @@ def check_timeout(timeout: float) -> None:
 
 def checked_options(options: Any) -> Options:
     """Returns a copy of XLA's flags as a dictionary, or raises a ValueError."""
-    legal = options is None or (
+    valid = options is None or (
         isinstance(options, Mapping)
         and all(isinstance(name, str) and name.startswith("xla_") for name in options)
         and all(isinstance(value, bool | int | float | str) for value in options.values())
     )
-    if not legal:
+    if not valid:
         raise ValueError(
             f"compiler_options={brief(options)} must map names of XLA flags to bools, numbers or "
             "strings, such as {'xla_gpu_enable_triton_gemm': False}. Names start with 'xla_', "
@@ -148,7 +148,7 @@ class Program:
 
 
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
-    """Lowers a function for a target. The arguments may lie on any device."""
+    """Lowers a function for a target. The arguments may be on any device."""
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
     if not _is_jitted(fun):
         _check_args(fun, abstract)
@@ -264,7 +264,7 @@ def _tell_of_partitions(target: Target, partitions: int) -> NoReturn:
         advice = f"Use target={several!r}, or remove the shardings and sharding constraints."
     elif partitions == 1:
         advice = (
-            "Give the arguments a jax.sharding.NamedSharding. Its mesh may be "
+            "Pass arguments with a jax.sharding.NamedSharding. Its mesh may be "
             f"jax.sharding.AbstractMesh(({target.devices},), ('data',)), which needs no devices."
         )
     else:
@@ -275,8 +275,8 @@ def _tell_of_partitions(target: Target, partitions: int) -> NoReturn:
 
 def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(args):
-        legal = isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | complex)
-        if not legal and not isinstance(leaf, bool | int | float):
+        valid = isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | complex)
+        if not valid and not isinstance(leaf, bool | int | float):
             raise TypeError(
                 f"args[{path_of(keys)}]={brief(leaf)} must be an array, a number or a "
                 "jax.ShapeDtypeStruct. Bind other values with functools.partial or a closure, or "

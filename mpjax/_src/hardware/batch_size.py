@@ -62,7 +62,7 @@ class LargestBatch(Report):
         next_bytes: The memory of the next size in bytes. None if the compiler rejected it as too
             large, or if the search reached its limit.
         available_bytes: The memory of the device in bytes, without the reserve.
-        reserve: The share of the memory that is kept free, from 0 to 1.
+        reserve: The share of the memory that is left free, from 0 to 1.
         limited: Whether the search ended at ``limit``, so that larger batches may fit.
         tries: All sizes that were compiled, in order.
         policy: With ``storage="any"``, the policy of the fastest setting with which the batch fits,
@@ -95,7 +95,7 @@ class LargestBatch(Report):
             f"The largest batch for {self.target}",
             f"{self.target}: the largest batch is {self.batch}, with "
             f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
-            f"({self.reserve:.0%} of {size(self.report.device_bytes)} kept free)",
+            f"({self.reserve:.0%} of {size(self.report.device_bytes)} left free)",
             (*([f"policy  {self.policy}"] if self.policy else []), *([more] * self.limited)),
             (Table("Compiled", COLUMNS, rows, COLUMNS[2:5:2]),),
             drawing=self.report._drawing,
@@ -118,7 +118,7 @@ def largest_batch(
 ) -> LargestBatch:
     """Finds the largest batch whose program fits a target, by doubling and bisection.
 
-    The memory of a program is the compiler's figure: arguments, results, temporary arrays and code.
+    The memory of a program is the compiler's number: arguments, results, temporary arrays and code.
     Everything else on the device (a second model, the next batch, fragmentation) must fit the
     reserve.
 
@@ -129,7 +129,7 @@ def largest_batch(
         fun: The function, as for `compile_for`. Jit it with its state donated.
         multiple_of: The batch size must be a multiple of this number, such as the number of
             micro-batches.
-        reserve: The share of the device's memory to keep free, from 0 to less than 1. The default
+        reserve: The share of the device's memory to leave free, from 0 to less than 1. The default
             is 0.25 on GPUs, because JAX gives programs 75% of a GPU unless
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise, and 0.05 on TPUs.
         limit: The largest batch size to try.
@@ -289,7 +289,7 @@ def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: floa
     check_timeout(timeout)
     for name, number in (("multiple_of", multiple_of), ("limit", limit)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}={brief(number)} must be a whole number, 1 or more.")
+            raise ValueError(f"{name}={brief(number)} must be an integer >= 1.")
     if limit < multiple_of:
         raise ValueError(
             f"limit={brief(limit)} must be at least multiple_of={brief(multiple_of)}, the smallest "
@@ -349,7 +349,7 @@ def _bracketed(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
 def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:
     needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
     raise OutOfMemoryError(
-        f"a batch of {first.batch} does not fit target={target.name!r}: it takes {needs}, and "
+        f"a batch of {first.batch} does not fit target={target.name!r}: it needs {needs}, and "
         f"{size(available)} are available (reserve={reserve:g}). Use a target with more memory, a "
-        "smaller model, mixed precision, or rematerialisation (jax.checkpoint)."
+        "smaller model, mixed precision, or rematerialization (jax.checkpoint)."
     )

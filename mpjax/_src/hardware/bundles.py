@@ -1,7 +1,7 @@
 """Separates arrays that XLA concatenates to reduce them over devices together.
 
 GPU compilers concatenate small arrays before an all-reduce and slice the sum. To find out what each
-array carries, it must be an operand of its own, as it is in the output of TPU compilers.
+array carries, it must be its own operand, as it is in the output of TPU compilers.
 """
 
 import itertools

@@ -58,7 +58,8 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
             if becomes == SPREAD and result not in to_matmul:
                 return "verdict"
             return "activations" if operand in by_matmul else "statistics"
-        # What is not summed is gathered or moved: arguments as they are, or what was made of them.
+        # What is not summed is gathered or moved: arguments as they are, or what was computed from
+        # them.
         if operand not in computed:
             return "parameters" if operand in of_argument else "data"
         if becomes <= MAPPED:

@@ -63,7 +63,8 @@ class CollectiveRow:
             "gradients" (sums that become results of the shape of a trained argument),
             "activations" (operands and results of matmuls, and their cotangents), "statistics"
             (sums over a batch, such as those of BatchNorm and the loss), "verdict" (a number that
-            all results depend on: a norm, a check) or "data" (any other argument).
+            all results depend on, such as whether gradients are finite; printed as "finite check")
+            or "data" (any other argument).
         kind: The collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
             "collective-permute" and so on.
         dtype: The dtype of the array, spelled as in HLO: "bf16", "f16", "f32".
@@ -187,7 +188,8 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
             size(sent),
         )
         share = f"{sent / total if total else 1:.1%}"
-        cells.append((carries, kind, dtype, *numbers, share, short(source)))
+        said = "finite check" if carries == "verdict" else carries
+        cells.append((said, kind, dtype, *numbers, share, short(source)))
     return cells
 
 

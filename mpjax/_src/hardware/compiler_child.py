@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when its parent is gone."""
+    """Ends this process when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -22,7 +22,7 @@ class DeviceReport(Report):
     Attributes:
         devices: One `DeviceFacts` per device of this process.
         jax_version: The version of JAX.
-        matmul_times: By half dtype, how long a short matmul took on the default device when the
+        matmul_times: By 16-bit dtype, how long a short matmul took on the default device when the
             report was made, relative to float32. ``devices`` do not depend on it: what else runs
             on the machine changes it.
     """
@@ -51,10 +51,11 @@ class DeviceReport(Report):
 
 
 def device_report() -> DeviceReport:
-    """Reports the half dtypes that the devices of this process compute fast in, and a policy each.
+    """Reports the 16-bit dtypes that this process's devices compute fast in, and a policy each.
 
-    Devices are judged by their features, so a report of the same machine says the same. Beside
-    this it times a short matmul in each half dtype on the default device, as autocast runs it.
+    The policy follows from the devices' features, so it is always the same on one machine. The
+    report also times a short matmul in each 16-bit dtype on the default device, as autocast runs
+    it.
 
     Returns:
         A `DeviceReport` with one entry per local device.
@@ -75,7 +76,7 @@ def local_facts() -> tuple[DeviceFacts, ...]:
 
 
 def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
-    """Says how long a matmul took in each half dtype, relative to float32, if any was timed."""
+    """Says how long a matmul took in each 16-bit dtype, relative to float32, if any was timed."""
     told = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
     sentence = f"A matmul just took {told}, relative to float32. The policy does not depend on it."
     return (sentence,) if told else ()

@@ -8,7 +8,7 @@ from mpjax._src.base.lines import short
 from mpjax._src.document.model import (
     DTYPES,
     Bar,
-    Colour,
+    Color,
     Drawing,
     Operation,
     box_of,
@@ -37,19 +37,19 @@ from mpjax._src.hardware.memory import (
     scope_of,
 )
 
-MEMORY = Colour(
+MEMORY = Color(
     "memory",
     "The bytes that each item holds when memory use is highest: arguments hold them all the time, "
     "instructions while their results are alive.",
     unit="bytes",
 )
-KIND = Colour("kind", "The kind of that memory, by the values that it comes from and leads to.")
-DTYPE = Colour(
+KIND = Color("kind", "The kind of that memory, by the values that it comes from and leads to.")
+DTYPE = Color(
     "dtype",
     "The dtype of each item: for a matmul the wider of its operands, else that of its result.",
     tuple(DTYPES.values()),
 )
-BYTES = Colour(
+BYTES = Color(
     "bytes",
     "The bytes that each instruction reads from and writes to the device's memory in one run, "
     "including all iterations of loops and assuming no cache.",
@@ -59,7 +59,7 @@ BYTES = Colour(
 STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
 
 MEMORY_WORDS = (
-    "Arguments are recognised by their names in the program. Temporary memory is shown at its "
+    "Arguments are identified by their names in the program. Temporary memory is shown at its "
     "peak, in the order that the compiler chose: the forward pass computes kept activations for "
     "the backward pass, and everything else is workspace. The parts add up to the compiler's own "
     "total."
@@ -67,7 +67,7 @@ MEMORY_WORDS = (
 
 
 def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
-    """Returns the drawing of an optimized program, whose memory these rows hold."""
+    """Returns the drawing of an optimized program, whose memory these rows list."""
     kept: dict[str, float] = collections.defaultdict(float)
     module, entry = parse(hlo)
     line_of = source_lines(hlo)
@@ -84,7 +84,7 @@ def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
             *_instructions(module, entry, line_of, rows),
             *(_argument(row, module) for row in rows if _is_argument(row, module)),
         ),
-        colours=(DTYPE, MEMORY, dataclasses.replace(KIND, classes=tuple(by_kind(rows))), BYTES),
+        colors=(DTYPE, MEMORY, dataclasses.replace(KIND, classes=tuple(by_kind(rows))), BYTES),
         things="items",
     )
 
@@ -107,7 +107,7 @@ def _argument(row: MemoryRow, module: Mapping[str, Computation]) -> Operation:
             memory=size(row.bytes),
             array=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
         ),
-        colours={"dtype": _dtype(shape.dtype), "memory": row.bytes, "kind": row.kind},
+        colors={"dtype": _dtype(shape.dtype), "memory": row.bytes, "kind": row.kind},
     )
 
 
@@ -145,7 +145,7 @@ def _instructions(
                 instruction=f"{op.opcode} {op.name}",
                 name_in_the_program=name,
             ),
-            colours={
+            colors={
                 "dtype": _dtype(matmul or (shape.dtype if shape else "")),
                 "memory": memory,
                 "kind": alive[0].kind if alive else None,

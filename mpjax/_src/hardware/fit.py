@@ -52,7 +52,7 @@ class MemoryFit(Report):
         report: The report of `compile_for` for ``setting``; None if there is none.
         device_bytes: The memory of the device, in bytes.
         available_bytes: The same without the reserve.
-        reserve: The share of the memory that is kept free, from 0 to 1.
+        reserve: The share of the memory that is left free, from 0 to 1.
         tries: All settings that were compiled, in order.
         every: Whether all settings were compiled.
         rows: The size of the batch, if nothing fits and the size is known; else None.
@@ -107,7 +107,7 @@ class MemoryFit(Report):
 
     def _sentence(self) -> str:
         room = (
-            f"{size(self.available_bytes)} ({self.reserve:.0%} of {size(self.device_bytes)} kept "
+            f"{size(self.available_bytes)} ({self.reserve:.0%} of {size(self.device_bytes)} left "
             "free)"
         )
         if self.report is None:
@@ -177,7 +177,7 @@ def fit_memory(
         policy: The policy to which the settings are added, or its name. It casts op by op.
         every: Whether to compile all settings, also those that bisection can leave out, and each
             alone. The report then has the whole frontier.
-        reserve: The share of the device's memory to keep free, as for `largest_batch`.
+        reserve: The share of the device's memory to leave free, as for `largest_batch`.
         timeout: The time limit of each compilation, in seconds.
         compiler_options: XLA flags, as for `compile_for`.
         progress: Whether to show the progress if stderr is a terminal.

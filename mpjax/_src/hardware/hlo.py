@@ -108,7 +108,7 @@ def _op(name: str, text: str) -> Op:
 
 
 def _kernel(op: Op, ops: dict[str, Op]) -> Op:
-    """Returns a kernel that runs beside others, as JAX 0.11 has them, as one that ends at once.
+    """Returns a kernel that runs next to others, as JAX 0.11 has them, as one that ends at once.
 
     A kernel that writes to the host or reads from there is a transfer instead.
     """

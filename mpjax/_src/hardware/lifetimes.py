@@ -77,7 +77,7 @@ def _lives(
         if op.opcode in ("while", "call", "conditional"):
             peaks = (most_at_once(module, name) for name in called if name in module)
             inside[place] = max(peaks, key=lambda alive: sum(b.bytes for b in alive), default=[])
-    # What a computation returns lies in memory that its caller counts.
+    # What a computation returns is in memory that its caller counts.
     escaped = {id(b) for b in buffers_of[computation.root] if b is not None}
     return [b for b in buffers if id(b) not in escaped], inside
 
@@ -105,7 +105,7 @@ def _places(
     if code in NO_PLACE:
         yield from (None for _ in op.shapes)
         return
-    if code.endswith((START, UPDATE)):  # what it gives exists when it is done
+    if code.endswith((START, UPDATE)):  # what it returns exists when it is done
         yield from (buffer for each in operands for buffer in each)
         return
     onto = _in_place(module, op)

@@ -1,7 +1,7 @@
 """The contents of a compiled program's memory, by kind: parameters, moments, activations and so on.
 
-Arguments are recognised by their names in the program, which JAX takes from the function's
-arguments and the fields of its pytrees. Temporary arrays are recognised by the values that they
+Arguments are recognized by their names in the program, which JAX takes from the function's
+arguments and the fields of its pytrees. Temporary arrays are recognized by the values that they
 come from and lead to.
 """
 
@@ -56,7 +56,7 @@ KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """The memory of one kind that one array or one scope takes.
+    """The memory of one kind that one array or one scope uses.
 
     Attributes:
         kind: One of ``parameters``, ``masters``, ``moments``, ``gradients``, ``other arguments``,
@@ -65,7 +65,7 @@ class MemoryRow:
             ``program and constants``.
         bytes: Its size in bytes.
         name: The path of an argument, or the scope that computed a temporary array; else "".
-        leaf: Its place in the HLO: (computation, instruction, index of the result), or None.
+        leaf: Its position in the HLO: (computation, instruction, index of the result), or None.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The compiler's own figures of the memory, in bytes."""
+    """The compiler's own sizes of the memory, in bytes."""
 
     arguments: float
     results: float
@@ -89,7 +89,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
 
     Args:
         text: The HLO.
-        sizes: The compiler's figures. ``results`` counts results that do not share the memory of an
+        sizes: The compiler's sizes. ``results`` counts results that do not share the memory of an
             argument.
     """
     module, entry = parse(text)
@@ -290,7 +290,7 @@ def scope_of(name: str) -> str:
 
 
 def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
-    """Returns the results that have memory of their own: gradients and other results."""
+    """Returns the results that have their own memory: gradients and other results."""
     header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
     shared = {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
     argument_shapes = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}

@@ -63,7 +63,7 @@ class MatmulRow:
 class CompileReport(Report):
     """The report of `compile_for`: the memory and cost of one run of a program. ``print`` it.
 
-    For a target of several devices, all figures are those of one device.
+    For a target of several devices, all numbers are those of one device.
 
     Attributes:
         target: The name of the target.
@@ -88,7 +88,7 @@ class CompileReport(Report):
             arrays there (offloading).
         host_ms: The time of these bytes on the link to the host, in milliseconds, the longer one of
             both directions.
-        notes: Sentences on the assumptions behind the figures, and on costs that they leave out.
+        notes: Sentences on the assumptions behind the numbers, and on costs that they leave out.
         xla_costs: XLA's own "flops" and "bytes accessed". XLA counts the body of a loop once and
             ignores library calls.
         hlo: The text of the optimized program.
@@ -297,8 +297,8 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     share = GPU_PREALLOCATED if target.platform == "cuda" else 1.0
     if report.fits and report.total_bytes > share * target.memory:
         tight = (
-            f"By default JAX gives programs {share:.0%} of a GPU's memory, which is less than this "
-            "program takes. Set XLA_PYTHON_CLIENT_MEM_FRACTION to a larger share."
+            f"By default JAX lets programs use {share:.0%} of a GPU's memory, which is less than "
+            "this program needs. Set XLA_PYTHON_CLIENT_MEM_FRACTION to a larger share."
         )
         return dataclasses.replace(report, notes=(*report.notes, tight))
     return report
@@ -351,7 +351,7 @@ def _may_round(matmul: hlo_costs.Matmul) -> bool:
 def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul) -> str:
     """Returns the dtype of a matmul's operands in the program as written, and uses it up.
 
-    A compiler may name a matmul after a neighbour that it merged. Then the matmuls of the same
+    A compiler may name a matmul after a neighbor that it merged. Then the matmuls of the same
     scope are searched.
     """
     dtypes = asked.get(matmul.name)
@@ -385,7 +385,7 @@ def _notes(
         )
     if target.devices > 1:
         yield (
-            f"All figures are for one of {target.devices} devices. The bytes sent assume ring "
+            f"All numbers are for one of {target.devices} devices. The bytes sent assume ring "
             "algorithms without overhead. Their time, and the part hidden by compute, depend on "
             "the links."
         )
@@ -413,7 +413,7 @@ def _notes_on_units(target: Target, rows: list[MatmulRow]) -> Iterator[str]:
         )
     if target.platform == "tpu" and any(row.operands == "f16" for row in rows):
         yield (
-            "A TPU's matrix unit does not multiply float16, which this program uses. The figures "
+            "A TPU's matrix unit does not multiply float16, which this program uses. The times "
             "assume the peak rate of bfloat16, but it may be slower. Use bfloat16."
         )
     if any(row.asked == "bf16" and row.operands == "f32" for row in rows) and (

@@ -68,9 +68,9 @@ class Target:
 def find_target(name: str) -> Target:
     """Returns the target of a name such as "h100", "A100-SXM4-80GB", "TPU v5e" or "h100 x 8"."""
     names = [*GPUS, *ALIASES, *TPU_CHIPS]
-    legal = f"Choose one of {', '.join(names)}."
+    valid = f"Choose one of {', '.join(names)}."
     if not isinstance(name, str):
-        raise TypeError(f"target={brief(name)} must be a string. {legal}")
+        raise TypeError(f"target={brief(name)} must be a string. {valid}")
     several = SEVERAL.fullmatch(name.strip())
     asked = named(several[1] if several else name)
     key = ALIASES.get(asked.key, asked.key)
@@ -81,18 +81,16 @@ def find_target(name: str) -> Target:
         raise ValueError(
             f"target={brief(name)} is a variant of {key} whose details mpjax lacks: its {key} is "
             f"the {one.device}, with {size(one.memory)}. Write target={key!r} to compile for that "
-            f"one, and {key + ' x 8'!r} for several devices. {legal}"
+            f"one, and {key + ' x 8'!r} for several devices. {valid}"
         )
     if key in KINDS:
-        raise ValueError(
-            f"target={brief(name)} names no model, and a program is compiled for one. {legal}"
-        )
+        raise ValueError(f"target={brief(name)} does not name a model of a device. {valid}")
     if asked.known:
         raise ValueError(
             f"target={brief(name)} is known to recommend_policy, but mpjax lacks the details to "
-            f"compile for it.{_alike(asked)} {legal}"
+            f"compile for it.{_alike(asked)} {valid}"
         )
-    raise ValueError(f"target={brief(name)} is not known.{did_you_mean(key, names)} {legal}")
+    raise ValueError(f"Unknown target={brief(name)}.{did_you_mean(key, names)} {valid}")
 
 
 def _fits(asked: int | None, memory: int) -> bool:
@@ -119,13 +117,13 @@ def _alike(asked: Named) -> str:
 
 
 def checked_reserve(target: Target, reserve: Any) -> float:
-    """Returns the share of the memory to keep free; None stands for the target's default."""
+    """Returns the share of the memory to leave free; None means the target's default."""
     share = target.reserve if reserve is None else reserve
-    legal = isinstance(share, int | float) and not isinstance(share, bool)
-    if not legal or not 0 <= share < 1:
+    valid = isinstance(share, int | float) and not isinstance(share, bool)
+    if not valid or not 0 <= share < 1:
         raise ValueError(
             f"reserve={brief(share)} must be a share of the device's memory, from 0 to less "
-            f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX keeps "
+            f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX leaves "
             "free, and 0.05 on TPUs."
         )
     return share
@@ -166,14 +164,14 @@ def _several(one: Target, count: int, asked: str) -> Target:
     """Returns a target of several devices: GPUs in hosts of eight, or a slice of TPUs."""
     if one.platform == "cuda":
         hosts = math.ceil(count / GPUS_PER_HOST)
-        legal = 1 <= count <= MOST and count % hosts == 0
-        topology = f"1x{hosts}x{count // hosts}" if legal else ""
+        valid = 1 <= count <= MOST and count % hosts == 0
+        topology = f"1x{hosts}x{count // hosts}" if valid else ""
         which = f"1 to {GPUS_PER_HOST} GPUs and multiples of {GPUS_PER_HOST} up to {MOST}"
     else:
-        legal = 1 <= count <= MOST and not count & (count - 1)
-        topology = f"{one.chip}:{_torus(count, TPU_CHIPS[one.chip][0])}" if legal else ""
+        valid = 1 <= count <= MOST and not count & (count - 1)
+        topology = f"{one.chip}:{_torus(count, TPU_CHIPS[one.chip][0])}" if valid else ""
         which = f"the sizes of TPU slices: powers of two up to {MOST}"
-    if not legal:
+    if not valid:
         raise ValueError(
             f"target={brief(asked)} cannot be compiled for {count} devices. Choose {which}."
         )

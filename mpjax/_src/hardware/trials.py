@@ -47,7 +47,7 @@ class FitTry:
         fits: Whether its memory is available.
         frontier: Whether no other setting takes less memory in no more time, or less time in no
             more memory; 0.1% counts as equal.
-        same_as: The name of an earlier setting that gives the same program; "" if there is none.
+        same_as: The name of an earlier setting that produces the same program; "" if there is none.
         refused: The reason why the program was refused; "" if it was not.
         seconds: The time for tracing and compiling, in seconds.
     """
@@ -67,7 +67,7 @@ class FitTry:
 
     @property
     def remark(self) -> str:
-        """What a table says beside the figures."""
+        """What a table says besides the numbers."""
         if self.refused or self.same_as:
             return "refused" if self.refused else f"= {self.same_as}"
         return "frontier" if self.frontier else ""
@@ -78,9 +78,9 @@ def checked_policy(policy: Any) -> Policy:
     base = get_policy(policy)
     if base.casting != "op":
         raise ValueError(
-            f"policy={brief(str(policy))} casts at the boundary of the function, and the settings "
-            "that save memory are those of op-level casting. Use 'mixed_bfloat16', 'mixed_float16' "
-            "or an O2 policy, or add casting=op."
+            f"policy={brief(str(policy))} casts parameters and inputs once, but the settings that "
+            "save memory need op-level casting. Use 'mixed_bfloat16', 'mixed_float16' or an O2 "
+            "policy, or add casting=op."
         )
     return base
 
@@ -196,7 +196,7 @@ class Trials:
         return True
 
     def measure(self, setting: Setting) -> FitTry:
-        """Returns the figures of a setting, which is compiled if it was not yet."""
+        """Returns the results of a setting, which is compiled if it was not yet."""
         if setting not in self.tries:
             start = time.perf_counter()
             found = self._measured(setting)

@@ -331,7 +331,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """A value with its float32 shadow, and the numbers of the `_Step`s that made it."""
+    """A value with its float32 shadow, and the numbers of the `_Step`s that computed it."""
 
     value: Shadowed
     makers: frozenset[int] = frozenset()
@@ -390,7 +390,7 @@ class _Watcher(Watcher):
 def _lines_in_half(
     runs: Sequence[_Run],
 ) -> dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]]:
-    """Returns the rows of both runs that round to half, by their lines."""
+    """Returns the rows of both runs that round to 16 bits, by their lines."""
     lines: dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]] = {}
     for i, run in enumerate(runs):
         for row in run.watcher.comparer.rows.values():

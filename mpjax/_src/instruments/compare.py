@@ -31,7 +31,7 @@ from mpjax._src.document.model import (
     DTYPES,
     PASS,
     WORST,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -75,7 +75,7 @@ ERROR = WORST(
     "error",
     "The relative error of each operation's result, including the error of its operands.",
 )
-BYTES = Colour("bytes", "The bytes of each operation's operands and result.", unit="bytes")
+BYTES = Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
 # The note on a result that is only rounding error in float32 too.
 ZERO = "only rounding error in float32; relative to the terms that cancel"
@@ -92,7 +92,7 @@ class Comparison(Report):
         results: The relative error of each result of the program, by name. If a result is only
             rounding error in float32, its error is relative to the terms that cancel.
         loss_scale: The scale that the loss was multiplied by, in both runs.
-        diverged: The places where the float32 run would have taken another branch, or left a loop
+        diverged: The lines where the float32 run would have taken another branch, or left a loop
             after another number of iterations. It was made to follow the run under the policy.
         order: The position in the program of each row.
         noise: The results that are only rounding error in float32, such as the gradient of a bias
@@ -186,7 +186,7 @@ class Comparison(Report):
         rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
         return Drawing(
             operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
-            colours=(ADDED, ERROR, DTYPE, BYTES, PASS),
+            colors=(ADDED, ERROR, DTYPE, BYTES, PASS),
         )
 
 
@@ -222,16 +222,16 @@ def compare(
 
     Given a policy, the program that trains (the loss and its gradient) runs once under it, one
     operation at a time. Each operation also runs in float32, on the same operands and on those of a
-    parallel float32 run. Values are freed after their last use. If the half run takes another
+    parallel float32 run. Values are freed after their last use. If the 16-bit run takes another
     branch or leaves a loop at another iteration than float32 would, the float32 run follows it, and
     the report says so.
 
     Given a function, the two functions should agree: training and rollout, a model and its port,
     two versions of a model. Both run as they are, each with a parallel float32 run. If only
-    rounding makes them differ, one line of code after another is given float32 results; the cause
-    is the line that leaves the least difference. If they differ in float32 too, the report names
-    the first operations whose results the other program does not have. All values are kept in
-    memory, so use a small batch.
+    rounding makes them differ, the results of one line of code after another are replaced by
+    float32 ones; the cause is the line that leaves the least difference. If they differ in float32
+    too, the report names the first operations whose results the other program does not have. All
+    values stay in memory, so use a small batch.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared
@@ -313,9 +313,10 @@ def compare(
 def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
     """Raises if an option does not apply to two functions."""
     if results not in ("auto", *MEANINGS):
-        legal = ", ".join(map(repr, ("auto", *MEANINGS)))
+        valid = ", ".join(map(repr, ("auto", *MEANINGS)))
         raise ValueError(
-            f"compare: results={results!r} must be one of {legal}.{did_you_mean(results, MEANINGS)}"
+            f"results={results!r} is unknown. Choose one of "
+            f"{valid}.{did_you_mean(results, MEANINGS)}"
         )
     options = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
     wrong = [name for name, is_given in options.items() if is_given]
@@ -369,7 +370,7 @@ def _operation(row: CompareRow, number: int) -> Operation:
             bytes=size(row.bytes),
             row_of_explain=row.op,
         ),
-        colours={
+        colors={
             "added error": row.added if measured else None,
             "error": (row.error if row.error < BROKEN else math.inf) if measured else None,
             "dtype": ran,
@@ -434,7 +435,7 @@ def _terms_of_noise(
     named: dict[str, Shadowed],
     errors: dict[str, float],
 ) -> dict[str, float]:
-    """Returns the size of the cancelled terms of each result that is only float32 rounding."""
+    """Returns the size of the canceled terms of each result that is only float32 rounding."""
     suspects = [
         name
         for name, error in errors.items()

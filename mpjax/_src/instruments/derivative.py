@@ -5,7 +5,7 @@ on the cotangent in the forward pass: for ``sqrt``, ``div 0.5 sqrt(x)``. The equ
 are numbered before JAX differentiates it, so each equation of a derivative has the number of the
 operation that it belongs to. The function runs once more, without its backward pass, to get the
 operands of this operation. Its derivative there, for a cotangent of ones, shows whether the
-derivative itself is not finite, or only its product with a cotangent.
+derivative itself is non-finite, or only its product with a cotangent.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LONGEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The derivative of an operation where it is not finite.
+    """The derivative of an operation where it is non-finite.
 
     Attributes:
         of: The name of the operation.
@@ -52,7 +52,7 @@ class Derivative:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """An operation that made NaN or Inf.
+    """An operation that produced NaN or Inf.
 
     Attributes:
         name: Its name.
@@ -77,13 +77,13 @@ class Made:
 def derivative_at(
     program: Program, arrays: Sequence[Any], maker: Made, before: Sequence[Made | None]
 ) -> Derivative | None:
-    """Returns the derivative that an operation belongs to, if this derivative is not finite.
+    """Returns the derivative that an operation belongs to, if this derivative is non-finite.
 
     Args:
         program: A program whose equations are numbered.
         arrays: Its arguments, without the loss scale.
-        maker: An operation of the program that made NaN or Inf.
-        before: The operations that made NaN or Inf before it, and None for each bad argument.
+        maker: An operation of the program that produced NaN or Inf.
+        before: The operations that produced NaN or Inf before it, and None for each bad argument.
 
     Returns:
         The derivative. None if the operation belongs to the function itself, or if the derivative
@@ -145,7 +145,7 @@ def _name(eqn: Any, program: Program, place: Site) -> str:
 
 
 def _runs_others(eqn: Any) -> bool:
-    """Returns whether an equation only runs others, which have derivatives of their own."""
+    """Returns whether an equation only runs others, which have their own derivatives."""
     return enters(eqn) and not _is_custom(eqn)
 
 
@@ -247,7 +247,7 @@ def _unbounded(eqn: Any, operands: Sequence[_Moving]) -> "_Term | None":
     """Returns the term that makes the derivative of an operation NaN or Inf, or None."""
     rule = rule_of(eqn.primitive.name)
     if rule.linear or rule.need == rules.HALF:
-        return None  # its derivative is made of its operands; a sum of them may overflow
+        return None  # its derivative is computed from its operands; a sum of them may overflow
     active = [i for i, v in enumerate(operands) if v.moves]
 
     def operation(*moving):
@@ -275,7 +275,7 @@ class _Term:
 
     @functools.cached_property
     def origin(self) -> "_Term | None":
-        """The first term that made NaN or Inf of finite terms, if this one is not finite."""
+        """The first term that is NaN or Inf although its terms are finite, if this one is."""
         if not any(counts(self.array)):
             return None
         earlier = (term.origin for term in self.terms)
@@ -283,7 +283,7 @@ class _Term:
 
     @functools.cached_property
     def _index(self) -> tuple[int, ...] | None:
-        """The index of an entry that is not finite and that was made of finite entries."""
+        """The index of a non-finite entry that was computed from finite entries."""
         if self.eqn is None:
             return None
         fresh = ~np.isfinite(_wide(self.array))
@@ -294,18 +294,18 @@ class _Term:
 
     @property
     def made(self) -> Made:
-        """The operation that made it."""
+        """The operation that computed it."""
         return _made(self.eqn, self.terms, [self.array])[0]
 
     @property
     def value(self) -> str:
-        """The entry that is not finite: "Inf", "-Inf" or "NaN"."""
+        """The non-finite entry: "Inf", "-Inf" or "NaN"."""
         entry = _wide(self.array)[self._index]
         return "NaN" if np.isnan(entry) else "-Inf" if entry.real < 0 else "Inf"
 
     @property
     def largest(self) -> float | None:
-        """Its largest magnitude in float32, if it is finite there and half is not enough."""
+        """Its largest magnitude in float32, if it is finite there and overflows 16 bits."""
         half = self.array.dtype in HALVES
         wide = run_in_float32(self.eqn, [term.array for term in self.terms]) if half else None
         if wide is None or len(wide) > 1 or any(counts(wide[0])):
@@ -370,7 +370,7 @@ COSTLY = frozenset(
 
 
 def _is_elementwise(term: _Term) -> bool:
-    """Returns whether each entry of a term is made of the same entries of its terms, or of one."""
+    """Returns whether each entry of a term depends on the same entries of its terms, or of one."""
     if term.eqn is None:
         return False
     name, shape = term.eqn.primitive.name, np.shape(term.array)

@@ -1,10 +1,10 @@
 """Estimates the error of a set of float32 places from all measurements.
 
-To first order, the error of a result is a sum of vectors, one for each place in half. Two vectors
-may cancel; if they are independent, their squares add up. Moving one place changes the rounding in
-others, so a part of each vector is new in every run. The errors are therefore modelled as a
-Gaussian process over sets of places. The variance of each place starts at its suspected share, and
-is fitted by expectation maximization (relevance vectors; Tipping, 2001).
+To first order, the error of a result is a sum of vectors, one for each place in 16 bits. Two
+vectors may cancel; if they are independent, their squares add up. Moving one place changes the
+rounding in others, so a part of each vector is new in every run. The errors are therefore modeled
+as a Gaussian process over sets of places. The variance of each place starts at its suspected share,
+and is fitted by expectation maximization (relevance vectors; Tipping, 2001).
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Estimate:
     def __init__(self, left: np.ndarray, errors: np.ndarray, suspected: np.ndarray):
         """
         Args:
-            left: Which terms each run left in half, ``(runs, terms)``.
+            left: Which terms each run left in 16 bits, ``(runs, terms)``.
             errors: What came out, ``(runs, entries)``.
             suspected: How much of the squared error is expected of each term, 1 of all.
         """

@@ -27,7 +27,7 @@ from mpjax._src.document.model import (
     DTYPES,
     PASS,
     Bar,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -56,15 +56,15 @@ COMPUTES = ("f16", "bf16", "f32", "other")
 # The reason of a row of the backward pass begins with this word.
 BACKWARD = "backward "
 
-BYTES = Colour(
+BYTES = Color(
     "bytes",
     "The bytes of each operation's operands and results under the plan, which it would move if it "
     "ran alone. XLA fuses small operations, which then move less.",
     unit="bytes",
 )
-KEPT = Colour(
+KEPT = Color(
     "kept",
-    "The bytes of each operation's results that the forward pass keeps for the backward pass.",
+    "The bytes of each operation's results that are stored for the backward pass.",
     unit="bytes",
 )
 
@@ -88,7 +88,7 @@ class Row:
         flops: The FLOPs of one run of a matmul or convolution; 0 for other operations.
         times: How often the loops around it run it, as far as that is known.
         forward: The index of the forward row it comes from, for a row of the backward pass.
-        left_alone: Whether it runs as written, because autocast does not know it or because the
+        left_alone: Whether it runs unchanged, because autocast does not know it or because the
             program asks for it.
         storage: The form in which the backward pass gets the values that the derivative reads, such
             as "computed again from bf16 (rows 3)"; "" if they are stored unchanged.
@@ -99,7 +99,7 @@ class Row:
             the reason why it does not.
         library: The library's line that ``source`` calls, as "file:line", or "".
         bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation
-            that holds a program, whose equations have rows of their own.
+            that contains a program, whose equations have their own rows.
     """
 
     primitive: str
@@ -131,7 +131,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Its place in the program, for display: its scope or, without one, its line."""
+        """Its position in the program, for display: its scope or, without one, its line."""
         return self.scope or where(self.source, self.library)
 
 
@@ -144,16 +144,16 @@ class CastReport(Report):
         rows: One row per equation, including the equations of nested programs, followed by one row
             per equation of the backward pass if ``argnums`` was given. `compare` and
             `find_nonfinite` number operations by their position in this tuple.
-        half_flops: The share of matmul and convolution FLOPs that run on half operands, from 0 to
+        half_flops: The share of matmul and convolution FLOPs that run on 16-bit operands, from 0 to
             1.
         casts: The number of casts that autocast inserts.
         cast_bytes: The bytes that these casts read and write.
-        stored_before: The bytes that the program as written keeps from the forward to the backward
+        stored_before: The bytes that the original program stores from the forward to the backward
             pass. None without gradients.
         stored_after: The same under the plan. None without gradients.
         kept: The arrays that make up ``stored_after``, the largest first.
         wide: Pairs (path, row) of the differentiated arguments that an operation reads in float32,
-            with the index of the first row that does. Devices that each hold a part of such an
+            with the index of the first row that does. Devices that each have a part of such an
             argument exchange it in float32. Empty without gradients.
     """
 
@@ -187,17 +187,19 @@ class CastReport(Report):
         ]
 
     def shortfalls(self) -> list[Row]:
-        """Returns the rows of matmuls that run in float32 and of operations left as written.
+        """Returns the rows of matmuls that run in float32 and of operations left unchanged.
 
-        Operations that read no floating array, such as one that makes floats of random bits, have
-        nothing to cast and are left out.
+        Operations that read no floating array, such as one that computes floats from random bits,
+        have nothing to cast and are left out.
         """
         return [row for row in self.rows if _falls_short(row)]
 
     def summary(self) -> list[str]:
         """Returns the report's totals as lines of text."""
+        used = {row.computes_in for row in self.rows if row.flops}
+        halves = " and ".join(DTYPES[name] for name in ("bf16", "f16") if name in used)
         lines = [
-            f"{self.half_flops:.1%} of matmul FLOPs in half; "
+            f"{self.half_flops:.1%} of matmul FLOPs run in {halves or '16 bits'}; "
             f"{self.casts} casts inserted, moving {size(self.cast_bytes)}"
         ]
         scopes = dict.fromkeys(scope for row in self.rows for scope in row.scope.split("/"))
@@ -222,7 +224,7 @@ class CastReport(Report):
         rows = [*enumerate(self.rows)]
         wide = self.wide if jax.device_count() > 1 else ()
         frames = sum(is_frame(row.primitive) for row in self.rows)
-        note = f"and equations that only hold a program or an order: {frames}" * bool(frames)
+        note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
         tables = (
             Table(
                 "Read in float32, and exchanged between devices in float32",
@@ -231,7 +233,7 @@ class CastReport(Report):
                 ("operation", "array", "why"),
             ),
             Table(
-                "Kept for the backward pass",
+                "Stored for the backward pass",
                 ("size", "array", "row", "operation", "where"),
                 tuple(map(self._kept, self.kept)),
                 ("array", "operation", "where"),
@@ -245,7 +247,7 @@ class CastReport(Report):
                 note=note,
             ),
             Table(
-                "Not in half, or left as written",
+                "Matmuls in float32, and operations left unchanged",
                 COLUMNS,
                 tuple(_cells(i, row) for i, row in rows if _falls_short(row)),
                 COLUMNS[1:],
@@ -269,11 +271,11 @@ class CastReport(Report):
             row = None if index is None else self.rows[index]
             scopes[box_of(row.scope, row.source) if row else "of no row"] += kept[index]
         words = "Grouped by the scope of the operation that computed it."
-        bar = Bar("Kept from the forward to the backward pass", shares(scopes), words=words)
+        bar = Bar("Stored from the forward to the backward pass", shares(scopes), words=words)
         return Drawing(
             bars=(bar,) if kept else (),
             operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
-            colours=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
+            colors=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
         )
 
 
@@ -309,7 +311,7 @@ def _operation(index: int, row: Row, kept: int) -> Operation:
             runs=f"{row.times} times" if row.times > 1 else "",
             forward_row="" if row.forward is None else f"#{row.forward}",
         ),
-        colours={
+        colors={
             "dtype": DTYPES[row.computes_in],
             "bytes": row.bytes * row.times,
             "kept": kept,
@@ -360,11 +362,11 @@ def explain(
         >>> report.half_flops
         1.0
         >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
-        'half list, float32 result for the float32 operations that read it'
+        '16-bit list, float32 result for the float32 operations that read it'
         >>> x, fused = jnp.ones((1, 64, 4, 32)), "mixed_bfloat16,fused_attention=true"
         >>> attention = lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True)
         >>> print(mpjax.explain(attention, fused, target="h100")(x))  # doctest: +ELLIPSIS
-        100.0% of matmul FLOPs in half; ...
+        100.0% of matmul FLOPs run in bfloat16; ...
         attention: cudnn, causal
         ...
     """
@@ -453,47 +455,47 @@ def _read_wide(plan: Plan, active: Sequence[bool]) -> dict[str, int]:
 
 
 WORDS = {
-    Reason.HALF_ROW: "half list",
-    Reason.FULL_ROW: "full list",
-    Reason.FULL_INSIDE: "full list inside",
+    Reason.HALF_ROW: "16-bit list",
+    Reason.FULL_ROW: "float32 list",
+    Reason.FULL_INSIDE: "float32 list inside",
     Reason.OPERANDS: "follows its operands",
     Reason.GIVES_NO_FLOAT: "its results are not floats",
     Reason.NO_FLOAT32: "no float32 operands or results",
-    Reason.PROGRAM: "a program, whose operations have rows of their own",
-    Reason.OWN_RULE: "a program with a derivative rule of its own",
-    Reason.UNKNOWN: "unknown operation, left as written",
-    Reason.FLOAT32_KERNEL: "a kernel left in float32; mpjax.half_inputs would run it in half",
+    Reason.PROGRAM: "a program, whose operations have their own rows",
+    Reason.OWN_RULE: "a program with its own derivative rule",
+    Reason.UNKNOWN: "unknown operation, left unchanged",
+    Reason.FLOAT32_KERNEL: "a kernel left in float32; mpjax.half_inputs would run it in 16 bits",
     Reason.NO_ROW: "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, "
-    "and mpjax.half_inputs runs a kernel in half",
+    "and mpjax.half_inputs runs a kernel in 16 bits",
     Reason.CAST: "a cast in the program itself",
-    Reason.PRECISION: "explicit precision {}, left as written",
-    Reason.WRITTEN: "left as written",
-    Reason.LISTED: "{} list of the policy",
+    Reason.PRECISION: "explicit precision {}, left unchanged",
+    Reason.WRITTEN: "left unchanged",
+    Reason.LISTED: "{}_ops of the policy",
     Reason.OVERRIDE: 'override "{}"',
     Reason.REGION: "region {}",
     Reason.INNER_AUTOCAST: "planned by an inner autocast",
-    Reason.KERNEL: "inside the kernel {} (half_inputs), left as written",
+    Reason.KERNEL: "inside the kernel {} (half_inputs), left unchanged",
     Reason.FLOAT32_POLICY: "the policy computes in float32",
-    Reason.HALF_OPERAND: "follows a half operand",
-    Reason.CHAIN: "between half values: in float32, and rounded where it is stored",
+    Reason.HALF_OPERAND: "follows a 16-bit operand",
+    Reason.CHAIN: "between 16-bit values: in float32, and rounded where it is stored",
     Reason.FULL_OPERAND: "follows a float32 operand",
     Reason.CONSTANT: "constant {:g} does not survive {}",
-    Reason.OF_CONSTANTS: "an operand is made from constants that do not survive {}",
-    Reason.INTEGERS: "made from integers",
+    Reason.OF_CONSTANTS: "an operand is computed from constants that do not survive {}",
+    Reason.INTEGERS: "computed from integers",
     Reason.POSITIONS: "positions or counts, some of which are equal in {}",
-    Reason.SPECIAL: "a special function of a half operand",
-    Reason.FLATTENS: "its derivative is a difference, which half would lose",
+    Reason.SPECIAL: "a special function of a 16-bit operand",
+    Reason.FLATTENS: "its derivative is a difference, which 16 bits would lose",
     Reason.FULL_READERS: "read by float32 operations",
-    Reason.WIDE_RESULT: "half list, float32 result for the float32 operations that read it",
+    Reason.WIDE_RESULT: "16-bit list, float32 result for the float32 operations that read it",
     Reason.AMPLIFIED: "a float32 operation would amplify its rounding error",
     Reason.SHORT_SUM: "a short sum whose rounding error a float32 operation would amplify",
     Reason.SELECTS: "selects float32 values with zeros and ones, for float32 operations",
-    Reason.SOLUTION: "added to the solution of a loop left as written, and amplified afterwards",
-    Reason.LOST: "half would lose small terms that it adds, or its range",
-    Reason.ENDS_LOOP: "left as written: a float32 comparison that depends on a matmul ends it",
-    Reason.REPEATS_LOOP: "left as written: its backward rule may repeat decisions of a loop",
-    Reason.WITHIN: "inside the {} of {}, left as written",
-    Reason.REPLAYS_LOOP: "left as written: it may repeat the decisions of a loop left as written",
+    Reason.SOLUTION: "added to the solution of a loop left unchanged, and amplified afterwards",
+    Reason.LOST: "16 bits would lose small terms that it adds, or its range",
+    Reason.ENDS_LOOP: "left unchanged: a float32 comparison that depends on a matmul ends it",
+    Reason.REPEATS_LOOP: "left unchanged: its backward rule may repeat decisions of a loop",
+    Reason.WITHIN: "inside the {} of {}, left unchanged",
+    Reason.REPLAYS_LOOP: "left unchanged: it may repeat the decisions of a loop left unchanged",
 }
 
 
@@ -503,7 +505,7 @@ def words(why: Why) -> str:
 
 
 def _rows(plan: Plan) -> Iterator[Row]:
-    """Yields the rows of a plan. Operations inside one that is left as written name that one."""
+    """Yields the rows of a plan. Operations inside one that is left unchanged name that one."""
     storage, within, analysis = storage_of(plan), {}, plan.analysis
     for op, times in plan.numbered:
         if analysis.rulings[op].leaves_alone(op):
@@ -543,7 +545,7 @@ def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> R
 
 
 def is_frame(primitive: str) -> bool:
-    """Returns whether equations of a primitive only hold a program, or keep operations in order."""
+    """Returns whether equations of a primitive only contain a program or order operations."""
     return primitive in _jax.BARRIERS or higher_order(primitive).kind == CALL
 
 
@@ -607,7 +609,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
 
 
 def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
-    """Returns the dtypes of a backward equation without autocast: half if the program says so."""
+    """Returns the dtypes of a backward equation without autocast: 16-bit if the program says so."""
     own = origin.before if origin else ""
     for half in ("bf16", "f16"):
         dtypes = dtypes if half in own else dtypes.replace(half, "f32")
@@ -632,7 +634,7 @@ def _half_share(jaxpr: Any) -> float:
 
 
 def _casts(jaxpr: Any) -> "collections.Counter[int]":
-    """Counts the casts between float32 and half in a program, by the bytes that each one moves."""
+    """Counts a program's casts between float32 and 16 bits, by the bytes that each one moves."""
     casts: collections.Counter[int] = collections.Counter()
     for eqn, _, times in equations(jaxpr):
         if eqn.primitive.name in CASTS:

@@ -1,4 +1,4 @@
-"""Gradient histograms: the distribution of log2|g| per parameter, and its losses in half.
+"""Gradient histograms: the distribution of log2|g| per parameter, and its losses in 16 bits.
 
 They show whether float16 needs a loss scale, and which, as in figure 3 of Micikevicius et al.,
 Mixed Precision Training (2018).
@@ -20,7 +20,7 @@ from mpjax._src.base.patterns import path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_floating, pytree_of
 from mpjax._src.document import plots
-from mpjax._src.document.model import WORST, Colour, Document, Drawing, Histogram, Operation, Table
+from mpjax._src.document.model import WORST, Color, Document, Drawing, Histogram, Operation, Table
 from mpjax._src.document.report import Report
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
@@ -39,11 +39,11 @@ OVERFLOWED = WORST(
     "overflow",
     "The share of a parameter's gradients that overflows to infinity in float16 at scale 1.",
 )
-ZEROS = Colour(
+ZEROS = Color(
     "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
 )
 
-EMPTY = "histogram holds no gradient that is finite and not zero"
+EMPTY = "histogram has no finite nonzero gradient"
 
 
 @public("mpjax.reports")
@@ -164,7 +164,7 @@ class GradientHistogram(Report):
         return Drawing(
             histograms=(whole,) if bins else (),
             operations=tuple(map(_parameter, rows)),
-            colours=(FLUSHED, ZEROS, OVERFLOWED),
+            colors=(FLUSHED, ZEROS, OVERFLOWED),
             things="parameters",
         )
 
@@ -182,9 +182,9 @@ class HistogramRow:
             None if there are none.
         median: The median exponent of these entries, or None.
         largest: The greatest exponent of these entries, or None.
-        flushed: The share that the half dtype flushes to zero at the given scale.
-        subnormal: The share that is subnormal in the half dtype, with fewer bits.
-        overflowed: The share that overflows to infinity in the half dtype.
+        flushed: The share that the 16-bit dtype flushes to zero at the given scale.
+        subnormal: The share that is subnormal in the 16-bit dtype, with fewer bits.
+        overflowed: The share that overflows to infinity in the 16-bit dtype.
     """
 
     path: str
@@ -206,7 +206,7 @@ class LossScaleAdvice(Report):
 
     Attributes:
         loss_scale: The recommended scale, a power of two.
-        flushed_without: The share of entries that the half dtype flushes to zero without a scale.
+        flushed_without: The share of entries that the 16-bit dtype flushes to zero without a scale.
         flushed_with: The share that it flushes to zero with this scale.
         reasons: The reasons, as sentences.
     """
@@ -311,7 +311,7 @@ def recommend_loss_scale(
     power = limits.overflow - 1 - reserve - whole.largest
     reasons = [
         f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "
-        f"and a factor of {headroom:g} is kept free."
+        f"and a factor of {headroom:g} is left as headroom."
     ]
     if whole.smallest is not None and whole.smallest >= limits.flush and power >= 0:
         reasons.append(f"No gradient is lost in {name} without a scale: 1 would be enough.")
@@ -324,7 +324,7 @@ def recommend_loss_scale(
     if whole.nonfinite:
         reasons.append(
             f"{whole.nonfinite:.2%} of the entries are Inf or NaN. They were left out: no loss "
-            "scale cures a gradient that is not finite in float32."
+            "scale helps if a gradient is non-finite in float32."
         )
     return LossScaleAdvice(scale, whole.flushed, scaled.flushed, tuple(reasons))
 
@@ -382,7 +382,7 @@ def _parameter(row: HistogramRow) -> Operation:
         label=label or "gradient",
         scope=scope or "all parameters",
         facts=(*zip(COLUMNS, _cells(row), strict=True), ("entries", f"{row.entries:,}")),
-        colours={"flushed": row.flushed, "zero": row.zeros, "overflow": row.overflowed},
+        colors={"flushed": row.flushed, "zero": row.zeros, "overflow": row.overflowed},
     )
 
 

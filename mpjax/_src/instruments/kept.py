@@ -1,4 +1,4 @@
-"""The values that the forward pass keeps for the backward pass, as reports show them."""
+"""The values that the forward pass stores for the backward pass, as reports show them."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _is_constant(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> bool:
-    """Returns whether a variable is made of literals alone. Such a value, as zeros, is not kept."""
+    """Returns whether a variable depends on literals alone. Such a value, as zeros, is not kept."""
     eqn = makers(jaxpr).get(var)
     if eqn is None or eqn.primitive.name == _jax.CARRIER:
         return eqn is not None
@@ -84,7 +84,7 @@ def _given(jaxpr: Any, place: int) -> bool:
 
 
 def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
-    """Returns the row number of the op that made a variable, or the argument that it is."""
+    """Returns the row number of the op that produced a variable, or the argument that it is."""
     producers = makers(jaxpr)
     while not isinstance(var, _jax.Literal) and var in producers:
         eqn = producers[var]
@@ -125,9 +125,9 @@ def _of_op(op: Op, plan: Plan) -> str:
     """Says what is kept of an operation that runs alone, or ""."""
     own = [v for v in op.outs if v in plan.analysis.kept]
     parts = [f"kept in {_dtypes(own, plan)}"] if own else []
-    centred = plan.analysis.marks.centred
-    if op in centred:
-        parts.append(f"{SIDES[centred[op][0]]} less its mean in the gradient of the other operand")
+    centered = plan.analysis.marks.centered
+    if op in centered:
+        parts.append(f"{SIDES[centered[op][0]]} less its mean in the gradient of the other operand")
     return "; ".join(parts)
 
 

@@ -109,7 +109,7 @@ def log_metrics(writer: Any, step: int, metrics: Any) -> None:
         metrics: The metrics of a training step, or any pytree. Scalars are logged under their paths
             ("aux/accuracy"); an `Overflow` and an `Underflow` under their fields; a `Stalled` under
             its parameters; a `PrecisionReport` under its tensors, with its risks as text; and a
-            `GradientHistogram` as the shares of entries that each half dtype would lose at
+            `GradientHistogram` as the shares of entries that each 16-bit dtype would lose at
             ``metrics["loss_scale"]``. Other leaves are ignored. NaN and Inf are written to a
             `JsonLines` alone, because charts cannot show them.
 

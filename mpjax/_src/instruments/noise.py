@@ -3,7 +3,7 @@
 Some gradients are zero in exact arithmetic: those of a bias before BatchNorm, of the key bias in
 attention, of a loss whose advantages sum to zero. In float32 they are only rounding error, so an
 error relative to their size means nothing. Such a value changes completely if the last bits of the
-arguments change (stochastic arithmetic; Vignes, 1993), and the change tells how large the cancelled
+arguments change (stochastic arithmetic; Vignes, 1993), and the change tells how large the canceled
 terms are. Its error is measured relative to the size of these terms.
 """
 

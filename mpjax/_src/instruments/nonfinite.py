@@ -1,4 +1,4 @@
-"""`find_nonfinite`: finds the operation that made the first NaN or Inf, and says what to do."""
+"""`find_nonfinite`: finds the operation that produced the first NaN or Inf, and says what to do."""
 
 import dataclasses
 import functools
@@ -50,12 +50,12 @@ from mpjax._src.program.interpret import Watcher, interpret, run, run_in_float32
 from mpjax._src.program.site import Site, shown
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
-# The most places that are moved to float32 by a tried override.
+# The most parts of the program that a tried override moves to float32.
 ROUNDS = 4
 
 KINDS = {
     "overflow": "its dtype is too narrow for the result",
-    "undefined": "the result is not finite in float32 either",
+    "undefined": "the result is non-finite in float32 too",
 }
 
 
@@ -66,9 +66,9 @@ class NonfiniteReport(Report):
 
     Attributes:
         found: Whether a result of the program is NaN or Inf.
-        kind: "overflow" (the result is finite in float32, but not in half), "undefined" (it is not
-            finite in float32 either), "argument" (an argument was not finite), "compiled" (only the
-            compiled program is not finite), or "" if nothing was found.
+        kind: "overflow" (the result is finite in float32, but not in 16 bits), "undefined" (it is
+            non-finite in float32 too), "argument" (an argument was non-finite), "compiled" (only
+            the compiled program returns non-finite values), or "" if nothing was found.
         made: "NaN" or "Inf".
         backward: Whether the operation belongs to the backward pass.
         primitive: The name of the operation. If it is part of a derivative, it is the operation
@@ -82,20 +82,20 @@ class NonfiniteReport(Report):
         inputs: The ranges of its operands; those of ``derivative_of`` if it is a derivative.
         result: The range of its result; that of ``expression`` if it is a derivative.
         largest: The largest magnitude of the result in float32 if it is finite there, else None.
-        reaches: The results of the program that are not finite.
+        reaches: The non-finite results of the program.
         loss_scale: The scale that the loss was multiplied by.
-        curable: Whether a lower loss scale cures it; None if nothing was found.
+        curable: Whether a lower loss scale prevents it; None if nothing was found.
         safe_loss_scale: The largest power of two at which the compiled program is finite, or None.
         advice: What to do.
         op: The number of this operation in the plan, or of the forward operation that it is the
             derivative of.
         given: The paths of arguments that are infinite and reach its operands.
         library: "file:line" of the library code that ``source`` calls, or "".
-        overrides: A dict for ``policy.override``, from pattern to dtype, that cures it by moving
-            few operations to float32. The program was run with it and is finite. Empty if none is
+        overrides: A dict for ``policy.override``, from pattern to dtype, that prevents it by moving
+            few operations to float32. With it, the program was run and is finite. Empty if none is
             known.
         float32_flops: The share of the matmul FLOPs that these overrides move, from 0 to 1.
-        derivative_of: The name of the operation whose derivative is not finite, such as "sqrt", if
+        derivative_of: The name of the operation whose derivative is non-finite, such as "sqrt", if
             the operation found is part of this derivative, and "" otherwise. JAX writes a
             derivative with other operations, and computes some of them in the forward pass.
         derivative: What this derivative is: "Inf", "-Inf" or "NaN", or "".
@@ -162,7 +162,7 @@ class NonfiniteReport(Report):
     def _drawing(self) -> Drawing:
         if not self.primitive:
             return Drawing()
-        verb = f"made {self.made}:"
+        verb = f"produced {self.made}:"
         if self.derivative_of:
             verb = f"its derivative is {self.derivative}:"
         operation = Operation(
@@ -176,22 +176,22 @@ class NonfiniteReport(Report):
                 iteration=turns_of(self.loops),
                 row_of_explain=self.op,
             ),
-            colours={
+            colors={
                 "dtype": DTYPES.get(self.result.dtype if self.result else "", DTYPES["other"]),
                 "pass": "backward" if self.backward else "forward",
             },
             backward=self.backward,
         )
-        return Drawing(operations=(operation,), colours=(DTYPE, PASS))
+        return Drawing(operations=(operation,), colors=(DTYPE, PASS))
 
     @property
     def headline(self) -> str:
-        """The first sentence of the report: what is not finite, and where."""
+        """The first sentence of the report: what is non-finite, and where."""
         place = where(self.source, self.library)
         if not self.found:
             return self.advice
         if self.kind == "argument":
-            return f"The argument {self.path} holds {self.made} before anything is computed"
+            return f"The argument {self.path} contains {self.made} before anything is computed"
         if self.kind == "compiled":
             return f"{self.made} in the compiled program only"
         if self.derivative_of:
@@ -200,7 +200,7 @@ class NonfiniteReport(Report):
             finite = all(name.startswith("gradient of ") for name in self.reaches)
             return f"{what} at {place}{computed}" + "; the loss itself is finite" * finite
         which = "backward" if self.backward else "forward"
-        return f"{self.primitive} made {self.made} in the {which} pass, {place}"
+        return f"{self.primitive} produced {self.made} in the {which} pass, {place}"
 
 
 def find_nonfinite(
@@ -211,7 +211,7 @@ def find_nonfinite(
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
 ) -> Callable[..., NonfiniteReport]:
-    """Finds the operation that made the first NaN or Inf that reaches a result.
+    """Finds the operation that produced the first NaN or Inf that reaches a result.
 
     The function under the policy, and the gradient of its scaled loss, run one operation at a time
     and uncompiled, including the operations inside jit, scan, while, cond, remat and custom rules.
@@ -229,7 +229,7 @@ def find_nonfinite(
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a
         `NonfiniteReport`: the operation, its source line, scope, parameter path and iteration, the
-        ranges of its operands, whether a lower loss scale cures it, and what to do.
+        ranges of its operands, whether a lower loss scale prevents it, and what to do.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -297,7 +297,7 @@ class Watched:
 
 
 class _Finder(Watcher):
-    """The watcher: an event is an operation that makes NaN or Inf of finite operands."""
+    """The watcher: an event is an operation that produces NaN or Inf of finite operands."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -414,7 +414,7 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     if not bad:
         meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
         return _in_compiled_alone(program, arrays, scale, meant)
-    # If the loss is not finite, its gradients cannot be, so only the loss is followed.
+    # If the loss is non-finite, so are its gradients: only the loss is followed.
     blamed = bad[:1] if program.follows_gradient and bad[0][0] == "loss" else bad
     guilty = frozenset().union(*(v.origins for _, v in blamed))
     if not guilty:  # an infinite argument that reaches the result
@@ -482,7 +482,7 @@ def _in_compiled_alone(
     )
 
 
-# ---- the verdict --------------------------------------------------------------------------------
+# ---- cause and advice ---------------------------------------------------------------------------
 
 
 def _advised(
@@ -492,7 +492,7 @@ def _advised(
     policy: Policy,
     make: Callable[..., Program],
 ) -> NonfiniteReport:
-    """Completes a report: whether a lower loss scale or an override cures it, and the advice."""
+    """Completes a report: whether a lower loss scale or an override helps, and the advice."""
     if not event.found:
         return event
     gradients = {
@@ -530,7 +530,7 @@ def _moved_to_float32(
     policy: Policy,
     make: Callable[..., Program],
 ) -> tuple[list[str], bool]:
-    """Moves the operation to float32, and then the next one that overflows in half, and so on.
+    """Moves the operation to float32, and then the next one that overflows in 16 bits, and so on.
 
     Returns:
         The patterns, and whether the compiled program is finite with them.
@@ -557,7 +557,7 @@ def _moved_to_float32(
 
 def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]):
     if event.kind == "argument":
-        yield "Lowering the loss scale does not help: the argument itself is not finite."
+        yield "Lowering the loss scale does not help: the argument itself is NaN or Inf."
         yield (
             "If it is a parameter, training diverged before this step: go back to a checkpoint "
             "and lower the learning rate. If it is data, check the code that loads and normalizes "
@@ -569,20 +569,18 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
         return
     if set(event.reaches) <= gradients:
         yield (
-            "Lowering the loss scale does not help: the gradients are not finite at "
-            f"2^{LEAST_EXPONENT} either."
+            "Lowering the loss scale does not help: gradients are still NaN or Inf at "
+            f"2^{LEAST_EXPONENT}."
         )
     elif gradients:
         yield (
-            "Lowering the loss scale does not help: the value is made before the backward pass "
-            "begins."
+            f"Lowering the loss scale does not help: the {event.made} appears in the forward pass."
         )
     if any(r.infs for r in event.inputs):
         names = ", ".join(event.given) or "an operand"
         yield (
-            f"{names} was already infinite, which is right only in a mask: a row that is fully "
-            "masked gives inf - inf = NaN. Use a large finite number such as -1e9, or check the "
-            "data."
+            f"{names} was already infinite. That is valid only in a mask, and a fully masked row "
+            "computes inf - inf = NaN. Use a large finite number such as -1e9, or check the data."
         )
     if event.kind == "overflow":
         yield from _against_overflow(event, own, tried)
@@ -593,25 +591,25 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
 def _lower_scale(event: NonfiniteReport):
     assert event.safe_loss_scale is not None
     yield (
-        f"A lower loss scale cures it: the compiled program is finite at "
+        f"Use a lower loss scale: the compiled program is finite at "
         f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
-        f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale gets there by itself: it "
-        "skips a step for each halving."
+        f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale finds it automatically: "
+        "it skips one step for each halving."
     )
     if event.safe_loss_scale < 1:
-        yield "A scale below 1 loses small gradients: bfloat16 suits this backward pass better."
+        yield "A scale below 1 loses small gradients. Use bfloat16 for this backward pass."
 
 
 def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
     if event.derivative_of:
         yield _guard(event)
     else:
-        yield UNDEFINED.get(event.primitive, "The result is not finite in float32 either.")
+        yield UNDEFINED.get(event.primitive, "The result is non-finite in float32 too.")
     if any(r.dtype in ("f16", "bf16") for r in event.inputs):
         # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
         yield (
-            "A zero may be a small number that half flushed, such as an epsilon: in float16 "
-            "keep it at 1e-4 or above, or keep the operation in float32."
+            "A zero may be a small number that was flushed in 16 bits, such as an epsilon: in "
+            "float16 use 1e-4 or more, or compute the operation in float32."
         )
         yield from _override(event, tried)
 
@@ -619,7 +617,7 @@ def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
 def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
     if own:
         yield (
-            "The function itself casts to half here, and a policy cannot undo that. Remove the "
+            "The function itself casts to 16 bits here, and a policy cannot undo that. Remove the "
             "cast, so that the policy decides, or cast to bfloat16, which has float32's range."
         )
         return
@@ -630,30 +628,31 @@ def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
 
 
 def _guard(event: NonfiniteReport) -> str:
-    """Returns how to avoid the point where a derivative is not finite."""
+    """Returns how to avoid the point where a derivative is non-finite."""
     return INFINITE_DERIVATIVE.get(event.derivative_of, GUARD)
 
 
 def _override(event: NonfiniteReport, tried: Sequence[str]):
-    """Yields the override that cures it, as far as that is known."""
+    """Yields the override that prevents it, as far as that is known."""
     call = f"policy.override({dict.fromkeys(tried, 'float32')!r})"
     if event.overrides:
         yield (
-            f"Float32 for {'this place' if len(tried) == 1 else 'these places'} cures it (it was "
-            f"tried) and moves {event.float32_flops:.1%} of the matmul FLOPs: {call}."
+            f"Compute {'this part' if len(tried) == 1 else 'these parts'} in float32 (tried: the "
+            f"program is then finite). It moves {event.float32_flops:.1%} of the matmul FLOPs: "
+            f"{call}."
         )
     elif tried:
-        yield f"Float32 for this place alone does not cure it (it was tried): {call}."
+        yield f"Float32 for this part alone does not help (tried): {call}."
     else:
-        yield "Or keep this place in float32, inside `with mpjax.precision('float32'):`."
+        yield "Or compute this part in float32, inside `with mpjax.precision('float32'):`."
 
 
 SMALLER = "Or make its operands smaller: normalize them, or scale before the product, not after."
 GUARD = (
     "Add an epsilon to the operand, or guard it with jnp.where before the operation, not after it."
 )
-REPEATED = "It exists only where these values differ: do not differentiate them where they repeat."
-SINGULAR = "It exists only for a matrix that is not singular: add an epsilon to its diagonal."
+REPEATED = "It exists only if these values differ: do not differentiate repeated ones."
+SINGULAR = "It exists only for a nonsingular matrix: add an epsilon to its diagonal."
 RANGED = "Clip the operand to a slightly smaller range before the operation."
 INFINITE_DERIVATIVE = {
     **dict.fromkeys(("asin", "acos", "acosh", "atanh", "erf_inv"), RANGED),
@@ -664,7 +663,7 @@ INFINITE_DERIVATIVE = {
 UNDEFINED = {
     "div": "A division by zero: add an epsilon, or guard the operand with jnp.where before the "
     "operation, not after it.",
-    "log": "The logarithm of a number that is not above 0: add an epsilon, or use log_softmax, "
+    "log": "The logarithm of 0 or a negative number: add an epsilon, or use log_softmax, "
     "log1p or logaddexp.",
     "log1p": "The operand is -1 or less.",
     "sqrt": "The root of a negative number, perhaps from cancellation: clamp it at 0.",
@@ -679,7 +678,7 @@ UNDEFINED = {
 
 
 def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
-    """Returns whether an elementwise operation made infinities where its operands have none."""
+    """Returns whether an elementwise operation produced infinities from finite operands."""
     name = eqn.primitive.name
     if rule_of(name).need not in (rules.FOLLOW, rules.FULL) and name != "convert_element_type":
         return False

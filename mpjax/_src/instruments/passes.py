@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.plan import Plan, analyse
+from mpjax._src.autocast.plan import Plan, analyze
 from mpjax._src.autocast.steps import Checkpoint, ops_of
 from mpjax._src.autocast.tables import (
     NO_CHOICE,
@@ -54,7 +54,7 @@ def passes(
         ['classify', 'facts', 'demand', 'decide', 'store']
         >>> print(text["classify"])  # doctest: +ELLIPSIS
         operation  ...
-        dot_general ... rule=half half=bf16 why="half list"
+        dot_general ... rule=half half=bf16 why="16-bit list"
         ...
     """
     policy = get_policy(policy)
@@ -62,7 +62,7 @@ def passes(
     def printed(*args: Any, **kwargs: Any) -> dict[str, str]:
         traced = trace(fun, policy, args, kwargs)
         outline, plan = traced.outline, traced.plan
-        decided = analyse(outline, [getattr(aval, "dtype", None) for aval in traced.avals])
+        decided = analyze(outline, [getattr(aval, "dtype", None) for aval in traced.avals])
         rows = {
             "classify": _of_ops(outline, lambda op: (outline.analysis.rulings[op], NO_RULING)),
             "facts": _of_values(outline, lambda v: (decided.facts[v], NOTHING)),
@@ -105,7 +105,7 @@ def _steps(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yields what runs together in each block, and the marks of operations."""
     marks = plan.analysis.marks
     tables: dict[str, Mapping[Op, Any]] = {
-        "centred": marks.centred,
+        "centered": marks.centered,
         "repeats": marks.repeats,
         "online": marks.online,
     }

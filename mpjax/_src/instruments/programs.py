@@ -161,7 +161,7 @@ def make_program(
 def _check_arrays(tool: str, given: Flat) -> None:
     if not given.arrays:
         raise ValueError(
-            f"{tool}: the arguments hold no arrays: there is nothing to run. It is called like "
+            f"{tool}: the arguments contain no arrays: there is nothing to run. It is called like "
             f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
         )
 
@@ -201,7 +201,8 @@ def training_scale(
 
     "auto" is the scale that a step would train with: none, or if something computes in float16, the
     dynamic scale, lowered until the gradients are finite. Some headroom is added, because a program
-    that runs one operation at a time rounds values to half that the compiled one keeps in float32.
+    that runs one operation at a time rounds values to 16 bits that the compiled one keeps in
+    float32.
     """
     scale = float(get_loss_scale(policy, loss_scale).loss_scale)
     chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")

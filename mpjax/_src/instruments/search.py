@@ -64,7 +64,7 @@ class Search:
             costs: What moving each place costs, numbers or tuples: of as many places, the cheaper
                 ones are taken.
             tolerance: What the norm of no error may exceed.
-            inside: Of each place, the others that lie within it: they are in float32 with it.
+            inside: Of each place, the others that are within it: they are in float32 with it.
         """
         self._measure, self.tolerance = measure, tolerance
         self.count = len(costs)
@@ -74,7 +74,7 @@ class Search:
         self.best: frozenset[int] | None = None
         self.least = False
         self._guessed: list[frozenset[int]] = []  # smaller sets than the best one was
-        self._runs: list[tuple[np.ndarray, list[np.ndarray]]] = []  # what was in half, errors
+        self._runs: list[tuple[np.ndarray, list[np.ndarray]]] = []  # what was in 16 bits, errors
         self._inside = np.eye(self.count, dtype=bool)
         for place, others in enumerate(inside or ()):
             self._inside[place, list(others)] = True
@@ -213,7 +213,7 @@ class Search:
         return [Estimate(left, np.array(errors), self._suspected) for errors in results]
 
     def _left(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
-        """Returns the terms that sets of places leave in half; the last term always stays."""
+        """Returns the terms that sets of places leave in 16 bits; the last term always stays."""
         chosen = np.zeros((len(sets), self.count), bool)
         for row, places in zip(chosen, sets, strict=True):
             row[list(places)] = True
@@ -237,6 +237,6 @@ def _bounded(error: np.ndarray) -> np.ndarray:
     size = _norm(error)
     if size < BEYOND:
         return error
-    # An infinite error has no direction; one of the greatest norm stands for it.
+    # An infinite error has no direction; one of the greatest norm represents it.
     whole = np.isfinite(size)
     return error * (BEYOND / size) if whole else np.full_like(error, BEYOND / len(error) ** 0.5)

@@ -24,7 +24,7 @@ NOISE = 2.0**-17
 # operation is not blamed for the error of its result.
 WRONG = 2.0**-6
 
-# The error of an array that is not finite where float32 is.
+# The error of an array that is non-finite where float32 is finite.
 BROKEN = 1e9
 
 # Errors grow if the terms of a sum cancel. In a gradient the sum is blamed for less of that.
@@ -62,7 +62,7 @@ class CompareRow:
             exact arithmetic. Its relative error means nothing.
         op: The number of this operation in the plan, or of the forward operation that it is the
             derivative of.
-        compared: Whether it has a float32 form. Kernels and callbacks that are written for half
+        compared: Whether it has a float32 form. Kernels and callbacks written for 16 bits
             have none, and their errors are given as 0.
         library: "file:line" of the library code that ``source`` calls, or "".
         bytes: The bytes of its operands and its result, in one run.
@@ -154,7 +154,7 @@ class Comparer(Watcher):
             makers = frozenset({key}).union(*(v.makers for v in ins))
             accumulated = {"makers": makers, "given": operands_error}
         half = any(is_half(x) for x in (*arrays, *outs))
-        if not half and all(v.exact for v in ins):  # nothing before it was rounded to half
+        if not half and all(v.exact for v in ins):  # nothing before it was rounded to 16 bits
             return [Shadowed(out, out, path=path) for out in outs]
         # float32 on the operands as they are tells the operation's own error from what it inherits;
         # on their shadows it gives the result as it should be.

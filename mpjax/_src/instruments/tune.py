@@ -18,7 +18,7 @@ from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
 from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.base.public import public
-from mpjax._src.document.model import WORST, Colour, Document, Drawing, Operation, Table
+from mpjax._src.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.compare import compare_program
 from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
@@ -42,14 +42,14 @@ COLUMNS = ("operations", "FLOPs", "error before", "after", "left out", "in float
 
 ALONE = WORST(
     "error without it",
-    "The largest error of a result if only this place is left in half.",
+    "The largest error of a result if only this part is left in 16 bits.",
 )
-WORK = Colour("work", "The share of the matmul FLOPs that a place moves to float32.", unit="share")
+WORK = Color("work", "The share of the matmul FLOPs that a part moves to float32.", unit="share")
 
 
 @dataclasses.dataclass(frozen=True)
 class TuneStep:
-    """An override of the tuned policy, which moves one place to float32.
+    """An override of the tuned policy, which moves one part of the program to float32.
 
     Attributes:
         pattern: The pattern of the override.
@@ -83,13 +83,13 @@ class Tuning(Report):
         tolerance: The tolerance.
         results: The relative error of each result under it, by name.
         steps: The effect of each override, the most valuable first.
-        runs: The number of times a program was run, in float32 and in half.
-        least: Whether no single place can be left out. This follows from the measurements, assuming
+        runs: The number of times a program was run, in float32 and in 16 bits.
+        least: Whether no single part can be left out. This follows from the measurements, assuming
             that less float32 never reduces the error.
         cut_short: Whether the search stopped at ``max_runs``. Then this is the best set that was
             tried.
-        places: The number of places in float32, counted in the smallest places that patterns can
-            name. A step may contain more than one.
+        places: The number of parts of the program in float32, counted in the smallest parts that
+            patterns can name. A step may contain more than one.
         needed: A lower bound of ``places``. It follows from the sets that were tried and failed,
             assuming that less float32 never reduces the error.
     """
@@ -118,18 +118,18 @@ class Tuning(Report):
                 + (
                     "less float32 may be enough."
                     if self.met
-                    else "more float32, or other places, may meet the tolerance."
+                    else "more float32, or other parts, may meet the tolerance."
                 )
             )
         elif self.met and self.places:
             lines.append(
-                f"smallest places in float32: {self.places}; no smaller set that was tried is "
-                "enough"
+                f"parts of the program in float32: {self.places}; every smaller set that was tried "
+                "exceeds the tolerance"
             )
         results = sorted(self.results.items(), key=lambda item: -item[1])
         named = tuple((f"{error:.3g}", name) for name, error in results)
         return Document(
-            "The fewest float32 places that meet a tolerance",
+            "Fewest float32 parts that meet a tolerance",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}, after "
             f"{self.runs} runs",
             (*lines, f"policy  {self.policy}"),
@@ -138,7 +138,7 @@ class Tuning(Report):
                 Table("Error of the results", ("error", "result"), named, ("result",), most=5),
             ),
             drawing=lambda: Drawing(
-                operations=tuple(map(_place, self.steps)), colours=(ALONE, WORK), things="places"
+                operations=tuple(map(_place, self.steps)), colors=(ALONE, WORK), things="parts"
             ),
         )
 
@@ -155,7 +155,7 @@ def _place(step: TuneStep) -> Operation:
         label=label + "/*" * step.pattern.endswith("/*"),
         scope=scope or "anywhere",
         facts=tuple(zip(COLUMNS, _cells(step), strict=True)),
-        colours={"error without it": step.alone, "work": step.flops},
+        colors={"error without it": step.alone, "work": step.flops},
     )
 
 
@@ -170,7 +170,7 @@ def tune(
     loss_scale: LossScale | str | float | None = "auto",
     progress: bool = True,
 ) -> Callable[..., Tuning]:
-    """Finds the fewest float32 places with which the value and its gradients meet a tolerance.
+    """Finds the fewest parts to run in float32 so that value and gradients meet a tolerance.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient counts too.
@@ -190,11 +190,11 @@ def tune(
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`,
-        whose ``policy`` is the given one with as few places in float32 as were found to be enough;
-        of sets of equal size, the one with less work. In tests on sums of up to 12 errors, as
-        vectors or as squares, it had at most one place more than an exhaustive search. If the
-        result is a single number and the tolerance is far below the errors of most places, only
-        sets whose errors happen to cancel meet it, and few runs do not find all of them.
+        whose ``policy`` is the given one with the fewest parts in float32 that were found to be
+        enough; of sets of equal size, the one with less work. In tests on sums of up to 12 errors,
+        as vectors or as squares, it had at most one part more than an exhaustive search. If the
+        result is a single number and the tolerance is far below the errors of most parts, only sets
+        whose errors happen to cancel meet it, and few runs do not find all of them.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -220,8 +220,8 @@ def tune(
         raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
     if (whole_number(max_runs) or 0) < LEAST_RUNS:
         raise ValueError(
-            f"max_runs={brief(max_runs)} must be a whole number, {LEAST_RUNS} or more: float32 and "
-            "the given policy take one run each."
+            f"max_runs={brief(max_runs)} must be an integer >= {LEAST_RUNS}: float32 and "
+            "the given policy need one run each."
         )
 
     resolve_loss_scale(loss_scale, False)
@@ -281,7 +281,7 @@ class _Trial:
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
-        self._terms: dict[str, float] = {}  # the sizes of cancelled terms, by result
+        self._terms: dict[str, float] = {}  # the sizes of canceled terms, by result
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:
@@ -386,7 +386,7 @@ class _Trial:
     def _pruned(self, merged: Sequence[Place], tolerance: float) -> list[Place]:
         """Returns the places without those that need not be in float32, the costliest first.
 
-        The search leaves out single places; overrides may hold several. And less float32 can
+        The search leaves out single places; overrides may contain several. And less float32 can
         reduce the error, against the search's assumption, where errors cancel.
         """
         kept = list(merged)

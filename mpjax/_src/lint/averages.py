@@ -1,4 +1,4 @@
-"""The rule of running averages that stop changing in half."""
+"""The rule of running averages that stop changing in 16 bits."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Share(NamedTuple):
 
 
 def half_averages(program: Program) -> Iterator[Hit]:
-    """Finds averages in half whose steps may be less than half an ulp.
+    """Finds averages in 16 bits whose steps may be less than half an ulp.
 
     In the worst case, a step of ``m = d * m + (1 - d) * x`` is rounded away if
     ``|x - m| < 2**-digits / (1 - d)``, relative to m. It is a fault if this exceeds 1/8: d above
@@ -65,7 +65,7 @@ def half_averages(program: Program) -> Iterator[Hit]:
 
 
 def last_sum(program: Program, after: Value) -> Op | None:
-    """Returns the addition that makes a value, or what makes it if there is none."""
+    """Returns the addition that produces a value, or what computes it if there is none."""
     for value in program.back(after, MOVES | CASTS | {"select_n"}):
         op = program.maker(value)
         if op and op.name in ("add", "add_any", "sub"):
@@ -164,12 +164,12 @@ RULES = (
     Rule(
         "half-average",
         JAXPR,
-        "a running average that stalls because it is kept in half",
-        "Each step moves the average by a small share of its distance to the new value. In half, "
-        "that change is less than half an ulp of the average and is rounded away: the average "
-        "keeps its first value, or stops far from the true one.",
-        "Keep averages whose decay is near 1 in float32: second moments, averages of weights, "
-        "batch statistics. A first moment with a decay of 0.9 may be half.",
+        "a running average that stalls because it is stored in 16 bits",
+        "Each step moves the average by a small share of its distance to the new value. In 16 "
+        "bits, that change is less than half an ulp of the average and is rounded away: the "
+        "average stays at its first value, or stops far from the true one.",
+        "Store averages whose decay is near 1 in float32: second moments, averages of weights, "
+        "batch statistics. A first moment with a decay of 0.9 may be 16-bit.",
         half_averages,
     ),
 )

@@ -1,4 +1,4 @@
-"""Interval arithmetic: bounds of a value, and whether it is a whole number.
+"""Interval arithmetic: bounds of a value, and whether it is an integer.
 
 Bounds come from constants, counts (iota, the iterations of a loop), and narrow integer dtypes. The
 bounds of values that are computed from floating arguments are unknown, and no rule uses them.
@@ -17,7 +17,7 @@ from mpjax._src.program.graph import Op, Value
 
 
 class Bounds(NamedTuple):
-    """An interval, and whether the value takes only whole numbers."""
+    """An interval, and whether the value is always an integer."""
 
     low: float
     high: float

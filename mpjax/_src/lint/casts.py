@@ -1,4 +1,4 @@
-"""Rules of casts: values that are rounded to both half dtypes."""
+"""Rules of casts: values that are rounded to both 16-bit dtypes."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
 
 def double_rounding(program: Program) -> Iterator[Hit]:
-    """Finds values that are cast from float32 or wider to one half dtype, and then to the other.
+    """Finds values that are cast from float32 or wider to one 16-bit dtype, and then to the other.
 
     The result has the precision of bfloat16 and the range of float16. Casts between float32 and
-    only one half dtype are not found, because the second cast rounds nothing.
+    only one 16-bit dtype are not found, because the second cast rounds nothing.
     """
     for op in program.named("convert_element_type"):
         target, source = dtype_of(op.outs[0]), op.ins[0]
@@ -38,10 +38,10 @@ RULES = (
     Rule(
         "double-rounding",
         JAXPR,
-        "a value cast to one half dtype and then to the other",
+        "a value cast to one 16-bit dtype and then to the other",
         "float16 has 11 binary digits and overflows above 65504; bfloat16 has 8 digits and the "
         "range of float32. A value that passes through both has the worse of each.",
-        "Cast once, from float32 to the final dtype, and use one half dtype throughout.",
+        "Cast once, from float32 to the final dtype, and use one 16-bit dtype throughout.",
         double_rounding,
     ),
 )

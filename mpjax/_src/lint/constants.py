@@ -1,4 +1,4 @@
-"""Rules of numbers that half cannot hold: constants, counts, angles, masks."""
+"""Rules of numbers that 16 bits cannot represent: constants, counts, angles, masks."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from mpjax._src.program.graph import Op, Value
 
 
 def lost_constants(program: Program) -> Iterator[Hit]:
-    """Finds constants that become 0, 1, -1 or Inf in half, so that all their digits are lost.
+    """Finds constants that become 0, 1, -1 or Inf in 16 bits, so that all their digits are lost.
 
     Other roundings are accepted, because the dtype was chosen for them. An infinite mask that a
     library selects in place of entries works as well as a finite one; it is found only if
@@ -46,7 +46,7 @@ def _is_librarys_mask(program: Program, op: Op) -> bool:
 
 
 def half_counts(program: Program) -> Iterator[Hit]:
-    """Finds whole numbers in half that may exceed 256 in bfloat16, or 2048 in float16.
+    """Finds 16-bit integers that may exceed 256 in bfloat16, or 2048 in float16.
 
     These are positions, indices and counters, from an iota or a loop. Single constants are the
     choice of the user, and are not found.
@@ -59,8 +59,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
         limit = 2 ** digits(dtype_of(op.outs[0]))
         if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
             yield Hit(
-                f"Whole numbers from {bounds.low:g} to {bounds.high:g} are stored in "
-                f"{shown(op.outs[0])}, which cannot tell neighbours apart beyond {limit}.",
+                f"Integers from {bounds.low:g} to {bounds.high:g} are stored in "
+                f"{shown(op.outs[0])}, which cannot represent every integer beyond {limit}.",
                 op,
             )
 
@@ -77,7 +77,7 @@ def _is_count(program: Program, value: Value) -> bool:
 
 
 def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds integers that a step casts to half, and that the cast changes.
+    """Finds integers that a step casts to 16 bits, and that the cast changes.
 
     A cast that changes no integer of this step is not found.
     """
@@ -103,7 +103,7 @@ PHASE = 1 / 8
 
 
 def half_phases(program: Program) -> Iterator[Hit]:
-    """Finds sines of half angles so large that rounding may change them by 1/8 radian or more.
+    """Finds sines of 16-bit angles so large that rounding may change them by 1/8 radian or more.
 
     Half an ulp of x is 2**(e - digits), so this begins at 32 in bfloat16 and 256 in float16.
     """
@@ -165,19 +165,19 @@ RULES = (
     Rule(
         "lost-constant",
         JAXPR,
-        "a constant that becomes 0, 1, -1 or Inf in half",
+        "a constant that becomes 0, 1, -1 or Inf in 16 bits",
         "In bfloat16, a decay of 0.999 is 1, so an average never forgets. In float16, an epsilon "
         "of 1e-8 is 0, so it no longer protects a division, and a mask of -1e9 is -Inf, so the "
         "softmax of a fully masked row is NaN.",
-        "Compute in float32 what reads the constant, or use a constant that the dtype can hold: "
-        "jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
+        "Compute in float32 what reads the constant, or use a constant that the dtype can "
+        "represent: jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
         lost_constants,
     ),
     Rule(
         "half-count",
         JAXPR,
-        "positions, indices or counters that are too large for half to tell apart",
-        "bfloat16 holds every whole number up to 256, float16 up to 2048. Beyond that, neighbours "
+        "positions, indices or counters too large for a 16-bit dtype to represent exactly",
+        "bfloat16 represents every integer up to 256, float16 up to 2048. Beyond that, neighbors "
         "become equal: positions collide, and a counter stops counting.",
         "Keep positions and counters in int32, compute what depends on them (angles, masks, "
         "encodings) in float32, and cast the result.",
@@ -186,20 +186,21 @@ RULES = (
     Rule(
         "rounded-integer",
         VALUES,
-        "integers of a real step that a cast to half changes",
+        "integers of a real step that a cast to 16 bits changes",
         "Ids, positions and counts must be exact: a changed integer is another row, another "
         "position, another divisor.",
-        "Keep integers as they are, or cast them to float32, which holds every integer up to "
+        "Leave integers as they are, or cast them to float32, which represents every integer up to "
         "16777216.",
         rounded_integers,
     ),
     Rule(
         "half-phase",
         JAXPR,
-        "a sine or cosine of large angles in half",
+        "a sine or cosine of large angles in 16 bits",
         "Rounding an angle of 1000 to bfloat16 changes it by up to 2 radians. Positional encodings"
         " of distant tokens become noise, which shows only in long contexts.",
-        "Compute the angles, and their sine and cosine, in float32, and cast the result to half.",
+        "Compute the angles, and their sine and cosine, in float32, and cast the result to 16 "
+        "bits.",
         half_phases,
     ),
     Rule(

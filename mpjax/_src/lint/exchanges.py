@@ -18,13 +18,13 @@ from mpjax._src.program.graph import Op
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
 HALVES = ("bf16", "f16")
-# The compiler's name for the float32 sum that replaces an unsupported half sum.
+# The compiler's name for the float32 sum that replaces an unsupported 16-bit sum.
 PROMOTED = "_promoted"
 SUMS = ("all-reduce", "reduce-scatter")
 
 
 def gathers_before_casts(program: Program) -> Iterator[Hit]:
-    """Finds float32 arrays that are gathered, and that every reader casts to half."""
+    """Finds float32 arrays that are gathered, and that every reader casts to 16 bits."""
     for op in program.named(*GATHERS):
         value = op.outs[0]
         if dtype_of(value) != FLOAT32 or program.is_backward(op) or not _gathers(program, op):
@@ -37,7 +37,8 @@ def gathers_before_casts(program: Program) -> Iterator[Hit]:
             and not set(program.block.outvars).intersection(moved)
         ):
             yield Hit(
-                f"{op.name} gathers {shown(op.ins[0])}, and every reader casts the result to half.",
+                f"{op.name} gathers {shown(op.ins[0])}, and every reader casts the result to 16 "
+                "bits.",
                 op,
             )
 
@@ -62,7 +63,7 @@ def _gathers(program: Program, op: Op) -> bool:
 
 
 def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """Finds sums over devices in half that the partitioner added, of gradients and statistics."""
+    """Finds 16-bit sums over devices that the partitioner added, of gradients and statistics."""
     module, _ = parse(compiled.after)
     sums = {
         op.name: attribute(op, "to_apply")
@@ -76,7 +77,7 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
         if row.dtype in HALVES or promoted:
             shape = ",".join(map(str, row.shape))
             yield Hit(
-                f"{row.devices} devices sum {row.carries} of shape [{shape}] in half, in an "
+                f"{row.devices} devices sum {row.carries} of shape [{shape}] in 16 bits, in an "
                 f"operation that the compiler inserted ({row.kind}).",
                 None,
                 row.source,
@@ -84,7 +85,7 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
 
 
 def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """Finds float32 arrays that devices gather, although all of it is cast to half afterwards."""
+    """Finds float32 arrays that devices gather, and that are then cast to 16 bits as a whole."""
     module, entry = parse(compiled.after)
     line_of = source_lines(compiled.after)
     flow = flow_of(module, entry)
@@ -100,7 +101,7 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
                 dims = ",".join(map(str, shape.dims))
                 yield Hit(
                     f"The program compiled for {compiled.target} gathers f32[{dims}] from each "
-                    "device, and then casts all of it to half.",
+                    "device, and then casts all of it to 16 bits.",
                     None,
                     next(filter(None, map(line_of, (*into, op))), ""),
                 )
@@ -111,7 +112,7 @@ def _op(module: dict[str, Computation], leaf: Leaf) -> hlo.Op:
 
 
 def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
-    """Returns whether an array was half until a compiler without half collectives widened it."""
+    """Returns whether an array was 16-bit until a compiler without such collectives widened it."""
     sources = reached(flow.before, [leaf], MOVED)
     return any(_op(module, each).shapes[0].dtype in HALVES for each in sources)
 
@@ -132,13 +133,13 @@ def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[h
 
 
 def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotRun]:
-    """Finds half matmuls that the compiled program computes in float32.
+    """Finds 16-bit matmuls that the compiled program computes in float32.
 
     A CPU multiplies float16 in float32, and bfloat16 only if it has instructions for it. That says
     nothing about accelerators.
     """
     if compiled.target == CPU:
-        yield NotRun("how a CPU multiplies says nothing of accelerators: give one as target")
+        yield NotRun("how a CPU multiplies says nothing about accelerators: pass one as target")
         return
     wanted = asked(compiled.before)
     lines = _lines(compiled.before)
@@ -175,27 +176,27 @@ RULES = (
     Rule(
         "gather-before-cast",
         JAXPR,
-        "a float32 array that devices gather and then cast to half",
-        "Each device sends and receives twice the bytes, and holds a float32 copy of the gathered "
-        "array, although every reader takes half.",
+        "a float32 array that devices gather and then cast to 16 bits",
+        "Each device sends and receives twice the bytes, and stores a float32 copy of the gathered "
+        "array, although every reader casts it to 16 bits.",
         "Cast each device's shard before the gather: gather w.astype(jnp.bfloat16).",
         gathers_before_casts,
     ),
     Rule(
         "wide-all-gather",
         HLO,
-        "a float32 all-gather whose result is cast to half",
+        "a float32 all-gather whose result is cast to 16 bits",
         "XLA may move a cast from before a gather to after it. Devices then send twice the bytes "
-        "that the program asked for, and hold a float32 copy.",
-        "Put jax.lax.optimization_barrier around the half array before it is gathered, or gather "
+        "that the program asked for, and store a float32 copy.",
+        "Put jax.lax.optimization_barrier around the 16-bit array before it is gathered, or gather "
         "it in jax.shard_map.",
         wide_gathers,
     ),
     Rule(
         "half-all-reduce",
         HLO,
-        "gradients or statistics that the compiler sums over devices in half",
-        "The partitioner places the sum directly after a sharded matmul: in half, before the "
+        "gradients or statistics that the compiler sums over devices in 16 bits",
+        "The partitioner places the sum directly after a sharded matmul: in 16 bits, before the "
         "program casts the result to float32. Each device's term and each partial sum is rounded, "
         "and the error grows with the number of devices.",
         "Ask the matmul for a float32 result (preferred_element_type with "
@@ -206,10 +207,10 @@ RULES = (
     Rule(
         "widened-matmul",
         HLO,
-        "a matmul of half operands that runs in float32",
-        "The device has no unit for this half dtype. The operands are cast up, and the matmul is "
-        "as slow as in float32 or slower, with the precision of half.",
-        "Use the half dtype that the device has (mpjax.hardware.half_dtype; float16 on V100 and "
+        "a matmul of 16-bit operands that runs in float32",
+        "The device has no unit for this 16-bit dtype. The operands are cast up, and the matmul is "
+        "as slow as in float32 or slower, with the precision of 16 bits.",
+        "Use the 16-bit dtype that the device has (mpjax.hardware.half_dtype; float16 on V100 and "
         "T4), or float32.",
         widened_matmuls,
     ),

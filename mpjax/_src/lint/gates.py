@@ -1,4 +1,4 @@
-"""The rule of gates: steps of which only a part is skipped when something is not finite."""
+"""The rule of skipped steps: whether some state is updated all the same."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,18 @@ from mpjax._src.lint.rule import JAXPR, Hit, Rule
 from mpjax._src.lint.states import Carried, carried, is_updated
 from mpjax._src.program.graph import Op, Value
 
-# Operations between the finite test of a number and the predicate of a gate.
+# Operations between the finite check of a number and the predicate of a gate.
 VERDICTS = frozenset(
     {"and", "or", "not", "reduce_and", "reduce_or", "reduce_min", "reduce_max", "eq", "ne"}
 ) | {"psum", "pmin", "pmax", "concatenate", "select_n", "stack"}
 
 
 def ungated_states(program: Program) -> Iterator[Hit]:
-    """Finds states without a gate, although they are computed from values that a gate checks.
+    """Finds states that a skipped step updates, although they are computed from checked values.
 
-    A gate selects the new or the old value of a state by whether something is finite. Every other
-    floating state that is updated from the checked values must depend on the check too: by a gate,
-    through a gated value (an average of the weights), or directly (a loss scale).
+    A gate is a select of a state's new or old value, by a finite check. Every other floating state
+    that is updated from the checked values must depend on the check too: by a gate, through a gated
+    value (an average of the weights), or directly (a loss scale).
     """
     states = [
         each for each in carried(program) if jnp.issubdtype(each.before.aval.dtype, jnp.floating)
@@ -31,12 +31,12 @@ def ungated_states(program: Program) -> Iterator[Hit]:
         return
     verdicts = {value for gate in gates for value in _verdict(program, gate)}
     tests = [op for v in verdicts if (op := program.maker(v)) and op.name == "is_finite"]
-    judged = {v for op in tests for v in program.back(op.ins[0], lambda op: True)}
+    checked = {v for op in tests for v in program.back(op.ins[0], lambda op: True)}
     gated = _depends(program, [op.outs[0] for op in tests])
     arguments = {*program.block.invars}
     # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
-    # to come from something that was computed, and then judged.
-    computed = {v for v in judged if v not in arguments and program.maker(v) is not None}
+    # to come from something that was computed, and then checked.
+    computed = {v for v in checked if v not in arguments and program.maker(v) is not None}
     missed = [
         each
         for each in states
@@ -49,7 +49,7 @@ def ungated_states(program: Program) -> Iterator[Hit]:
         names = ", ".join(each.name for each in missed[:3])
         more = f", and {len(missed) - 3} more" if len(missed) > 3 else ""
         yield Hit(
-            f"A step that is not finite is skipped for {states_of(gates, len(states))}, but not "
+            f"A non-finite step is skipped for {states_of(gates, len(states))}, but not "
             f"for {names}{more}.",
             _writes(program, missed[0]),
         )
@@ -104,7 +104,7 @@ RULES = (
         "a state that is updated although the step is skipped",
         "The step that overflowed is skipped, but its NaN stays in a state that was left out (a "
         "moment, batch statistics), and every later step reads it.",
-        "Choose everything that a step changes by the same test: mpjax.select(ok, new_state, "
+        "Select everything that a step changes by the same check: mpjax.select(ok, new_state, "
         "old_state) over the whole state.",
         ungated_states,
     ),

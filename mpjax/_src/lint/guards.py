@@ -29,7 +29,7 @@ def constant(program: Program, value: Value) -> Any:
 
 
 def hidden_nonfinite(program: Program) -> Iterator[Hit]:
-    """Finds gradients whose entries are replaced by a number if they are not finite."""
+    """Finds gradients whose non-finite entries are replaced by a number."""
     for op in program.named("select_n"):
         which, *cases = op.ins
         numbers = [constant(program, case) for case in cases]
@@ -94,7 +94,7 @@ def late_scales(program: Program) -> Iterator[Hit]:
 
 
 def _half_gradient(program: Program, value: Value) -> Op | None:
-    """Returns the operation of the backward pass that made a gradient in float16, or None."""
+    """Returns the operation of the backward pass that produced a gradient in float16, or None."""
     makers = (program.maker(v) for v in program.back(value, MOVES | CASTS))
     of_backward = (op for op in makers if op is not None and program.is_backward(op))
     return next((op for op in of_backward if dtype_of(op.outs[0]) == FLOAT16), None)
@@ -206,8 +206,8 @@ RULES = (
         JAXPR,
         "gradients whose non-finite entries are replaced",
         "A non-finite gradient says that the loss scale is too large, or that the program has a "
-        "bug. If its entries are replaced by a number, the step is taken with a wrong gradient, no"
-        " counter moves, and the run diverges later or learns less.",
+        "bug. If its entries are replaced by a number, the step is applied with a wrong gradient, "
+        "no counter moves, and the run diverges later or learns less.",
         "Skip the step instead: update parameters and optimizer state only if all gradients are "
         "finite, and lower the loss scale otherwise. mpjax.build_train_step does both, "
         "optax.apply_if_finite the first. mpjax.find_nonfinite names the operation.",

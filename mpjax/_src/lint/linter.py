@@ -21,9 +21,9 @@ from mpjax._src.program.graph import Op
 from mpjax._src.program.interpret import OPERATION, Plain, interpret, operations_in
 from mpjax._src.program.site import shown
 
-ABSTRACT = "no step was run, because some arguments are jax.ShapeDtypeStruct: give arrays"
+ABSTRACT = "no step was run, because some arguments are jax.ShapeDtypeStruct: pass arrays"
 NOT_RUN = "no step was run, because of run=False"
-NO_TARGET = "nothing was compiled: give target='cpu' or an accelerator such as 'h100'"
+NO_TARGET = "nothing was compiled: pass target='cpu' or an accelerator such as 'h100'"
 
 
 def lint(
@@ -67,7 +67,7 @@ def lint(
     Raises:
         TypeError: If ``fun`` is not a function, or does not return a loss although ``argnums`` is
             given.
-        ValueError: If ``select`` or ``ignore`` matches no rule, or ``target`` is not known.
+        ValueError: If ``select`` or ``ignore`` matches no rule, or ``target`` is unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -136,7 +136,7 @@ class _Watcher(Plain):
     def __init__(self, program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]):
         self.program, self.rules, self.found = program, rules, hits
         self.ops: dict[Any, Op] = {id(op.eqn): op for op in program.ops}
-        # The equations of a shard_map are traced anew, with the same origin.
+        # The equations of a shard_map are traced again, with the same origin.
         self.ops |= {_origin(op.eqn): op for op in program.ops}
         self.done: set[tuple[int, str]] = set()
 

@@ -1,4 +1,4 @@
-"""Rules of losses and norms that are computed in half."""
+"""Rules of losses and norms that are computed in 16 bits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "se
 
 
 def half_log_sums(program: Program) -> Iterator[Hit]:
-    """Finds logarithms of sums of exponentials in half: log_softmax, logsumexp, cross entropies.
+    """Finds logarithms of sums of exponentials in 16 bits: log_softmax, logsumexp, cross entropies.
 
     A softmax without a logarithm is bounded, and is not found. log(1 + exp(x)), which is also an
     activation, and the logarithm of a probability are found only if they are averaged to one number
@@ -35,12 +35,12 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         if halves & {*EXPONENTIALS} and (summed or _is_loss(program, op)):
             yield Hit(
                 f"The {op.name} of a sum of exponentials is computed in {shown(op.outs[0])}: the "
-                "loss reads half logits.",
+                "loss reads 16-bit logits.",
                 op,
             )
     for op in program.named("cumlogsumexp"):
         if is_half(op.ins[0]):
-            yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is computed in half.", op)
+            yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is computed in 16 bits.", op)
 
 
 def rounded_probabilities(program: Program) -> Iterator[Hit]:
@@ -82,7 +82,7 @@ MEANS = MOVES | CASTS | {"reduce_sum", "div", "mul"}
 
 
 def half_variances(program: Program) -> Iterator[Hit]:
-    """Finds variances in half as the mean of squares minus the square of the mean.
+    """Finds variances in 16 bits as the mean of squares minus the square of the mean.
 
     Both terms are as large as the squared mean, so the difference is lost if the mean exceeds 11
     standard deviations in bfloat16 (2**(8 / 2 - 1/2)), or 32 in float16. In float32 this form is
@@ -141,10 +141,10 @@ RULES = (
     Rule(
         "half-loss",
         JAXPR,
-        "a log-softmax or cross entropy of half logits",
-        "In half, the logarithm of a sum of exponentials has 2 to 3 decimal digits. The loss moves"
-        " in steps, a probability near 1 gives a loss of exactly 0, and gradients of rare classes "
-        "are lost.",
+        "a log-softmax or cross entropy of 16-bit logits",
+        "In 16 bits, the logarithm of a sum of exponentials has 2 to 3 decimal digits. The loss "
+        "moves in steps, a probability near 1 gives a loss of exactly 0, and gradients of rare "
+        "classes are lost.",
         "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
         half_log_sums,
     ),
@@ -156,14 +156,14 @@ RULES = (
         "-Inf, or that of an epsilon, and its gradient is Inf or 0: what is unlikely is not "
         "learned.",
         "Compute the logarithm in float32 from logits: jax.nn.log_softmax(logits.astype("
-        "jnp.float32)). Cast probabilities to half only for matmuls.",
+        "jnp.float32)). Cast probabilities to 16 bits only for matmuls.",
         rounded_probabilities,
     ),
     Rule(
         "half-variance",
         JAXPR,
-        "a variance computed as a difference of half means",
-        "The mean of squares and the square of the mean are nearly equal, so in half their "
+        "a variance computed as a difference of 16-bit means",
+        "The mean of squares and the square of the mean are nearly equal, so in 16 bits their "
         "difference has no correct digits. It may even be negative, and its square root NaN.",
         "Use jnp.var, or jnp.mean(jnp.square(x - jnp.mean(x))), on x.astype(jnp.float32).",
         half_variances,

@@ -27,9 +27,9 @@ MOST = 2
 
 
 def promoted_matmuls(program: Program) -> Iterator[Hit]:
-    """Finds float32 matmuls whose operands were half until a type promotion widened one.
+    """Finds float32 matmuls whose operands were 16-bit until a type promotion widened one.
 
-    Both operands come from half values through elementwise operations only, and one of them was
+    Both operands come from 16-bit values through elementwise operations only, and one of them was
     combined with a strongly typed float32 value (a NumPy constant, a table). Not found are matmuls
     of float32 operands, of operands that the author cast, or with an explicit precision.
     """
@@ -47,13 +47,13 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
         if any(causes) and all(was_half):
             yield Hit(
                 f"{op.name} of {' and '.join(map(shown, operands))} runs in float32, although both "
-                f"were half: {next(filter(None, causes))}.",
+                f"were 16-bit: {next(filter(None, causes))}.",
                 op,
             )
 
 
 def _widening(program: Program, value: Value) -> Op | None:
-    """Returns the cast from half that made an operand float32, if it is implicit."""
+    """Returns the cast from 16 bits that made an operand float32, if it is implicit."""
     for v in program.back(value, MOVES):
         op = program.maker(v)
         if op and op.name in CASTS and is_half(op.ins[0]) and dtype_of(v) == FLOAT32:
@@ -62,7 +62,7 @@ def _widening(program: Program, value: Value) -> Op | None:
 
 
 def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Value]]]:
-    """Returns the operations behind a value that promoted half, and their operands that did it."""
+    """Returns the operations behind a value that promoted 16 bits, and the operands that did."""
     promoting = {}
     for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
         op = program.maker(v)
@@ -91,7 +91,7 @@ def _multiplied_in_float32(program: Program) -> dict[Value, Op]:
 
 
 def _cause(program: Program, value: Value) -> str:
-    """Returns in words what made a half value float32, or "".
+    """Returns in words what made a 16-bit value float32, or "".
 
     A residual stream that is float32 promotes whatever is added to it. The cause is none of these
     additions: it is the first of them, and what the stream came from.
@@ -103,7 +103,7 @@ def _cause(program: Program, value: Value) -> str:
         behind = [v for each in strong for v in program.back(each, ELEMENTWISE | REDUCTIONS)]
         if not {*behind} & promoting.keys() - {out}:
             break  # of several in a loop, each is behind the others: then the last
-    # Numbers take the dtype of what is beside them, unless nothing else is there.
+    # Numbers take the dtype of what is next to them, unless nothing else is there.
     arrays = dict.fromkeys(_origin(program, v) for v in behind if not v.literal)
     numbers = dict.fromkeys(_origin(program, v) for v in behind if v.literal)
     names = [*filter(None, arrays)] or [*filter(None, numbers)]
@@ -134,7 +134,7 @@ def _is_promoted(program: Program, value: Value) -> bool:
 
 
 def narrow_backward(program: Program) -> Iterator[Hit]:
-    """Finds backward matmuls in half whose forward matmul is float32.
+    """Finds backward matmuls in 16 bits whose forward matmul is float32.
 
     JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there.
     """
@@ -161,14 +161,14 @@ RULES = (
     Rule(
         "promoted-matmul",
         JAXPR,
-        "a matmul of half values that type promotion made float32",
-        "JAX promotes half and float32 to float32, and NumPy constants are float32. One float32 "
-        "constant, parameter or norm that is added to a half stream makes every matmul after it "
-        "run in float32, at a fraction of the speed and with twice the memory.",
-        "Give what promotes the dtype of the other operand: jnp.asarray(c, x.dtype) for a constant "
-        "(a Python number promotes nothing), p.astype(x.dtype) for a parameter or a result, dtype= "
-        "for a layer that returns float32. If the stream is to stay float32, cast it before the "
-        "matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
+        "a matmul of 16-bit values that type promotion made float32",
+        "JAX promotes 16-bit and float32 operands to float32, and NumPy constants are float32. One "
+        "float32 constant, parameter or norm that is added to a 16-bit stream makes every matmul "
+        "after it run in float32, at a fraction of the speed and with twice the memory.",
+        "Cast the operand that promotes to the dtype of the other one: jnp.asarray(c, x.dtype) for "
+        "a constant (a Python number promotes nothing), p.astype(x.dtype) for a parameter or a "
+        "result, dtype= for a layer that returns float32. If the stream is to stay float32, cast "
+        "it before the matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
         promoted_matmuls,
     ),
     Rule(

@@ -17,9 +17,9 @@ CHOSEN = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
 def mixed_matmuls(program: Program) -> Iterator[Hit]:
-    """Finds matmuls of a half operand and a float32 operand.
+    """Finds matmuls of a 16-bit operand and a float32 operand.
 
-    A half matmul with a float32 result has such a matmul in its derivative, because the cotangent
+    A 16-bit matmul with a float32 result has such a matmul in its derivative, because the cotangent
     is float32. It is found only if the user wrote the matmul, because the user cannot change the
     inside of a library's function. A matmul with an explicit algorithm is not found: the algorithm
     says how both operands are rounded.
@@ -99,7 +99,7 @@ def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]])
 
 
 def mixed_kernels(program: Program) -> Iterator[Hit]:
-    """Finds kernels with operands of one kind in two dtypes, or with one that was half before.
+    """Finds kernels with operands of one kind in two dtypes, or with one that was 16-bit before.
 
     Operands are of one kind if they are matrices with the same last axis: query, key and value.
     Float32 operands such as maxima, logarithms of sums and scales have other shapes.
@@ -113,16 +113,18 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
             last = value.aval.shape[-1]
             other = next((v for v in half if last > 1 and v.aval.shape[-1] == last), None)
             if other is not None:
-                yield Hit(f"{op.name} is given {shown(value)} beside {shown(other)}.", op)
+                yield Hit(f"{op.name} has the operands {shown(value)} and {shown(other)}.", op)
                 break
             widened = _widened(program, value)
             if widened:
-                yield Hit(f"{op.name} is given {shown(value)}, which is {widened} cast up.", op)
+                yield Hit(
+                    f"{op.name} has the operand {shown(value)}, which is {widened} cast up.", op
+                )
                 break
 
 
 def _widened(program: Program, value: Value) -> str:
-    """Returns as text the half array that a float32 value was cast from, or ""."""
+    """Returns as text the 16-bit array that a float32 value was cast from, or ""."""
     for v in program.back(value, MOVES):
         op = program.maker(v)
         if op is not None and op.name == "convert_element_type" and is_half(op.ins[0]):
@@ -134,13 +136,13 @@ RULES = (
     Rule(
         "mixed-matmul",
         JAXPR,
-        "a matmul of a half operand and a float32 one",
-        "XLA widens the half operand. On a GPU the matmul then runs in float32 or TF32, at an "
-        "eighth to a half of the speed of half; a TPU rounds both operands to bfloat16. The "
+        "a matmul of a 16-bit operand and a float32 one",
+        "XLA widens the 16-bit operand. On a GPU the matmul then runs in float32 or TF32, at an "
+        "eighth to a half of the 16-bit speed; a TPU rounds both operands to bfloat16. The "
         "precision differs between devices, and between the forward and the backward pass.",
-        "Cast both operands to one dtype. If you want a float32 result of half operands, pass "
-        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) besides "
-        "preferred_element_type: the backward pass then reads half as well.",
+        "Cast both operands to one dtype. If you want a float32 result of 16-bit operands, pass "
+        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) in addition to "
+        "preferred_element_type: the backward pass then reads 16 bits as well.",
         mixed_matmuls,
     ),
     Rule(
@@ -150,17 +152,17 @@ RULES = (
         "The forward pass derived values from the rounded result (a maximum, the logarithm of a "
         "sum). They do not match the result that the backward pass recomputes: a softmax made of "
         "both does not sum to 1, and the error grows with the logits.",
-        "Give both matmuls the same operand dtypes and the same preferred_element_type.",
+        "Use the same operand dtypes and the same preferred_element_type in both matmuls.",
         recomputed_matmuls,
     ),
     Rule(
         "kernel-dtypes",
         JAXPR,
-        "a fused kernel that is given float32 beside half, or half that was cast up",
-        "Fused kernels are written for half operands. With two dtypes, one operand is widened in "
+        "a fused kernel that mixes float32 and 16-bit operands, or reads ones that were cast up",
+        "Fused kernels are written for 16-bit operands. With two dtypes, one operand is widened in "
         "every tile. With float32, the memory traffic doubles and the kernel runs at a fraction of"
         " the speed. Some kernels do not compile for such operands, or return NaN.",
-        "Cast all operands of the kernel to the same half dtype before the call, and cast the "
+        "Cast all operands of the kernel to the same 16-bit dtype before the call, and cast the "
         "result after it.",
         mixed_kernels,
     ),

@@ -138,7 +138,7 @@ class Program:
         return int(np.prod([turns_of(each.eqn) for each in self.around[op]], dtype=np.int64))
 
     def maker(self, value: Value) -> Op | None:
-        """Returns the operation that makes a value, or None for a loop, branch or call."""
+        """Returns the operation that produces a value, or None for a loop, branch or call."""
         op = self._made.get(value)
         return None if op is None or op.subs else op
 
@@ -179,7 +179,7 @@ class Program:
         return [] if end in seen else _reached(end, before)
 
     def sources(self, value: Value) -> Sequence[Value]:
-        """Returns the values outside or inside of a program that a value stands for (`Inside`)."""
+        """Returns the values outside or inside of a program that a value represents (`Inside`)."""
         return tuple(self._from.get(value, ()))
 
     def constant(self, value: Value) -> Any:
@@ -224,7 +224,7 @@ class Program:
         return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
 
     def forward(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
-        """Returns a value and all values that are made from it; the reverse of `back`."""
+        """Returns a value and all values that are computed from it; the reverse of `back`."""
         goes = through if callable(through) else lambda op: op.name in through
 
         def ahead(v: Value) -> Iterator[Value]:

@@ -1,4 +1,4 @@
-"""Rules of sums in half: over an array, over the iterations of a loop, over devices."""
+"""Rules of sums in 16 bits: over an array, over the iterations of a loop, over devices."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "reduce", "
 
 
 def half_sums(program: Program) -> Iterator[Hit]:
-    """Finds sums of more terms than half can count.
+    """Finds sums of more terms than 16 bits can count.
 
     A running sum of n equal terms stops growing at n = 2**digits: 256 in bfloat16, 2048 in float16.
     Sums that JAX derives for a broadcast (the gradient of a bias) are not written by the user, and
@@ -36,7 +36,7 @@ def half_sums(program: Program) -> Iterator[Hit]:
 
 
 def _adds(op: Op) -> bool:
-    """Returns whether a reduction adds; one with a program of its own may compute anything."""
+    """Returns whether a reduction adds; one with its own program may compute anything."""
     program = op.params.get("jaxpr")
     if op.name not in ("reduce", "reduce_window") or program is None:
         return True
@@ -58,7 +58,7 @@ def _terms(op: Op) -> int:
 
 
 def half_accumulators(program: Program) -> Iterator[Hit]:
-    """Finds sums that a loop carries in half.
+    """Finds sums that a loop carries in 16 bits.
 
     If the added term does not depend on the sum (gradients over micro-batches, a metric), the sum
     is an accumulator. n iterations lose log2(n) of its significant bits, and the limit is half of
@@ -86,7 +86,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
 
 
 def _half_carries(program: Program) -> Iterator[tuple[Op, Value, Value]]:
-    """Yields the loops that carry a half value, the value as it comes in and as it goes out."""
+    """Yields the loops that carry a 16-bit value, the value as it comes in and as it goes out."""
     for loop in (op for op in program.ops if op.inside.kind == SCAN):
         (inside,) = loop.subs
         for result, argument in inside.carry:
@@ -99,7 +99,7 @@ def _decaying(program: Program, loop: Op, out: Value, carried: Value) -> Iterato
     """Finds a carry ``c = d * c + x`` that sums more terms than half of the digits can count.
 
     With a constant d, the sum is that of the last 1 / (1 - d) terms: discounted returns and
-    advantages, traces. Averages, whose weights sum to 1, have a limit of their own.
+    advantages, traces. Averages, whose weights sum to 1, have their own limit.
     """
     share = share_of(program, out, carried)
     dtype, turns = carried.aval.dtype, turns_of(loop.eqn)
@@ -168,7 +168,7 @@ COLLECTIVES = {
 
 
 def half_collectives(program: Program) -> Iterator[Hit]:
-    """Finds sums over devices in half, where each device rounds its partial sum.
+    """Finds sums over devices in 16 bits, where each device rounds its partial sum.
 
     The usual case is gradients: an average over replicas is small relative to its terms if they
     cancel. A sum over a single device is ignored.
@@ -192,10 +192,10 @@ RULES = (
     Rule(
         "half-sum",
         JAXPR,
-        "a sum of many terms in half",
-        "Each addition rounds to half. Beyond 256 terms in bfloat16, or 2048 in float16, a term of"
-        " average size no longer changes the sum, and in float16 the sum may overflow. The result "
-        "differs between devices.",
+        "a sum of many terms in 16 bits",
+        "Each addition rounds to 16 bits. Beyond 256 terms in bfloat16, or 2048 in float16, a term "
+        "of average size no longer changes the sum, and in float16 the sum may overflow. The "
+        "result differs between devices.",
         "Sum in float32. jnp.sum and jnp.mean do so by default; for lax.reduce_sum, jnp.cumsum and"
         " the like, write x.astype(jnp.float32) and cast the result.",
         half_sums,
@@ -203,8 +203,8 @@ RULES = (
     Rule(
         "half-accumulator",
         JAXPR,
-        "a loop that carries a sum in half",
-        "Each iteration rounds the sum to half. Late terms that are smaller than half an ulp of "
+        "a loop that carries a sum in 16 bits",
+        "Each iteration rounds the sum to 16 bits. Late terms that are smaller than half an ulp of "
         "the sum are lost, and gradients or metrics come out too small.",
         "Start the sum with jnp.zeros(shape, jnp.float32), carry it in float32, and cast it after "
         "the loop.",
@@ -213,10 +213,10 @@ RULES = (
     Rule(
         "half-collective",
         JAXPR,
-        "a sum over devices in half",
-        "The terms of replicas partly cancel, and devices add them in an order of their own. "
-        "Digits that half rounds away from a term do not come back, and in float16 a sum over many"
-        " devices overflows.",
+        "a sum over devices in 16 bits",
+        "The terms of replicas partly cancel, and the order in which devices add them varies. "
+        "Digits that 16 bits round away from a term do not come back, and in float16 a sum over "
+        "many devices overflows.",
         "Cast to float32 before jax.lax.psum, pmean or psum_scatter, and cast back after it.",
         half_collectives,
     ),

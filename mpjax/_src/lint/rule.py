@@ -17,10 +17,10 @@ class Hit(NamedTuple):
     """A fault that a rule found.
 
     Attributes:
-        message: What is wrong, in a sentence with the dtypes, shapes and numbers of the place.
+        message: What is wrong, in a sentence with its dtypes, shapes and numbers.
         op: The operation; its line is that of the finding.
         source: "file:line" if there is no operation. Without either, the line of the function.
-        scope: The scopes around the place if there is no operation.
+        scope: The scopes around it if there is no operation.
     """
 
     message: str

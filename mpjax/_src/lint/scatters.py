@@ -1,4 +1,4 @@
-"""The rule of scatter-adds in half that add many updates to the same row."""
+"""The rule of 16-bit scatter-adds that add many updates to the same row."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from mpjax._src.program.graph import Op
 
 
 def half_scatters(program: Program) -> Iterator[Hit]:
-    """Finds scatter-adds that add to a half row more often than half can count.
+    """Finds scatter-adds that add to a 16-bit row more often than 16 bits can count.
 
     If n updates go to m rows, some row gets at least n / m of them, whatever the indices are. In a
     scatter that the user wrote, half of the significant bits may be lost, as for accumulators (16
@@ -27,7 +27,7 @@ def half_scatters(program: Program) -> Iterator[Hit]:
         if terms > limit:
             yield Hit(
                 f"{op.name} adds {_updates(op)} updates to {_rows(op)} rows of {shown(value)}: at "
-                f"least {terms:.0f} of them to one row, in half.",
+                f"least {terms:.0f} of them to one row, in 16 bits.",
                 op,
             )
 
@@ -45,10 +45,10 @@ RULES = (
     Rule(
         "half-scatter",
         JAXPR,
-        "a scatter that adds many updates to one row in half",
-        "Updates of a row are added one after the other, and each sum is rounded to half, so late "
-        "updates are lost. On GPUs the order also differs from run to run, and half scatters are "
-        "slow.",
+        "a scatter that adds many updates to one row in 16 bits",
+        "Updates of a row are added one after the other, and each sum is rounded to 16 bits, so "
+        "late updates are lost. On GPUs the order also differs from run to run, and 16-bit "
+        "scatters are slow.",
         "Scatter into float32 zeros and cast the result. Keep tables with few rows in float32.",
         half_scatters,
     ),

@@ -126,7 +126,7 @@ RULES = (
         "a state that a step returns in another dtype",
         "The next step is another program: JAX compiles it again, and scan refuses it. Memory "
         "doubles or precision is lost, and a restored run trains in other dtypes.",
-        "Keep the state's dtypes: give the optimizer its dtype (mu_dtype in optax), cast updates "
+        "Preserve the state's dtypes: set the optimizer's dtype (mu_dtype in optax), cast updates "
         "to the parameters' dtype, and cast each new value to the dtype of the value that it "
         "replaces.",
         drifting,

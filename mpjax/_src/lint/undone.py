@@ -18,7 +18,7 @@ SUMS = ("add", "sub")
 
 
 def rounds(program: Program, op: Op | None) -> bool:
-    """Returns whether a cast to half rounds; a value that was rounded to it before is unchanged."""
+    """Returns whether a cast to 16 bits rounds: values that were rounded before are unchanged."""
     if op is None or not narrows(op):
         return False
     mantissa = digits(dtype_of(op.outs[0])) - 1
@@ -30,7 +30,7 @@ def rounds(program: Program, op: Op | None) -> bool:
 
 
 def narrows(op: Op | None) -> bool:
-    """Returns whether an operation casts a wider float to half."""
+    """Returns whether an operation casts a wider float to 16 bits."""
     return bool(
         op
         and op.name in CASTS
@@ -41,20 +41,20 @@ def narrows(op: Op | None) -> bool:
 
 
 def widens(op: Op) -> bool:
-    """Returns whether an operation casts half to a wider float."""
+    """Returns whether an operation casts 16 bits to a wider float."""
     inside, outside = op.ins[0], op.outs[0]
     casts = op.name in CASTS and is_half(inside) and is_float(outside)
     return casts and digits(dtype_of(outside)) > digits(dtype_of(inside))
 
 
 def undone(program: Program) -> Iterator[Op]:
-    """Yields casts to half that the user wrote and that every reader undoes at once.
+    """Yields casts to 16 bits that the user wrote and that every reader undoes at once.
 
-    Nothing is stored in half, read by a matmul in half or sent to a device in half. A value that is
-    passed to a loop, another program or the caller counts as stored. Casts inside of JAX or a
-    library's layer are not the user's. One function may return half and another read float32 by
-    design (a norm its scale, cast with all other parameters). So both casts must be in one call of
-    one function, except for gradients, which no layer passes on.
+    Nothing is stored in 16 bits, read by a matmul in 16 bits or sent to a device in 16 bits. A
+    value that is passed to a loop, another program or the caller counts as stored. Casts inside of
+    JAX or a library's layer are not the user's. One function may return 16 bits and another read
+    float32 by design (a norm its scale, cast with all other parameters). So both casts must be in
+    one call of one function, except for gradients, which no layer passes on.
     """
     results = set(program.block.outvars)
     for op in program.named(*CASTS):
@@ -76,7 +76,7 @@ def undone(program: Program) -> Iterator[Op]:
 
 
 def casts_undone(program: Program) -> Iterator[Hit]:
-    """Finds casts to half that every reader casts back."""
+    """Finds casts to 16 bits that every reader casts back."""
     for op in undone(program):
         half = short_name(dtype_of(op.outs[0]))
         yield Hit(
@@ -87,10 +87,10 @@ def casts_undone(program: Program) -> Iterator[Hit]:
 
 
 def rounded_gradients(program: Program) -> Iterator[Hit]:
-    """Finds float32 gradients that are rounded because the weights are half, and widened again.
+    """Finds float32 gradients that are rounded because the weights are 16-bit, and widened again.
 
     Only gradients of matrices are found. A value that the backward pass reads again is the
-    cotangent of an activation, not a gradient. A gradient that is left in half is not found,
+    cotangent of an activation, not a gradient. A gradient that is left in 16 bits is not found,
     because that may be intended.
     """
     for op in program.named(*CASTS):
@@ -109,7 +109,7 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
 
 
 def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
-    """Finds casts to half and back that the compiler removed."""
+    """Finds casts to 16 bits and back that the compiler removed."""
     line_of = source_lines(compiled.after)
     module, _ = parse(compiled.after)
     kept = {
@@ -137,7 +137,7 @@ def rounding_errors(program: Program) -> Iterator[Hit]:
 
 
 def _of_half_sum(program: Program, op: Op) -> str:
-    """Returns whether a value is ``(x + y) - x`` in half, or its negative, as in Kahan sums."""
+    """Returns whether a value is ``(x + y) - x`` in 16 bits, or its negative, as in Kahan sums."""
     for total, term in (op.ins, op.ins[::-1]) if is_half(op.outs[0]) else ():
         terms = set(program.back(term, SHAPES))
         for value in program.back(total, SHAPES):
@@ -190,7 +190,7 @@ RULES = (
     Rule(
         "cast-undone",
         JAXPR,
-        "a cast to half that every reader casts back up",
+        "a cast to 16 bits that every reader casts back up",
         "The cast loses digits, and saves neither memory nor time. XLA may or may not delete such "
         "casts, so the program rounds on one device and not on another.",
         "Remove the cast. If you want the rounding itself, write jax.lax.reduce_precision, which "
@@ -200,9 +200,9 @@ RULES = (
     Rule(
         "rounded-gradient",
         JAXPR,
-        "a float32 gradient that is rounded because the weights are half, and then cast back up",
+        "a float32 gradient that is rounded because the weights are 16-bit, and then cast back up",
         "Gradients from jax.grad have the dtype of the weights. A gradient that was computed in "
-        "float32 is rounded to half before it is summed, averaged or clipped.",
+        "float32 is rounded to 16 bits before it is summed, averaged or clipped.",
         "Cast the weights to float32 first, and differentiate with respect to the result: "
         "jax.grad(loss)(mpjax.cast(params, 'float32'), batch).",
         rounded_gradients,
@@ -210,8 +210,8 @@ RULES = (
     Rule(
         "cast-deleted",
         HLO,
-        "a cast to half and back that the compiler deletes",
-        "Where a program rounds to half and casts back, XLA may keep the float32 value "
+        "a cast to 16 bits and back that the compiler deletes",
+        "Where a program rounds to 16 bits and casts back, XLA may keep the float32 value "
         "(xla_allow_excess_precision, on by default). Simulated rounding then does nothing, and "
         "results differ with and without jit.",
         "Write jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for bfloat16, or 5 "
@@ -224,7 +224,7 @@ RULES = (
         "a difference between a rounded value and the value before rounding",
         "Compilers may skip a rounding whose result is cast back up (xla_allow_excess_precision). "
         "An error measured this way is then 0 under jit, and compensated sums and residuals of "
-        "weights compensate nothing. A backward pass that combines the saved half value with a "
+        "weights compensate nothing. A backward pass that combines the saved 16-bit value with a "
         "float32 one is wrong by an amount that depends on the device.",
         "Round with jax.lax.reduce_precision, which no compiler removes, and compute everything "
         "that belongs together from the rounded value.",

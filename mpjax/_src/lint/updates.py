@@ -17,7 +17,7 @@ SHARE = 0.5
 
 
 def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds half weights of which most entries do not change although their update is not zero.
+    """Finds 16-bit weights of which most entries do not change although their update is not zero.
 
     Such an update is less than half an ulp: 1/512 of the weight in bfloat16, 1/4096 in float16. A
     float32 sum that is rounded to the weight's dtype loses it too. Entries whose update is zero are
@@ -41,7 +41,7 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 
 
 def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
-    """Returns the additions that update half states, each with its operand index and the state."""
+    """Returns the additions that update 16-bit states, with their operand index and the state."""
     if "weights" not in program.notes:
         weights: dict[Op, tuple[int, Carried]] = {}
         for each in carried(program):
@@ -69,7 +69,7 @@ def _is_compensated(program: Program, op: Op, before: Value) -> bool:
 
 
 def _is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
-    """Returns whether the new state is made of the bits of a sum, and the cast for large ones."""
+    """Returns whether the new state depends on the bits of a sum, and the cast for large ones."""
     return any(
         reader.name == "bitcast_convert_type"
         and after in program.forward(reader.outs[0], lambda op: True)
@@ -83,7 +83,7 @@ LEAST = 2.0
 
 
 def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds the first Inf in half in the backward pass, under a static loss scale.
+    """Finds the first Inf in 16 bits in the backward pass, under a static loss scale.
 
     A dynamic loss scale is a changing argument, and is lowered by the step that overflows.
     """
@@ -99,8 +99,8 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
     if scale:
         program.notes["overflowed"] = True
         yield Hit(
-            f"{op.name} in the backward pass makes Inf in {shown(op.outs[0])} at a loss scale of "
-            f"{scale}, which nothing lowers.",
+            f"{op.name} in the backward pass produces Inf in {shown(op.outs[0])} at a loss scale "
+            f"of {scale}, which nothing lowers.",
             op,
         )
 
@@ -136,10 +136,10 @@ RULES = (
     Rule(
         "stalled-update",
         VALUES,
-        "updates of half weights that are rounded away",
+        "updates of 16-bit weights that are rounded away",
         "An update of less than half an ulp is rounded away, step after step. The loss falls at "
         "first, and then stops falling as the learning rate decays.",
-        "Keep float32 master weights (mpjax.optim.with_master_weights, policy O2), or use a "
+        "Use float32 master weights (mpjax.optim.with_master_weights, policy O2), or a "
         "compensated sum or stochastic rounding (mpjax.optim.with_stochastic_rounding).",
         stalled_updates,
     ),

@@ -36,7 +36,7 @@ from mpjax._src.base.trees import cast, cast_leaf
 
 T = TypeVar("T")
 
-# The names of policies that editors complete; a policy is more than its name, so a string is legal.
+# The names of policies that editors complete; a policy is more than its name, so a string is valid.
 PolicyName: TypeAlias = Literal[
     "float32",
     "mixed_bfloat16",
@@ -71,16 +71,16 @@ OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 
 
 class Choice(NamedTuple):
-    """A setting with a few legal values. The first value is the default.
+    """A setting with a few valid values. The first value is the default.
 
     Attributes:
-        values: The legal values.
-        legal: The end of the error message: the legal values and what each one means.
-        numbers: Whether a number from 0 to 1 is legal too; 1 means the first value.
+        values: The valid values.
+        valid: The end of the error message: the valid values and what each one means.
+        numbers: Whether a number from 0 to 1 is valid too; 1 means the first value.
     """
 
     values: tuple[str, ...]
-    legal: str
+    valid: str
     numbers: bool = False
 
 
@@ -93,8 +93,8 @@ CHOICES = {
     ),
     "storage": Choice(
         ("fast", "lean", "8bit"),
-        "'fast' (move few bytes), 'lean' (keep few bytes for the backward pass), '8bit' (keep "
-        "8-bit codes of them), or a number from 0 (keep the fewest bytes) to 1 (as 'fast').",
+        "'fast' (move few bytes), 'lean' (store few bytes for the backward pass), '8bit' (store "
+        "8-bit codes of them), or a number from 0 (store the fewest bytes) to 1 (as 'fast').",
         numbers=True,
     ),
     "gather": Choice(
@@ -107,7 +107,7 @@ CHOICES = {
     ),
     "masters": Choice(
         ("float32", "split", "split8"),
-        "'float32' (a float32 master of each half parameter), 'split' (the 16 bits that a "
+        "'float32' (a float32 master of each 16-bit parameter), 'split' (the 16 bits that a "
         "bfloat16 parameter lacks) or 'split8' (8 of these bits).",
     ),
     "rounding": Choice(
@@ -138,53 +138,53 @@ class Policy(jmp.Policy):
         keep_full: Patterns of parameters that are *stored* in float32 whatever ``param_dtype``
             says, such as the normalization layers of O2. Their compute dtype does not change.
             Unlike an override, a pattern may match nothing.
-        master_weights: Whether training keeps a float32 copy of half parameters in the optimizer
+        master_weights: Whether training stores a float32 copy of 16-bit parameters in the optimizer
             state.
         casting: "op" if the dtype is chosen operation by operation (O1, O2), "boundary" if
             parameters and inputs are cast once, as in jmp.
-        half_ops: Names of JAX primitives that compute in half. For op-level casting.
+        half_ops: Names of JAX primitives that compute in 16 bits. For op-level casting.
         full_ops: Names of JAX primitives that compute in float32. For op-level casting.
         follow_ops: Names of JAX primitives that compute in the dtype of their inputs. For op-level
             casting.
         storage: For op-level casting. "fast", the default, moves as few bytes as possible. "lean"
-            keeps as few bytes as possible from the forward to the backward pass, which then
-            repeats elementwise operations, across norms and activations; no matmul, convolution or
-            reduction runs twice. Functions that you wrap in `jax.checkpoint` stay as they are.
-            Results differ by rounding alone. "8bit" keeps these values as 8-bit codes, most of them
+            stores as few bytes as possible for the backward pass, which then repeats elementwise
+            operations, across norms and activations; no matmul, convolution or reduction runs
+            twice. Functions that you wrap in `jax.checkpoint` are left unchanged. Results differ by
+            rounding alone. "8bit" stores these values as 8-bit codes, most of them
             with a power-of-two scale for each block of at most 128 entries. The loss is that of
-            "lean"; gradients have a rounding error of 8 bits. Values are kept as they are where a
+            "lean"; gradients have a rounding error of 8 bits. Values are left unchanged where a
             derivative would amplify that error (the values and the result of an attention), where
             they are exact, and where they are small (ActNN, Chen et al., 2021; COAT, Xi et al.,
             2024). A number is a budget, as PyTorch's ``activation_memory_budget``: of the bytes
-            that "lean" keeps beyond the fewest that are possible, the share that may be kept. The
-            backward pass then repeats matmuls and reductions too, those first that save the most
-            bytes for the time that they take. 0 keeps the fewest bytes, and 1 means "fast".
+            that "lean" stores beyond the fewest that are possible, the share that may be stored.
+            The backward pass then repeats matmuls and reductions too, those first that save the
+            most bytes for the time that they take. 0 stores the fewest bytes, and 1 means "fast".
             Results differ by rounding alone.
         fused_attention: For op-level casting: whether hand-written attention,
             ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, runs in a fused kernel:
             cuDNN's on NVIDIA GPUs from Ampere on, flash attention on TPUs (Dao et al., 2022). The
             kernel does not write out the scores, so memory grows linearly with the sequence
-            length. Attention that the kernel cannot run stays as it is planned without this
-            setting; `explain` says why. Results change by the kernel's rounding alone, with one
-            exception: a row in which -Inf masks every entry gives finite numbers instead of NaN.
+            length. Attention that the kernel cannot run is planned as without this setting;
+            `explain` says why. Results change by the kernel's rounding alone, with one
+            exception: a row in which -Inf masks every entry returns finite numbers instead of NaN.
         chunked_loss: For op-level casting: whether a cross entropy of a linear layer's results, as
             at the end of a language model, runs by blocks of these logits, as
             `linear_cross_entropy` does. The labels may be picked or one-hot, smoothed, masked
-            or weighted. Where the logits are also needed elsewhere, they stay; `explain` says why.
-            Results change by rounding alone.
+            or weighted. Logits that are also read elsewhere are computed as usual; `explain` says
+            why. Results change by rounding alone.
         gather: For op-level casting: the dtype in which devices gather a parameter that is used in
-            half. "half", the default, casts the parameter before it is gathered, also before a
+            16 bits. "half", the default, casts the parameter before it is gathered, also before a
             `jax.sharding.reshard`. "float32" leaves a `reshard` as it is written. With automatic
-            mesh axes XLA gathers the operand of the matmul, which is half.
+            mesh axes XLA gathers the operand of the matmul, which is 16-bit.
         reduce: For op-level casting: the dtype in which devices sum the gradient of a parameter.
             With "float32", the default, a matmul's gradient is sent as its float32 accumulator,
-            and a convolution's gradient, which each device computes in half for its part of the
+            and a convolution's gradient, which each device computes in 16 bits for its part of the
             batch, is cast to float32 before it is sent. "half" sends half the bytes and rounds the
             part of each device. `compile_for` lists what a program sends.
         masters: The form of the master weights, for policies that have them: "float32" (6 bytes a
-            weight, including the half parameter), "split" (4 bytes, masters of the same precision,
-            bfloat16 parameters only) or "split8" (3 bytes). See `with_master_weights`.
-        rounding: How updates of half parameters are rounded, for policies without master weights:
+            weight, including the 16-bit parameter), "split" (4 bytes, masters of the same
+            precision, bfloat16 parameters only) or "split8" (3 bytes). See `with_master_weights`.
+        rounding: How updates of 16-bit parameters are rounded, for policies without master weights:
             "nearest" (2 bytes a weight, small updates are lost), "stochastic" (2 bytes) or "kahan"
             (4 bytes). See `with_stochastic_rounding` and `with_kahan_summation`.
         moments: The form of the optimizer's moments: "float32" (4 bytes a moment) or "8bit" (1
@@ -250,18 +250,18 @@ class Policy(jmp.Policy):
         for key, value in settings.items():
             name = KEYS.get(key)
             if name is None:
-                legal = [field.name for field in dataclasses.fields(self)]
+                valid = [field.name for field in dataclasses.fields(self)]
                 raise TypeError(
                     f"{key}={brief(value)} is not a setting of a policy. Choose one of "
-                    f"{', '.join(legal)}.{did_you_mean(key, KEYS)}"
+                    f"{', '.join(valid)}.{did_you_mean(key, KEYS)}"
                 )
             if name in fields:
-                raise TypeError(f"{key}={brief(value)}: {name} is given twice. Give it once.")
+                raise TypeError(f"{key}={brief(value)}: {name} is set twice. Set it once.")
             fields[name] = value
         return dataclasses.replace(self, **fields)
 
     def override(self, patterns: Mapping[str, DTypeLike]) -> "Policy":
-        """Returns a copy of this policy that gives some parameters a dtype of their own.
+        """Returns a copy of this policy with another dtype for some parameters.
 
         A path joins the keys from the root of the parameter tree with "/" ("Dense_0/kernel").
         Patterns are case-insensitive globs: ``*`` also matches "/", and a leading ``*/`` also
@@ -300,7 +300,7 @@ class Policy(jmp.Policy):
         table of primitives.
 
         Args:
-            half: Names of JAX primitives to compute in the half dtype.
+            half: Names of JAX primitives to compute in the 16-bit dtype.
             full: Names of JAX primitives to compute in float32.
             follow: Names of JAX primitives to compute in the dtype of their inputs.
 
@@ -478,7 +478,8 @@ class Policy(jmp.Policy):
         return f"Policy({', '.join(shown)})"
 
 
-# The levels of Apex, Paddle and MindSpore; "half" stands for the half dtype that the user chooses.
+# The levels of Apex, Paddle and MindSpore; "half" represents the 16-bit dtype that the user
+# chooses.
 LEVELS: dict[str, dict[str, Any]] = {
     name: dict(zip(("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True), **more)
     for name, dtypes, more in (
@@ -521,13 +522,13 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
 
     - The form of jmp: "p=f32,c=bf16,o=f32" or "params=float32, compute=bf16". Parameters default
       to float32, the compute dtype to that of the parameters, and the output dtype to the compute
-      dtype. A single dtype ("bf16", "half") stands for all three.
+      dtype. A single dtype ("bf16", "half") represents all three.
     - A name of Keras: "float32", "mixed_float16", "mixed_bfloat16".
     - A name of Lightning: "16-mixed" and "bf16-mixed" (O1), "16-true" and "bf16-true" (O3),
       "32-true" (O0).
     - A level of Apex, Paddle and MindSpore: "O0" (all float32), "O1" (float32 parameters, op-level
-      casting), "O2" (half parameters except in norm layers, float32 master weights and outputs),
-      "O3" (everything half, no master weights). A suffix names the half dtype: "O2:float16".
+      casting), "O2" (16-bit parameters except in norm layers, float32 master weights and outputs),
+      "O3" (everything 16-bit, no master weights). A suffix names the 16-bit dtype: "O2:float16".
 
     Settings may follow, separated by commas: ``master_weights=false``, ``casting=op``,
     ``storage=lean``, ``storage=0.4``, ``fused_attention=true``, ``chunked_loss=true``,
@@ -538,7 +539,7 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
     Args:
         x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted.
         half: The dtype that "half" and a level without a suffix mean: float16 or bfloat16. If
-            None, the half dtype that suits the default device (`half_dtype`): bfloat16 on TPUs,
+            None, the 16-bit dtype that suits the default device (`half_dtype`): bfloat16 on TPUs,
             CPUs and NVIDIA GPUs of compute capability 8.0 or more, float16 on older NVIDIA GPUs.
             In jmp, by contrast, "half" is float16 everywhere except on TPUs.
 
@@ -625,7 +626,7 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
     return Policy(**{key: resolve(value) for key, value in row.items()})
 
 
-# Words that stand for mixed precision in the names of others.
+# Words that represent mixed precision in the names of others.
 MIXED = {"mixed", "amp", "autocast"}
 
 
@@ -689,7 +690,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
                     f"{_grammar(key[1])}"
                 )
             if field in values:
-                raise ValueError(f"policy={brief(text)} gives {brief(key[1])} twice. Give it once.")
+                raise ValueError(f"policy={brief(text)} sets {brief(key[1])} twice. Set it once.")
             values[field], position = _value(text, key.end())
         comma = _COMMA.match(text, position)
         if comma is None:
@@ -723,8 +724,8 @@ def _word(text: str, position: int) -> tuple[str, int]:
 
 
 def _grammar(word: str) -> str:
-    legal = ", ".join(key for key in KEYS if len(key) > 1)
-    return f"Choose one of {legal}.{did_you_mean(word, KEYS)}"
+    valid = ", ".join(key for key in KEYS if len(key) > 1)
+    return f"Choose one of {valid}.{did_you_mean(word, KEYS)}"
 
 
 def _spell_out(policy: Policy) -> str:
@@ -775,7 +776,7 @@ def _choices(policy: Policy) -> dict[str, str | float]:
             found[name] = value
         else:
             meant = did_you_mean(value, row.values)
-            raise ValueError(f"{name}={brief(value)} must be {row.legal}{meant}")
+            raise ValueError(f"{name}={brief(value)} must be {row.valid}{meant}")
     return found
 
 
@@ -816,14 +817,12 @@ def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(
-            f"{listed[name]}: {brief(name)} has no compute dtype of its own: it is a call, a loop, "
+            f"{listed[name]}: {brief(name)} has no compute dtype: it is a call, a loop, "
             "a branch, a kernel or a cast that the function writes itself. Name the operations "
             "inside it, or use an override or mpjax.precision for a part of the function."
         )
     for name in sorted(name for name in lists["half_ops"] if NO_HALF_FORM in rule_of(name).traits):
-        raise ValueError(
-            f"half_ops: JAX cannot compute {brief(name)} in half precision. Remove it."
-        )
+        raise ValueError(f"half_ops: JAX cannot compute {brief(name)} in 16 bits. Remove it.")
 
 
 def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
@@ -834,7 +833,7 @@ def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
     if policy.masters != CHOICES["masters"].values[0]:
         if not policy.master_weights:
             raise ValueError(
-                f"masters={policy.masters!r}: the policy keeps no master weights. Add "
+                f"masters={policy.masters!r}: the policy has no master weights. Add "
                 "master_weights=true or use an O2 policy. To train without master weights, use "
                 "rounding=stochastic instead."
             )
@@ -846,9 +845,9 @@ def _check_kept(policy: Policy, fields: dict[str, Any]) -> None:
             )
     if policy.rounding != CHOICES["rounding"].values[0] and policy.master_weights:
         raise ValueError(
-            f"rounding={policy.rounding!r} is for half parameters without master weights, but the "
-            "policy keeps master weights, which lose no update. Add master_weights=false, use an "
-            "O3 policy, or leave rounding=nearest."
+            f"rounding={policy.rounding!r} is for 16-bit parameters without master weights, but "
+            "the policy keeps master weights, which lose no update. Add master_weights=false, use "
+            "an O3 policy, or leave rounding=nearest."
         )
 
 

@@ -24,7 +24,7 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
 
     Raises:
         TypeError: If ``device`` is neither a device nor a name nor None.
-        ValueError: If the name is not known.
+        ValueError: If the name is unknown.
 
     Example:
         >>> import mpjax
@@ -35,7 +35,7 @@ def recommend_policy(device: jax.Device | str | None = None) -> Policy:
 
 
 def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
-    """Returns the half dtype that suits a device.
+    """Returns the 16-bit dtype that suits a device.
 
     That is bfloat16 on TPUs, CPUs, AMD GPUs and NVIDIA GPUs of compute capability 8.0 or more, and
     float16 on older NVIDIA GPUs, whose tensor cores do not support bfloat16. ``jmp.half_dtype``,
@@ -49,7 +49,7 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
 
     Raises:
         TypeError: If ``device`` is neither a device nor a name nor None.
-        ValueError: If the name is not known.
+        ValueError: If the name is unknown.
 
     Example:
         >>> import mpjax
@@ -60,17 +60,17 @@ def half_dtype(device: jax.Device | str | None = None) -> np.dtype:
 
 
 def warn_if_unfit(policy: Policy) -> None:
-    """Warns if a policy uses a half dtype or 8-bit moments that the default device is slow with.
+    """Warns if a policy uses a 16-bit dtype or 8-bit moments that the default device is slow with.
 
     It does not warn on a CPU.
     """
     device = default_device()
     platform = getattr(device, "platform", "cpu")
     if platform == "cpu":
-        return  # people test there what they train elsewhere, on CPUs without any fast half too
+        return  # a place to test what trains elsewhere; many CPUs have no fast 16-bit dtype
     if platform == "tpu" and policy.moments == "8bit":
         warn_user(
-            f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but takes "
+            f"policy={str(policy)!r}: on a TPU, moments=8bit saves memory between steps but needs "
             "more memory within a step: blocks of 32 entries do not fit its tiles, so XLA copies "
             "large moments to another layout. Use moments=float32.",
         )

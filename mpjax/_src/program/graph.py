@@ -1,7 +1,7 @@
 """The planner's representation of a program: a nested graph of values, with inner jits inlined.
 
 `build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (the body of a scan, the branches of a
-cond) are blocks of their own. `higher_order` describes how they connect to the outer values, so an
+cond) are separate blocks. `higher_order` describes how they connect to the outer values, so an
 analysis needs no rule per control-flow primitive. This module makes no decisions; see `plan`.
 """
 
@@ -278,6 +278,6 @@ def is_steady(op: Op, value: Value) -> bool:
 
 
 def is_float(value: Value) -> bool:
-    """Returns whether a value is half, float32 or float64."""
+    """Returns whether a value is 16-bit, float32 or float64."""
     dtype = getattr(value.aval, "dtype", None)
     return dtype == FLOAT32 or dtype in HALVES or dtype == np.float64

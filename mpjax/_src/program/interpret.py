@@ -1,9 +1,9 @@
 """Evaluates a program one operation at a time, for the tools that watch it.
 
-The watcher defines the values that are passed between operations: they may hold more than an array
-(a second array, where it came from). The operations inside jit, scan, while, cond, remat and custom
-rules are run one by one, and so are those in shard_map (`unmapped`); kernels run as one operation.
-A value is freed after its last use.
+The watcher defines the values that are passed between operations: they may contain more than an
+array (a second array, where it came from). The operations inside jit, scan, while, cond, remat and
+custom rules are run one by one, and so are those in shard_map (`unmapped`); kernels run as one
+operation. A value is freed after its last use.
 """
 
 from collections.abc import Callable, Sequence
@@ -223,7 +223,7 @@ DTYPES = ("preferred_element_type", "new_dtype", "dtype", "half")
 
 
 def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
-    """Runs an equation with half arrays widened to float32; returns None if that is impossible."""
+    """Runs an equation with 16-bit arrays widened to float32, or returns None if it cannot."""
     if eqn.effects or (eqn.primitive.name in NARROW and touches_half(eqn)):
         return None  # effects must happen only once
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
@@ -234,7 +234,7 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return run(eqn, arrays, **wide)
     except MISFITS:
         programs = {name: p for name, p in eqn.params.items() if holds_program(p)}
-    try:  # what sums or maps by a program that is written for half
+    try:  # what sums or maps by a program written for 16 bits
         return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
     except MISFITS:
         return None
@@ -251,7 +251,7 @@ def holds_program(x: Any) -> bool:
 
 
 def touches_half(eqn: Any) -> bool:
-    """Returns whether an equation has half operands or results."""
+    """Returns whether an equation has 16-bit operands or results."""
     return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
 
 
@@ -276,7 +276,7 @@ class Wide(Plain):
 
 
 def _widened(program: Any) -> Any:
-    """Returns a program with float32 in place of half."""
+    """Returns a program with float32 in place of 16 bits."""
     if not is_program(program):
         return program
     avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
@@ -285,10 +285,10 @@ def _widened(program: Any) -> Any:
         return wide
     inner, consts = _jax.open_jaxpr(wide)
     if consts:
-        raise NotImplementedError("A program with constants cannot stand here.")
+        raise NotImplementedError("A program with constants is not supported here.")
     return inner
 
 
 def widen(x: Any) -> Any:
-    """Returns a half array as float32, and anything else as it is."""
+    """Returns a 16-bit array as float32, and anything else as it is."""
     return jax.lax.convert_element_type(x, FLOAT32) if is_half(x) else x

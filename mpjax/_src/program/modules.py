@@ -99,7 +99,7 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _held(node: Any) -> list[tuple[Any, Any]]:
     """Returns the names and objects that a module or variable holds itself.
 
-    Modules and variables in it stand for themselves. Containers are entered: they may be changed.
+    Modules and variables in it represent themselves. Containers are entered: they may be changed.
     """
     from flax import nnx
 

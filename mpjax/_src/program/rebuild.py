@@ -46,7 +46,7 @@ def rebuild(
         bodies: Its new programs, in the order of `HigherOrder.wire`.
         avals: The types of the arguments of each.
         args: The operands.
-        gains: The results that the new programs have beside those of the old ones, or None.
+        gains: The results that the new programs have in addition to those of the old ones, or None.
 
     Returns:
         The results, with the gains after them.

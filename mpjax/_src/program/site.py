@@ -1,4 +1,4 @@
-"""Where an equation stands: in which scopes, loops and calls, and in which pass."""
+"""Where an equation is: in which scopes, loops and calls, and in which pass."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ NUMBER = "mpjax.equation="
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """The place of an equation in a program.
+    """The position of an equation in a program.
 
     Attributes:
         scopes: The names of the scopes around it.
-        transforms: The transformations that made it: "jvp", "transpose".
+        transforms: The transformations that produced it: "jvp", "transpose".
         loops: The loops around it with their iterations, the outermost first, where it runs.
         callers: The equations whose programs it is inside of, the outermost first.
     """
@@ -71,7 +71,7 @@ class Site:
         return dataclasses.replace(self, loops=(*self.loops, (loop, iteration)))
 
     def lines(self, eqn: Any) -> tuple[str, str]:
-        """Returns "file:line" of an equation that stands here, or of the nearest caller that has
+        """Returns "file:line" of an equation here, or of the nearest caller that has
         one: the user's line, and that of the library that it calls there, or ""."""
         return _jax.source_lines(eqn, *reversed(self.callers))
 
@@ -80,7 +80,7 @@ ROOT = Site()  # of a whole program
 
 
 def equations(jaxpr: Any, site: Site = ROOT, times: int = 1) -> Iterator[tuple[Any, Site, int]]:
-    """Yields every equation of an open jaxpr and of the programs inside, where it stands, and how
+    """Yields every equation of an open jaxpr and of the programs inside, where it is, and how
     often it runs, as far as that is known."""
     for eqn in jaxpr.eqns:
         here = site.at(eqn)

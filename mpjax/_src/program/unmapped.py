@@ -137,7 +137,7 @@ def _run(eqn: Any, ins: list[Any]) -> list[Any]:
     eqn = eqn.replace(params={**params, **free})
     if not programs:
         return _jax.bind(eqn, ins)
-    # Traced anew: the arrays inside have no mesh either.
+    # Traced again: the arrays inside have no mesh either.
     avals = [[*map(_plain, _jax.in_avals(program))] for program in programs]
     return rebuild(eqn, [functools.partial(_evaluate, p) for p in programs], avals, ins)
 

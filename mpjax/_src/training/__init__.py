@@ -1,1 +1,1 @@
-"""Training: loss scales, gradients, master weights, the gated step."""
+"""Training: loss scales, gradients, master weights, the training step."""

@@ -102,7 +102,7 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
 
     A scale is the float32 exponent field of a block's unit: the least whose levels reach the
     block's largest entry. If that entry is slightly above the top level of the next lower scale, it
-    lies between that level and a level of this scale. Then the scale is chosen at random, with the
+    is between that level and a level of this scale. Then the scale is chosen at random, with the
     random bits that round the entry itself.
 
     A block with an entry that the code cannot represent (Inf, NaN, a negative entry of an unsigned

@@ -52,8 +52,8 @@ def scaled_value_and_grad(
 
     Returns:
         A function of the same arguments that returns ``(value, grads, finite)``: ``value`` is the
-        loss (or ``(loss, aux)``) as ``fun`` returned it; ``grads`` are the unscaled gradients, half
-        ones as float32, others in their own dtype; ``finite`` is a bool scalar, whether all
+        loss (or ``(loss, aux)``) as ``fun`` returned it; ``grads`` are the unscaled gradients,
+        16-bit ones as float32, others in their own dtype; ``finite`` is a bool scalar, whether all
         gradients are finite.
 
     Raises:
@@ -77,7 +77,7 @@ def scaled_value_and_grad(
     if not has_protocol(loss_scale):
         raise TypeError(
             f"loss_scale={brief(loss_scale)} must be an instance of a loss scale, such as "
-            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller keeps it and "
+            "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller stores it and "
             "adjusts it after each step."
         )
     scaled = with_scaled_loss(fun, loss_scale, has_aux)

@@ -17,7 +17,7 @@ from mpjax._src.training.optimizers import as_optimizer
 from mpjax._src.training.rounding import with_stochastic_rounding
 from mpjax._src.training.stored import Optimizer, in_full_precision
 
-# How half parameters without masters are rounded, by the policy's `rounding`.
+# How 16-bit parameters without masters are rounded, by the policy's `rounding`.
 ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
     "nearest": in_full_precision,
     "stochastic": with_stochastic_rounding,
@@ -65,7 +65,7 @@ def under_policy(
 
 
 def _warn_if_unused(policy: Policy) -> None:
-    """Warns of a setting for half parameters that this policy has none for."""
+    """Warns of a setting for 16-bit parameters that this policy has none for."""
     stored = {policy.param_dtype, *(dtype for _, dtype in policy.overrides)}
     for name, kept in (("masters", True), ("rounding", False)):
         value = getattr(policy, name)
@@ -85,13 +85,13 @@ def _warn_if_unused(policy: Policy) -> None:
 
 
 def _unscaled(inner: Any, argument: str) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose ``init`` refuses a state with a loss scale of its own."""
+    """Returns an optimizer whose ``init`` refuses a state with its own loss scale."""
 
     def init(params):
         state = inner.init(params)
         if any(map(has_protocol, jax.tree.leaves(state, is_leaf=has_protocol))):
             raise ValueError(
-                f"{argument} is in mixed precision already: its state holds a loss scale, and a "
+                f"{argument} is in mixed precision already: its state contains a loss scale, and a "
                 "second one around it would be adjusted by gradients that it did not scale. Pass "
                 "the optax optimizer itself: mixed_precision, build_train_step and the TrainState "
                 "and Optimizer of Flax each wrap it once."

@@ -75,11 +75,11 @@ class NoOpLossScale:
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: T) -> T:
-        """Returns the tree with half leaves widened to float32, as the other scales do."""
+        """Returns the tree with 16-bit leaves widened to float32, as the other scales do."""
         return widen(tree)
 
     def unscale(self, tree: T) -> T:
-        """Returns the tree with half leaves widened to float32, as the other scales do."""
+        """Returns the tree with 16-bit leaves widened to float32, as the other scales do."""
         return widen(tree)
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
@@ -115,11 +115,11 @@ class StaticLossScale:
         object.__setattr__(self, "loss_scale", jnp.asarray(self.loss_scale, jnp.float32))
 
     def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale; half leaves become float32 first."""
+        """Multiplies floating and complex leaves by the scale, 16-bit ones in float32."""
         return _times(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides floating and complex leaves by the scale; half leaves become float32 first."""
+        """Divides floating and complex leaves by the scale, 16-bit ones in float32."""
         return _times(tree, self.loss_scale, divide=True)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
@@ -140,7 +140,7 @@ class DynamicLossScale:
                      if growth_tracker == growth_interval:
                          loss_scale = min(loss_scale * growth_factor, max_scale)
                          growth_tracker, hysteresis_tracker = 0, hysteresis
-        not finite:  growth_tracker = 0
+        non-finite:  growth_tracker = 0
                      hysteresis_tracker = max(hysteresis_tracker - 1, 0)
                      if hysteresis_tracker == 0:
                          loss_scale = max(loss_scale * backoff_factor, min_scale)
@@ -204,7 +204,7 @@ class DynamicLossScale:
     def _check_settings(self) -> None:
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
-                f"init_scale={self.init_scale!r} must lie between min_scale={self.min_scale!r} and "
+                f"init_scale={self.init_scale!r} must be between min_scale={self.min_scale!r} and "
                 f"max_scale={self.max_scale!r}, or the first adjustment would jump."
             )
         if np.float32(self.growth_factor) <= 1:
@@ -215,12 +215,12 @@ class DynamicLossScale:
             )
         if not 0 < np.float32(self.backoff_factor) < 1:
             raise ValueError(
-                f"backoff_factor={self.backoff_factor!r} must lie between 0 and 1 (both excluded), "
+                f"backoff_factor={self.backoff_factor!r} must be between 0 and 1 (both excluded), "
                 "or overflows would not lower the scale. 0.5 is usual."
             )
 
     def scale(self, tree: T) -> T:
-        """Multiplies floating and complex leaves by the scale; half leaves become float32 first.
+        """Multiplies floating and complex leaves by the scale; 16-bit leaves become float32 first.
 
         Args:
             tree: A loss, or any pytree.
@@ -231,7 +231,7 @@ class DynamicLossScale:
         return _times(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides floating and complex leaves by the scale; half leaves become float32 first.
+        """Divides floating and complex leaves by the scale; 16-bit leaves become float32 first.
 
         Call it before ``adjust``, so that gradients are divided by the scale that the loss was
         multiplied by.
@@ -254,12 +254,12 @@ class DynamicLossScale:
             A `DynamicLossScale` with the same settings.
 
         Raises:
-            ValueError: If ``grads_finite`` is not one bool.
+            ValueError: If ``grads_finite`` is not a single bool.
         """
         if not is_one_bool(grads_finite):
             raise ValueError(
-                f"grads_finite={brief(grads_finite)} must be one bool for all gradients, such as "
-                "mpjax.all_finite(grads)."
+                f"grads_finite={brief(grads_finite)} must be a single bool for all gradients, such "
+                "as mpjax.all_finite(grads)."
             )
         counted = self.growth_tracker + 1
         grow = jnp.logical_and(grads_finite, counted >= self.growth_interval)
@@ -345,7 +345,7 @@ def _of_jmp(loss_scale: Any) -> LossScale:
         backoff_factor=1 / float(loss_scale.factor),
         growth_interval=int(loss_scale.period),
         min_scale=min(scale, float(loss_scale.min_loss_scale)),
-        max_scale=2.0**126,  # jmp has no limit: the largest legal scale
+        max_scale=2.0**126,  # jmp has no limit: the largest valid scale
         growth_tracker=loss_scale.counter,
     )
 
@@ -390,7 +390,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
         _check_registered(loss_scale)
         return loss_scale
     raise ValueError(
-        f"loss_scale={brief(loss_scale)} is not known. Choose one of 'auto' (dynamic for float16 "
+        f"Unknown loss_scale={brief(loss_scale)}. Choose one of 'auto' (dynamic for float16 "
         "compute, none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such "
         f"as mpjax.DynamicLossScale().{did_you_mean(loss_scale, ['auto', 'dynamic', 'none'])}"
     )
@@ -414,7 +414,7 @@ def _check_number(name: str, value: Any) -> float:
 
 
 def _check_scale(name: str, value: Any) -> float:
-    """Returns a legal scale as a float: positive, and a normal float32 like its reciprocal."""
+    """Returns a valid scale as a float: positive, and a normal float32 like its reciprocal."""
     number = _check_number(name, value)
     if number <= 0:
         raise ValueError(
@@ -423,7 +423,7 @@ def _check_scale(name: str, value: Any) -> float:
         )
     if min(number, 1 / number) < _TINY:
         raise ValueError(
-            f"{name}={brief(value)} must lie between 2**-126 and 2**126, so that it and its "
+            f"{name}={brief(value)} must be between 2**-126 and 2**126, so that it and its "
             "reciprocal are normal float32 numbers. Outside of that range unscaling turns every "
             "gradient into 0 or infinity."
         )

@@ -1,7 +1,7 @@
-"""Optax transformations that keep small updates of half weights: masters and Kahan summation.
+"""Optax transformations that preserve small updates of 16-bit weights: masters, Kahan sums.
 
-The inner optimizer works in float32, on the full values of half parameters. The optimizer's state
-keeps the bits that a half parameter lacks: a float32 master, or a residual.
+The inner optimizer works in float32, on the full values of 16-bit parameters. The optimizer's state
+stores the bits that a 16-bit parameter lacks: a float32 master, or a residual.
 """
 
 import operator
@@ -31,7 +31,7 @@ from mpjax._src.training.stored import (
     need_params,
 )
 
-# The dtype that is kept beside a half parameter, by the policy's `masters`; see `residuals`.
+# The dtype that is kept with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
 STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
@@ -43,10 +43,10 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
     Attributes:
-        masters: A tree like the parameters. For each half leaf it holds a float32 master, a uint16
-            or uint8 residual (split masters), or a compensation in the parameter's own dtype
+        masters: A tree like the parameters. For each 16-bit leaf it contains a float32 master, a
+            uint16 or uint8 residual (split masters), or a compensation in the parameter's own dtype
             (Kahan); for every other leaf ``optax.MaskedNode()``. An empty tuple if no parameter is
-            half.
+            16-bit.
         inner_state: The state of the inner optimizer, initialized with float32 parameters.
     """
 
@@ -61,11 +61,11 @@ NO_MASTERS: tuple[()] = ()
 def with_master_weights(
     inner: optax.GradientTransformation, storage: str = "float32"
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps master weights of half parameters, so that the inner optimizer works in float32.
+    """Stores master weights of 16-bit parameters, so that the inner optimizer works in float32.
 
     ``inner`` sees float32 gradients and float32 parameters. Weight decay and trust ratios are
     therefore computed on full values, and small updates are not rounded away. ``storage`` says how
-    the master of a half parameter is stored in the optimizer's state:
+    the master of a 16-bit parameter is stored in the optimizer's state:
 
     - "float32": as a float32 array; 6 bytes a weight, parameter included. The parameter is its
       master rounded to nearest, ties to even.
@@ -75,13 +75,13 @@ def with_master_weights(
     - "split8": as 8 of these bits; 3 bytes a weight. Masters have 16 significant bits, so an update
       of less than 2**-17 of a weight is lost.
 
-    The updates of half parameters are float32 differences to the *rounded* masters. After
-    ``optax.apply_updates`` the parameters equal their masters rounded to half, bit for bit, except
-    where a float32 addition cannot give that value: a value that shrinks by more than about 2**12
-    in one step (bfloat16: 2**16), -0.0, subnormals if the device flushes them, and a parameter that
-    has overflowed to infinity. Float32 masters correct such an error in the next step; a split
-    master keeps it, about one float32 rounding error at the former size of the weight.
-    `build_train_step` has no such exceptions.
+    The updates of 16-bit parameters are float32 differences to the *rounded* masters. After
+    ``optax.apply_updates`` the parameters equal their masters rounded to 16 bits, bit for bit,
+    except where a float32 addition cannot produce that value: a value that shrinks by more than
+    about 2**12 in one step (bfloat16: 2**16), -0.0, subnormals if the device flushes them, and a
+    parameter that has overflowed to infinity. Float32 masters correct such an error in the next
+    step; a split master retains it, about one float32 rounding error at the former size of the
+    weight. `build_train_step` has no such exceptions.
 
     Args:
         inner: Any optax optimizer.
@@ -92,10 +92,10 @@ def with_master_weights(
 
     Raises:
         TypeError: If ``inner`` is not an optax optimizer.
-        ValueError: If ``storage`` is not known; from ``init``, if ``storage`` is split and a
+        ValueError: If ``storage`` is unknown; from ``init``, if ``storage`` is split and a
             parameter is float16, whose bits are not a part of a float32 number; from ``update``, if
             it is called without ``params``, with parameters of other dtypes than in ``init``, or
-            with the state of another optimizer.
+            with the state of a different optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -123,15 +123,15 @@ def with_master_weights(
 def with_kahan_summation(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates half parameters by Kahan summation, which compensates for rounding errors.
+    """Updates 16-bit parameters by Kahan summation, which compensates for rounding errors.
 
-    The state keeps the last rounding error of each half parameter, in the parameter's own dtype,
-    and the next update adds it. This takes 4 bytes a weight, and gives 16 significant bits for
-    bfloat16 and 22 for float16. ``with_master_weights(inner, storage="split")`` takes the same
-    memory and keeps all 24 bits, but only for bfloat16.
+    The state stores the last rounding error of each 16-bit parameter, in the parameter's own dtype,
+    and the next update adds it. This needs 4 bytes a weight, and stores 16 significant bits for
+    bfloat16 and 22 for float16. ``with_master_weights(inner, storage="split")`` needs the same
+    memory and stores all 24 bits, but only for bfloat16.
 
     Args:
-        inner: Any optax optimizer. It sees float32 gradients, and the float32 sum of each half
+        inner: Any optax optimizer. It sees float32 gradients, and the float32 sum of each 16-bit
             parameter and its compensation.
 
     Returns:
@@ -159,7 +159,7 @@ def with_kahan_summation(
 
 
 def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
-    """Returns an optimizer that keeps a master or residual beside each half parameter."""
+    """Returns an optimizer that stores a master or residual of each 16-bit parameter."""
     inner = as_optimizer(inner, "inner")
 
     def kind(dtype):
@@ -189,7 +189,7 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
             need_params(params, name)
         full = None if params is None else _full(params, state.masters, kind, name)
         updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
-        if _are_none(state.masters):  # no parameter is half, so the updates are applied as they are
+        if _are_none(state.masters):  # no 16-bit parameters: the updates are applied as they are
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 
         def stored(param, beside, value, update):
@@ -210,7 +210,7 @@ def _are_none(masters: Any) -> bool:
 
 
 def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str) -> Any:
-    """Returns the parameters, with half ones replaced by their full float32 values."""
+    """Returns the parameters, with 16-bit ones replaced by their full float32 values."""
 
     if _are_none(masters):
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
@@ -218,28 +218,28 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
     wanted, of_masters = trees
     if wanted != of_masters:
         raise ValueError(
-            f"{name}: the state belongs to other parameters: the tree of its masters is "
+            f"{name}: the state was created for other parameters: the tree of its masters is "
             f"{brief(of_masters)}, the tree of the parameters {brief(wanted)}."
         )
 
     def choose(keys, param, beside):
         if is_narrow_array(param) == is_masked(beside):
-            seen, now = ("float32", "half") if is_narrow_array(param) else ("half", "float32")
+            seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
-                "parameters before init, and keep their dtypes."
+                "parameters before init, and do not change their dtypes afterwards."
             )
         if not is_narrow_array(param):
             return param
         if jnp.shape(beside) != jnp.shape(param):
             raise ValueError(
                 f"{name}: {name_of('params', keys)} has shape {jnp.shape(param)}, but its master "
-                f"has shape {jnp.shape(beside)}. The state belongs to other parameters."
+                f"has shape {jnp.shape(beside)}. The state was created for other parameters."
             )
         if beside.dtype != kind(param.dtype):
             raise ValueError(
-                f"{name}: the state keeps {beside.dtype} for {name_of('params', keys)}, which is "
-                f"{param.dtype}, but this optimizer keeps {kind(param.dtype)}. Either the state "
+                f"{name}: the state has {beside.dtype} for {name_of('params', keys)}, which is "
+                f"{param.dtype}, but this optimizer stores {kind(param.dtype)}. Either the state "
                 "has another storage of masters, or the parameters were cast after init."
             )
         return residuals.full(param, beside)
@@ -256,11 +256,11 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         params: The parameters that the optimizer trains.
 
     Returns:
-        A tree like ``params``. Half parameters are replaced by their float32 masters, whole or
+        A tree like ``params``. 16-bit parameters are replaced by their float32 masters, whole or
         split; those without a master are widened to float32. All others are returned as they are.
 
     Raises:
-        ValueError: If the state holds masters of other parameters, or if ``params`` holds an
+        ValueError: If the state contains masters of other parameters, or if ``params`` contains an
             optimizer's state, or ``opt_state`` is ``params``.
 
     Example:
@@ -274,13 +274,13 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
     """
     if _states_in(params):
         raise ValueError(
-            "params holds the state of an optimizer. The order is master_params(opt_state, params)."
+            "params is the state of an optimizer. The order is master_params(opt_state, params)."
         )
     flat = [jax.tree.flatten(tree) for tree in (opt_state, params)]
     (leaves, structure), (others, other) = flat
     if leaves and structure == other and all(map(operator.is_, leaves, others)):  # type: ignore[operator]
         raise ValueError(
-            "opt_state is params themselves, so it holds no master weights. Pass the state that "
+            "opt_state is the parameters, which have no master weights. Pass the state that "
             "optimizer.init(params) or the last update returned."
         )
     return _with_kept(params, opt_state, full_value)
@@ -343,7 +343,7 @@ def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> 
     tree = jax.tree_util.tree_map_with_path(full, params)
     if besides:
         raise ValueError(
-            f"opt_state holds masters of {sorted(map(path_of, besides))[:5]}, which are not in "
+            f"opt_state has masters of {sorted(map(path_of, besides))[:5]}, which are not in "
             "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree

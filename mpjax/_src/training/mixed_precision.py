@@ -1,4 +1,4 @@
-"""Mixed precision for your own training loop: an optimizer that holds loss scale and masters."""
+"""Mixed precision for your own training loop: an optimizer with loss scale and masters."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
     Attributes:
-        inner_state: The state of the inner optimizer in float32, with the master weights of half
+        inner_state: The state of the inner optimizer in float32, with the master weights of 16-bit
             parameters.
         loss_scale: The loss scale.
         skipped_steps: The total number of skipped updates, an int32 scalar.
@@ -90,7 +90,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     Attributes:
         init: ``init(params)``, as in every optax optimizer.
         update: ``update(grads, state, params)``, as in every optax optimizer. With ``value=loss``
-            or ``loss_finite=bool`` the update is skipped too if the loss is not finite; with
+            or ``loss_finite=bool`` the update is skipped too if the loss is non-finite; with
             ``finite=bool`` it is skipped if the caller's own check failed, for example of a new
             model state. ``scaled_by=states`` is for gradients that several optimizers share.
         policy: The `Policy` that functions run under.
@@ -150,12 +150,12 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
         Returns:
             A function of the same arguments that returns ``(value, grads)``: ``value`` as ``fun``
-            returned it, and the unscaled gradients in float32. Gradients that are not finite are
-            returned as they are; ``update`` skips them.
+            returned it, and the unscaled gradients in float32. Non-finite gradients are returned
+            unchanged; ``update`` skips them.
 
         Raises:
             TypeError: As for `scaled_value_and_grad`.
-            ValueError: If ``opt_state`` holds no state of `mixed_precision`.
+            ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
         run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))
@@ -170,17 +170,17 @@ def mixed_precision(
 ) -> MixedPrecision:
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
-    The optimizer's state holds the loss scale, the float32 master weights of half parameters and
-    the skip counters, so the loop carries no additional state. If a gradient is not finite, the
-    update is zero, the inner state keeps its value, bit for bit, and the loss scale is lowered.
+    The optimizer's state contains the loss scale, the float32 master weights of 16-bit parameters
+    and the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
+    update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
 
     Args:
-        optimizer: Any optax optimizer. It works in float32, on the master weights of half
+        optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit
             parameters.
         policy: A policy or its name, as for `build_train_step`. Functions always run under
-            `autocast`, even if the policy casts at the boundary, because the library cannot tell
-            which arguments it would have to cast. If the policy stores parameters in half, cast
-            them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
+            `autocast`, even under a policy with ``casting="boundary"``, because the library cannot
+            tell which arguments it would have to cast. If the policy stores parameters in 16 bits,
+            cast them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
         loss_scale: The loss scale, as for `build_train_step`.
 
     Returns:
@@ -190,9 +190,9 @@ def mixed_precision(
     Raises:
         TypeError: If ``optimizer`` is not an optax optimizer.
         ValueError: If another argument is invalid; from ``init``, if the policy stores parameters
-            in half and ``params`` are not half; from ``update``, if ``params`` no longer have the
-            policy's dtypes, ``finite`` or ``loss_finite`` is not one bool, or the state belongs to
-            another optimizer.
+            in 16 bits and ``params`` are not 16-bit; from ``update``, if ``params`` no longer have
+            the policy's dtypes, ``finite`` or ``loss_finite`` is not a single bool, or the state
+            was created by a different optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -287,7 +287,7 @@ class Rules:
         """Returns the updates of the parameters, and the new state."""
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not is_one_bool(verdict):
-                raise ValueError(f"{name}={brief(verdict)} must be one bool.")
+                raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
         check_kind(state, MixedPrecisionState, "mixed_precision")
         if params is not None:
             _check_stored(
@@ -355,8 +355,8 @@ def _scales_in(opt_state: Any) -> list[LossScale]:
     scales = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
     if not scales:
         raise ValueError(
-            f"opt_state={brief(opt_state)} must hold a state of mpjax.mixed_precision, for its "
-            "loss scale, but holds none. Pass the state that optimizer.init(params) or the last "
+            f"opt_state={brief(opt_state)} must contain a state of mpjax.mixed_precision, for its "
+            "loss scale, but contains none. Pass the state that optimizer.init(params) or the last "
             "optimizer.update returned."
         )
     return scales

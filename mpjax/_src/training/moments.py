@@ -71,7 +71,7 @@ def with_8bit_moments(
     """Stores the moments of an optimizer in 8 bits between its updates.
 
     ``inner`` sees float32 moments and computes as usual. Between updates each entry takes one byte,
-    plus one byte for every 32 entries: 1.03 bytes in place of 4. The moments of Adam and its
+    plus one byte for every 32 entries: 1.03 bytes instead of 4. The moments of Adam and its
     relatives (adamw, nadam, adamax, lamb, AdaBelief, Yogi), of momentum, Lion, RMSProp, NovoGrad
     and Muon are coded. Everything else keeps its dtype: masters, averages of weights, sums that
     never decay, running maxima, factored moments, and leaves of fewer than 4,096 entries.
@@ -79,13 +79,13 @@ def with_8bit_moments(
     Rounding is stochastic, so its mean is exact, and averages that change slowly are not stuck. The
     random bits depend on the entry and on the number of updates, so a run is reproducible bit for
     bit on any number of devices. A nonzero second moment is never rounded to zero, because dividing
-    by its root would make the step infinite. Inf and NaN are kept: in the next update the whole
-    block of 32 entries is Inf or NaN. ``inner.update`` is traced twice, and its side effects
+    by its root would make the step infinite. Inf and NaN are preserved: in the next update the
+    whole block of 32 entries is Inf or NaN. ``inner.update`` is traced twice, and its side effects
     (printing, host callbacks) happen twice.
 
     Args:
         inner: Any optax optimizer.
-        moments: Additional moments, for an optimizer of your own, as {name of a state class:
+        moments: Additional moments, for your own optimizer, as {name of a state class:
             {field: "signed" or "unsigned"}}. They take precedence over the built-in ones. Use
             "unsigned" for values that are never negative and that the update divides by.
 
@@ -95,7 +95,7 @@ def with_8bit_moments(
     Raises:
         TypeError: If ``inner`` is not an optax optimizer.
         ValueError: If ``moments`` has a value other than "signed" and "unsigned"; from ``update``,
-            if the state belongs to another optimizer.
+            if the state was created by a different optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -224,7 +224,7 @@ def _check_scales(state: EightBitMomentsState, table: Table) -> None:
     moments = _moments(state.inner_state, table)
     if set(moments) != set(state.scales):
         raise ValueError(
-            f"state belongs to another optimizer: it has moments at {sorted(moments)[:5]}, but "
-            f"scales for {sorted(state.scales)[:5]}. Pass the state that init or the last update "
-            "of this optimizer returned."
+            f"state was created by a different optimizer: it has moments at {sorted(moments)[:5]}, "
+            f"but scales for {sorted(state.scales)[:5]}. Pass the state that init or the last "
+            "update of this optimizer returned."
         )

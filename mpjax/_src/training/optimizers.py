@@ -68,10 +68,10 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the updates of an optimizer when its gradients are not finite.
+    """Skips the updates of an optimizer when its gradients are non-finite.
 
     A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
-    gradient that is not finite is never applied, whereas ``optax.apply_if_finite`` applies it after
+    non-finite gradient is never applied, whereas ``optax.apply_if_finite`` applies it after
     a number of failures; use `raise_if_diverged` to stop instead. If several optimizers are wrapped
     (as in ``optax.multi_transform``), each checks only the gradients that it receives.
 
@@ -79,14 +79,15 @@ def skip_nonfinite(
         inner: Any optax optimizer.
 
     Returns:
-        An optax transformation. ``update(..., finite=False)`` skips the update too, for a check of
-        your own. Other extra arguments are passed to ``inner``.
+        An optax transformation. ``update(..., finite=False)`` skips the update too, for your
+        own check. Other extra arguments are passed to ``inner``.
 
     Raises:
         TypeError: If ``inner`` is not an optax optimizer; from ``init``, if ``inner`` fails for
             leaves of ``params`` that are not arrays.
-        ValueError: From ``update``, if ``finite`` is not one bool, ``value`` is not one number, the
-            state belongs to another optimizer, or the gradients to other parameters.
+        ValueError: From ``update``, if ``finite`` is not a single bool, ``value`` is not one
+            number, the state was created by a different optimizer, or the gradients are of other
+            parameters.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -106,7 +107,7 @@ def skip_nonfinite(
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
-            raise ValueError(f"finite={brief(finite)} must be one bool for all gradients.")
+            raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
         updates, inner_state = updated_if(
@@ -180,8 +181,9 @@ def check_kind(state: Any, kind: type, name: str) -> None:
     """Raises a ValueError if an optimizer's state is not an instance of ``kind``."""
     if not isinstance(state, kind):
         raise ValueError(
-            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it belongs to "
-            "another optimizer. Pass the state that init or the last update of this one returned."
+            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it was "
+            "created by a different optimizer. Pass the state that init or the last update of this "
+            "one returned."
         )
 
 
@@ -191,9 +193,9 @@ def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str
     differences = difference(_arrays(jax.eval_shape(init, params)), _arrays(state))
     if differences:
         raise ValueError(
-            f"{argument} belongs to another optimizer, or to parameters of other shapes or dtypes: "
-            f"it {differences}. Pass the state that init of this optimizer returned for these "
-            "parameters, or restore a checkpoint that was written with it."
+            f"{argument} was created by a different optimizer, or for parameters of other shapes "
+            f"or dtypes: it {differences}. Pass the state that init of this optimizer returned for "
+            "these parameters, or restore a checkpoint that was written with it."
         )
 
 

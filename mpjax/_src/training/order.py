@@ -1,7 +1,7 @@
 """The order in which a backward pass finishes the gradients, read from its jaxpr.
 
 An infinity in the backward pass spreads towards the input and never towards the loss. So if several
-gradients are not finite, the one that is finished first is the nearest to the cause.
+gradients are non-finite, the one that is finished first is the nearest to the cause.
 """
 
 import dataclasses

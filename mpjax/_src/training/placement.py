@@ -132,7 +132,7 @@ def _check_sharding(keys: Any, sharding: Any, shape: tuple[int, ...]) -> None:
 def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
     """Returns the sharding of an array that has a parameter's shape, or lacks one of its axes.
 
-    An array that is shorter along the last axis only holds one entry per block (scales).
+    An array that is shorter along the last axis only contains one entry per block (scales).
     """
     spec = [*_spec(sharding), *[None] * (len(whole) - len(_spec(sharding)))]
     if shape == whole:

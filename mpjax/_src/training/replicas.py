@@ -16,8 +16,8 @@ def axes_of(axis_name: Any) -> tuple[str, ...]:
     names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if axis_name is None:
         return ()
-    legal = all(isinstance(name, str) and name for name in names)
-    if not (names and legal and len({*names}) == len(names)):
+    valid = all(isinstance(name, str) and name for name in names)
+    if not (names and valid and len({*names}) == len(names)):
         raise ValueError(
             f"axis_name={brief(axis_name)} must be the name of a mapped axis, such as 'data', a "
             "tuple of several, or None under plain jit."
@@ -63,7 +63,7 @@ def averaged(tree: Any, axis_name: Any) -> Any:
 
 
 def average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:
-    """Averages gradients over replicas in float32, or in half if the policy has reduce=half."""
+    """Averages gradients over replicas in float32, or in 16 bits if the policy has reduce=half."""
     half = policy.compute_dtype if policy.reduce == "half" else None
     if half not in HALVES:
         return averaged(grads, axis_name)

@@ -1,7 +1,7 @@
-"""Masters and residuals: the part of a float32 value that a half weight lacks.
+"""Masters and residuals: the part of a float32 value that a 16-bit weight lacks.
 
 A bfloat16 number is the first 16 bits of a float32 number. With the other 16 bits as a residual, a
-weight takes 4 bytes; with a float32 master it takes 6. The dtype of the array beside a weight says
+weight needs 4 bytes; with a float32 master it needs 6. The dtype of the array of a weight says
 which kind it is: a row of `KINDS`.
 
 Bits are split as integers, because XLA may remove a round trip of floats through bfloat16 under
@@ -25,11 +25,11 @@ MAGNITUDE, INFINITY, QUIET_NAN, SIGN = np.array(
 
 
 class Kind(NamedTuple):
-    """A kind of master or residual beside a half weight.
+    """A kind of master or residual of a 16-bit weight.
 
     Attributes:
         full: ``full(weight, beside)`` returns the float32 value.
-        split: ``split(value, dtype)`` returns the weight and the array beside it.
+        split: ``split(value, dtype)`` returns the weight and the array next to it.
         bits: The bits of the significand that both hold together, of float32's 24.
     """
 
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 def full(param: Any, beside: Any) -> jax.Array:
-    """Returns the float32 value of a half weight and its master or residual."""
+    """Returns the float32 value of a 16-bit weight and its master or residual."""
     return KINDS[np.dtype(beside.dtype)].full(param, beside)
 
 
@@ -49,7 +49,7 @@ def split(value: jax.Array, dtype: np.dtype, kind: Any) -> tuple[jax.Array, jax.
 
 
 def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rounds a float32 value to half, even if the result is widened again under jit."""
+    """Rounds a float32 value to 16 bits, even if the result is widened again under jit."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
 

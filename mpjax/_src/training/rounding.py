@@ -1,4 +1,4 @@
-"""Stochastic rounding: to one of the two nearest half values, so that the mean is exact."""
+"""Stochastic rounding: to a neighboring 16-bit value, so that the mean is exact."""
 
 from typing import Any, NamedTuple
 
@@ -61,25 +61,26 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """Rounds to one of the two nearest half values at random, so that the mean is ``x``.
+    """Rounds to a neighboring 16-bit value at random, so that the expected value is ``x``.
 
-    The closer an entry is to a half value, the likelier it is rounded to it. A value that the half
-    dtype holds exactly is not changed. NaN, Inf and values beyond the largest finite half value are
-    cast as usual. The same key gives the same result however ``x`` is sharded under jit.
+    The closer an entry is to a 16-bit value, the likelier it is rounded to it. A value that
+    the 16-bit dtype represents exactly is not changed. NaN, Inf and values beyond the largest
+    finite 16-bit value are cast as usual. The same key gives the same result however ``x`` is
+    sharded under jit.
 
     Args:
-        x: A float32 array of any shape. A half array is widened first.
+        x: A float32 array of any shape. A 16-bit array is widened first.
         dtype: "bfloat16" or "float16".
         key: One PRNG key, of ``jax.random.key`` or ``jax.random.PRNGKey``. 32 random bits are drawn
-            for each entry, so a distance of less than 2**-32 of the spacing of half values counts
+            for each entry, so a distance of less than 2**-32 of the spacing of 16-bit values counts
             as 0.
 
     Returns:
         An array of the shape of ``x`` and of ``dtype``.
 
     Raises:
-        TypeError: If ``x`` is not a float32 or half array, or ``key`` is not a key.
-        ValueError: If ``dtype`` is not a half dtype.
+        TypeError: If ``x`` is not a float32 or 16-bit array, or ``key`` is not a key.
+        ValueError: If ``dtype`` is not a 16-bit dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -93,7 +94,7 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     """
     to = canonical(dtype, "dtype")
     if to not in HALVES:
-        raise ValueError(f"dtype={brief(dtype)} must be a half dtype: 'bfloat16' or 'float16'.")
+        raise ValueError(f"dtype={brief(dtype)} must be a 16-bit dtype: 'bfloat16' or 'float16'.")
     if not (is_array(x) and (x.dtype == FLOAT32 or is_narrow_array(x))):
         raise TypeError(f"x={brief(x)} must be an array of float32, bfloat16 or float16.")
     if not (is_array(key) and (is_key(key) or key.dtype == UINT32)):
@@ -102,10 +103,10 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
 
 
 def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Array:
-    """Rounds float32 to half with 32 random bits for each entry.
+    """Rounds float32 to 16 bits with 32 random bits for each entry.
 
     It computes with integers, because float operations flush subnormals on some devices. The bits
-    of the significand that the half dtype drops are the probability of rounding up.
+    of the significand that the 16-bit dtype drops are the probability of rounding up.
     """
     info = jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(x, UINT32)
@@ -114,7 +115,7 @@ def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Arra
     # Normal numbers do not store their leading 1.
     significand = size & 0x7FFFFF | jnp.where(stored > 0, 1 << MANTISSA, 0).astype(UINT32)
     exponent = jnp.maximum(stored, 1) - 1 + LEAST
-    below = jnp.maximum(info.minexp - exponent, 0)  # bits lost to the half dtype's subnormals
+    below = jnp.maximum(info.minexp - exponent, 0)  # bits lost to the 16-bit dtype's subnormals
     drop = (MANTISSA - info.nmant + below).astype(UINT32)  # at least 13 or 16 bits
     shift = lambda x, by: jnp.where(by < 32, x >> jnp.minimum(by, 31), 0)  # noqa: E731
     down = shift(significand, drop)
@@ -128,22 +129,22 @@ def stochastically(x: jax.Array, dtype: np.dtype, random: jax.Array) -> jax.Arra
     half = ((field << info.nmant) + down + up).astype(jnp.uint16)
     half = half | (bits >> 31 << 15).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(half, dtype)
-    # Beyond the largest half value there are not two neighbours to choose from.
+    # Beyond the largest 16-bit value there are not two neighbors to choose from.
     return jnp.where(jnp.abs(x) <= info.max.astype(FLOAT32), rounded, x.astype(dtype))
 
 
 def with_stochastic_rounding(
     inner: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Rounds updated half parameters stochastically, so that on average no update is lost.
+    """Rounds updated 16-bit parameters stochastically, so that on average no update is lost.
 
     ``inner`` sees float32 gradients and parameters widened to float32. The sum of a parameter and
-    its update is rounded as in `stochastic_round`. A half weight takes 2 bytes: the state keeps
+    its update is rounded as in `stochastic_round`. A 16-bit weight needs 2 bytes: the state stores
     only a counter.
 
     Args:
         inner: Any optax optimizer.
-        seed: A whole number of 32 bits. Together with the count of updates it determines the random
+        seed: A 32-bit integer. Together with the count of updates it determines the random
             bits, so a run that is repeated or resumed from a checkpoint draws the same bits. They
             do not depend on how arrays are sharded under jit; within shard_map each device draws
             the bits of an array of the local shape.
@@ -153,8 +154,8 @@ def with_stochastic_rounding(
 
     Raises:
         TypeError: If ``inner`` is not an optax optimizer.
-        ValueError: If ``seed`` is not a whole number of 32 bits; from ``update``, if it is called
-            without ``params`` or with the state of another optimizer.
+        ValueError: If ``seed`` is not a 32-bit integer; from ``update``, if it is called
+            without ``params`` or with the state of a different optimizer.
 
     Example:
         >>> import jax.numpy as jnp, mpjax, optax
@@ -172,7 +173,7 @@ def with_stochastic_rounding(
     inner = as_optimizer(inner, "inner")
     number = whole_number(seed)
     if number is None or not -(2**31) <= number < 2**32:
-        raise ValueError(f"seed={brief(seed)} must be a whole number from -2**31 to 2**32 - 1.")
+        raise ValueError(f"seed={brief(seed)} must be an integer from -2**31 to 2**32 - 1.")
 
     def init(params):
         return StochasticRoundingState(jnp.zeros((), jnp.int32), first_state(inner, widen(params)))

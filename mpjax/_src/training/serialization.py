@@ -52,7 +52,7 @@ def _from_dict(node: Any, state: dict[str, Any]) -> Any:
     names, children, structure = _children(node)
     if set(names) != set(state):
         raise ValueError(
-            f"The bytes or dict of a {type(node).__name__} hold the fields {sorted(state)}, but it "
+            f"The bytes or dict of a {type(node).__name__} have the fields {sorted(state)}, but it "
             f"has {sorted(names)}. They were written under another policy or by another program; "
             + CONVERT
         )
@@ -82,7 +82,7 @@ def _like(keys: Any, target: Any, leaf: Any) -> Any:
     if (jnp.shape(leaf), leaf.dtype) != (jnp.shape(target), target.dtype):
         raise ValueError(
             f"{name_of('target', keys)} is {target.dtype}{jnp.shape(target)}, but the bytes or "
-            f"dict hold {leaf.dtype}{jnp.shape(leaf)} there. They were written under another "
+            f"dict have {leaf.dtype}{jnp.shape(leaf)} there. They were written under another "
             "policy or model; " + CONVERT
         )
     return leaf if is_key(leaf) else jnp.asarray(leaf)

@@ -1,4 +1,4 @@
-"""Parameters that `jax.shard_map` splits over devices: one verdict and one norm for all shards.
+"""Parameters that `jax.shard_map` splits over devices: one check and one norm for all shards.
 
 Replicas hold the same parameters and average their gradients. Shards hold parts of the parameters,
 so each of them sees a part of the gradients: what is decided or computed of all gradients must be
@@ -29,7 +29,7 @@ class Shards(NamedTuple):
     Attributes:
         each: The axes that split each parameter, in the order of the leaves.
         held: The axes over which the state itself has several loss scales and counts: there each
-            member of an ensemble has a verdict of its own.
+            member of an ensemble has its own check.
         known: Whether arrays tell the axes over which they vary.
     """
 
@@ -57,14 +57,14 @@ class Shards(NamedTuple):
         return jnp.sqrt(sum(squares))
 
     def agreed(self, verdict: jax.Array) -> jax.Array:
-        """Returns whether a verdict is true on all shards."""
+        """Returns whether a check is true on all shards."""
         return _on_all(
             verdict, without(varies_over(verdict), self.held) if self.known else self.all
         )
 
 
 def agreed(verdict: jax.Array, count: Any) -> jax.Array:
-    """Returns whether a verdict is true on all shards, as far as `jax.shard_map` knows them.
+    """Returns whether a check is true on all shards, as far as `jax.shard_map` knows them.
 
     Over the axes that ``count``, a number of the state, varies over too, each has its own.
     """

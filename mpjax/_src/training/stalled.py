@@ -28,7 +28,7 @@ MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
 class Stalled(Report):
     """A report on which parameters' updates were rounded away in a step. ``print`` it.
 
-    For each parameter it gives the share of non-zero updates that changed neither the stored weight
+    For each parameter it has the share of non-zero updates that changed neither the stored weight
     nor its master or residual, because they were less than half a unit in the last place. A
     bfloat16 weight of 1 ignores a decrease of less than 1/512, a float32 weight one of less than
     3e-8. The share is 0 for a parameter without non-zero updates, and in a skipped step.
@@ -36,7 +36,7 @@ class Stalled(Report):
     Attributes:
         shares: The shares, a float32 array of one entry per parameter, from 0 to 1.
         paths: The paths of all parameters.
-        by_lot: Whether half parameters are rounded stochastically. Then most small updates change
+        by_lot: Whether 16-bit parameters are rounded stochastically. Then most small updates change
             nothing in a single step, but none is lost on average.
     """
 
@@ -100,8 +100,8 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
         return
     more = f" and {len(weights) - NAMED} more" if len(weights) > NAMED else ""
     warnings.warn(
-        f"Rounding removes the updates of {', '.join(weights[:NAMED])}{more}: they are less than "
-        "half a unit in the last place of the stored weights, so these weights do not change. Use "
+        f"These weights are not training: {', '.join(weights[:NAMED])}{more}. Their updates are "
+        "below half an ulp (unit in the last place) of the stored weight, and round to zero. Use "
         "master weights (a policy of O2, with masters=split for 4 bytes a weight), "
         "rounding=stochastic or rounding=kahan; or store these weights in float32 by an override.",
         stacklevel=2,
@@ -134,6 +134,6 @@ def stalled(
 
 
 def _unchanged(old: jax.Array, new: jax.Array) -> jax.Array:
-    # Half arrays are compared as bits, because XLA may compare their values before rounding.
+    # 16-bit arrays are compared as bits, because XLA may compare their values before rounding.
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if is_narrow_array(x) else x  # noqa: E731
     return as_bits(old) == as_bits(new)

@@ -1,7 +1,7 @@
 """A training step in mixed precision, as two pure functions: `build_train_step`.
 
 The order of a step is: cast, forward pass, scale, backward pass, unscale, average, check that
-everything is finite, optimizer, gate, adjust the loss scale.
+everything is finite, optimizer, apply or skip, adjust the loss scale.
 """
 
 import contextlib
@@ -131,26 +131,26 @@ def build_train_step(
     A step runs in this order: forward pass in the policy's precision; scale the loss in float32;
     backward pass; unscale the gradients in float32 by the same scale; average over micro-batches
     and replicas; check that the loss, the norm of the gradients and the new model state are finite;
-    optimizer; gate; adjust the loss scale. Gradient clipping in the optimizer's chain therefore
-    sees unscaled gradients.
+    optimizer; apply or skip the step; adjust the loss scale. Gradient clipping in the optimizer's
+    chain therefore sees unscaled gradients.
 
     In the forward pass, a policy with ``casting="op"`` (O1, which is mixed_float16 and
     mixed_bfloat16, and O2) runs ``loss_fn`` under `autocast`, which chooses a dtype for every
     operation. Any other policy casts the parameters and the floating leaves of the batch to the
-    compute dtype before the call. If ``loss_fn`` refuses such arguments (a convolution of float32
-    with half, a carry that starts in float32), it runs under `autocast` too.
+    compute dtype before the call. If ``loss_fn`` rejects such arguments (a convolution of float32
+    with 16-bit operands, a carry that starts in float32), it runs under `autocast` too.
 
-    The gate applies all of a step or none of it. On a skipped step ``params``, ``opt_state``,
-    ``model_state`` and ``step`` keep their values, bit for bit; only the loss scale, the rng and
-    the skip counters change. If the loss itself or only the new model state is not finite, the loss
-    scale keeps its value too, because no loss scale can cure the forward pass. Leaves of the model
-    state that were not finite before the step (a running maximum that starts at -Inf) are not
-    checked; neither are integers and keys. Gradients whose sum of squares overflows float32 are
+    A step is applied as a whole or not at all. On a skipped step ``params``, ``opt_state``,
+    ``model_state`` and ``step`` are unchanged, bit for bit; only the loss scale, the rng and the
+    skip counters change. If the loss itself or only the new model state is non-finite, the loss
+    scale is unchanged too, because it has no effect on the forward pass. Leaves of the model state
+    that were non-finite before the step (a running maximum that starts at -Inf) are not checked;
+    neither are integers and keys. Gradients whose sum of squares overflows float32 are
     skipped like infinite ones: clipping would turn them into zeros, and Adam's second moment would
     stay infinite.
 
     Updated parameters are not checked, because that would read and write the whole state once more.
-    If an update overflows them (a learning rate that is far too high, a float16 weight beyond
+    If an update overflows them (far too high a learning rate, a float16 weight beyond
     65504), the step is applied, and all later steps are skipped; `raise_if_diverged` reports that.
 
     Args:
@@ -173,12 +173,12 @@ def build_train_step(
             arrays.
         param_specs: The `jax.sharding.PartitionSpec` of the parameters, as in shard_map's
             ``in_specs``, or None. It is needed only in shard_map with ``check_vma=False`` if
-            parameters are split over an axis (model parallelism): the verdict and ``grad_norm`` are
-            then those of all shards. Otherwise shard_map itself knows the axes.
+            parameters are split over an axis (model parallelism): the finite check and
+            ``grad_norm`` are then those of all shards. Otherwise shard_map itself knows the axes.
         report_overflow: Whether the metrics report which parameter's gradient overflowed first, as
             ``metrics["overflow"]``, an `Overflow`.
         report_underflow: Whether the metrics report how much of the gradients is too small for the
-            policy's half dtype (float16 if it has none), as ``metrics["underflow"]``, an
+            policy's 16-bit dtype (float16 if it has none), as ``metrics["underflow"]``, an
             `Underflow`.
         report_stalled: Whether the metrics report how many of each parameter's updates were rounded
             away, as ``metrics["stalled"]``, a `Stalled`. See `warn_if_stalled`.
@@ -194,7 +194,7 @@ def build_train_step(
     Raises:
         TypeError: If ``loss_fn`` is not a function or ``optimizer`` is not an optax optimizer.
         ValueError: If another argument is invalid; from ``step``, if no axis ``axis_name`` is
-            mapped where it is called, or if the state belongs to another optimizer.
+            mapped where it is called, or if the state was created by a different optimizer.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
@@ -456,19 +456,19 @@ FLOOR = (
 
 
 OF_LOSS = (
-    "The loss itself was not finite. No loss scale can cure that. Usual causes: NaN or infinity in "
-    "the data, an overflow in the float16 forward pass (attention scores, large activations), or "
-    "weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
+    "The loss itself was non-finite. No loss scale can prevent that. Usual causes: NaN or infinity "
+    "in the data, an overflow in the float16 forward pass (attention scores, large activations), "
+    "or weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
     "learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite names the operation."
 )
 OF_STATE = (
-    "The loss was finite, but the new model_state was not. No loss scale can cure that. Usual "
+    "The loss was finite, but the new model_state was not. No loss scale can prevent that. Usual "
     "causes: an outlier in the data (the square of 2e19 overflows the variance of BatchNorm), an "
-    "overflow in the half forward pass, or a statistic that is divided by 0. Check the batch, or "
+    "overflow in the 16-bit forward pass, or a statistic that is divided by 0. Check the batch, or "
     "compute the statistics in float32."
 )
 OF_GRADIENTS = (
-    "The loss was finite, but its gradients were not. Usual causes: the learning rate is too high, "
+    "The loss was finite, but its gradients were not. Usual causes: too high a learning rate, "
     "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
     "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
     "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
@@ -486,10 +486,10 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         limit: The number of skipped steps in a row at which to raise.
 
     Raises:
-        DivergenceError: If ``limit`` or more steps in a row were skipped. The message gives their
+        DivergenceError: If ``limit`` or more steps in a row were skipped. The message has their
             number, the loss scale and the usual causes.
         TypeError: If ``metrics`` does not come from a training step, or is traced.
-        ValueError: If ``limit`` is not a positive whole number, or ``metrics`` holds several steps.
+        ValueError: If ``limit`` is not a positive integer, or ``metrics`` contains several steps.
 
     Example:
         >>> import mpjax
@@ -500,7 +500,7 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """
     most = whole_number(limit)
     if most is None or most < 1:
-        raise ValueError(f"limit={brief(limit)} must be a whole number of steps, 1 or more.")
+        raise ValueError(f"limit={brief(limit)} must be an integer >= 1, a number of steps.")
     _check_metrics(metrics)
     skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
     at_floor = skips >= AT_FLOOR and scale <= 1
@@ -526,14 +526,14 @@ def _check_metrics(metrics: Any) -> None:
         )
     if jnp.ndim(metrics["consecutive_skips"]):
         raise ValueError(
-            "metrics holds the metrics of several steps or ensemble members, of shape "
+            "metrics are those of several steps or ensemble members, of shape "
             f"{jnp.shape(metrics['consecutive_skips'])}. Pass those of one, such as "
             "jax.tree.map(lambda m: m[-1], metrics)."
         )
 
 
 def _cause(metrics: Metrics, at_floor: bool) -> str:
-    """Says what was not finite first, and the usual causes."""
+    """Says what was non-finite first, and the usual causes."""
     if not bool(metrics["loss_finite"]):
         return OF_LOSS
     # Metrics saved by an older version have no state_finite.
@@ -580,7 +580,8 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
             if policy.compute_dtype not in HALVES:
                 raise
             refused = error
-        # Some operations do not promote half with float32, such as a convolution or a loop's carry.
+        # Some operations do not promote 16-bit values with float32, such as a convolution or a
+        # loop's carry.
         try:
             return by_op(params, batch, **kwargs)
         except Exception:
@@ -708,7 +709,7 @@ def _check_arguments(loss_fn: Any, has_aux: Any, reports: Reports, accumulate_st
 def _refuse_modules(params: Any) -> None:
     if has_modules(params):
         raise TypeError(
-            "params holds a Flax NNX module, so its statistics and random keys would be trained "
+            "params contains a Flax NNX module, so its statistics and random keys would be trained "
             "too. Pass the state of its parameters: graph, params, rest = "
             "nnx.split(model, nnx.Param, ...), then init(params, model_state=rest), and in loss_fn "
             "nnx.merge(graph, params, model_state). Or keep your loop with mpjax.nnx.Optimizer and "

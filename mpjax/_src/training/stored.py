@@ -1,4 +1,4 @@
-"""The common part of optimizers of half weights: float32 inside, exact new parameters."""
+"""The common part of optimizers of 16-bit weights: float32 inside, exact new parameters."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -41,10 +41,10 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 
 
 def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
-    """Widens half gradients and parameters for an optimizer, without keeping masters.
+    """Widens 16-bit gradients and parameters for an optimizer, without keeping masters.
 
     The state of ``inner`` and its updates are float32, so their dtypes do not change during
-    training. Only the sum in ``optax.apply_updates`` is rounded to half.
+    training. Only the sum in ``optax.apply_updates`` is rounded to 16 bits.
 
     Args:
         inner: Any optax optimizer.
@@ -97,7 +97,7 @@ def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
 
 
 def is_masked(node: Any) -> bool:
-    """Returns whether a node stands for a leaf that has no master or scale."""
+    """Returns whether a node represents a leaf that has no master or scale."""
     return isinstance(node, optax.MaskedNode)
 
 
@@ -131,5 +131,5 @@ def need_params(params: Any, name: str) -> None:
     if params is None:
         raise ValueError(
             f"{name}: update was called without params. Call optimizer.update(grads, state, "
-            "params), because the new value of a half parameter depends on the old one."
+            "params), because the new value of a 16-bit parameter depends on the old one."
         )

@@ -1,13 +1,13 @@
-"""The gate of a step: either all of the state is updated, or none of it.
+"""Applies a step or skips it: either all of the state is updated, or none of it.
 
-The gate is a `select` or a conditional, depending on the platform. On a GPU and a TPU a `select`
+The choice is a `select` or a conditional, depending on the platform. On a GPU and a TPU a `select`
 costs nothing: XLA fuses it into the pass that updates parameters and moments together. A
 conditional keeps its operands and results in separate buffers there, so the state is copied. On a
 CPU each pass writes one array: with a `select` the new moments are computed once to be stored and
 again for the parameters; a conditional computes them once or not at all.
 
 Within shard_map and pmap each replica decides for itself. A collective in a branch that only some
-replicas take would wait forever, so the gate is a `select` there on every platform.
+replicas take would wait forever, so the choice is a `select` there on every platform.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def adjusted(
 ) -> T:
     """Returns the next loss scale, after a gradient that was scaled by it, or by ``used``.
 
-    No loss scale can cure the forward pass, so the scale is adjusted only if the loss is finite. If
+    No loss scale changes the forward pass, so the scale is adjusted only if the loss is finite. If
     gradients and model state both failed, it is unknown which failed first; the scale is lowered
     then, because it may be too high.
     """

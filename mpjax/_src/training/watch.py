@@ -20,8 +20,8 @@ from mpjax._src.document.report import Report
 from mpjax._src.training.order import Place, backward_order
 
 FORWARD = (
-    "The loss itself is NaN or Inf: the forward pass overflowed, or its input held NaN or Inf. No "
-    "loss scale cures that. mpjax.find_nonfinite(loss_fn, policy)(params, batch) names the "
+    "The loss itself is NaN or Inf: the forward pass overflowed, or its input had NaN or Inf. No "
+    "loss scale prevents that. mpjax.find_nonfinite(loss_fn, policy)(params, batch) names the "
     "operation."
 )
 
@@ -36,10 +36,10 @@ class Overflow(Report):
     """A report on which parameter's gradient overflowed first in a step. ``print`` it.
 
     It is a pytree of device scalars; ``path`` and ``print`` wait for the device. If several
-    gradients are not finite, the one nearest to the loss is named, because an infinity in the
-    backward pass spreads away from the loss. If the loss itself is not finite, the forward pass
-    overflowed and no parameter is named; `find_nonfinite` names the operation. A model state that
-    is not finite is not covered; see ``metrics["state_finite"]``.
+    gradients are non-finite, the one nearest to the loss is named, because an infinity in the
+    backward pass spreads away from the loss. If the loss itself is non-finite, the forward pass
+    overflowed and no parameter is named; `find_nonfinite` names the operation. A non-finite model
+    state is not covered; see ``metrics["state_finite"]``.
 
     Attributes:
         index: The index of the parameter in ``paths``, an int32 scalar; -1 if every gradient is
@@ -113,17 +113,17 @@ class Overflow(Report):
 @pytree_of(*LOST)
 @dataclasses.dataclass(frozen=True)
 class Underflow(Report):
-    """A report on how much of a step's gradients is too small for a half dtype. ``print`` it.
+    """A report on how much of a step's gradients is too small for a 16-bit dtype. ``print`` it.
 
-    The figures are shares of all entries of the scaled gradients as they leave the backward pass:
+    The numbers are shares of all entries of the scaled gradients as they leave the backward pass:
     float32 device scalars from 0 to 1.
 
     Attributes:
         zeros: The share that is exactly zero. It includes entries that are zero in float32 too (a
             token that did not occur, an inactive unit), so compare it with that of a float32 run.
-        flushed: The share that is not zero in float32, but would be zero in the half dtype.
-        subnormal: The share that is subnormal in the half dtype, so that it has fewer bits.
-        dtype: The name of the half dtype.
+        flushed: The share that is not zero in float32, but would be zero in the 16-bit dtype.
+        subnormal: The share that is subnormal in the 16-bit dtype, so that it has fewer bits.
+        dtype: The name of the 16-bit dtype.
     """
 
     zeros: jax.Array
@@ -151,7 +151,7 @@ class Underflow(Report):
 @pytree_of("largest", *LOST)
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Figures of the scaled gradients: float32 arrays with one entry per parameter."""
+    """Shares of the scaled gradients: float32 arrays with one entry per parameter."""
 
     largest: jax.Array
     zeros: jax.Array
@@ -160,7 +160,7 @@ class Seen:
     places: tuple[Place, ...]
 
     def over(self, highest: Callable[[jax.Array], jax.Array], mean: Callable[..., Any]) -> "Seen":
-        """Returns the figures over several micro-batches or replicas."""
+        """Returns the shares over several micro-batches or replicas."""
         shares = {name: mean(getattr(self, name)) for name in LOST}
         return Seen(highest(self.largest), **shares, places=self.places)
 
@@ -214,7 +214,7 @@ def first_overflow(
         layers.append(layer)
     places, nonfinite = jnp.stack(keys), jnp.stack(shares)
     index = jnp.argmin(places).astype(jnp.int32)
-    # A loss that is not finite makes every gradient so: then none of them is to blame.
+    # A non-finite loss makes every gradient non-finite: then none of them is to blame.
     named = loss_finite & (places[index] != NEVER)
     return Overflow(
         index=jnp.where(named, index, -1),
@@ -249,6 +249,6 @@ def _half(dtype: Any) -> np.dtype:
 
 
 def _limits(dtype: Any) -> tuple[np.float32, np.float32]:
-    """Returns the largest magnitude that a half dtype rounds to zero, and its least normal one."""
+    """Returns the largest magnitude that a 16-bit dtype rounds to 0, and its least normal one."""
     limits = limits_of(_half(dtype))
     return np.float32(2.0**limits.flush), np.float32(2.0**limits.normal)

@@ -1,1 +1,1 @@
-"""Watches precision during training: samples the contents of half tensors on the device."""
+"""Watches precision during training: samples the contents of 16-bit tensors on the device."""

@@ -1,4 +1,4 @@
-"""The figures of one array: its magnitude, its losses in half, and its rounding noise.
+"""The figures of one array: its magnitude, its losses in 16 bits, and its rounding noise.
 
 They are one reduction over the array and its bits, so that devices that flush subnormal numbers
 count them too. Figures are combined by maxima and sums over loop iterations, devices and branches.
@@ -44,7 +44,7 @@ class Figures:
     """Figures of n arrays.
 
     Attributes:
-        largest: The largest finite magnitude of each array, before rounding to half; float32.
+        largest: The largest finite magnitude of each array, before rounding to 16 bits; float32.
         turn: The iteration of the innermost loop where it occurred, int32; -1 outside of loops.
         sums: Float32, of shape (n, `COLUMNS`): numbers of entries, by `COUNTS`; then the
             sums of squares, of the entries that were looked at and of rounding's errors.
@@ -86,15 +86,15 @@ def in_turn(figures: Figures, turn: jax.Array) -> Figures:
 
 
 def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = None) -> Figures:
-    """Measures an array that is in half, or is about to be.
+    """Measures an array that is in 16 bits, or is about to be.
 
     Args:
         x: The array, floating.
-        half: The half dtype.
+        half: The 16-bit dtype.
         rounded: Whether it has been rounded already: then what rounding did to it is not known, and
             is put at what it does on average, a twelfth of a squared unit in the last place.
 
-        stored: What it becomes in half, where the program has that.
+        stored: What it becomes in 16 bits, where the program has that.
 
     Returns:
         `Figures` of one array.
@@ -121,7 +121,7 @@ def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = N
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of a half dtype, as bits of float32 magnitudes.
+    """The limits of a 16-bit dtype, as bits of float32 magnitudes.
 
     Attributes:
         mantissa: The number of float32 mantissa bits that the dtype drops.
@@ -208,7 +208,7 @@ def _columns(bits: jax.Array, limits: Limits, rounded: bool) -> list[jax.Array]:
 
 
 def _error(bits: jax.Array, limits: Limits) -> jax.Array:
-    """Returns by how much rounding to half moves magnitudes; computed, for XLA may drop casts."""
+    """Returns by how much rounding to 16 bits moves magnitudes. XLA might drop casts."""
     size = jax.lax.bitcast_convert_type(bits, FLOAT32)
     drop = limits.mantissa
     # To nearest, ties to even: half a unit is added, or just less if the last kept bit is 0.
@@ -222,7 +222,7 @@ def _error(bits: jax.Array, limits: Limits) -> jax.Array:
 
 
 def _unit(bits: jax.Array, limits: Limits) -> jax.Array:
-    """Returns the half dtype's unit in the last place at magnitudes."""
+    """Returns the 16-bit dtype's unit in the last place at magnitudes."""
     kept = 23 - limits.mantissa
     exponent = jnp.maximum(bits >> 23, max(limits.lowest, kept + 1)) - kept
     return jax.lax.bitcast_convert_type(exponent << 23, FLOAT32)

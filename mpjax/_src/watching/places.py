@@ -1,11 +1,11 @@
 """Finds the values of a program to watch. This happens once, before anything is computed.
 
-Watched values are stored in half: operands and results of matmuls; casts to half, whose operands
-show what is lost; and half values that are passed to a reduction, a kernel, a loop or two readers.
-Other half values live only in the registers of one fused kernel.
+Watched values are stored in 16 bits: operands and results of matmuls; casts to 16 bits, whose
+operands show what is lost; and 16-bit values that are passed to a reduction, a kernel, a loop or
+two readers. Other 16-bit values live only in the registers of one fused kernel.
 
-A value is measured where it is made. The matmuls that read it, perhaps after moves, are listed with
-it. Values that remat recomputes are not measured again.
+A value is measured where it is computed. The matmuls that read it, perhaps after moves, are listed
+with it. Values that remat recomputes are not measured again.
 """
 
 import collections
@@ -28,12 +28,12 @@ class Tensor:
     """A watched value.
 
     Attributes:
-        op: The primitive that reads or makes it.
+        op: The primitive that reads or computes it.
         part: Its role there: "lhs", "rhs", "operand", "result" or "cast".
         scopes: The names of the scopes around it.
         backward: Whether it belongs to the backward pass.
         again: Whether remat recomputes it.
-        half: The half dtype.
+        half: The 16-bit dtype.
         rounded: Whether it is already rounded where it is measured.
         shape: Its shape: of one iteration in a loop, and of one device in shard_map.
         lines: "file:line" of the user's code, and of the library that it called, or "".
@@ -60,7 +60,7 @@ class Tensor:
         return self.made, self.scopes, self.op, self.part, self.half, self.shape
 
 
-# The tensors of a value by half dtype: a float32 value may be cast to both half dtypes.
+# The tensors of a value by 16-bit dtype: a float32 value may be cast to both 16-bit dtypes.
 Known = dict[Any, Tensor]
 Places = dict[int, list[tuple[Any, Tensor]]]
 
@@ -126,14 +126,14 @@ def _walk(
         jaxpr: The program.
         arguments: The tensors of its arguments.
         wanted: For each of its results, whether it is used outside.
-        site: Where it stands.
+        site: Where it is.
     """
     tensors: dict[Any, Known] = collections.defaultdict(dict)
     tensors.update(zip(jaxpr.invars, arguments, strict=True))
     live, stored, makers = _uses(jaxpr, wanted)
     watched = Watch({}, {}, {})
     for i, eqn in enumerate(jaxpr.eqns):
-        if i not in live or eqn.primitive.name == _jax.CARRIER:  # zeros that stand for a code
+        if i not in live or eqn.primitive.name == _jax.CARRIER:  # zeros that represent a code
             continue
         here = site.at(eqn, repeats=False)
         if is_entered(eqn):
@@ -146,7 +146,7 @@ def _walk(
             if part != "cast":
                 line, way = _jax.source_lines(eqn)[0], here.backward
                 tensors[v][half].readers.append((eqn.primitive.name, part, line, way))
-        # The half result of a cast is the tensor that its operand was measured as.
+        # The 16-bit result of a cast is the tensor that its operand was measured as.
         if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
             tensors[eqn.outvars[0]] = tensors[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
         if _moves(eqn):
@@ -202,7 +202,7 @@ def _given(eqn: Any, inside: Inside, tensors: dict[Any, Known], once: bool) -> l
 
 
 def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yields the half operands of an equation: a variable, its part, and the half dtype."""
+    """Yields the 16-bit operands of an equation: a variable, its part, and the 16-bit dtype."""
     name, asked = eqn.primitive.name, eqn.params.get("half")
     need = rule_of(name).need
     if name == CAST:
@@ -220,7 +220,7 @@ def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _made(eqn: Any, stored: set[Any], makers: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields the half results of an equation: a variable, its maker, and the half dtype."""
+    """Yields the 16-bit results of an equation: a variable, its maker, and the 16-bit dtype."""
     name, asked = eqn.primitive.name, eqn.params.get("half")
     if name == CAST:
         (v,), (out,) = eqn.invars, eqn.outvars
@@ -232,7 +232,7 @@ def _made(eqn: Any, stored: set[Any], makers: dict[Any, Any]) -> Iterator[tuple[
             if _is_half(v) and (is_matmul or v in stored):
                 yield v, eqn, v.aval.dtype
             elif is_matmul and asked in HALVES and _is_float(v):
-                yield v, eqn, asked  # devices compute this half result at once, without the cast
+                yield v, eqn, asked  # devices compute this 16-bit result at once, without the cast
 
 
 def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[Any, Any]]:
@@ -240,8 +240,8 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
 
     Returns:
         The numbers of the equations with a result that is read; the variables that are passed on;
-        and the half matmuls whose float32 accumulators are read only by a cast to half, because a
-        device returns the half result at once.
+        and the 16-bit matmuls whose float32 accumulators are read only by a cast to 16 bits,
+        because a device returns the 16-bit result at once.
     """
     outs = [(v, want) for v, want in zip(jaxpr.outvars, wanted, strict=True) if _is_var(v)]
     readers: dict[Any, list[Any]] = {v: [] for v, _ in outs}
@@ -263,7 +263,7 @@ def _uses(jaxpr: Any, wanted: Sequence[bool]) -> tuple[set[int], set[Any], dict[
 
 
 def _cast_alone(jaxpr: Any, readers: dict[Any, list[Any]], results: set[Any]) -> dict[Any, Any]:
-    """Returns the matmuls of half operands whose wide results are only read by casts to half."""
+    """Returns the 16-bit matmuls whose wide results are only read by casts to 16 bits."""
     makers = {}
     for eqn in jaxpr.eqns:
         v = eqn.outvars[0] if eqn.outvars else None

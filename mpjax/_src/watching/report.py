@@ -1,4 +1,4 @@
-"""The report on the half tensors of one step."""
+"""The report on the 16-bit tensors of one step."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from mpjax._src.document import plots
 from mpjax._src.document.model import (
     DTYPES,
     PASS,
-    Colour,
+    Color,
     Document,
     Drawing,
     Operation,
@@ -41,49 +41,55 @@ MOST_ROWS, MOST_RISKS = 12, 6
 COLUMNS = ("room", "largest", "near", "flushed", "small", "noise", "dtype", "tensor")
 LEGEND = (
     f"room: powers of two below the dtype's largest number. near: within 2^{NEAR} of it. flushed: "
-    "rounded to zero; unknown for tensors that were already half. small: subnormal, with fewer "
+    "rounded to zero; unknown for tensors that were 16-bit already. small: subnormal, with fewer "
     "bits. noise: rounding error relative to the values (root mean squares); ~ marks an estimate."
 )
 
 
-# The figures of a watched tensor that are logged if they are known.
+# The statistics of a watched tensor that are logged if they are known.
 LOGGED = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
 
 KINDS = {
     "gone": "Inf or NaN",
     "edge": "may overflow by the next sample",
-    "growing": "grows towards overflow",
+    "growing": "grows toward overflow",
     "fading": "too small for its dtype",
     "": "none",
 }
+PRINTED = {
+    "gone": "overflowed",
+    "edge": "near overflow",
+    "growing": "growing",
+    "fading": "losing precision",
+}
 ROOMS = ((1.0, "less than 1"), (4.0, "1 to 4"), (8.0, "4 to 8"), (math.inf, "8 or more"))
-RISK = Colour(
+RISK = Color(
     "risk", "The risk of each tensor, by the first rule that applies.", tuple(KINDS.values())
 )
-ROOM = Colour(
+ROOM = Color(
     "room",
     "Powers of two between the largest magnitude and the largest number of the dtype.",
     tuple(name for _, name in ROOMS),
 )
-NOISE = Colour(
+NOISE = Color(
     "noise",
     "The rounding error relative to the values (root mean squares).",
     unit="share",
     of_box=max,
 )
-LOST = Colour(
+LOST = Color(
     "too small",
     "The share that is rounded to zero, or subnormal with fewer bits.",
     unit="share",
     of_box=max,
 )
-NEARLY = Colour(
+NEARLY = Color(
     "near overflow",
     f"The share within 2^{NEAR} of the largest number of the dtype.",
     unit="share",
     of_box=max,
 )
-DTYPE = Colour("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
+DTYPE = Color("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
 
 
 @public("mpjax.reports")
@@ -93,15 +99,15 @@ class WatchedTensor:
 
     Attributes:
         name: A unique name: its scope or source line, its operation and its part.
-        op: The primitive that reads or makes it.
+        op: The primitive that reads or computes it.
         part: Its part in that operation: "lhs", "rhs", "operand", "result" or "cast".
         scope: The named scopes around it, joined with "/".
         direction: "forward" or "backward".
-        dtype: The name of the half dtype.
+        dtype: The name of the 16-bit dtype.
         shape: Its shape: in a loop, of one iteration; within shard_map, of one device.
         source: "file:line" of the user's code, or "".
         library: "file:line" of the library code that this line calls, or "".
-        rounded: Whether it was already half when it was measured.
+        rounded: Whether it was 16-bit already when it was measured.
         readers: The matmuls that read it, such as "lhs of dot_general, backward at
             model.py:12".
     """
@@ -122,7 +128,7 @@ class WatchedTensor:
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class PrecisionRow(WatchedTensor):
-    """A watched tensor and its figures. Shares are from 0 to 1.
+    """A watched tensor and its statistics. Shares are from 0 to 1.
 
     For a tensor of 2**19 entries or more, shares and noise are measured on a part of the rows, at
     least every 16th. The largest magnitude is taken over all entries of the rounded tensor. Inf and
@@ -135,13 +141,13 @@ class PrecisionRow(WatchedTensor):
         turn: The iteration of the innermost loop in which the largest magnitude occurred; None
             outside of loops.
         headroom: The powers of two between the largest magnitude and the dtype's largest number;
-            None if all entries are zero or not finite.
+            None if all entries are zero or non-finite.
         zeros: The share that is exactly zero.
         flushed: The share that is not zero, but is rounded to zero; None if that is unknown,
-            because the tensor was already half.
-        subnormal: The share that is subnormal in the half dtype, with fewer bits.
+            because the tensor was 16-bit already.
+        subnormal: The share that is subnormal in the 16-bit dtype, with fewer bits.
         near: The share within 2**4 of the dtype's largest number.
-        overflowed: The share that is Inf or NaN in half.
+        overflowed: The share that is Inf or NaN in 16 bits.
         nan: The share that is NaN.
         noise: The rounding error relative to the values, both as root mean squares of the entries
             between 2**-70 and 2**30. Measured, or if ``rounded`` the expected one. None if there
@@ -174,12 +180,12 @@ class PrecisionRow(WatchedTensor):
 @pytree_of("figures", "earlier")
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport(Report):
-    """A report on the half tensors of one step: of every matmul and every cast. ``print`` it.
+    """A report on the 16-bit tensors of one step: of every matmul and every cast. ``print`` it.
 
     It is a pytree of device arrays; ``rows``, ``risks`` and ``print`` wait for the device.
 
     Attributes:
-        figures: The measured figures, one row for each of ``tensors``.
+        figures: The measured statistics, one row for each of ``tensors``.
         tensors: The watched tensors, a `WatchedTensor` each.
         earlier: The largest magnitudes of earlier samples, the oldest first.
         steps: The numbers of the earlier sampled steps and of this one; () if steps are not
@@ -197,7 +203,7 @@ class PrecisionReport(Report):
 
     @functools.cached_property
     def rows(self) -> list[PrecisionRow]:
-        """The tensors with their figures: those at risk first, then by headroom."""
+        """The tensors with their statistics: those at risk first, then by headroom."""
         self._check_one()
         largest, turn, sums = map(
             np.asarray, (self.figures.largest, self.figures.turn, self.figures.sums)
@@ -251,7 +257,7 @@ class PrecisionReport(Report):
 
         Raises:
             ImportError: If matplotlib is not installed (the extra ``plot``).
-            TypeError: If ``earlier`` holds anything but reports of this class.
+            TypeError: If ``earlier`` contains anything but reports of this class.
             ValueError: If a report has no step number.
 
         Example:
@@ -271,12 +277,12 @@ class PrecisionReport(Report):
     def document(self) -> Document:
         at = f"step {self.step}: " if self.steps else ""
         rows = self.rows
-        risks = tuple((row.risk.kind, row.risk.text) for row in rows if row.risk)
+        risks = tuple((PRINTED[row.risk.kind], row.risk.text) for row in rows if row.risk)
         columns = ("risk", "what was measured, and what to do")
         cells = tuple(map(_cells, rows))
         return Document(
-            "Half tensors watched",
-            f"{at}{len(rows)} half tensors watched, {len(risks)} at risk",
+            "16-bit tensors watched",
+            f"{at}{len(rows)} 16-bit tensors watched, {len(risks)} at risk",
             tables=(
                 Table("At risk", columns, risks, columns, MOST_RISKS),
                 Table("Those at risk first, then by room", COLUMNS, cells, COLUMNS[-2:], MOST_ROWS),
@@ -290,7 +296,7 @@ class PrecisionReport(Report):
         rows = sorted(self.rows, key=lambda row: order[row.name])
         return Drawing(
             operations=tuple(_tensor(row, i) for i, row in enumerate(rows)),
-            colours=(RISK, ROOM, NEARLY, LOST, NOISE, DTYPE, PASS),
+            colors=(RISK, ROOM, NEARLY, LOST, NOISE, DTYPE, PASS),
             things="tensors",
         )
 
@@ -400,14 +406,14 @@ def _tensor(row: PrecisionRow, number: int) -> Operation:
             **place_of(row),
             read_by="; ".join(row.readers),
         ),
-        colours=_colours(row),
+        colors=_colors(row),
         number=number,
         backward=row.direction == "backward",
         large=rule_of(row.op).need == HALF,
     )
 
 
-def _colours(row: PrecisionRow) -> dict[str, Any]:
+def _colors(row: PrecisionRow) -> dict[str, Any]:
     room = row.headroom
     return {
         "risk": KINDS[row.risk.kind if row.risk else ""],

@@ -1,13 +1,13 @@
-"""The rules that decide whether a tensor is at risk, from its figures now and in earlier samples.
+"""The rules that decide whether a tensor is at risk, from its statistics now and before.
 
-1. Gone: it holds NaN, or Inf together with values near the dtype's largest number, or nothing
-   finite. (An Inf without large values belongs to a mask.)
-2. Edge: its headroom is less than its largest rise between two samples, or less than one power of
-   two, by which a loss scale grows. The next sample may overflow.
+1. Overflowed ("gone"): it has NaN, or Inf together with values near the dtype's largest number, or
+   nothing finite. (An Inf without large values belongs to a mask.)
+2. Near overflow ("edge"): its headroom is less than its largest rise between two samples, or less
+   than one power of two, by which a loss scale grows. The next sample may overflow.
 3. Growing: the regression line of the logarithms of its largest magnitudes reaches the dtype's
    largest number. It is extrapolated no further ahead than the samples reach back.
-4. Fading: the rounding noise is more than eight times that of the dtype's normal range. Three bits
-   are lost, because the values are subnormal or flushed.
+4. Losing precision ("fading"): the rounding noise is more than eight times that of the dtype's
+   normal range. Three bits are lost, because the values are subnormal or flushed.
 """
 
 import dataclasses
@@ -35,8 +35,9 @@ class Risk:
     """A risk of a watched tensor.
 
     Attributes:
-        kind: "gone" (NaN or Inf), "edge" (may overflow by the next sample), "growing" (grows
-            towards overflow) or "fading" (too small for its dtype).
+        kind: "gone" (NaN or Inf, printed as "overflowed"), "edge" (may overflow by the next sample,
+            printed as "near overflow"), "growing" (grows toward overflow) or "fading" (too small
+            for its dtype, printed as "losing precision").
         urgency: A number to sort by; the least is the most urgent.
         text: One sentence on what was measured, and one on what to do.
         steps_left: For "growing", the number of steps until it overflows at the present rate; for
@@ -80,8 +81,8 @@ def risk_of(row: Any, steps: Sequence[int], past: Sequence[float]) -> Risk | Non
     return _edge(row, past) or _growing(row, steps) or _fading(row)
 
 
-# Urgencies sort the rules: what is gone has -1, the edge its headroom (a few powers of two), what
-# grows from 100 on, what fades up to 200.
+# Urgencies sort the rules: overflowed has -1, near overflow its headroom (a few powers of two),
+# growing from 100 on, losing precision up to 200.
 
 
 def _gone(row: Any) -> Risk | None:
@@ -89,7 +90,7 @@ def _gone(row: Any) -> Risk | None:
     if not (row.nan or (row.overflowed and (near or row.overflowed == 1))):
         return None
     entries = f"{row.overflowed:.2%} Inf{' and NaN' if row.nan else ''}"
-    return Risk("gone", -1, f"{_name(row)} holds {entries}. {_smaller(row)}")
+    return Risk("gone", -1, f"{_name(row)} has {entries}. {_smaller(row)}")
 
 
 def _edge(row: Any, past: Sequence[float]) -> Risk | None:
@@ -125,7 +126,7 @@ def _fading(row: Any) -> Risk | None:
     if row.noise is None or row.noise <= 2**BITS_LOST * usual:
         return None
     bits = math.log2(row.noise / usual)
-    seen = f"{_name(row)} is so small that rounding takes {bits:.0f} more bits than usual"
+    seen = f"{_name(row)} is so small that rounding loses {bits:.0f} more bits than usual"
     shares = ((row.flushed, "flushed"), (row.subnormal, "small"))
     lost = [f"{share:.1%} {what}" for share, what in shares if share]
     counts = f" ({', '.join(lost)})" if lost else ""
@@ -140,7 +141,7 @@ def _end_of(row: Any) -> str:
     """Names the largest number of a tensor's dtype."""
     dtype = canonical(row.dtype, "dtype")
     high = float(jnp.finfo(dtype).max)
-    # 65504 is known as it stands; 3.4e+38 is not.
+    # 65504 is well known; 3.4e+38 is shorter than its digits.
     return f"{row.dtype}'s {high:g}" if dtype == FLOAT16 else f"{row.dtype}'s {high:.1e}"
 
 
@@ -154,13 +155,13 @@ def _smaller(row: Any) -> str:
     if row.direction == "backward" and row.dtype == "float16":
         return f"Use a lower loss scale (a dynamic one falls by itself), or {_wider(row)}."
     other = " or bfloat16" if row.dtype == "float16" else ""
-    return f"Keep it in float32{other}: {_wider(row)}."
+    return f"Use float32{other} for it: {_wider(row)}."
 
 
 def _larger(row: Any) -> str:
     if row.direction == "backward":
         return f"Raise the loss scale, see mpjax.debug.recommend_loss_scale, or {_wider(row)}."
-    return f"Keep it in float32: {_wider(row)}."
+    return f"Use float32 for it: {_wider(row)}."
 
 
 def _wider(row: Any) -> str:

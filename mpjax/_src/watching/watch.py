@@ -1,4 +1,4 @@
-"""Watches half tensors: `measure_precision` in a program, `watch_precision` around a step."""
+"""Watches 16-bit tensors: `measure_precision` in a program, `watch_precision` around a step."""
 
 import collections
 import functools
@@ -23,14 +23,14 @@ METRIC = "precision"
 
 
 def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, PrecisionReport]]:
-    """Returns a function that also measures its half tensors.
+    """Returns a function that also measures its 16-bit tensors.
 
-    It measures everything that the function computes, including gradients that are taken inside it:
-    the half operands and results of each matmul and convolution, each cast to half, and other half
-    values that are stored. It works on any program, under `autocast` or with casts by hand, in
+    It measures everything that the function computes, including gradients that are computed inside
+    it: the 16-bit operands and results of each matmul and convolution, each cast to 16 bits, and
+    other stored 16-bit values. It works on any program, under `autocast` or with casts by hand, in
     loops, branches, remat and shard_map, and under jit, vmap and scan. The statistics are
     reductions on the device; nothing waits for the host. The returned function has the same
-    gradient as ``fun``, but a gradient that is taken outside is not measured; wrap the function
+    gradient as ``fun``, but a gradient that is computed outside is not measured; wrap the function
     that takes it instead.
 
     Args:
@@ -89,7 +89,7 @@ def _differentiable(jaxpr: Any, watched: Any) -> Callable[..., tuple[list[Any], 
 
 
 def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) -> "WatchedStep":
-    """Measures the half tensors of a jitted training step, in one of every ``every`` calls.
+    """Measures the 16-bit tensors of a jitted training step, in one of every ``every`` calls.
 
     A call that is not sampled runs ``step`` itself, unchanged. A sampled call runs a second
     program, compiled at the first call: the same step with the statistics of `measure_precision`. A
@@ -134,9 +134,9 @@ def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) 
         step = jax.jit(step)
     interval, first = whole_number(every), whole_number(start)
     if interval is None or interval < 1:
-        raise ValueError(f"every={brief(every)} must be a whole number of steps, 1 or more.")
+        raise ValueError(f"every={brief(every)} must be an integer >= 1, a number of steps.")
     if first is None or first < 0:
-        raise ValueError(f"start={brief(start)} must be a whole number of calls, 0 or more.")
+        raise ValueError(f"start={brief(start)} must be an integer >= 0, a number of calls.")
     return WatchedStep(step, interval, first)
 
 

@@ -1,7 +1,7 @@
 """The only package that uses JAX's internals or depends on differences between its versions.
 
 It imports nothing of mpjax but `lines`. tests/base/_jax has a test for each assumption about JAX
-that is made here.
+that is computed here.
 """
 
 from jax.extend.core import Literal

@@ -123,7 +123,7 @@ def cpu_barrier(x: jax.Array) -> jax.Array:
 def held_for_cpu(
     left: jax.Array, right: jax.Array, dimension_numbers: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the half operands of a matmul with float32 result as XLA:CPU can multiply them.
+    """Returns the 16-bit operands of a matmul with float32 result as XLA:CPU can multiply them.
 
     A marked matmul does not need it (`cpu_matmuls`). But whoever evaluates a program equation by
     equation may lose the mark, and without either, XLA:CPU can fail.
@@ -164,7 +164,7 @@ def row_major(x: jax.Array) -> jax.Array:
     """Returns ``x``; on one GPU, or in each part of a shard_map, in the order of its axes.
 
     XLA:GPU may lay out codes in another order, in which their blocks are not contiguous. Then all
-    kernels that make or read the values that they stand for transpose arrays, in float32. To
+    kernels that compute or read the coded values transpose arrays, in float32. To
     partition the constraint, XLA would gather the array. `jax.export` does not permit it.
     """
     return _row_major_p.bind(x, order=tuple(range(x.ndim)))

@@ -1,7 +1,7 @@
-"""Half convolutions whose kernel gradients are summed over devices in float32.
+"""16-bit convolutions whose kernel gradients are summed over devices in float32.
 
 A matmul can return the float32 accumulator of that gradient (`wire.half_dot`), but cuDNN has no
-such convolution. So each device convolves its own part of the batch in half, and the results are
+such convolution. So each device convolves its own part of the batch in 16 bits, and the results are
 cast to float32 before they are summed.
 """
 
@@ -24,7 +24,7 @@ Dims = jax.lax.ConvDimensionNumbers
 
 
 def half_conv(x: Any, kernel: Any, half: Any, **params: Any) -> Any:
-    """Convolves in half with a kernel that may be float32. It is linear in both operands.
+    """Convolves in 16 bits with a kernel that may be float32. It is linear in both operands.
 
     Args:
         x: The input.
@@ -105,7 +105,7 @@ def _abstract_eval(x, y, *, half, sums, **params):
 
 
 def _transpose_x(ct, x, kernel, *, half, sums, preferred_element_type, **params):
-    """Transposes a convolution as JAX does, in half."""
+    """Transposes a convolution as JAX does, in 16 bits."""
     del sums, preferred_element_type
     ct, kernel = (jax.lax.convert_element_type(v, half) for v in (ct, kernel))
     moving = ad.UndefinedPrimal(retyped(x.aval, half))

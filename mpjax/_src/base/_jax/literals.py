@@ -25,7 +25,7 @@ _LOCK = threading.RLock()
 
 
 def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    """Returns a conversion that casts a number to half by an equation, in one thread."""
+    """Returns a conversion that casts a number to 16 bits by an equation, in one thread."""
 
     def cast(x, *args, **kwargs):
         dtype, *more = args or (kwargs.get("new_dtype", kwargs.get("dtype")),)
@@ -40,7 +40,7 @@ def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def casts_of_numbers() -> Iterator[None]:
-    """Returns a context in which traces of this thread show each cast of a number to half.
+    """Returns a context in which traces of this thread show each cast of a number to 16 bits.
 
     Cached traces of a jit are used again, unless the context of the trace is new.
     """
@@ -57,7 +57,9 @@ def casts_of_numbers() -> Iterator[None]:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = unfolded
             for (module, name), convert in zip(_PLACES, before, strict=True):
                 setattr(module, name, _showing(convert, thread))
-            with np.errstate(over="ignore"):  # an array may hold -1e9, which overflows in float16
+            with np.errstate(
+                over="ignore"
+            ):  # an array may contain -1e9, which overflows in float16
                 yield
         finally:
             partial_eval.const_fold_rules[lax.convert_element_type_p] = fold
@@ -70,7 +72,7 @@ def _is_half(dtype: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Returns whether a value is a Python or NumPy number that is wider than half."""
+    """Returns whether a value is a Python or NumPy number that is wider than 16 bits."""
     if isinstance(x, bool):
         return False
     if isinstance(x, int | float):

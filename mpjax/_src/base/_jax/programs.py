@@ -53,7 +53,7 @@ def programs_in(params: dict[str, Any]) -> list[Any]:
 class Structure:
     """A tree structure as a key: equal to another if JAX can tell.
 
-    The metadata of a tree may hold arrays. They are compared by value, outside of any trace that
+    The metadata of a tree may contain arrays. They are compared by value, outside of any trace that
     is active. Arrays with several elements, or of an outer trace, have no truth value.
     """
 

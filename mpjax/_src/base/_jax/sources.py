@@ -119,7 +119,7 @@ def in_one_call(first: Any, second: Any) -> bool:
 
 
 def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the frames of JAX and mpjax that made an equation, and the frames around them."""
+    """Returns the frames of JAX and mpjax that produced an equation, and the frames around them."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else list(traceback.frames)
     own = (i for i, f in enumerate(frames) if not f.file_name.startswith((JAX, OURS)))

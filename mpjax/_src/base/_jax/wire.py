@@ -1,4 +1,4 @@
-"""Operations that depend on the number of devices, so that devices exchange half, or less.
+"""Operations that depend on the number of devices, so that devices exchange 16 bits, or less.
 
 A compiler partitions a program after differentiation. It puts an exchange right before an operation
 that reads a sharded array, or right after one that sums over it. So devices exchange arrays in the
@@ -25,10 +25,10 @@ dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
 
 
 def half_dot(x: Any, y: Any, half: Any, **params: Any) -> Any:
-    """Multiplies two arrays in half, one of which may be float32. It is linear in both.
+    """Multiplies two arrays in 16 bits, one of which may be float32. It is linear in both.
 
     If several devices sum their parts of an operand's cotangent, the cotangent is the matmul's
-    float32 accumulator. On one device it is a half result, which moves fewer bytes.
+    float32 accumulator. On one device it is a 16-bit result, which moves fewer bytes.
 
     Args:
         x: The left operand.
@@ -45,15 +45,15 @@ def _half_dot(x, y, half, dtype, order, sums, **params):
 
 
 def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
-    """Gathers entries of a float32 array, of which devices exchange only half parts.
+    """Gathers entries of a float32 array, of which devices exchange only 16-bit parts.
 
-    On several devices the array is rounded to half before the gather. The derivative is that of the
-    float32 gather: entries of the cotangent are summed in float32.
+    On several devices the array is rounded to 16 bits before the gather. The derivative is that of
+    the float32 gather: entries of the cotangent are summed in float32.
 
     Args:
         x: The array.
         indices: The indices.
-        half: The half dtype.
+        half: The 16-bit dtype.
         **params: The parameters of ``gather``.
     """
     return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
@@ -104,7 +104,7 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 
 
 def _multiply(x, y, *, half, preferred_element_type, order, sums, devices, **params):
-    """Multiplies in half, transposes the result and casts it."""
+    """Multiplies in 16 bits, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
     wide = sums and devices > 1
     params["preferred_element_type"] = np.promote_types(half, np.float32) if wide else half

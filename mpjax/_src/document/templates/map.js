@@ -70,25 +70,25 @@ alike(root);
 // ---- drawing ------------------------------------------------------------------------------------
 
 const tree = at("tree");
-let colour = 0;
+let color = 0;
 let hits = null;
 let chosen = null;
 const nothing = at("detail").firstElementChild;
 
-const amountOf = () => data.scales.slice(0, colour).filter((s) => s.amount).length;
+const amountOf = () => data.scales.slice(0, color).filter((s) => s.amount).length;
 
 function paintTile(o) {
   if (!o.tile) return;
-  const [, style] = data.scales[colour].keys[o.places[colour]];
+  const [, style] = data.scales[color].keys[o.places[color]];
   const miss = hits && !hits.has(o) ? " miss" : "";
   o.tile.className = `tile ${style}${o.large ? " large" : ""}${miss}`;
 }
 
 function paintBox(b) {
   if (!b.head) return;
-  const scale = data.scales[colour];
+  const scale = data.scales[color];
   const counts = new Map();
-  for (const o of b.all) counts.set(o.places[colour], (counts.get(o.places[colour]) || 0) + 1);
+  for (const o of b.all) counts.set(o.places[color], (counts.get(o.places[color]) || 0) + 1);
   b.strip.replaceChildren(
     ...[...counts.keys()].sort((x, y) => x - y).map((place) => {
       const part = made("span", scale.keys[place][1]);
@@ -305,11 +305,11 @@ at("search").addEventListener("keydown", (event) => {
 at("next").onclick = next;
 at("open").onclick = () => expandAll(root, true);
 at("close").onclick = () => expandAll(root, false);
-for (const radio of document.getElementsByName("colour")) {
+for (const radio of document.getElementsByName("color")) {
   radio.onchange = () => {
-    at(`legend${colour}`).hidden = true;
-    colour = Number(radio.value);
-    at(`legend${colour}`).hidden = false;
+    at(`legend${color}`).hidden = true;
+    color = Number(radio.value);
+    at(`legend${color}`).hidden = false;
     repaint();
   };
 }
