@@ -1,7 +1,11 @@
 """Words that users type in the search box, and the page that has to come first.
 
-Each becomes an entry of the index, which the search ranks above titles and text.
+Each becomes an entry of the index, which the search ranks above titles and text. Those of
+questions.json lead to the section that answers the question.
 """
+
+import json
+from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
@@ -20,14 +24,20 @@ WORDS = {
     "weights": ("master weights",),
     "will_it_help": ("speedup", "faster"),
 }
+QUESTIONS = json.loads((Path(__file__).parents[1] / "questions.json").read_text())
 
 
 def add_entries(app, doctree):
     """Adds main entries of the index to a page's title."""
-    if words := WORDS.get(app.env.docname):
-        section = doctree.next_node(nodes.section)
-        entries = [("single", word, section["ids"][0], "main", None) for word in words]
-        section.insert(1, addnodes.index(entries=entries, inline=False))
+    section = doctree.next_node(nodes.section)
+    entries = [(word, section["ids"][0]) for word in WORDS.get(app.env.docname, ())]
+    for question in QUESTIONS:
+        page, _, anchor = question["page"].partition("#")
+        if page == app.env.docname:
+            entries.append((question["words"].lower(), anchor or section["ids"][0]))
+    if entries:
+        found = [("single", word, place, "main", None) for word, place in entries]
+        section.insert(1, addnodes.index(entries=found, inline=False))
 
 
 def setup(app):

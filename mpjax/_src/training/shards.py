@@ -155,8 +155,8 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
             f"optimizer: its update reduces arrays to single numbers ({names[0]}), as clipping by "
             "the global norm and trust ratios do, but parameters are split over "
             f"{', '.join(map(repr, shards.all))}: each device would see its own part alone. Clip "
-            "by the norm of all parts, which the step passes to update as grad_norm= (the how-to "
-            "of clipping shows it), or reduce over that axis in the optimizer (jax.lax.psum)."
+            "by the norm of all parts, which the step passes to update as grad_norm= (see "
+            "docs/training.md#clip-gradients), or reduce over that axis in the optimizer (jax.lax.psum)."
         )
 
 
