@@ -1,6 +1,7 @@
 """The built site in a browser: `make docs` runs this, and says by SITE where the site lies."""
 
 import functools
+import json
 import os
 import re
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+QUESTIONS = Path(__file__).parents[2] / "docs" / "questions.json"
 SITE = Path(os.environ.get("SITE", ""))
 pytestmark = pytest.mark.skipif("SITE" not in os.environ, reason="SITE does not say where it lies")
 FOUND = (path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
@@ -112,6 +114,22 @@ def test_words_that_users_type_find_the_page_first(opened, address, words, page)
     tab.wait_for_selector("#search-results li a")
     tab.wait_for_timeout(500)  # results come one after the other, the best first
     assert tab.get_attribute("#search-results li a", "href").startswith(f"{page}.html")
+
+
+def test_the_words_of_each_question_find_the_page_that_answers_it(opened, address):
+    tab, wrong = opened(viewport=WIDE), []
+    for one in json.loads(QUESTIONS.read_text()):
+        tab.goto(f"{address}/search.html?q={one['words']}")
+        tab.wait_for_selector("#search-results li a")
+        tab.wait_for_timeout(300)
+        found = tab.get_attribute("#search-results li a", "href")
+        page, _, anchor = one["page"].partition("#")
+        if not found.startswith(f"{page}.html"):
+            wrong.append(f"{one['words']}: {found}, not {page}")
+        answer = tab.goto(f"{address}/{page}.html")
+        if not answer.ok or (anchor and not tab.locator(f'[id="{anchor}"]').count()):
+            wrong.append(f"{one['question']}: no {one['page']}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_old_addresses_lead_on(opened, address):

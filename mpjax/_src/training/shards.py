@@ -156,7 +156,8 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
             "the global norm and trust ratios do, but parameters are split over "
             f"{', '.join(map(repr, shards.all))}: each device would see its own part alone. Clip "
             "by the norm of all parts, which the step passes to update as grad_norm= (see "
-            "docs/training.md#clip-gradients), or reduce over that axis in the optimizer (jax.lax.psum)."
+            "docs/training.md#clip-gradients), or reduce over that axis in the optimizer "
+            "(jax.lax.psum)."
         )
 
 
