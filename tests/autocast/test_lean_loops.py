@@ -8,6 +8,7 @@ import pytest
 from support import equations, normal
 
 import mpjax
+from mpjax._src.base.devices import traced_for
 
 LEAN = "mixed_bfloat16,storage=lean"
 BIG = normal(2, 64, 16)
@@ -63,6 +64,25 @@ def test_by_default_a_loop_keeps_what_lean_keeps(name):
         for policy in ("mixed_bfloat16", LEAN)
     ]
     assert stacks[0] == stacks[1] != {}
+
+
+def test_on_a_tpu_a_loop_keeps_what_is_computed_outside_of_loops():
+    w, x = normal(5, 6, 8, 8), normal(6, 64, 8)
+
+    def fun(w, x):
+        def layer(x, w):
+            return jax.nn.softmax(x @ w.T @ x.T) @ x, None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+    def stacks(policy):
+        return {k: n for k, n in kept(fun, policy, w, x).items() if k[1][0] == 6}
+
+    same = {}
+    for device in ("h100", "v5e"):
+        with traced_for(device):
+            same[device] = stacks("mixed_bfloat16") == stacks(LEAN)
+    assert same == {"h100": True, "v5e": False}
 
 
 def test_a_sum_with_a_float32_carry_is_kept_in_16_bits_if_a_matmul_alone_reads_it():

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from support import equations, normal, thorough_but
 
 import mpjax
+from mpjax._src.base.devices import traced_for
 
 X = normal(1, 2, 9, 8, 3)
 POLICIES = [
@@ -77,6 +78,13 @@ def test_positions_are_kept_in_a_byte_and_not_what_is_pooled():
         assert len(large) == small.count("uint8") == 1, policy
         gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(layers, policy)))(w, x)
         assert "select_and_scatter_add" not in {e.primitive.name for e in equations(gradient)}
+
+
+def test_a_tpu_runs_its_own_kernel_for_jaxs_derivative():
+    w, x = normal(2, 3, 128), normal(3, 2, 32, 32, 3)
+    with traced_for("v5e"):
+        gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(layers, "mixed_bfloat16")))(w, x)
+    assert "select_and_scatter_add" in {e.primitive.name for e in equations(gradient)}
 
 
 TRANSFORMED = {

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import _jax
-from mpjax._src.base.devices import device_facts, target_facts
+from mpjax._src.base.devices import current_facts
 from mpjax._src.base.dtypes import HALVES
 
 # The least compute capability that cuDNN's fused attention runs on.
@@ -40,7 +40,7 @@ def choose(arrays: Sequence[Any], options: Options) -> tuple[str, str]:
         The name and "", or "" and the reason.
     """
     query, key, value, bias, mask = arrays
-    device = target_facts() or device_facts(None)
+    device = current_facts()
     if device.platform == "cpu":
         return "", "a CPU has no fused kernel"
     if any(_jax.is_sharded_along(x, -3) for x in (query, key, value)):

@@ -50,6 +50,7 @@ from mpjax._src.autocast.steps import (
     WholeCheckpoint,
 )
 from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
+from mpjax._src.base.devices import current_facts
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import NONE, SCAN, THEIRS, Inside, turns_of
 from mpjax._src.policy.policy import CHOICES, Policy
@@ -201,7 +202,8 @@ INSIDE = {THEIRS: PEEPHOLES, NONE: WRITTEN}
 
 # The goals inside loops. What an iteration keeps is written to a stack and read from it, so the
 # fewest bytes kept are the fewest moved. Values are rounded where they are kept, not in between as
-# under `LEAN`, whose results do not depend on what is kept.
+# under `LEAN`, whose results do not depend on what is kept. On a TPU, XLA writes a softmax that is
+# computed again to memory before matmuls read it.
 IN_LOOPS = {FAST: LEAN}
 
 # Settings of the policy that replace what a program writes out.
@@ -294,7 +296,8 @@ def _pick(
                 ]
                 analysis.once.update(_once_inside(op, sub, analysis.once))
                 goal = by if by == WRITTEN else INSIDE.get(op.inside.storage, by)
-                goal = IN_LOOPS.get(goal, goal) if sub.program.in_loop else goal
+                if sub.program.in_loop and current_facts().platform != "tpu":
+                    goal = IN_LOOPS.get(goal, goal)
                 _pick(sub.program, analysis, goal, {*inner}, replaced, picked)
         elif analysis.once:
             reads = {v for v in op.ins if not v.constant}

@@ -2,7 +2,8 @@
 
 JAX's derivative reads the whole operand again. XLA:GPU finds in it four integers for each maximum,
 and adds the cotangents one by one to an array of zeros. From positions, the derivative is a sum of
-padded arrays, in one kernel. PyTorch's max pools keep the positions too, in eight bytes.
+padded arrays, in one kernel. PyTorch's max pools keep the positions too, in eight bytes. A TPU has
+a kernel for JAX's derivative, which moves fewer bytes there.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from mpjax._src.autocast.derivatives import keep, with_tangent
 from mpjax._src.base import _jax
+from mpjax._src.base.devices import current_facts
 
 # The most entries of a window: the kernel has a term for each.
 MOST = 64
@@ -23,6 +25,8 @@ MOST = 64
 
 def keeps_positions(eqn: Any) -> bool:
     """Returns whether a pool keeps positions; if not, its derivative is JAX's."""
+    if current_facts().platform == "tpu":
+        return False
     params, window = eqn.params, eqn.params["window_dimensions"]
     dense = all(d == 1 for d in params["base_dilation"])
     pooled = [n for n, w in zip(eqn.invars[0].aval.shape, window, strict=True) if w > 1]

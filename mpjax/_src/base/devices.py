@@ -236,6 +236,14 @@ def target_facts() -> DeviceFacts | None:
     return _named(COMPILED_FOR.value) if COMPILED_FOR.value else None
 
 
+def current_facts() -> DeviceFacts:
+    """Returns the facts of the device that a function is traced for.
+
+    That is the target of `compile_for`, or else the default device.
+    """
+    return target_facts() or device_facts(None)
+
+
 def device_facts(device: Any) -> DeviceFacts:
     """Returns the facts of a device, a name such as "h100", or for None the default device."""
     device = default_device() if device is None else device
