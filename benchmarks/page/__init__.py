@@ -42,6 +42,7 @@ write. The models are in [benchmarks/models](../benchmarks/models), and the othe
 TITLES = {
     "aot": "Compiled for GPUs and TPUs",
     "ladder": "Memory settings",
+    "fit": "Memory and roofline of each setting",
     "gpu": "Timed on a GPU",
     "cpu": "Timed on a CPU",
     "scaling": "Size of models and number of devices",
@@ -49,7 +50,7 @@ TITLES = {
 UNMEASURED = "Not measured.\n"
 
 # Suites whose tables are on pages of their subjects.
-TABLES = {"watching": "watching", "weights": "weights", "fit": "memory"}
+TABLES = {"watching": "watching", "weights": "weights"}
 # The suites with goals, and what each row of the summary says of where it was measured.
 GOALS = {"aot": ("compiled", aot.goals), "gpu": ("GPU", gpu.judged), "cpu": ("CPU", cpu.judged)}
 

@@ -1,4 +1,4 @@
-"""The table of docs/memory.md: the frontier of each model beside its default."""
+"""The table of the frontier of each model, beside its default."""
 
 from typing import Any
 
