@@ -1,7 +1,9 @@
 """The Sphinx configuration of the site that `make docs` builds."""
 
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # pages are executed on the machine that builds the site
@@ -101,4 +103,13 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+# Once pyproject.toml has the address of the repository, pages link to their source there.
+about = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+address = about.get("urls", {}).get("Repository", "")
+if found := re.match(r"https://github\.com/([\w.-]+)/([\w.-]+)", address):
+    html_context |= {"github_user": found[1], "github_repo": found[2]}
+    html_context |= {"github_version": "main", "doc_path": "docs"}
+    html_theme_options |= {"use_edit_page_button": True, "github_url": found[0]}
+    html_theme_options["secondary_sidebar_items"].append("edit-this-page")
+
 exclude_patterns = ["_ext", "_build"]
