@@ -479,3 +479,10 @@ def test_nonfinite_report_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.found = True
     assert math.isnan(nonfinite.Range("f32", (), math.nan, math.nan, 1, 0).low)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_strict_promotion_does_not_hide_what_overflowed(policy, strict_promotion):
+    w, x = jnp.full((8, 8), 1e30), jnp.full((4, 8), 1e30)
+    report = find_nonfinite(lambda w: jnp.mean((x @ w) ** 2), policy)(w)
+    assert report.found and report.made == "Inf"

@@ -45,6 +45,12 @@ def capability_of(device: jax.Device) -> str:
     return str(getattr(device, "compute_capability", ""))
 
 
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
+    """Returns a floating or complex dtype, widened to 32 bits, whatever promotion JAX allows."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
+
+
 def short_name(dtype: Any) -> str:
     """Returns the short name of a dtype, such as "bf16"."""
     return SPELLINGS[dtype][0] if dtype in SPELLINGS else str(dtype)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.transform import call, trace
 from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import at_least_float32
 from mpjax._src.base.errors import warn_at
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import all_finite
@@ -248,4 +249,4 @@ def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[st
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import short_name
+from mpjax._src.base.dtypes import at_least_float32, short_name
 from mpjax._src.document.model import Document
 from mpjax._src.document.report import Report
 
@@ -99,7 +99,7 @@ def range_of(x: Any, path: str = "") -> Range:
     name = short_name(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         x = jnp.abs(x)
-    low, high = (float(end) for end in _ends(jnp.asarray(x, jnp.promote_types(x.dtype, "float32"))))
+    low, high = (float(end) for end in _ends(jnp.asarray(x, at_least_float32(x.dtype))))
     if low > high:
         low = high = math.nan
     return Range(name, shape, low, high, *counts(x), path)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import _jax, rules
-from mpjax._src.base.dtypes import dtype_of, is_float, is_half, short_name
+from mpjax._src.base.dtypes import at_least_float32, dtype_of, is_float, is_half, short_name
 from mpjax._src.base.lines import where
 from mpjax._src.base.rules import rule_of
 from mpjax._src.instruments.noise import SUSPICIOUS
@@ -280,7 +280,7 @@ STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
 @jax.jit
 def stats_of(got, own, shadow):
     """Returns `STATS` of a result, of float32 on its operands, and of its shadow, in one pass."""
-    wide = jnp.promote_types(shadow.dtype, jnp.float32)
+    wide = at_least_float32(shadow.dtype)
     rows = (-1, shadow.shape[-1] if shadow.ndim else 1)  # sums of sums lose less
     got, own, shadow = (x.astype(wide).reshape(rows) for x in (got, own, shadow))
     sizes = jnp.abs(shadow)
