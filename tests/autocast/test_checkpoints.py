@@ -23,8 +23,8 @@ def grouped_norm(x):
     return ((y - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape)
 
 
-def test_an_island_in_a_checkpoint_keeps_no_input_that_is_computed_again():
-    """A skip connection: its parts are kept, and both readers of it join them again."""
+def test_no_reader_of_a_skip_connection_keeps_what_it_joins():
+    """The parts are kept, and both readers join them again."""
 
     def loss(params, x):
         w, scale, wide = params
@@ -36,10 +36,31 @@ def test_an_island_in_a_checkpoint_keeps_no_input_that_is_computed_again():
     params = W, normal(2, 16), normal(3, 16, 8)
     kept = mpjax.explain(loss, LEAN, argnums=0)(params, X).kept
     shapes = collections.Counter(k.shape for k in kept)
-    assert shapes[(2, 64, 16)] == 1  # the operand of a matmul: what the activation returned
+    assert shapes[(2, 64, 16)] == 0  # nor what the activation returns
     found, want = (jax.jit(jax.grad(f))(params, X) for f in (mpjax.autocast(loss, LEAN), loss))
     for a, b in zip(found, want, strict=True):
         assert np.linalg.norm(a - b) < 2**-5 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.softplus, jax.nn.gelu, jnp.tanh])
+@pytest.mark.parametrize("gated", [False, True])
+def test_small_vectors_keep_no_activation(activation, gated):
+    """A norm's parameters, or a gate of the whole row, are small beside what they multiply."""
+
+    def fun(w, scale, x):
+        for _ in range(3):
+            y = x @ w - (x @ w).mean(0)
+            y = y * jax.lax.rsqrt((y**2).mean(0) + 1e-5)
+            y = activation(y * scale["by"] + scale["plus"])
+            if gated:  # squeeze and excitation
+                y = y * jax.nn.sigmoid(y.mean(0) @ w)
+            x = y
+        return jnp.mean((x @ w) ** 2)
+
+    w, x = normal(3, 16, 16), normal(4, 256, 16)
+    args = w, {"by": normal(5, 16), "plus": normal(6, 16)}, x
+    found = mpjax.explain(fun, LEAN, argnums=0)(*args).kept
+    assert sum(k.shape == x.shape for k in found) == 4  # results of matmuls
 
 
 # ---- cotangents of weights ----------------------------------------------------------------------

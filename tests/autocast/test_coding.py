@@ -293,6 +293,18 @@ def test_islands_round_what_they_make_and_convolutions_do_not(monkeypatch):
     monkeypatch.setattr(environment, "encode", spied)
     model, params = efficientnet()
     jax.eval_shape(mpjax.autocast(model, CODED), params)
+    assert {*rounded} == {False}
+
+    def lstm(weights, x):
+        h = c = jnp.zeros((64, 256))
+        for now in x:
+            i, f, g, o = jnp.split(now @ weights[0] + h @ weights[1], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return jnp.mean(h**2)
+
+    weights = [normal(i, 256, 1024) / 16 for i in (6, 7)]
+    jax.eval_shape(jax.grad(mpjax.autocast(lstm, CODED)), weights, normal(5, 3, 64, 256))
     assert {*rounded} == {True, False}
 
 

@@ -317,14 +317,9 @@ MOVES = {
         "full",
         F32,
     ),
-    "rows written into others": (
-        lambda h: (h @ W).at[jnp.arange(2)].set(0.0) @ V,
-        "scatter",
-        "half",
-        BF16,
-    ),
+    "rows written into": (lambda h: (h @ W).at[:2].set(0.0) @ V, "scatter", "half", BF16),
     "half and a mask, written into it": (
-        lambda h: (lambda c: (c @ V, total(c)))((h @ W).at[jnp.arange(2)].set(-3.4e38)),
+        lambda h: (lambda c: (c @ V, total(c)))((h @ W).at[:2].set(-3.4e38)),
         "scatter",
         "full",
         F32,
@@ -492,17 +487,12 @@ def test_iota_is_never_rounded():
 
 
 def test_constant_cast_from_an_integer_leaves_pad_in_half():
-    """`jnp.pad` makes its zero from an integer."""
-    assert (
-        stored(decided("pad", lambda h: jnp.pad(h @ W, 1) @ jnp.ones((18, 4))).outs[0]).dtype
-        == BF16
-    )
+    pad = decided("pad", lambda h: jnp.pad(h @ W, 1) @ jnp.ones((18, 4)))  # its zero
+    assert stored(pad.outs[0]).dtype == BF16
 
 
 def test_values_computed_from_arguments_alone_are_stored_in_float32():
-    """In half, nothing would be left of it where one reader subtracts nearly all."""
-
-    def fun(h, s):
+    def fun(h, s):  # in half, nothing would be left where one reader subtracts nearly all
         both = jnp.concatenate([h, h])
         return 100 * (both - s * both) @ W, both @ V
 
