@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.models import TITLES
 from benchmarks.on_cpu import codes, dots, goals, quality
 from benchmarks.on_gpu.tables import reason
-from benchmarks.page.goals import RANGE, Goal, every
+from benchmarks.page.goals import RANGE, Goal, every, recorded
 from benchmarks.page.tables import UNKNOWN, above, shortfalls, shown, table, written
 
 # The heading of each case, and what is said above its table.
@@ -118,20 +118,7 @@ def _goal(name: str, row: dict[str, Any]) -> Goal:
         ours = last.partition(" / ")[0].removeprefix("mpjax").strip() if case == "overhead" else ""
         of = "" if case not in SAYS else shown(", ".join(filter(None, (*middle, ours))))
         sense, unit = "<=", "x"
-    found, bound = row["found"], row["bound"]
-    spread = isinstance(found, dict)
-    return Goal(
-        kind,
-        of,
-        sense,
-        tuple(bound) if isinstance(bound, list | tuple) else bound,
-        found["median"] if spread else found,
-        row["met"],
-        unit,
-        row.get("sure", True),
-        (found["low"], found["high"]) if spread else None,
-        same=sense != RANGE,
-    )
+    return recorded(row, kind, of, sense, unit, same=sense != RANGE)
 
 
 def busy(rows: goals.Rows) -> str:

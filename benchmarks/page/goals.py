@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from benchmarks.page.tables import Cell, prose, table
 
@@ -42,6 +43,24 @@ class Goal:
         if self.bound is None:
             return ()
         return self.bound if isinstance(self.bound, tuple) else (self.bound,)
+
+
+def recorded(row: dict[str, Any], kind: str, of: str, sense: str, unit: str, same: bool) -> Goal:
+    """Returns the goal of a row of results: its bound, and one number or a median and its ends."""
+    found, bound = row["found"], row["bound"]
+    spread = isinstance(found, dict)
+    return Goal(
+        kind,
+        of,
+        sense,
+        tuple(bound) if isinstance(bound, list | tuple) else bound,
+        found["median"] if spread else found,
+        row["met"],
+        unit,
+        row.get("sure", True),
+        (found["low"], found["high"]) if spread else None,
+        same,
+    )
 
 
 def every(goals: Iterable[Goal]) -> str:

@@ -7,7 +7,7 @@ from benchmarks.on_gpu import goals
 from benchmarks.on_gpu.speed import OURS
 from benchmarks.on_gpu.statistics import quotient
 from benchmarks.on_gpu.tables import reason
-from benchmarks.page.goals import RANGE, Goal, every
+from benchmarks.page.goals import RANGE, Goal, every, recorded
 from benchmarks.page.tables import UNKNOWN, above, shortfalls, shown, table, written
 
 PREDICTED = """What `compile_for` predicts without the device, as a share of what was measured: the
@@ -84,19 +84,8 @@ def _goal(name: str, row: dict[str, Any]) -> Goal:
         sense, unit = ">=", ""
     else:
         rule, unit = "failing tests of this repository", ""
-    found, bound = row["found"], row["bound"]
-    spread = isinstance(found, dict)
-    return Goal(
-        rule,
-        title,
-        sense,
-        tuple(bound) if isinstance(bound, list | tuple) else bound,
-        found["median"] if spread else found,
-        row["met"],
-        unit,
-        interval=(found["low"], found["high"]) if spread else None,
-        same=not (sense == RANGE and unit == ""),
-    )
+    same = not (sense == RANGE and unit == "")
+    return recorded(row, rule, title, sense, unit, same)
 
 
 def headline(stored: dict[str, Any]) -> str:
