@@ -359,7 +359,6 @@ def _that_keep_less(islands: list[Island], flow: Flow, alive: Collection[Value])
         again = () if apart.again.isdisjoint(step.outs) else step.ins
         for value in (*needs(flow.analysis, step), *again):
             readers.setdefault(value, set()).add(step)
-    left = {*apart.kept}  # what no island is kept instead of
 
     def size(values: Iterable[Value]) -> int:
         return sum(stored_bytes(flow.analysis, v) for v in values)
@@ -373,12 +372,8 @@ def _that_keep_less(islands: list[Island], flow: Flow, alive: Collection[Value])
             before = producer[value].ins if value in apart.again else ()
             todo += [v for v in before if v not in sources]
             sources |= dict.fromkeys(before)
-        instead = left.intersection(sources)
-        saves = FAR_SMALLER * (size(island.rounded) // 2 + size(read)) <= (
-            (FAR_SMALLER - 1) * size(instead)
-        )
-        left.difference_update(instead if saves else ())
-        return saves
+        kept = size(island.rounded) // 2 + size(read)
+        return FAR_SMALLER * kept <= (FAR_SMALLER - 1) * size(apart.kept.intersection(sources))
 
     return [i for i in islands if not isinstance(i, Recomputed) or keeps_less(i)]
 
