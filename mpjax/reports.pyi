@@ -10,13 +10,18 @@ from ._src.hardware.report import CompileReport, MatmulRow
 from ._src.hardware.trials import FitTry
 from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison
-from ._src.instruments.explain import CastReport
-from ._src.instruments.histogram import GradientHistogram, LossScaleAdvice
+from ._src.instruments.explain import CastReport, Row
+from ._src.instruments.histogram import GradientHistogram, HistogramRow, LossScaleAdvice
+from ._src.instruments.kept import Kept
 from ._src.instruments.nonfinite import NonfiniteReport
-from ._src.instruments.tune import Tuning
+from ._src.instruments.ranges import Range
+from ._src.instruments.shadows import CompareRow
+from ._src.instruments.tune import TuneStep, Tuning
 from ._src.lint.report import Finding, LintReport
+from ._src.lint.rule import Rule
 from ._src.training.stalled import Stalled
 from ._src.training.watch import Overflow, Underflow
+from ._src.watching.figures import Figures
 from ._src.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
 from ._src.watching.risk import Risk
 
@@ -25,13 +30,17 @@ __all__ = [
     "BatchTry",
     "CastReport",
     "CollectiveRow",
+    "CompareRow",
     "Comparison",
     "CompileReport",
     "DeviceFacts",
     "DeviceReport",
+    "Figures",
     "Finding",
     "FitTry",
     "GradientHistogram",
+    "HistogramRow",
+    "Kept",
     "LargestBatch",
     "LintReport",
     "LossScaleAdvice",
@@ -43,8 +52,12 @@ __all__ = [
     "Parting",
     "PrecisionReport",
     "PrecisionRow",
+    "Range",
     "Risk",
+    "Row",
+    "Rule",
     "Stalled",
+    "TuneStep",
     "Tuning",
     "Underflow",
     "WatchedTensor",

@@ -15,7 +15,6 @@ import chex
 import jax
 import optax
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.ext.autosummary import (
     ImportExceptionGroup,
     get_import_prefixes_from_env,
@@ -125,13 +124,6 @@ def skip_fields(app, what, name, value, skip, options):
     return True if type(value).__name__ == "_tuplegetter" or name == "document" else None
 
 
-def hide_modules(app, doctree):
-    """Shows ``Row`` in place of ``mpjax._src.instruments.explain.Row``."""
-    for name in list(doctree.findall(addnodes.desc_addname)):
-        if name.astext().startswith("mpjax._src."):
-            name.parent.remove(name)
-
-
 def setup(app):
     app.add_role("name", Name())
     app.connect("autodoc-process-docstring", hide_colons, priority=100)
@@ -139,5 +131,4 @@ def setup(app):
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("missing-reference", find_public, priority=100)
     app.connect("object-description-transform", name_parameters, priority=100)
-    app.connect("doctree-read", hide_modules)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -71,6 +71,7 @@ KEPT = Color(
 CASTS = frozenset({"convert_element_type"})
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One equation of the program.

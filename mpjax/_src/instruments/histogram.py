@@ -169,6 +169,7 @@ class GradientHistogram(Report):
         )
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class HistogramRow:
     """The gradients of one parameter. Shares are of all counted entries, from 0 to 1.

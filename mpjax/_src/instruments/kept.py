@@ -21,10 +21,12 @@ from mpjax._src.autocast.steps import (
 )
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
+from mpjax._src.base.public import public
 from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.site import ROOT
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """An array that is kept from the forward to the backward pass.

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import at_least_float32, short_name
+from mpjax._src.base.public import public
 from mpjax._src.document.model import Document
 from mpjax._src.document.report import Report
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class Range(Report):
     """The range of an array: its least and greatest finite values, and its counts of NaN and Inf.

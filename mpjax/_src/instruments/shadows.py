@@ -12,6 +12,7 @@ import numpy as np
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import at_least_float32, dtype_of, is_float, is_half, short_name
 from mpjax._src.base.lines import where
+from mpjax._src.base.public import public
 from mpjax._src.base.rules import rule_of
 from mpjax._src.instruments.noise import SUSPICIOUS
 from mpjax._src.program.interpret import Watcher, run, run_in_float32, take, widen
@@ -34,6 +35,7 @@ NATURAL = 2.0**-5
 OVERFLOW = 16.0
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class CompareRow:
     """An operation in its worst iteration.

@@ -47,6 +47,7 @@ ALONE = WORST(
 WORK = Color("work", "The share of the matmul FLOPs that a part moves to float32.", unit="share")
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
 class TuneStep:
     """An override of the tuned policy, which moves one part of the program to float32.

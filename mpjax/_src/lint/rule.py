@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from mpjax._src.base.public import public
 from mpjax._src.program.graph import Op
 
 # What a rule checks, as `Rule.needs`.
@@ -35,6 +36,7 @@ class NotRun(NamedTuple):
     reason: str
 
 
+@public("mpjax.reports")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """The row of a rule.

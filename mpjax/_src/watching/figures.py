@@ -15,6 +15,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, limits_of
+from mpjax._src.base.public import public
 from mpjax._src.base.trees import pytree_of
 
 # An entry counts as near overflow within this many powers of two of the largest number.
@@ -38,6 +39,7 @@ FIRST = 1024
 SIGN, INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
 
+@public("mpjax.reports")
 @pytree_of("largest", "turn", "sums")
 @dataclasses.dataclass(frozen=True)
 class Figures:
