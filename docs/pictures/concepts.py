@@ -18,7 +18,7 @@ import mpjax
 
 FOLDER = Path(__file__).parent
 FORMATS = ("float32", "bfloat16", "float16")
-OF_BITS = {16: GREEN, 32: BLUE}  # half and float32, in every picture
+OF_BITS = {16: GREEN, 32: BLUE}  # 16-bit and float32, in every picture
 
 
 def bits():
@@ -162,9 +162,9 @@ def step():
     backoff, interval = float(scale.backoff_factor), int(scale.growth_interval)
     parts, middle = [], WIDTH / 2
     stages = (
-        (GREEN, "forward pass: matmuls in half,\nthe loss in float32"),
+        (GREEN, "forward pass: matmuls in 16 bits,\nthe loss in float32"),
         (BLUE, "multiply the loss by the loss scale"),
-        (GREEN, "backward pass, in half"),
+        (GREEN, "backward pass, in 16 bits"),
         (BLUE, "divide the gradients by it, in float32"),
         (BLUE, "mean over micro-batches and devices"),
         (ORANGE, "loss, gradients, new model state:\nall finite?"),
@@ -313,7 +313,7 @@ def weights():
             parts += [box(x, top, count * unit - 1.5, 18, fill)] if count >= 1 else []
             x += count * unit
         parts.append(text(x + 4, top + 14, f"{own + masters + moments:.3g}", 13))
-    fills = [(BLUE, "weight"), (GREEN, "in half"), (ORANGE, "master"), (GREY, "moments")]
+    fills = [(BLUE, "float32"), (GREEN, "16-bit"), (ORANGE, "master"), (GREY, "moments")]
     parts += legend(20 + len(policies) * 46, fills, 84)
     return picture(28 + len(policies) * 46, parts)
 
