@@ -13,7 +13,7 @@ from programs import PROGRAMS, W, X
 from support import equations, normal, thorough_but
 
 import mpjax
-from mpjax._src.autocast import budget
+from mpjax._src.autocast import budget, timeline
 from mpjax._src.autocast.choice import choose
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.plan import AGAIN, LEAN, _pick, analyze, make_plan, outline, store
@@ -124,7 +124,7 @@ def choices(fun):
     prices = {b: dict(budget._prices(tables, part.steps)) for b, part in parts.items()}
 
     def moments(number):
-        return [*budget._moments(tables, block, kept(number), prices)]
+        return [*timeline.moments(tables, block, kept(number), prices)]
 
     def kept(number):
         if number is not None:
@@ -132,17 +132,17 @@ def choices(fun):
         lean = {b: choose(tables, part) for b, part in parts.items()}
         return budget.Kept(lean, {b: checkpoints(tables, p, lean[b]) for b, p in parts.items()})
 
-    return moments, budget._peak(moments(None))
+    return moments, timeline.peak(moments(None))
 
 
 @pytest.mark.parametrize(("fun", "ways"), [(chain, 4), (scanned, 1), (attention, 2)])
 def test_more_budget_moves_less_and_stays_within_it(fun, ways):
     moments, lean = choices(fun)
-    least = budget._peak(moments(0.0))
+    least = timeline.peak(moments(0.0))
     moved = []
     for number in np.linspace(0, 0.99, 12):
         found = moments(number)
-        assert budget._peak(found) <= least + number * (lean - least)
+        assert timeline.peak(found) <= least + number * (lean - least)
         moved.append(sum(m.moved for m in found))
     assert moved == sorted(moved, reverse=True) and len({*moved}) >= ways
 
@@ -153,7 +153,7 @@ def test_groups_are_split_so_that_the_backward_pass_keeps_few_at_a_time():
     for layers in (16, 64):
         moments, lean = choices(functools.partial(chain, layers=layers))
         assert lean >= layers * size
-        assert budget._peak(moments(0.0)) <= (2 * layers**0.5 + 2) * size
+        assert timeline.peak(moments(0.0)) <= (2 * layers**0.5 + 2) * size
 
 
 def test_the_last_layers_are_not_repeated():
@@ -177,18 +177,25 @@ def test_what_a_loop_keeps_has_the_price_of_a_stack():
     assert loop.moved == 4 * loop.kept
 
 
-def outline_of(fun):
+def outline_of(fun, w=W, x=BIG):
     """Returns a program as a plan, and its tables under lean."""
-    traced = jax.make_jaxpr(fun)(W, BIG)
+    traced = jax.make_jaxpr(fun)(w, x)
     outlined = outline(traced.jaxpr, traced.consts, policy("lean"))
     return outlined, store(outlined.block, analyze(outlined, [FLOAT32] * 2), LEAN, ())
 
 
-def test_a_product_has_the_price_of_its_bytes_and_its_flops():
-    outlined, tables = outline_of(lambda w, x: x @ w)
-    ((_, price),) = budget._prices(tables, outlined.block.ops)
-    bytes_moved = 4 * (W.size + BIG.size) + 4 * BIG.size  # its result is returned in float32
-    assert price == bytes_moved + 2 * BIG.size * 8 // 256
+@pytest.mark.parametrize(("inner", "bound"), [(8, "bytes"), (4096, "FLOPs")])
+def test_a_product_has_the_price_of_its_bytes_or_its_flops(inner, bound):
+    w, x = (jax.ShapeDtypeStruct(s, FLOAT32) for s in ((inner, 4096), (4096, inner)))
+    outlined, tables = outline_of(lambda w, x: x @ w, w, x)
+    ((_, each),) = budget._prices(tables, outlined.block.ops)
+    (price,) = each.values()
+    result = 4096 * 4096
+    prices = {
+        "bytes": 4 * (w.size + x.size + result),  # its result is returned in float32
+        "FLOPs": 2 * result * inner // 256,
+    }
+    assert price == prices[bound] == max(prices.values())
 
 
 # ---- what may not run twice ----------------------------------------------------------------------

@@ -1,18 +1,16 @@
 """A number as storage: how much is kept, between the fewest bytes that are possible and `lean`.
 
-Below `lean`, matmuls, reductions and islands run again too, each at a price: the bytes that it
-moves, and its FLOPs in bytes. The minimum cut then weighs bytes kept against bytes moved, at some
-rate of exchange. Each rate gives a candidate; so does each split of the groups that run again, as
-long as a group would keep much at once. Of the candidates whose largest memory, as estimated here,
-is within the budget, the one that moves the fewest bytes again is chosen. Groups keep their values
-instead as far as the budget allows.
+Below `lean`, matmuls, reductions and islands run again too, each at the price of a roofline: the
+bytes that it moves, or those moved in the time of its FLOPs, if they are more. The minimum cut then
+weighs bytes kept against bytes moved, at some rate of exchange. Each rate gives a candidate; so
+does each split of the groups that run again, as long as a group would keep much at once. Of the
+candidates whose largest memory (`timeline`) is within the budget, the one that moves the fewest
+bytes again is chosen. Groups keep their values instead as far as the budget allows.
 
-The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `lean` does; the
-prices are those of a roofline.
+The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `lean` does.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from mpjax._src.autocast.choice import (
     Chosen,
@@ -22,12 +20,13 @@ from mpjax._src.autocast.choice import (
     keeping,
     kept_bytes,
     stored_bytes,
+    work_of,
 )
 from mpjax._src.autocast.schedule import flow_of, ops_of
 from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
 from mpjax._src.autocast.tables import Analysis
+from mpjax._src.autocast.timeline import Kept, Moment, Prices, moments, peak, relaxed
 from mpjax._src.base import _jax, rules
-from mpjax._src.base.higher_order import turns_of
 from mpjax._src.program.graph import EXCHANGES, Block, Op, Value
 
 # The FLOPs in the time of one byte: 156 on an A100, 295 on an H100, 240 on a TPU v5e.
@@ -41,30 +40,6 @@ COMMUNICATES = EXCHANGES | {
     *("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "all_gather_reduced"),
     *("all_to_all", "ppermute", "pbroadcast", "pmax", "pmin"),
 }
-
-
-class Kept(NamedTuple):
-    """What the blocks of a program keep, and how they run."""
-
-    chosen: Mapping[Block, Chosen]
-    steps: Mapping[Block, Sequence[Step]]
-
-
-class Moment(NamedTuple):
-    """A step, or a program inside, in the order of the forward pass.
-
-    Attributes:
-        kept: The bytes that it keeps from the forward pass on.
-        passing: The bytes that it keeps in addition while its backward pass runs.
-        moved: The bytes that are moved to compute its values again, with FLOPs in bytes, or to keep
-            them.
-        group: The step, if it computes matmuls again.
-    """
-
-    kept: int
-    passing: int = 0
-    moved: int = 0
-    group: WholeCheckpoint | None = None
 
 
 def within(
@@ -86,20 +61,20 @@ def within(
     prices = {b: dict(_prices(analysis, part.steps)) for b, part in parts.items()}
     found: list[tuple[Kept, Sequence[Moment]]] = []
     tried = set()
-    for rate in (None, *RATES):
+    for rate in (None, *RATES) if any(prices.values()) else (None,):
         chosen = {b: choose(analysis, p, costs=_at(rate, prices[b])) for b, p in parts.items()}
         while (key := tuple(one.kept for one in chosen.values())) not in tried:
             tried.add(key)
             steps = {b: run(analysis, p, chosen[b]) for b, p in parts.items()}
             kept = Kept(chosen, steps)
-            found.append((kept, [*_moments(analysis, block, kept, prices)]))
+            found.append((kept, [*moments(analysis, block, kept, prices)]))
             chosen = _split(analysis, parts, kept)
-    peaks = [_peak(moments) for _, moments in found]  # of lean first
+    peaks = [peak(timeline) for _, timeline in found]  # of lean first
     budget = min(peaks) + number * (peaks[0] - min(peaks))
-    fitting = [(k, moments, _relaxed(moments, budget)) for k, moments in found]
-    fitting = [one for one in fitting if _peak(one[2]) <= budget]
-    kept, moments, relaxed = min(fitting, key=lambda one: sum(m.moved for m in one[2]))
-    groups = {m.group for m in moments} - {m.group for m in relaxed}
+    fitting = [(k, now, relaxed(now, budget)) for k, now in found]
+    fitting = [one for one in fitting if peak(one[2]) <= budget]
+    kept, before, after = min(fitting, key=lambda one: (sum(m.moved for m in one[2]), peak(one[2])))
+    groups = {m.group for m in before} - {m.group for m in after}
     if not groups:
         return kept
     # Keeps the values of these groups instead.
@@ -113,19 +88,26 @@ def within(
 # ---- prices --------------------------------------------------------------------------------------
 
 
-def _at(rate: float | None, prices: Mapping[Step, int]) -> dict[Step, int]:
-    return {} if rate is None else {step: int(price * rate) for step, price in prices.items()}
+def _at(rate: float | None, prices: Prices) -> Prices:
+    if rate is None:
+        return {}
+    return {step: {v: int(p * rate) for v, p in each.items()} for step, each in prices.items()}
 
 
-def _prices(analysis: Analysis, steps: Sequence[Step]) -> Iterator[tuple[Step, int]]:
-    """Yields the steps that may run again at a price, and the price of each in bytes moved."""
+def _prices(analysis: Analysis, steps: Sequence[Step]) -> Iterator[tuple[Step, dict[Value, int]]]:
+    """Yields the steps that may run again at a price, and the price of each of their results."""
     for step in steps:
         free = isinstance(step, Op) and step.spec.runs_again
         if not free and all(map(_may_run_again, ops_of(step))):
-            flops = sum(_jax.flops_of(op.eqn) for op in ops_of(step))
-            arrays = {v for v in (*step.ins, *step.outs) if not v.literal and _jax.is_array(v.aval)}
-            moved = sum(stored_bytes(analysis, v) for v in arrays)
-            yield step, moved + flops // FLOPS_PER_BYTE
+            yield step, {v: _price(analysis, step, v) for v in step.outs}
+
+
+def _price(analysis: Analysis, step: Step, result: Value) -> int:
+    """Returns the bytes moved to compute a result, or in the time of its FLOPs if they are more."""
+    work = work_of(step, result)
+    arrays = {result, *(work.reads & {*step.ins, *step.outs})}
+    moved = sum(stored_bytes(analysis, v) for v in arrays if _jax.is_array(v.aval))
+    return max(moved, sum(_jax.flops_of(op.eqn) for op in work.ops) // FLOPS_PER_BYTE)
 
 
 def _may_run_again(op: Op) -> bool:
@@ -173,56 +155,6 @@ def _waist(
         if kept < least:
             least, waist = kept, frozenset(crossing)
     return waist
-
-
-# ---- memory over time ----------------------------------------------------------------------------
-
-
-def _moments(
-    analysis: Analysis,
-    block: Block,
-    kept: Kept,
-    prices: Mapping[Block, Mapping[Step, int]],
-) -> Iterator[Moment]:
-    """Yields what the steps of a block keep and move."""
-    mine = kept.chosen[block].kept if block in kept.chosen else frozenset[Value]()
-    for step in kept.steps.get(block, block.ops):
-        inside = [*unwrapped([step])]
-        size = _bytes(analysis, mine.intersection(v for s in inside for v in s.outs))
-        if isinstance(step, WholeCheckpoint):
-            repeats = (s for s in inside if not step.again.isdisjoint(s.outs))
-            moved = sum(prices[block].get(s, 0) for s in repeats)
-            yield Moment(size, _bytes(analysis, step.passing), moved, step)
-        elif size:
-            yield Moment(size)
-        for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
-            turns, within = turns_of(op.eqn), [*_moments(analysis, sub.program, kept, prices)]
-            total, moved = sum(m.kept for m in within), sum(m.moved for m in within)
-            # What a loop keeps is copied to a stack and back: matmuls read and write no slices.
-            moved += 4 * total if op.inside.loop else 0
-            if total or moved:
-                yield Moment(total * turns, _peak(within) - total, moved * turns)
-
-
-def _peak(moments: Sequence[Moment]) -> int:
-    """Returns the most bytes that are kept at any time of the backward pass."""
-    total = peak = 0
-    for moment in moments:
-        total += moment.kept
-        peak = max(peak, total + moment.passing)
-    return peak
-
-
-def _relaxed(moments: Sequence[Moment], budget: float) -> Sequence[Moment]:
-    """Returns moments of which groups keep their values instead, as many as the budget allows.
-
-    The last ones first: the backward pass begins with them, and their values are the first to go.
-    """
-    for i, moment in reversed([*enumerate(moments)]):
-        if moment.group is not None:
-            keeps = [*moments[:i], Moment(moment.kept + moment.passing), *moments[i + 1 :]]
-            moments = keeps if _peak(keeps) <= budget else moments
-    return moments
 
 
 def _bytes(analysis: Analysis, values: Iterable[Value]) -> int:

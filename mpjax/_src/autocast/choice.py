@@ -71,7 +71,7 @@ def choose(
     analysis: Analysis,
     part: Part,
     kinds: Mapping[Value, str] = MappingProxyType({}),
-    costs: Mapping[Step, int] = MappingProxyType({}),
+    costs: Mapping[Step, Mapping[Value, int]] = MappingProxyType({}),
     there: Collection[Value] = (),
 ) -> Chosen:
     """Chooses what is kept of some steps: what costs the least, in bytes.
@@ -80,7 +80,7 @@ def choose(
         analysis: What is known about the values.
         part: The steps.
         kinds: The kind of code in which values would be kept, for those that have one.
-        costs: The cost of running a step again, for those that may although that is not free.
+        costs: For the steps that may run again although that is not free: the cost of each result.
         there: Further values that are in memory anyway.
     """
     steps = part.steps
@@ -92,9 +92,9 @@ def choose(
         (number[v], number[out])
         for step in steps
         if step in again_too
-        for v in step.ins
-        if v in number
         for out in step.outs
+        for v in (*step.ins, *(work_of(step, out).reads & {*step.outs}))
+        if v in number
     ]
     # Arguments, and what must not run twice, are there without being computed again.
     fixed = [
@@ -107,7 +107,7 @@ def choose(
         0 if v in part.alive or v in there else kept_bytes(analysis, v, kinds.get(v))
         for v in number
     ]
-    prices = {number[v]: costs[step] for v, step in producer.items() if step in costs}
+    prices = {number[v]: price for each in costs.values() for v, price in each.items()}
     # Of sets with as many bytes, that of the fewest arrays, above all of those no matmul reads:
     # a matmul's operand is written anyway.
     operands = {v for s in steps for op in ops_of(s) if op.spec.need == rules.HALF for v in op.ins}
@@ -133,6 +133,35 @@ def keeping(
             step = producer[value]
             todo += step.ins if step in priced or runs_again(analysis, step) else ()
     return Chosen(frozenset(again), kept, priced)
+
+
+class Work(NamedTuple):
+    """What computes one result of a step, from its operands and its other results.
+
+    Attributes:
+        ops: The operations.
+        reads: What they read.
+    """
+
+    ops: frozenset[Op]
+    reads: frozenset[Value]
+
+
+def work_of(step: Step, result: Value) -> Work:
+    """Returns what computes one result of a step."""
+    producer = {v: op for op in ops_of(step) for v in op.outs}
+    ops: set[Op] = set()
+    reads: set[Value] = set()
+    todo = [result]
+    while todo:
+        value = todo.pop()
+        op = producer.get(value)
+        if op is None or (value in step.outs and value is not result):
+            reads.add(value)
+        elif op not in ops:
+            ops.add(op)
+            todo += [v for v in op.ins if not v.literal]
+    return Work(frozenset(ops), frozenset(reads))
 
 
 def _read(steps: Sequence[Step]) -> Iterator[Value]:
@@ -193,7 +222,8 @@ def kept_bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int
 
 def stored_bytes(analysis: Analysis, value: Value) -> int:
     """Returns the bytes of an array as it is stored, on one device."""
-    dtype = analysis.stored[value].dtype if value.is_f32 else value.aval.dtype
+    stored = analysis.stored[value].dtype if value.is_f32 else None
+    dtype = analysis.marks.kept_as.get(value, stored) or value.aval.dtype
     return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
 
 

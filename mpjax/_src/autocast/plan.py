@@ -25,6 +25,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
 from mpjax._src.autocast.choice import Part, choose, live, stored_bytes
 from mpjax._src.autocast.classify import arguments_of, classify
@@ -433,13 +435,15 @@ def _fewest_coded(flow: Flow, replaced: Collection[str], links: Collection[Op]) 
 
 def _fewest_again(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the same islands, with a choice for the softmax of each attention: kept or not."""
-    return [*map(_of_choice, _fewest_kept(flow, replaced, links))]
+    return [_of_choice(flow, island) for island in _fewest_kept(flow, replaced, links)]
 
 
-def _of_choice(island: Island) -> Island:
-    if isinstance(island, Attention):
-        return KeptAttention(island.body, island.form, island.matmul, island.weights)
-    return island
+def _of_choice(flow: Flow, island: Island) -> Island:
+    if not isinstance(island, Attention):
+        return island
+    for value in island.body.sums:  # returned as the matmul reads them
+        flow.marks.kept_as[value] = np.dtype(island.body.half)
+    return KeptAttention(island.body, island.form, island.matmul, island.weights)
 
 
 FINDERS: dict[str, Callable[[Flow, Collection[str], Collection[Op]], list[Island]]] = {

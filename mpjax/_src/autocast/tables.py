@@ -396,6 +396,7 @@ class Marks:
         online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
         attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
         losses: For the matmul of a loss's logits: its blocks, or why there are none.
+        kept_as: For a float32 value of which the backward pass reads a 16-bit copy, its dtype.
         stands_for: For an op that reads or computes other values than one of the program, that one.
     """
 
@@ -405,6 +406,7 @@ class Marks:
     online: dict[Op, str] = dataclasses.field(default_factory=dict)
     attention: dict[Op, str] = dataclasses.field(default_factory=dict)
     losses: dict[Op, str] = dataclasses.field(default_factory=dict)
+    kept_as: dict[Value, Any] = dataclasses.field(default_factory=dict)
     stands_for: dict[Op, Op] = dataclasses.field(default_factory=dict)
 
     def is_steady(self, op: Op) -> bool:

@@ -1,0 +1,152 @@
+"""The memory of a training step over time, as far as the plan decides it.
+
+While the backward pass of a step runs, memory contains what was kept up to there, what its group
+has computed again, and cotangents. Compilers fuse elementwise operations and sums, so a cotangent
+is written only where another operation, such as a matmul, reads or writes its value; a matmul
+reads it in 16 bits. It exists between the first and the last reader of the value. That of a
+parameter is its gradient: an optimizer reads it at once, unless the parameter is read elsewhere
+too, as embeddings are that also compute the logits.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from mpjax._src.autocast.choice import Chosen, kept_bytes, stored_bytes
+from mpjax._src.autocast.schedule import needs, ops_of
+from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
+from mpjax._src.autocast.tables import Analysis
+from mpjax._src.base import _jax, rules
+from mpjax._src.base.higher_order import turns_of
+from mpjax._src.program.graph import Block, Op, Value
+
+FUSED = {rules.FULL, rules.FOLLOW, rules.MOVE, rules.COMPARE}
+
+
+# The price of computing each result of a step again, in bytes moved.
+Prices = Mapping[Step, Mapping[Value, int]]
+
+
+class Kept(NamedTuple):
+    """What the blocks of a program keep, and how they run."""
+
+    chosen: Mapping[Block, Chosen]
+    steps: Mapping[Block, Sequence[Step]]
+
+
+class Moment(NamedTuple):
+    """A step, or a program inside, in the order of the forward pass.
+
+    Attributes:
+        kept: The bytes that it keeps from the forward pass on.
+        again: The bytes that it keeps once it has run again, until its backward pass.
+        beside: The bytes that exist in addition while it runs, forward or backward.
+        moved: The bytes that are moved to compute its values again, with FLOPs in bytes, or to keep
+            them.
+        group: The steps with which it runs again, if they compute matmuls again.
+    """
+
+    kept: int
+    again: int = 0
+    beside: int = 0
+    moved: int = 0
+    group: WholeCheckpoint | None = None
+
+
+def moments(
+    analysis: Analysis, block: Block, kept: Kept, prices: Mapping[Block, Prices]
+) -> Iterator[Moment]:
+    """Yields what each step of a block keeps and moves, in order."""
+    mine = kept.chosen[block].kept if block in kept.chosen else frozenset[Value]()
+    tops = [
+        (step, top if isinstance(top, WholeCheckpoint) else None)
+        for top in kept.steps.get(block, block.ops)
+        for step in unwrapped([top])
+    ]
+    made = {v for step, _ in tops for v in step.outs}
+    cotangents = _cotangents(analysis, [step for step, _ in tops], made, block.outvars)
+    for (step, group), back in zip(tops, cotangents, strict=True):
+        passing = group.passing if group else frozenset[Value]()
+        size, again = (_bytes(analysis, s.intersection(step.outs)) for s in (mine, passing))
+        again_too = prices[block].get(step, {}) if group else {}
+        moved = sum(price for v, price in again_too.items() if group and v in group.again)
+        if not is_fused(step):
+            # What it reads and writes, and what it reads again, exist as well.
+            there = made & {*step.ins, *step.outs} - mine - passing
+            read = made & {*needs(analysis, step)} - mine - passing
+            back += sum(_narrow(analysis, v) for v in read)
+            back = max(back, sum(stored_bytes(analysis, v) for v in there))
+        yield Moment(size, again, back, moved, group)
+        for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
+            turns, within = turns_of(op.eqn), [*moments(analysis, sub.program, kept, prices)]
+            total, moved = sum(m.kept for m in within), sum(m.moved for m in within)
+            # What a loop keeps is copied to a stack and back: matmuls read and write no slices.
+            moved += 4 * total if op.inside.loop else 0
+            if total or moved:
+                yield Moment(total * turns, 0, back + peak(within) - total, moved * turns)
+
+
+def peak(timeline: Iterable[Moment]) -> int:
+    """Returns the most bytes that exist at any time, of those that the plan decides."""
+    total = again = most = 0
+    group = None
+    for moment in timeline:
+        again = moment.again + (again if moment.group is group else 0)
+        group, total = moment.group, total + moment.kept
+        most = max(most, total + again + moment.beside)
+    return most
+
+
+def relaxed(timeline: Sequence[Moment], budget: float) -> Sequence[Moment]:
+    """Returns moments of which groups keep their values instead, as many as the budget allows.
+
+    The last ones first: the backward pass begins with them, and their values are the first to go.
+    """
+    for group in reversed(dict.fromkeys(m.group for m in timeline if m.group)):
+        keeps = [Moment(m.kept + m.again, 0, m.beside) if m.group is group else m for m in timeline]
+        timeline = keeps if peak(keeps) <= budget else timeline
+    return timeline
+
+
+def is_fused(step: Step | Op) -> bool:
+    """Returns whether compilers fuse a step with its neighbors, so that little is written."""
+    return all(
+        op.spec.need in FUSED if not op.subs else not op.inside.loop and _all_fused(op)
+        for op in ops_of(step)
+    )
+
+
+def _all_fused(op: Op) -> bool:
+    return all(is_fused(inner) for sub in op.subs for inner in sub.program.ops)
+
+
+# ---- cotangents ----------------------------------------------------------------------------------
+
+
+def _cotangents(
+    analysis: Analysis, steps: Sequence[Step], made: set[Value], outs: Iterable[Value]
+) -> Iterator[int]:
+    """Yields the bytes of the cotangents that exist while the backward pass of each step runs."""
+    last = {v: i for i, step in enumerate(steps) for v in step.ins}
+    last.update(dict.fromkeys(outs, len(steps)))
+    written = {v for s in steps if not is_fused(s) for v in (*s.ins, *s.outs)}
+    read = written.union(v for v in last if v not in made)
+    floats = {v for v in read & {*last} if v.is_f32 and v.const is None and not v.literal}
+    size = {v: _narrow(analysis, v) if v in made else stored_bytes(analysis, v) for v in floats}
+    alive: set[Value] = set()
+    for i, step in enumerate(steps):
+        ends = {v for v in step.ins if last[v] == i}
+        # A fused operation writes the cotangents of its operands over those of its results.
+        alive = (alive - ends if is_fused(step) else alive) | floats.intersection(step.outs)
+        alive |= floats.intersection(step.ins) - (ends if is_fused(step) else set())
+        yield sum(size[v] for v in alive)
+        alive -= ends
+
+
+def _narrow(analysis: Analysis, value: Value) -> int:
+    """Returns the bytes of a value as a matmul reads it, on one device."""
+    stored = stored_bytes(analysis, value)
+    return min(stored, 2 * _jax.size_of(_jax.shard_shape(value.aval))) if value.is_f32 else stored
+
+
+def _bytes(analysis: Analysis, values: Iterable[Value]) -> int:
+    return sum(kept_bytes(analysis, v) for v in values)
