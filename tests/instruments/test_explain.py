@@ -1,5 +1,6 @@
 """explain: the report, its totals and its words."""
 
+import collections
 import json
 import re
 
@@ -186,3 +187,12 @@ def test_backward_rows_of_a_sum_that_runs_in_one_pass_name_its_forward_row():
     sums = {i for i, row in enumerate(rows) if row.primitive == "reduce_sum" and not row.backward}
     behind = {row.forward for row in rows if row.backward}
     assert sums <= behind and None not in behind
+
+
+def test_an_array_that_compilers_do_not_copy_counts_once():
+    def fun(x):
+        y = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "again")
+        return jnp.sum(y * jax.checkpoint(lambda y: y)(jax.lax.optimization_barrier(y)))
+
+    kept = mpjax.explain(fun, "float32", argnums=0)(jnp.ones((4, 8))).kept
+    assert collections.Counter(k.shape for k in kept) == {(4, 8): 2}  # its sine and cosine

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax.numpy as jnp
+
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.schedule import ops_of
 from mpjax._src.autocast.steps import (
@@ -24,6 +26,9 @@ from mpjax._src.base.dtypes import SPELLINGS, short_name
 from mpjax._src.base.public import public
 from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.site import ROOT
+
+# Primitives whose results are their operands.
+SAME = {"name", "stop_gradient", "optimization_barrier", "gpu_barrier"}
 
 
 @public("mpjax.reports")
@@ -54,7 +59,8 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     makers = functools.cache(_makers)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     arrays = []
-    for v in dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)):
+    found = (_array(v, jaxpr, makers) for v in jaxpr.outvars)
+    for v in dict.fromkeys(v for v in found if not isinstance(v, _jax.Literal)):
         if v not in inputs and not _is_constant(v, jaxpr, makers):
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
@@ -65,6 +71,35 @@ def kept_by(jaxpr: Any) -> list[Kept]:
 
 def _makers(jaxpr: Any) -> dict[Any, Any]:
     return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def _array(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
+    """Returns the first variable that has the array of another one, which compilers do not copy."""
+    producers = makers(jaxpr)
+    while not isinstance(var, _jax.Literal) and var in producers:
+        eqn = producers[var]
+        place = eqn.outvars.index(var)
+        if eqn.primitive.name in SAME or _is_precise(eqn):
+            var = eqn.invars[place]
+            continue
+        calls = _jax.inner_jaxprs(eqn) if eqn.primitive.name not in ("scan", "while") else ()
+        for inner in calls:
+            same = len(inner.outvars) == len(eqn.outvars) and len(inner.invars) == len(eqn.invars)
+            first = _array(inner.outvars[place], inner, makers) if same else None
+            if first in inner.invars:
+                var = eqn.invars[inner.invars.index(first)]
+                break
+        else:
+            return var
+    return var
+
+
+def _is_precise(eqn: Any) -> bool:
+    """Returns whether an equation rounds to the precision that its operand has anyway."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
 def _is_constant(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> bool:
