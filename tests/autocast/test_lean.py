@@ -174,6 +174,13 @@ def test_lean_recomputes_residuals_from_smaller_values(fun):
     assert kept(spread, LEAN, W, BIG[:, :8]) == {("f32", (64, 1)): 1, ("f32", (1, 8)): 1}
 
 
+@pytest.mark.parametrize("last", [jnp.square, jnp.sin])
+def test_nothing_that_a_derivative_makes_of_kept_values_is_kept_as_well(last):
+    # A softmax's derivative needs its result, of which JAX would keep 2x or cos(x) too.
+    found = kept(lambda w, x: jnp.mean(last(jax.nn.softmax(x @ w.T) @ w)), LEAN, BIG, BIG)
+    assert found == {("bf16", (64, 64)): 1, ("f32", BIG.shape): 1}
+
+
 def test_a_predicate_is_kept_rather_than_what_it_is_computed_from():
     def fun(w, x):
         y = x @ w

@@ -10,6 +10,7 @@ In a loop, what is kept is written to a stack. Copies and views of an iteration'
 recomputed, as the parameters are in memory anyway. Those of a loop's constants are computed once.
 """
 
+import collections
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -162,6 +163,7 @@ def _groups(
     pairs = [*_decoding(analysis, steps, free, coded, reach)] if coded else []
     worth = {i for _, i in pairs}
     wide: set[Value] = set()
+    wants = collections.Counter(v for step in steps for v in {*_used(analysis, step, again)})
     for i in free:
         step = steps[i]
         makes = not again.isdisjoint(step.outs)
@@ -181,6 +183,11 @@ def _groups(
                 for v in step.outs
                 if analysis.stored[v].dtype == FLOAT32 and v not in analysis.small
             )
+        if isinstance(step, Op) and step.spec.saves in (rules.OPERANDS, rules.RESULT):
+            read = [v for v in needs(analysis, step) if v.is_f32]
+            if all(v in part.alive or (v in kept and wants[v] > 1) for v in read) and read:
+                pairs.append((i, i))
+                worth.add(i)  # else what its derivative makes of them would be kept as well
         for v in wanted.union(needs(analysis, step)) - analysis.once:
             maker = steps[place[v]] if v in place and v not in kept else None
             if maker and (runs_again(analysis, maker) or chosen.repeats(maker)):
@@ -201,6 +208,12 @@ def _groups(
     for group in connected(pairs):
         if not worth.isdisjoint(group):
             yield sum(1 << i for i in group)
+
+
+def _used(analysis: Analysis, step: Step, again: frozenset[Value]) -> Iterator[Value]:
+    """Yields what the backward pass reads for a step."""
+    yield from needs(analysis, step)
+    yield from step.ins if not again.isdisjoint(step.outs) else ()
 
 
 def _decoding(
@@ -247,7 +260,7 @@ def _kept_as_stored(
     """
     for step in steps:
         compute = analysis.choices[step].compute if isinstance(step, Op) else None
-        used = {*needs(analysis, step), *(step.ins if not again.isdisjoint(step.outs) else ())}
+        used = {*_used(analysis, step, again)}
         yield from (v for v in step.ins if analysis.is_raw(v))
         yield from (v for v in used if compute in (None, analysis.stored[v].dtype))
 
