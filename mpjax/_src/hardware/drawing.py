@@ -136,7 +136,7 @@ def _instructions(
             scope=box_of(scope_of(name), line),
             facts=facts(
                 kind=", ".join(dict.fromkeys(row.kind for row in alive)),
-                memory_when_it_is_fullest=size(memory) if memory else "",
+                memory_at_its_peak=size(memory) if memory else "",
                 bytes_moved=size(moved),
                 runs=f"{times} times" if times > 1 else "",
                 result=f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "",
