@@ -24,7 +24,19 @@ def drifting(params, opt_state, x):
     return params, (moments._replace(mu=mu), *opt_state[1:])
 
 
-CASES = {"moments": Pair("state-dtype-drift", drifting, stepped, (PARAMS, STATE, f32(2, 4)))}
+def cached(cache, row):
+    return {"keys": cache["keys"].astype(jnp.float32).at[0].set(row)}  # fault
+
+
+def cached_as_it_is(cache, row):
+    return {"keys": cache["keys"].at[0].set(row.astype(jnp.bfloat16))}
+
+
+CACHE = {"keys": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}
+CASES = {
+    "moments": Pair("state-dtype-drift", drifting, stepped, (PARAMS, STATE, f32(2, 4))),
+    "cache": Pair("state-dtype-drift", cached, cached_as_it_is, (CACHE, f32(4))),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
