@@ -63,6 +63,19 @@ def test_small_vectors_keep_no_activation(activation, gated):
     assert sum(k.shape == x.shape for k in found) == 4  # results of matmuls
 
 
+def test_soft_capped_scores_are_kept_in_16_bits():
+    """An island's sources count as well: scores are computed again from a matmul's result."""
+    q, k, v = (normal(i, 2, 32, 8) for i in range(3))
+
+    def fun(q):
+        scores = 20 * jnp.tanh((q @ k.mT / 3) / 20)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return jnp.sum(weights / weights.sum(-1, keepdims=True) @ v)
+
+    found = mpjax.explain(fun, LEAN, argnums=0, target="h100")(q).kept
+    assert {k.dtype for k in found if k.shape == (2, 32, 32)} == {"bf16"}
+
+
 # ---- cotangents of weights ----------------------------------------------------------------------
 
 
