@@ -62,6 +62,7 @@ def test_the_readme_says_how_large_mpjax_is():
     found = sum(len(path.read_text().splitlines()) for path in files)
     assert int(lines.replace(",", "")) == pytest.approx(found, rel=0.05)
     assert (int(names), int(top)) == (len(surface.PUBLIC), len(mpjax.__all__))
+    assert f"{lines} lines and {names} public names" in (ROOT / "docs/will_it_help.md").read_text()
 
 
 def test_release_page_has_the_versions_of_python():
