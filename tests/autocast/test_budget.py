@@ -124,7 +124,7 @@ def choices(fun):
     prices = {b: dict(budget._prices(tables, part.steps)) for b, part in parts.items()}
 
     def moments(number):
-        return [*timeline.moments(tables, block, kept(number), prices)]
+        return [*timeline.moments(tables, block, budget.orders(kept(number), prices))]
 
     def kept(number):
         if number is not None:

@@ -9,10 +9,12 @@ from support import normal
 
 import mpjax
 from mpjax._src.autocast import timeline
-from mpjax._src.autocast.choice import choose, stored_bytes
+from mpjax._src.autocast.budget import Kept, orders
+from mpjax._src.autocast.choice import choose
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.plan import AGAIN, _pick, analyze, outline
-from mpjax._src.autocast.timeline import Kept, Moment, moments, peak, relaxed
+from mpjax._src.autocast.sizes import stored_bytes
+from mpjax._src.autocast.timeline import Moment, moments, peak, relaxed
 from mpjax._src.base.dtypes import FLOAT32
 
 W, X = normal(1, 8, 8), normal(2, 64, 8)
@@ -33,7 +35,7 @@ def kept_of(fun, *args):
 
 def timeline_of(fun, *args):
     tables, block, kept = kept_of(fun, *args)
-    return [*moments(tables, block, kept, {})]
+    return [*moments(tables, block, orders(kept, {b: {} for b in kept.steps}))]
 
 
 def product_chain(layers, w, x):

@@ -289,7 +289,7 @@ FAULTS = (
     Fault(
         "jax#27144",
         "jax-ml/jax/issues/27144",
-        "The backward matmuls of a half matmul with a float32 result have operands of two dtypes.",
+        "The backward matmuls of a 16-bit matmul with a float32 result mix two operand dtypes.",
         "mixed-matmul",
         wide_projection,
         projection_of_one_algorithm,

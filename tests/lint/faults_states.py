@@ -257,7 +257,7 @@ FAULTS = (
     Fault(
         "optax#1444",
         "google-deepmind/optax/issues/1444",
-        "optax.apply_updates adds float32 updates to half weights and rounds the sum.",
+        "optax.apply_updates adds float32 updates to 16-bit weights and rounds the sum.",
         "stalled-update",
         descended,
         descended_wide,

@@ -189,6 +189,8 @@ def test_reports_of_a_new_loop_primitive_equal_those_of_scan(name):
         " ".join(str(report(fun)).replace("scan2", "scan").split())
         for fun in (layers, with_scan2(layers))
     )
+    # JAX moves casts of constants out of a scan, to where no operation of the program is known.
+    new = re.sub(r"(128 B bf16\[8,8\]) 4 scan \S+", r"\1", new)
     assert new == plain and words in plain
 
 

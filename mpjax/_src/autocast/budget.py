@@ -11,21 +11,14 @@ The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `l
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from mpjax._src.autocast.choice import (
-    Chosen,
-    Part,
-    choose,
-    copies,
-    keeping,
-    kept_bytes,
-    stored_bytes,
-    work_of,
-)
+from mpjax._src.autocast.choice import Chosen, Part, choose, copies, keeping, work_of
 from mpjax._src.autocast.schedule import flow_of, ops_of
+from mpjax._src.autocast.sizes import kept_bytes, stored_bytes
 from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.autocast.timeline import Kept, Moment, Prices, moments, peak, relaxed
+from mpjax._src.autocast.timeline import Moment, Order, Prices, moments, peak, relaxed
 from mpjax._src.base import _jax, rules
 from mpjax._src.program.graph import EXCHANGES, Block, Op, Value
 
@@ -40,6 +33,13 @@ COMMUNICATES = EXCHANGES | {
     *("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "all_gather_reduced"),
     *("all_to_all", "ppermute", "pbroadcast", "pmax", "pmin"),
 }
+
+
+class Kept(NamedTuple):
+    """What the blocks of a program keep, and how they run."""
+
+    chosen: Mapping[Block, Chosen]
+    steps: Mapping[Block, Sequence[Step]]
 
 
 def within(
@@ -67,7 +67,7 @@ def within(
             tried.add(key)
             steps = {b: run(analysis, p, chosen[b]) for b, p in parts.items()}
             kept = Kept(chosen, steps)
-            found.append((kept, [*moments(analysis, block, kept, prices)]))
+            found.append((kept, [*moments(analysis, block, orders(kept, prices))]))
             chosen = _split(analysis, parts, kept)
     peaks = [peak(timeline) for _, timeline in found]  # of lean first
     budget = min(peaks) + number * (peaks[0] - min(peaks))
@@ -83,6 +83,20 @@ def within(
     now = keeping(analysis, part, now.kept.union(*more), now.priced)
     again = {**kept.steps, block: run(analysis, part, now)}
     return Kept({**kept.chosen, block: now}, again)
+
+
+def orders(kept: Kept, prices: Mapping[Block, Prices]) -> dict[Block, Order]:
+    """Returns what each block keeps, and its steps in order."""
+    return {
+        block: Order(kept.chosen[block].kept, [*_in_groups(steps)], prices[block])
+        for block, steps in kept.steps.items()
+    }
+
+
+def _in_groups(steps: Sequence[Step]) -> Iterator[tuple[Step, WholeCheckpoint | None]]:
+    for step in steps:
+        group = step if isinstance(step, WholeCheckpoint) else None
+        yield from ((inside, group) for inside in unwrapped([step]))
 
 
 # ---- prices --------------------------------------------------------------------------------------

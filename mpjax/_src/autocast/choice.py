@@ -6,16 +6,14 @@ derivatives read.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpjax._src.autocast.mincut import cheapest_cut
-from mpjax._src.autocast.schedule import needs, ops_of, runs_once
+from mpjax._src.autocast.schedule import Step, needs, ops_of, runs_once
+from mpjax._src.autocast.sizes import kept_bytes
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.base import _jax, rules
-from mpjax._src.base.coded import coded_bytes
+from mpjax._src.base import rules
 from mpjax._src.program.graph import Op, Value
-
-Step = Any  # of `steps`, or an op
 
 
 class Part(NamedTuple):
@@ -204,27 +202,6 @@ def runs_again(analysis: Analysis, step: Step) -> bool:
     if not isinstance(step, Op) or stands_alone(analysis, step):
         return False
     return step.spec.runs_again
-
-
-def kept_bytes(analysis: Analysis, value: Value, kind: str | None = None) -> int:
-    """Returns the bytes needed to keep a value in each iteration; 0 for an argument or constant."""
-    if (
-        value in analysis.once
-        or analysis.is_raw(value)
-        or value.const is not None
-        or not _jax.is_array(value.aval)
-    ):
-        return 0
-    return (
-        coded_bytes(_jax.shard_shape(value.aval), kind) if kind else stored_bytes(analysis, value)
-    )
-
-
-def stored_bytes(analysis: Analysis, value: Value) -> int:
-    """Returns the bytes of an array as it is stored, on one device."""
-    stored = analysis.stored[value].dtype if value.is_f32 else None
-    dtype = analysis.marks.kept_as.get(value, stored) or value.aval.dtype
-    return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
 
 
 def copies(analysis: Analysis, part: Part) -> set[Op]:

@@ -161,9 +161,9 @@ def _groups(
     free = [i for i, step in enumerate(steps) if step not in alone and step not in copied]
     coded = kept.intersection(kinds)
     pairs = [*_decoding(analysis, steps, free, coded, reach)] if coded else []
+    pairs += _derived(analysis, part, chosen, free)
     worth = {i for _, i in pairs}
     wide: set[Value] = set()
-    wants = collections.Counter(v for step in steps for v in {*_used(analysis, step, again)})
     for i in free:
         step = steps[i]
         makes = not again.isdisjoint(step.outs)
@@ -183,11 +183,6 @@ def _groups(
                 for v in step.outs
                 if analysis.stored[v].dtype == FLOAT32 and v not in analysis.small
             )
-        if isinstance(step, Op) and step.spec.saves in (rules.OPERANDS, rules.RESULT):
-            read = [v for v in needs(analysis, step) if v.is_f32]
-            if all(v in part.alive or (v in kept and wants[v] > 1) for v in read) and read:
-                pairs.append((i, i))
-                worth.add(i)  # else what its derivative makes of them would be kept as well
         for v in wanted.union(needs(analysis, step)) - analysis.once:
             maker = steps[place[v]] if v in place and v not in kept else None
             if maker and (runs_again(analysis, maker) or chosen.repeats(maker)):
@@ -208,6 +203,24 @@ def _groups(
     for group in connected(pairs):
         if not worth.isdisjoint(group):
             yield sum(1 << i for i in group)
+
+
+def _derived(
+    analysis: Analysis, part: Part, chosen: Chosen, free: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yields steps, each with itself, whose derivatives are functions of values that are there.
+
+    JAX would keep what it makes of them as well: 2x for x**2, cos(x) for sin(x).
+    """
+    used = (v for step in part.steps for v in {*_used(analysis, step, chosen.again)})
+    readers = collections.Counter(used)
+    there = {*part.alive, *(v for v in chosen.kept if readers[v] > 1)}
+    for i in free:
+        step = part.steps[i]
+        read = [v for v in needs(analysis, step) if v.is_f32]
+        saves = step.spec.saves if isinstance(step, Op) else rules.NOTHING
+        if read and saves in (rules.OPERANDS, rules.RESULT) and there.issuperset(read):
+            yield i, i
 
 
 def _used(analysis: Analysis, step: Step, again: frozenset[Value]) -> Iterator[Value]:

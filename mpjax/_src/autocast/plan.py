@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
-from mpjax._src.autocast.choice import Part, choose, live, stored_bytes
+from mpjax._src.autocast.choice import Part, choose, live
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
 from mpjax._src.autocast.demand import ask, held_carries
@@ -42,6 +42,7 @@ from mpjax._src.autocast.repeats import fold
 from mpjax._src.autocast.scans import recurrences
 from mpjax._src.autocast.schedule import in_order, needs
 from mpjax._src.autocast.shifts import sum_at_once
+from mpjax._src.autocast.sizes import stored_bytes
 from mpjax._src.autocast.steps import (
     Attention,
     Elementwise,

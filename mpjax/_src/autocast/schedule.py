@@ -15,6 +15,8 @@ from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.program.graph import Op, Value
 
+Step = Any  # of `steps`, or an op
+
 
 def connected(pairs: Iterable[tuple[int, int]]) -> Iterable[list[int]]:
     """Returns the groups of numbers that pairs connect, in order."""

@@ -9,11 +9,10 @@ too, as embeddings are that also compute the logits.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from mpjax._src.autocast.choice import Chosen, kept_bytes, stored_bytes
-from mpjax._src.autocast.schedule import needs, ops_of
-from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
+from mpjax._src.autocast.schedule import Step, needs, ops_of
+from mpjax._src.autocast.sizes import kept_bytes, stored_bytes
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.higher_order import turns_of
@@ -26,11 +25,27 @@ FUSED = {rules.FULL, rules.FOLLOW, rules.MOVE, rules.COMPARE}
 Prices = Mapping[Step, Mapping[Value, int]]
 
 
-class Kept(NamedTuple):
-    """What the blocks of a program keep, and how they run."""
+class Group(Protocol):
+    """Steps that run again together: the values that they compute again, and store until then."""
 
-    chosen: Mapping[Block, Chosen]
-    steps: Mapping[Block, Sequence[Step]]
+    @property
+    def again(self) -> frozenset[Value]: ...
+    @property
+    def passing(self) -> frozenset[Value]: ...
+
+
+class Order(NamedTuple):
+    """What a block keeps, and its steps in order, each with its group, if it runs again.
+
+    Attributes:
+        kept: The values that it keeps.
+        steps: The steps.
+        prices: The prices of those that may run again.
+    """
+
+    kept: frozenset[Value]
+    steps: Sequence[tuple[Step, Group | None]]
+    prices: Prices
 
 
 class Moment(NamedTuple):
@@ -49,35 +64,30 @@ class Moment(NamedTuple):
     again: int = 0
     beside: int = 0
     moved: int = 0
-    group: WholeCheckpoint | None = None
+    group: Group | None = None
 
 
-def moments(
-    analysis: Analysis, block: Block, kept: Kept, prices: Mapping[Block, Prices]
-) -> Iterator[Moment]:
+def moments(analysis: Analysis, block: Block, orders: Mapping[Block, Order]) -> Iterator[Moment]:
     """Yields what each step of a block keeps and moves, in order."""
-    mine = kept.chosen[block].kept if block in kept.chosen else frozenset[Value]()
-    tops = [
-        (step, top if isinstance(top, WholeCheckpoint) else None)
-        for top in kept.steps.get(block, block.ops)
-        for step in unwrapped([top])
-    ]
-    made = {v for step, _ in tops for v in step.outs}
-    cotangents = _cotangents(analysis, [step for step, _ in tops], made, block.outvars)
-    for (step, group), back in zip(tops, cotangents, strict=True):
+    kept, steps, prices = orders.get(block) or Order(
+        frozenset(), [(op, None) for op in block.ops], {}
+    )
+    made = {v for step, _ in steps for v in step.outs}
+    cotangents = _cotangents(analysis, [step for step, _ in steps], made, block.outvars)
+    for (step, group), back in zip(steps, cotangents, strict=True):
         passing = group.passing if group else frozenset[Value]()
-        size, again = (_bytes(analysis, s.intersection(step.outs)) for s in (mine, passing))
-        again_too = prices[block].get(step, {}) if group else {}
-        moved = sum(price for v, price in again_too.items() if group and v in group.again)
+        size, again = (_bytes(analysis, s.intersection(step.outs)) for s in (kept, passing))
+        repeated = group.again.intersection(step.outs) if group else ()
+        moved = sum(price for v, price in prices.get(step, {}).items() if v in repeated)
         if not is_fused(step):
             # What it reads and writes, and what it reads again, exist as well.
-            there = made & {*step.ins, *step.outs} - mine - passing
-            read = made & {*needs(analysis, step)} - mine - passing
+            there = made & {*step.ins, *step.outs} - kept - passing
+            read = made & {*needs(analysis, step)} - kept - passing
             back += sum(_narrow(analysis, v) for v in read)
             back = max(back, sum(stored_bytes(analysis, v) for v in there))
         yield Moment(size, again, back, moved, group)
         for op, sub in ((step, sub) for sub in step.subs) if isinstance(step, Op) else ():
-            turns, within = turns_of(op.eqn), [*moments(analysis, sub.program, kept, prices)]
+            turns, within = turns_of(op.eqn), [*moments(analysis, sub.program, orders)]
             total, moved = sum(m.kept for m in within), sum(m.moved for m in within)
             # What a loop keeps is copied to a stack and back: matmuls read and write no slices.
             moved += 4 * total if op.inside.loop else 0

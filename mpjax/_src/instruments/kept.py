@@ -23,6 +23,7 @@ from mpjax._src.autocast.steps import (
 )
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import SPELLINGS, short_name
+from mpjax._src.base.higher_order import CALL, higher_order
 from mpjax._src.base.public import public
 from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.site import ROOT
@@ -58,10 +59,14 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     """
     makers = functools.cache(_makers)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
+    first: dict[Any, Any] = {}  # of the residuals that have the same array
+    for v in jaxpr.outvars:
+        array = _array(v, jaxpr, makers)
+        if not isinstance(array, _jax.Literal) and array not in inputs:
+            first.setdefault(array, v)
     arrays = []
-    found = (_array(v, jaxpr, makers) for v in jaxpr.outvars)
-    for v in dict.fromkeys(v for v in found if not isinstance(v, _jax.Literal)):
-        if v not in inputs and not _is_constant(v, jaxpr, makers):
+    for v in first.values():
+        if not _is_constant(v, jaxpr, makers):
             origin = _origin(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
             size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
@@ -82,7 +87,7 @@ def _array(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any
         if eqn.primitive.name in SAME or _is_precise(eqn):
             var = eqn.invars[place]
             continue
-        calls = _jax.inner_jaxprs(eqn) if eqn.primitive.name not in ("scan", "while") else ()
+        calls = _jax.inner_jaxprs(eqn) if higher_order(eqn.primitive.name).kind == CALL else ()
         for inner in calls:
             same = len(inner.outvars) == len(eqn.outvars) and len(inner.invars) == len(eqn.invars)
             first = _array(inner.outvars[place], inner, makers) if same else None
