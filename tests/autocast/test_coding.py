@@ -413,6 +413,7 @@ def test_second_derivatives(second):
         assert error(found, jax.jit(functools.partial(second, loss))(WEIGHTS)) < 0.03
 
 
+@pytest.mark.thorough
 def test_second_derivatives_of_a_recurrence_whose_result_is_kept_as_a_code():
     w, direction = WEIGHTS[0][0], DIRECTION[0][0]
 
@@ -431,6 +432,7 @@ def test_second_derivatives_of_loops():
         assert error(found, exact) < 0.03
 
 
+@pytest.mark.thorough
 def test_taylor_mode():
     series = [X / 9, jnp.zeros_like(X)]
     values, terms = jet(lambda x: mpjax.autocast(loss, CODED)(WEIGHTS, x), (X,), (series,))

@@ -98,7 +98,7 @@ SUITE = {
 
 
 # A stream, a loop, branches, a rule of its author's, devices, what is never read.
-QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped", "composed"]
+QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
