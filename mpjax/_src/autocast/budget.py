@@ -10,12 +10,12 @@ bytes again is chosen. Groups keep their values instead as far as the budget all
 The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `lean` does.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mpjax._src.autocast.choice import Chosen, Part, choose, copies, keeping, work_of
 from mpjax._src.autocast.schedule import flow_of, ops_of
-from mpjax._src.autocast.sizes import kept_bytes, stored_bytes
+from mpjax._src.autocast.sizes import stored_bytes, total_kept
 from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.autocast.timeline import Moment, Order, Prices, moments, peak, relaxed
@@ -139,7 +139,7 @@ def _split(analysis: Analysis, parts: Mapping[Block, Part], kept: Kept) -> dict[
     The minimum cut does not count what the backward pass keeps for a while, of each such group.
     """
     large = {
-        step: (b, _bytes(analysis, step.passing))
+        step: (b, total_kept(analysis, step.passing))
         for b, steps in kept.steps.items()
         for step in steps
         if isinstance(step, WholeCheckpoint)
@@ -162,14 +162,10 @@ def _waist(
     least, waist = size, frozenset[Value]()
     before, crossing = 0, set[Value]()
     for i, step in enumerate(inside):
-        before += _bytes(analysis, group.passing.intersection(step.outs))
+        before += total_kept(analysis, group.passing.intersection(step.outs))
         crossing.update(v for v in step.outs if v in group.again and v in flow.producer)
         crossing = {v for v in crossing if flow.last.get(v, -1) > i}
-        kept = _bytes(analysis, crossing) + max(before, size - before)
+        kept = total_kept(analysis, crossing) + max(before, size - before)
         if kept < least:
             least, waist = kept, frozenset(crossing)
     return waist
-
-
-def _bytes(analysis: Analysis, values: Iterable[Value]) -> int:
-    return sum(kept_bytes(analysis, v) for v in values)

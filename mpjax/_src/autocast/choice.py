@@ -91,7 +91,7 @@ def choose(
         for step in steps
         if step in again_too
         for out in step.outs
-        for v in (*step.ins, *(work_of(step, out).reads & {*step.outs}))
+        for v in (*step.ins, *_siblings(step, out))
         if v in number
     ]
     # Arguments, and what must not run twice, are there without being computed again.
@@ -131,6 +131,11 @@ def keeping(
             step = producer[value]
             todo += step.ins if step in priced or runs_again(analysis, step) else ()
     return Chosen(frozenset(again), kept, priced)
+
+
+def _siblings(step: Step, result: Value) -> Collection[Value]:
+    """Returns the results of a step of which it computes another one."""
+    return work_of(step, result).reads.intersection(step.outs) if len(step.outs) > 1 else ()
 
 
 class Work(NamedTuple):

@@ -1,5 +1,7 @@
 """The bytes of values: as they are stored, and as the backward pass keeps them."""
 
+from collections.abc import Iterable
+
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.coded import coded_bytes
@@ -25,3 +27,8 @@ def stored_bytes(analysis: Analysis, value: Value) -> int:
     stored = analysis.stored[value].dtype if value.is_f32 else None
     dtype = analysis.marks.kept_as.get(value, stored) or value.aval.dtype
     return _jax.size_of(_jax.shard_shape(value.aval)) * dtype.itemsize
+
+
+def total_kept(analysis: Analysis, values: Iterable[Value]) -> int:
+    """Returns the bytes needed to keep some values in each iteration, as they are stored."""
+    return sum(kept_bytes(analysis, v) for v in values)

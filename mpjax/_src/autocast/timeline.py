@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from mpjax._src.autocast.schedule import Step, needs, ops_of
-from mpjax._src.autocast.sizes import kept_bytes, stored_bytes
+from mpjax._src.autocast.sizes import stored_bytes, total_kept
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.higher_order import turns_of
 from mpjax._src.program.graph import Block, Op, Value
 
-FUSED = {rules.FULL, rules.FOLLOW, rules.MOVE, rules.COMPARE}
-
+# What compilers fuse with its neighbors: elementwise operations, moves, and sums. Not matmuls, nor
+# programs inside and kernels.
+FUSIBLE = {rules.FULL, rules.FOLLOW, rules.MOVE, rules.COMPARE}
 
 # The price of computing each result of a step again, in bytes moved.
 Prices = Mapping[Step, Mapping[Value, int]]
@@ -73,13 +74,15 @@ def moments(analysis: Analysis, block: Block, orders: Mapping[Block, Order]) -> 
         frozenset(), [(op, None) for op in block.ops], {}
     )
     made = {v for step, _ in steps for v in step.outs}
-    cotangents = _cotangents(analysis, [step for step, _ in steps], made, block.outvars)
-    for (step, group), back in zip(steps, cotangents, strict=True):
+    # A step may stand twice: operations on constants are repeated in each group.
+    fused = [(step, is_fused(step)) for step, _ in steps]
+    cotangents = _cotangents(analysis, fused, made, block.outvars)
+    for (step, group), (_, inside), back in zip(steps, fused, cotangents, strict=True):
         passing = group.passing if group else frozenset[Value]()
-        size, again = (_bytes(analysis, s.intersection(step.outs)) for s in (kept, passing))
+        size, again = (total_kept(analysis, s.intersection(step.outs)) for s in (kept, passing))
         repeated = group.again.intersection(step.outs) if group else ()
         moved = sum(price for v, price in prices.get(step, {}).items() if v in repeated)
-        if not is_fused(step):
+        if not inside:
             # What it reads and writes, and what it reads again, exist as well.
             there = made & {*step.ins, *step.outs} - kept - passing
             read = made & {*needs(analysis, step)} - kept - passing
@@ -117,46 +120,49 @@ def relaxed(timeline: Sequence[Moment], budget: float) -> Sequence[Moment]:
     return timeline
 
 
-def is_fused(step: Step | Op) -> bool:
+def is_fused(step: Step) -> bool:
     """Returns whether compilers fuse a step with its neighbors, so that little is written."""
     return all(
-        op.spec.need in FUSED if not op.subs else not op.inside.loop and _all_fused(op)
+        all(is_fused(inner) for sub in op.subs for inner in sub.program.ops)
+        if op.subs and not op.inside.loop
+        else op.spec.need in FUSIBLE
         for op in ops_of(step)
     )
-
-
-def _all_fused(op: Op) -> bool:
-    return all(is_fused(inner) for sub in op.subs for inner in sub.program.ops)
 
 
 # ---- cotangents ----------------------------------------------------------------------------------
 
 
 def _cotangents(
-    analysis: Analysis, steps: Sequence[Step], made: set[Value], outs: Iterable[Value]
+    analysis: Analysis,
+    steps: Sequence[tuple[Step, bool]],
+    made: set[Value],
+    outs: Iterable[Value],
 ) -> Iterator[int]:
-    """Yields the bytes of the cotangents that exist while the backward pass of each step runs."""
-    last = {v: i for i, step in enumerate(steps) for v in step.ins}
+    """Yields the bytes of the cotangents that exist while the backward pass of each step runs.
+
+    Args:
+        analysis: What is known about the values.
+        steps: The steps, in order, and whether each is fused with its neighbors.
+        made: What they compute.
+        outs: What the block returns.
+    """
+    last = {v: i for i, (step, _) in enumerate(steps) for v in step.ins}
     last.update(dict.fromkeys(outs, len(steps)))
-    written = {v for s in steps if not is_fused(s) for v in (*s.ins, *s.outs)}
+    written = {v for step, fused in steps if not fused for v in (*step.ins, *step.outs)}
     read = written.union(v for v in last if v not in made)
     floats = {v for v in read & {*last} if v.is_f32 and v.const is None and not v.literal}
     size = {v: _narrow(analysis, v) if v in made else stored_bytes(analysis, v) for v in floats}
     alive: set[Value] = set()
-    for i, step in enumerate(steps):
+    for i, (step, fused) in enumerate(steps):
         ends = {v for v in step.ins if last[v] == i}
+        now = alive | floats.intersection((*step.outs, *step.ins))
         # A fused operation writes the cotangents of its operands over those of its results.
-        alive = (alive - ends if is_fused(step) else alive) | floats.intersection(step.outs)
-        alive |= floats.intersection(step.ins) - (ends if is_fused(step) else set())
-        yield sum(size[v] for v in alive)
-        alive -= ends
+        yield sum(size[v] for v in (now - ends if fused else now))
+        alive = now - ends
 
 
 def _narrow(analysis: Analysis, value: Value) -> int:
     """Returns the bytes of a value as a matmul reads it, on one device."""
     stored = stored_bytes(analysis, value)
     return min(stored, 2 * _jax.size_of(_jax.shard_shape(value.aval))) if value.is_f32 else stored
-
-
-def _bytes(analysis: Analysis, values: Iterable[Value]) -> int:
-    return sum(kept_bytes(analysis, v) for v in values)
