@@ -147,6 +147,19 @@ def test_more_budget_moves_less_and_stays_within_it(fun, ways):
     assert moved == sorted(moved, reverse=True) and len({*moved}) >= ways
 
 
+def test_of_candidates_that_move_as_much_the_one_with_the_least_memory_wins(monkeypatch):
+    outlined, tables = outline_of(chain)
+    picked, made = {}, []
+    _pick(outlined.block, tables, AGAIN, {*outlined.block.invars}, (), picked)
+    parts = {inner: one.part for inner, one in picked.items()}
+    monkeypatch.setattr(budget, "orders", lambda kept, prices: made.append(kept))
+    monkeypatch.setattr(
+        budget, "moments", lambda *_: [timeline.Moment(100 - len(made), moved=len(made) == 1)]
+    )
+    found = budget.within(tables, outlined.block, parts, 0.99, checkpoints)
+    assert len(made) > 2 and found is made[-1]
+
+
 def test_groups_are_split_so_that_the_backward_pass_keeps_few_at_a_time():
     # Of n equal layers, the least is kept with about the root of n groups of as many.
     size = BIG.size * 2

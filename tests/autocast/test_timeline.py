@@ -8,12 +8,13 @@ import pytest
 from support import normal
 
 import mpjax
-from mpjax._src.autocast import timeline
+from mpjax._src.autocast import budget, timeline
 from mpjax._src.autocast.budget import Kept, orders
-from mpjax._src.autocast.choice import choose
+from mpjax._src.autocast.choice import Part, choose
 from mpjax._src.autocast.lean import checkpoints
 from mpjax._src.autocast.plan import AGAIN, _pick, analyze, outline
 from mpjax._src.autocast.sizes import stored_bytes
+from mpjax._src.autocast.steps import KeptAttention
 from mpjax._src.autocast.timeline import Moment, moments, peak, relaxed
 from mpjax._src.base.dtypes import FLOAT32
 
@@ -91,9 +92,6 @@ def test_elementwise_operations_and_sums_write_no_cotangents():
 
 
 def test_weights_of_an_attention_are_kept_in_16_bits():
-    def attention(q, k):
-        return jnp.sum(jax.nn.softmax(q @ k.T) @ k)
-
     q, k = normal(1, 64, 8), normal(2, 32, 8)
     tables, _, kept = kept_of(attention, q, k)
     found = [v for v in tables.marks.kept_as if v.aval.shape == (64, 32)]
@@ -116,9 +114,9 @@ def test_a_group_exists_until_its_own_backward_pass():
 def test_groups_keep_their_values_from_the_last_one_on_as_far_as_the_budget_allows():
     groups = [object() for _ in range(4)]
     found = [Moment(0, 10, 0, 3, group) for group in groups]
-    for budget, again in ((10, 3), (19, 3), (20, 2), (30, 1), (40, 0)):
-        after = relaxed(found, budget)
-        assert peak(after) <= budget
+    for most, again in ((10, 3), (19, 3), (20, 2), (30, 1), (40, 0)):
+        after = relaxed(found, most)
+        assert peak(after) <= most
         assert [m.group for m in after if m.group] == groups[:again]
     assert sum(m.moved for m in relaxed(found, 30)) == 3
 
@@ -132,3 +130,44 @@ def test_fused_steps_are_those_that_compilers_fuse():
     fused = {op.name: timeline.is_fused(op) for op in block.ops}
     assert not fused["dot_general"] and not fused["scan"] and fused["reduce_sum"]
     assert all(fused.get(name, True) for name in ("custom_jvp_call", "jit", "max"))
+
+
+def test_fused_operations_write_their_cotangents_over_those_of_their_results():
+    tables, block, kept = kept_of(functools.partial(product_chain, 3), W, X)
+    order = orders(kept, {b: {} for b in kept.steps})
+    found = moments(tables, block, order)
+    beside = {step: m.beside for (step, _), m in zip(order[block].steps, found, strict=True)}
+    assert max(size for op, size in beside.items() if op.name == "tanh") < 2 * ARRAY
+
+
+# ---- results of a step ---------------------------------------------------------------------------
+
+
+def attention(q, k):
+    return jnp.sum(jax.nn.softmax(q @ k.T) @ k)
+
+
+def attended():
+    """Returns the tables of an attention, its part, its step, and that step's results."""
+    tables, block, kept = kept_of(attention, normal(1, 64, 8), normal(2, 32, 8))
+    steps = [step for step, _ in orders(kept, {b: {} for b in kept.steps})[block].steps]
+    (step,) = (s for s in steps if isinstance(s, KeptAttention))
+    part = Part(steps, block.outvars, {*block.invars}, block.in_loop)
+    return tables, part, step, *step.outs
+
+
+def test_each_result_of_an_attention_has_its_own_price():
+    tables, _, step, result, weights = attended()
+    sizes = {v: stored_bytes(tables, v) for v in (*step.ins, *step.outs)}
+    scores, values = (max(step.ins, key=sizes.get), min(step.ins, key=sizes.get))
+    assert budget._price(tables, step, weights) == sizes[scores] + sizes[weights]
+    assert budget._price(tables, step, result) == sizes[weights] + sizes[values] + sizes[result]
+
+
+def test_a_result_is_computed_again_from_the_results_that_it_is_made_of(monkeypatch):
+    tables, part, step, result, weights = attended()
+    monkeypatch.setattr(KeptAttention, "needs", property(lambda self: iter(self.body.outs)))
+    for price, keeps in ((0, False), (10**9, True)):
+        costs = {step: {result: 0, weights: price}}
+        chosen = choose(tables, part, costs=costs, there=step.ins)
+        assert (result in chosen.kept) is keeps

@@ -6,11 +6,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from support import normal
 
 import mpjax
 from mpjax._src.autocast import transform
+from mpjax._src.base import _jax
 
 W, X = normal(0, 64, 64, scale=0.1), normal(1, 32, 64)
 PARAMS = {"first": {"kernel": W}, "second": {"kernel": W}}
@@ -189,10 +192,22 @@ def test_backward_rows_of_a_sum_that_runs_in_one_pass_name_its_forward_row():
     assert sums <= behind and None not in behind
 
 
-def test_an_array_that_compilers_do_not_copy_counts_once():
-    def fun(x):
-        y = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "again")
-        return jnp.sum(y * jax.checkpoint(lambda y: y)(jax.lax.optimization_barrier(y)))
+@pytest.mark.parametrize(
+    ("same", "count"),
+    [
+        (lax.optimization_barrier, 4),  # a sine and a cosine, and two parts of an argument
+        (_jax.gpu_barrier, 4),
+        (lambda y: lax.reduce_precision(y, 8, 23), 4),
+        (lambda y: checkpoint_name(y, "again"), 4),
+        (jax.checkpoint(lambda y: y), 4),
+        (lax.stop_gradient, 3),  # only one of the parts
+    ],
+)
+def test_an_array_that_compilers_do_not_copy_counts_once(same, count):
+    def fun(x, z):
+        y = jnp.sin(x)
+        return jnp.sum(y * z[0]) + jnp.sum(same(y) * z[1])
 
-    kept = mpjax.explain(fun, "float32", argnums=0)(jnp.ones((4, 8))).kept
-    assert collections.Counter(k.shape for k in kept) == {(4, 8): 2}  # its sine and cosine
+    args = jnp.ones((4, 8)), jnp.ones((2, 4, 8))
+    kept = mpjax.explain(fun, "float32", argnums=(0, 1))(*args).kept
+    assert collections.Counter(k.shape for k in kept)[4, 8] == count, kept
