@@ -17,6 +17,8 @@
 #   make build        builds and checks the wheel and the sdist in dist/
 #   make docker       builds the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)
 #   make docker-locks rewrites docker/requirements-*.txt from pyproject.toml
+#   make flaky        the quick tier on ten fresh seeds under each instruction set of this processor
+#                     (hours); resumes
 #   make soak         10,000 steps with faults; a run that is killed and resumed 200 times (an hour)
 #   make docs         builds the site in docs_out/html: executes its pages, checks its links, and
 #                     tests it in a browser
@@ -49,7 +51,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 EVERYTHING := -m "thorough or not thorough"
 KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak strangers strangers-part mutants mutants-all mutants-sample clean
+.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak flaky strangers strangers-part mutants mutants-all mutants-sample clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -144,6 +146,9 @@ docker-locks: $(VENV)-build/ready
 soak: $(VENV)/ready
 	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
 	KILLS=200 $(VENV)/bin/python -m pytest -s -m thorough tests/checkpoint/test_kills.py
+
+flaky: $(VENV)/ready
+	$(VENV)/bin/python tests/helpers/flaky.py --workers $(WORKERS)
 
 strangers: $(VENV)/ready
 	$(VENV)/bin/python tests/helpers/strangers.py

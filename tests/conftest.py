@@ -6,6 +6,7 @@ test also has a kind, by its file: ``unit``, ``sound``, ``docs`` or ``processes`
 """
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import os
@@ -13,6 +14,7 @@ import re
 import resource
 import sys
 import time
+import traceback
 from pathlib import Path
 
 # Several CPU devices for shard_map and pmap. Compilation is fast rather than its code, because
@@ -35,15 +37,13 @@ import jax
 import psutil
 import pytest
 from hypothesis import settings
-from support import CI, fresh_rng
+from support import chosen_seed, fresh_rng, seed_of_run
 
 from mpjax._src.base import rules
 from mpjax._src.base.called import CALLED
 
 # Tracing and compiling make the time of a single example meaningless.
 PROFILES = {"quick": 10, "thorough": 50}
-for name, examples in PROFILES.items():
-    settings.register_profile(name, deadline=None, max_examples=examples, derandomize=CI)
 
 # ---- tiers and kinds ----------------------------------------------------------------------------
 
@@ -80,7 +80,12 @@ def kind_of(path):
 
 def pytest_configure(config):
     quick = re.fullmatch("(.* and )?not thorough", config.option.markexpr)  # and no "or"
-    settings.load_profile("quick" if quick else "thorough")
+    os.environ["SEED"] = str(chosen_seed(bool(quick)))  # workers get it too
+    name = "quick" if quick else "thorough"
+    settings.register_profile(
+        name, deadline=None, max_examples=PROFILES[name], derandomize=seed_of_run() == 0
+    )
+    settings.load_profile(name)
 
 
 def pytest_collection_modifyitems(items):
@@ -90,16 +95,33 @@ def pytest_collection_modifyitems(items):
 
 # What JAX says to a mesh, and to pmap, for which one device, such as a GPU, is too few.
 TOO_FEW = re.compile("Number of devices 1 must be|cannot select an axis to squeeze out")
+# What XLA says of a cast to float16 on a CPU without the instructions for it (SSE4.2).
+NO_FLOAT16 = re.compile("Failed to materialize symbols")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
+@functools.cache
+def casts_to_float16():
+    try:
+        return jax.jit(lambda x: x.astype(jax.numpy.float16))(1.0) == 1
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+def skipped(item):
+    """Skips a test that this device cannot run, whatever it tests."""
     try:
         return (yield)
-    except ValueError as error:
-        if jax.device_count() == 1 and TOO_FEW.search(str(error)):
+    except Exception as error:
+        said = "".join(traceback.format_exception(error))
+        if jax.device_count() == 1 and TOO_FEW.search(said):
             pytest.skip("needs several devices")
+        if NO_FLOAT16.search(said) and not casts_to_float16():
+            pytest.skip("needs a CPU with float16")
         raise
+
+
+pytest_runtest_setup = pytest.hookimpl(wrapper=True)(skipped)
+pytest_runtest_call = pytest.hookimpl(wrapper=True)(skipped)
 
 
 # ---- what a run costs ---------------------------------------------------------------------------
@@ -172,6 +194,7 @@ def pytest_terminal_summary(terminalreporter):
     slowest = sorted(files.items(), key=lambda row: -row[1])[:SLOWEST]
     memory = ", ".join((peaks or {"": described_peak()}).values())
     terminalreporter.section("cost")
+    terminalreporter.write_line(f"seed of all random inputs: SEED={seed_of_run()}")
     terminalreporter.write_line(f"peak memory of each worker: {memory}")
     terminalreporter.write_line(
         f"processor time of all tests: {sum(files.values()):.0f} s. Most of it:"
@@ -231,7 +254,7 @@ def x64():
 
 @pytest.fixture
 def rng():
-    """A generator with fresh numbers. The seed is printed if a test fails."""
+    """A generator for the seed of the run, which the head of pytest's output shows."""
     return fresh_rng()
 
 

@@ -15,6 +15,7 @@ import jax
 import pytest
 import resumed
 from problems import bits
+from support import seed_of_run
 
 from mpjax import checkpoint
 
@@ -50,9 +51,7 @@ class Expected:
 
 
 def test_no_kill_damages_the_last_good_checkpoint(tmp_path):
-    seed = random.SystemRandom().randrange(2**32)
-    print("seed", seed)
-    draw, expected, last, refused = random.Random(seed), Expected(), 0, 0
+    draw, expected, last, refused = random.Random(seed_of_run()), Expected(), 0, 0
     start, _, _ = resumed.program()
     for _ in range(KILLS):
         process = started(tmp_path / "run", 10**6)

@@ -3,6 +3,7 @@
 import collections
 import functools
 import os
+import secrets
 import struct
 import sys
 
@@ -14,8 +15,6 @@ from jax.extend import core as jex
 
 import mpjax
 
-# Under CI, inputs are the same every time, so that a failure comes from the change.
-CI = bool(os.environ.get("CI"))
 HALVES = ("bfloat16", "float16")
 BOTH = functools.partial(jax.grad, argnums=(0, 1))
 
@@ -112,14 +111,22 @@ def calls_to_trace(fun, *args):
     return calls_of(jax.make_jaxpr(fun), *args)
 
 
-def fresh_rng(stream=0):
-    """Returns a generator whose numbers differ from run to run, but under CI. Prints its seed.
+def chosen_seed(quick):
+    """Returns the seed of all random inputs of a run: SEED, if it is set.
 
-    Under CI, two generators of a test have the same numbers, unless their streams differ.
+    The quick tier draws the same numbers in every run, so that a failure comes from the change. The
+    thorough tier draws others each time.
     """
-    seed = int(np.random.SeedSequence(stream if CI else None).generate_state(1)[0])
-    print(f"seed {seed}")
-    return np.random.default_rng(seed)
+    return int(os.environ.get("SEED") or (0 if quick else secrets.randbelow(2**32)))
+
+
+def seed_of_run():
+    return int(os.environ.get("SEED", 0))
+
+
+def fresh_rng(stream=0):
+    """Returns a generator for the run's seed. Two with one stream have the same numbers."""
+    return np.random.default_rng([seed_of_run(), stream])
 
 
 def normal(seed, *shape, scale=1.0):
