@@ -111,7 +111,7 @@ def skipped(item):
     """Skips a test that this device cannot run, whatever it tests."""
     try:
         return (yield)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         said = "".join(traceback.format_exception(error))
         if jax.device_count() == 1 and TOO_FEW.search(said):
             pytest.skip("needs several devices")
