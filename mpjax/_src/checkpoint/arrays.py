@@ -7,8 +7,7 @@ of, whichever meshes saved and restore.
 
 import contextlib
 import math
-import os
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
 from mpjax._src.checkpoint.packages import needed
+from mpjax._src.checkpoint.paths import is_remote, reason
 
 # How many shards are read at once.
 AT_ONCE = 8
@@ -95,29 +95,35 @@ def read(
     return {name: _made(arrays.pop(name)) for name in [*arrays]}
 
 
-def reason(error: Exception) -> str:
-    """Returns why something could not be written or read, in one line."""
-    number = getattr(error, "errno", None)
-    # As tensorstore and safetensors write it.
-    if match := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error)):
-        number = int(match[1] or match[2])
-    if number:
-        return os.strerror(number)
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+def check_stored(path: Any, table: Mapping[str, Any]) -> None:
+    """Compares the index of arrays that were written with what should be there; reads no values.
+
+    Raises:
+        CheckpointError: If an array, or one of its shards, is not there. The message names it.
+    """
+    opened = _opened(path, table)
+    where = {"driver": "ocdbt", "base": _base(path)}
+    keys = needed("tensorstore").KvStore.open(where).result().list().result()
+    pieces = Counter(key.rpartition(b"/")[0] for key in keys)
+    for name, stored in opened.items():
+        with _naming(path, name):
+            _check(path, name, table[name], stored)
+            shape = stored.chunk_layout.write_chunk.shape or ()
+            expected = math.prod(-(-n // part) for n, part in zip(stored.shape, shape, strict=True))
+            found = pieces[stored.kvstore.path.rstrip("/").encode()] - 1  # without its metadata
+            if found != expected:
+                raise ValueError(f"{found} of its {expected} shards were stored")
 
 
 def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     """Opens arrays of tensorstore."""
     tensorstore = needed("tensorstore")
-    text = f"{path}/"
-    base = text if "://" in text else {"driver": "file", "path": text}
     context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
     futures = {}
     for name in names:
         spec = {
             "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": base, "path": name},
+            "kvstore": {"driver": "ocdbt", "base": _base(path), "path": name},
             "fill_missing_data_reads": False,
         }
         futures[name] = tensorstore.open(spec, context=context, open=True, read=True)
@@ -126,6 +132,11 @@ def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
         with _naming(path, name):
             opened[name] = future.result()
     return opened
+
+
+def _base(path: Any) -> Any:
+    text = f"{path}/"
+    return text if is_remote(text) else {"driver": "file", "path": text}
 
 
 @contextlib.contextmanager

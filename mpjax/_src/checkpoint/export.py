@@ -14,10 +14,10 @@ from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
 from mpjax._src.base.errors import CheckpointError
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import cast_leaf, is_array
-from mpjax._src.checkpoint.arrays import reason
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, part_of
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import NAMED, differences, match
+from mpjax._src.checkpoint.paths import absolute, reason
 from mpjax._src.training.masters import master_params
 
 
@@ -99,7 +99,7 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
         >>> sorted(mpjax.checkpoint.load_safetensors(file))
         ['Dense_0.kernel']
     """
-    safetensors = _safetensors()
+    safetensors, file = _safetensors(), absolute(file, "file")
     arrays = dict(_readable(params))
     temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
     try:
@@ -141,7 +141,7 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
         >>> str(mpjax.checkpoint.load_safetensors(file, like={"w": jnp.zeros(3)})["w"].dtype)
         'float32'
     """
-    safetensors = _safetensors()
+    safetensors, file = _safetensors(), absolute(file, "file")
     if not Path(file).is_file():
         raise FileNotFoundError(f"file={str(file)!r} does not exist.")
     try:

@@ -144,7 +144,11 @@ class Manager:
             self._take(stack)
             with store.worded(self.directory, "its checkpoints cannot be listed"):
                 store.check_metrics(self.directory)
-                manager = ocp.CheckpointManager(self.directory, options=options)
+                manager = ocp.CheckpointManager(
+                    store.for_orbax(self.directory),
+                    options=options,
+                    handler_registry=store.handlers(),
+                )
             # Only now: whatever was raised before has freed the directory.
             return manager, stack.pop_all().close
 
@@ -350,16 +354,19 @@ def _options(
 ) -> Any:
     """Returns orbax's options: what is saved, and what is kept."""
     ocp = store.orbax()
-    policies = ocp.checkpoint_managers
+    policies, options = ocp.checkpoint_managers, ocp.CheckpointManagerOptions
     # Needed to write metrics, and for best(); preservation_policy says what is kept.
     by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
-    return ocp.CheckpointManagerOptions(
+    return options(
         save_decision_policy=policies.FixedIntervalPolicy(every),
         preservation_policy=_preserved(keep, keep_period, best),
         **by_metric,
         cleanup_tmp_directories=not read_only,
         create=not read_only,
         read_only=read_only,
+        # By several threads, orbax would remove files of which it does not tell the path. Versions
+        # before 0.12.8 have no threads.
+        **({"num_deletion_threads": 1} if hasattr(options, "num_deletion_threads") else {}),
         **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
     )
 

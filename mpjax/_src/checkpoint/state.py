@@ -172,7 +172,8 @@ def restore(
     sources = match(about, like, allow_narrowing, str(directory))
     places: dict[str, Any] = {}
     for source in sources:
-        for path in filter(None, (source.path, source.beside)):
-            places.setdefault(path, place_of(source.target.value))
+        for path in (source.path, source.beside):
+            if path is not None:
+                places.setdefault(path, place_of(source.target.value))
     arrays = store.read_arrays(directory, about, places, verify)
     return converted(sources, arrays, like, str(directory))

@@ -29,15 +29,45 @@ from mpjax._src.checkpoint.contents import (
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
 from mpjax._src.checkpoint.packages import needed
+from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
 
 TABLES = {"leaves": dict, "kinds": dict}
-# What orbax appends to the name of a directory that it has not finished.
-UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def orbax() -> Any:
     """Imports orbax.checkpoint, which takes a second and is not always installed."""
     return needed("orbax.checkpoint")
+
+
+def handlers() -> Any:
+    """Returns orbax's handlers of the two items, which end in this order.
+
+    The last one reads back what was written, before the checkpoint gets its name: what orbax could
+    not write, it may only log.
+    """
+    ocp = orbax()
+
+    class About(ocp.JsonCheckpointHandler):  # type: ignore[name-defined]
+        def finalize(self, directory: Any) -> None:
+            super().finalize(directory)
+            _check_written(directory.parent / "state", directory / "metadata")
+
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("state", ocp.args.PyTreeSave)
+    registry.add("about", ocp.args.JsonSave, About())
+    return registry
+
+
+def _check_written(state: Any, file: Any) -> None:
+    try:
+        leaves = _about_in(file)["leaves"]
+        stored = {path: entry for path, entry in leaves.items() if 0 not in entry["shape"]}
+        if stored:
+            arrays.check_stored(state, stored)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The checkpoint is not kept, because what was written cannot be found: {error}"
+        ) from None
 
 
 def _arrays_in(state: Any) -> dict[str, Any]:
@@ -98,14 +128,9 @@ def _checked(data: Any) -> Any:
     return data
 
 
-def _path(directory: str | Path) -> Any:
-    # Used by orbax; it reads storage buckets too.
-    return needed("etils.epath").Path(absolute(directory))
-
-
 def exists(directory: str | Path) -> bool:
     """Returns whether a file or directory of this name exists."""
-    return _path(directory).exists()
+    return for_orbax(directory).exists()
 
 
 @contextlib.contextmanager
@@ -152,9 +177,11 @@ def write(directory: str | Path, args: Any) -> None:
     try:
         with (
             writing(directory),
-            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer,
+            ocp.Checkpointer(
+                ocp.CompositeCheckpointHandler(handler_registry=handlers())
+            ) as checkpointer,
         ):
-            checkpointer.save(absolute(directory), args=args)
+            checkpointer.save(for_orbax(directory), args=args)
     finally:
         loud()
 
@@ -192,7 +219,7 @@ def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"directory={absolute(directory)!r}: {what}: {arrays.reason(error)}.{rest}"
+            f"directory={absolute(directory)!r}: {what}: {reason(error)}.{rest}"
         ) from None
 
 
@@ -222,14 +249,17 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
         FileNotFoundError: If the directory does not exist.
         CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
-    path = _path(directory)
+    path = for_orbax(directory)
     _check_is_checkpoint(path, directory)
-    file = path / "about" / "metadata"
+    return _about_in(path / "about" / "metadata", verify)
+
+
+def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
     try:
         about = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {arrays.DAMAGED}. {arrays.reason(error)}"
+            f"{file} cannot be read: {arrays.DAMAGED}. {reason(error)}"
         ) from error
     _check_about(about, file, verify)
     return about
@@ -259,7 +289,7 @@ def check_metrics(directory: str | Path) -> None:
     Raises:
         CheckpointError: If a file is damaged.
     """
-    path = _path(directory)
+    path = for_orbax(directory)
     for step in (p for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else ():
         file = step / "metrics" / "metrics"
         try:
@@ -344,7 +374,7 @@ def read_arrays(
     # Empty arrays are not written: their shape is all of them.
     stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
     sums = about.get(checksums.ARRAYS, {}) if verify else {}
-    by_path = arrays.read(_path(directory) / "state", table, stored, sums)
+    by_path = arrays.read(for_orbax(directory) / "state", table, stored, sums)
     for name in shardings:
         entry = table[name]
         if name not in by_path:
@@ -354,14 +384,3 @@ def read_arrays(
             by_path[name] = jax.random.wrap_key_data(jnp.array(by_path[name]), impl=entry["key"])
         by_path[name] = held(by_path[name])
     return by_path
-
-
-def is_remote(path: str) -> bool:
-    """Returns whether an absolute path is the address of a storage bucket."""
-    return "://" in path
-
-
-def absolute(directory: str | Path) -> str:
-    """Returns an absolute path, which orbax needs; addresses such as gs:// are not changed."""
-    text = str(directory)
-    return text if is_remote(text) else str(Path(text).absolute())
