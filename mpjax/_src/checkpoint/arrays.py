@@ -19,13 +19,13 @@ from mpjax._src.base.errors import CheckpointError
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
+from mpjax._src.checkpoint.fields import UNVERIFIED
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import is_remote, reason
 
 # How many shards are read at once.
 AT_ONCE = 8
 DAMAGED = "it is damaged, incomplete or has another format"
-UNVERIFIED = "verify=False restores it all the same."
 
 
 class Wanted(NamedTuple):

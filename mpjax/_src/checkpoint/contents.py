@@ -14,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
 from mpjax._src.base.dtypes import FLOAT32, is_narrow
+from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import is_array_or_shape, is_key
 from mpjax._src.training.loss_scale import has_protocol
@@ -71,15 +73,16 @@ def leaves_of(tree: Any) -> list[Leaf]:
     """
     leaves = _at_home(list(_leaves(tree, (), ())))
     for leaf in leaves:
-        value = leaf.value
-        if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
+        if not _is_stored(leaf.value):
             raise TypeError(
-                f"state[{leaf.path!r}] is {value!r}, not an array. Leave functions and settings "
-                "out of the state. A checkpoint stores arrays, and plain data that is passed as "
-                "data=."
+                f"state[{leaf.path!r}] is {brief(leaf.value)}, not an array. Leave functions and "
+                "settings out of the state. A checkpoint stores arrays, and plain data that is "
+                "passed as data=."
             )
     for kind in ("path", "means"):
-        twice = [name for name, n in Counter(getattr(x, kind) for x in leaves).items() if n > 1]
+        # tensorstore takes "a/" for "a".
+        names = Counter(getattr(x, kind).rstrip("/") for x in leaves)
+        twice = [name for name, n in names.items() if n > 1]
         if twice:
             raise ValueError(
                 f"state: two leaves have the name {twice[0]!r}, so they cannot be told apart in a "
@@ -87,6 +90,17 @@ def leaves_of(tree: Any) -> list[Leaf]:
                 "dict, or with_master_weights twice around the same parameters."
             )
     return leaves
+
+
+def _is_stored(value: Any) -> bool:
+    """Returns whether a leaf is an array without a mask, its shape, or a number that JAX holds."""
+    if isinstance(value, (bool, float, complex)):
+        return True
+    if isinstance(value, int):
+        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
+        return limits.min <= value <= limits.max
+    is_plain = not isinstance(value, np.ma.MaskedArray) and is_array_or_shape(value)
+    return is_plain and value.dtype != jax.dtypes.float0
 
 
 class _Beside(NamedTuple):
@@ -287,7 +301,9 @@ def shaped(value: Any) -> tuple[tuple[int, ...], str]:
     """Returns a leaf's shape and the name of its dtype."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
-    return tuple(value.shape), str(value.dtype)
+    dtype = value.dtype
+    # Not the order of a NumPy array's bytes, which is not stored.
+    return tuple(value.shape), dtype.name if isinstance(dtype, np.dtype) else str(dtype)
 
 
 def describe(tree: Any, policy: str | None, data: Any) -> dict[str, Any]:

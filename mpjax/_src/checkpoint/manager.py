@@ -354,19 +354,17 @@ def _options(
 ) -> Any:
     """Returns orbax's options: what is saved, and what is kept."""
     ocp = store.orbax()
-    policies, options = ocp.checkpoint_managers, ocp.CheckpointManagerOptions
+    policies = ocp.checkpoint_managers
     # Needed to write metrics, and for best(); preservation_policy says what is kept.
     by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
-    return options(
+    return ocp.CheckpointManagerOptions(
         save_decision_policy=policies.FixedIntervalPolicy(every),
         preservation_policy=_preserved(keep, keep_period, best),
         **by_metric,
         cleanup_tmp_directories=not read_only,
         create=not read_only,
         read_only=read_only,
-        # By several threads, orbax would remove files of which it does not tell the path. Versions
-        # before 0.12.8 have no threads.
-        **({"num_deletion_threads": 1} if hasattr(options, "num_deletion_threads") else {}),
+        num_deletion_threads=1,  # several would remove the files, not the directory
         **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
     )
 

@@ -18,10 +18,8 @@ import numpy as np
 
 from mpjax._src.base.errors import CheckpointError, brief
 from mpjax._src.base.trees import is_key
-from mpjax._src.checkpoint import arrays, checksums
+from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import (
-    FORMAT,
-    FORMAT_VERSION,
     describe,
     leaves_of,
     shaped,
@@ -30,8 +28,6 @@ from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
-
-TABLES = {"leaves": dict, "kinds": dict}
 
 
 def orbax() -> Any:
@@ -261,7 +257,7 @@ def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} cannot be read: {arrays.DAMAGED}. {reason(error)}"
         ) from error
-    _check_about(about, file, verify)
+    fields.check(about, file, verify)
     return about
 
 
@@ -305,48 +301,6 @@ def check_metrics(directory: str | Path) -> None:
                 f"{file} is damaged: it should contain {json.dumps(expected)}. Repair it, or "
                 f"remove the checkpoint {step.name}."
             )
-
-
-def _check_about(about: Any, file: Any, verify: bool) -> None:
-    if not isinstance(about, Mapping) or about.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
-    if about.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file}: the checkpoint has version {about.get('format_version')!r} of the format, "
-            f"written by mpjax {about.get('mpjax')!r}, but this mpjax reads version "
-            f"{FORMAT_VERSION}."
-        )
-    for name, kind in TABLES.items():
-        if not isinstance(about.get(name), kind):
-            raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
-    for path, entry in about["leaves"].items():
-        if not _is_whole(entry):
-            raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
-    # The checkpoints of early versions have no checksums.
-    if verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys():
-        _check_sum(about, file)
-
-
-def _check_sum(about: Mapping[str, Any], file: Any) -> None:
-    if about.get(checksums.ABOUT) != checksums.of_about(about):
-        raise CheckpointError(
-            f"{file}: its checksum does not match. The file was damaged or edited after it was "
-            f"written. {arrays.UNVERIFIED}"
-        )
-
-
-def _is_whole(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("means"), str):
-        return False
-    shape = entry.get("shape")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        return False
-    try:
-        if "key" in entry:
-            return str(jax.random.key(0, impl=entry["key"]).dtype) == entry["dtype"]
-        return isinstance(entry["dtype"], str) and str(jnp.dtype(entry["dtype"])) == entry["dtype"]
-    except (KeyError, TypeError, ValueError):
-        return False
 
 
 def read_arrays(
