@@ -115,6 +115,14 @@ def check_stored(path: Any, table: Mapping[str, Any]) -> None:
                 raise ValueError(f"{found} of its {expected} shards were stored")
 
 
+def stored_as(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns the shape and dtype in which an array is stored, which is a random key's data."""
+    if "key" not in entry:
+        return tuple(entry["shape"]), np.dtype(entry["dtype"])
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["key"])))
+    return (*entry["shape"], *data.shape), data.dtype
+
+
 def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     """Opens arrays of tensorstore."""
     tensorstore = needed("tensorstore")
@@ -153,17 +161,12 @@ def _naming(path: Any, name: str) -> Iterator[None]:
 
 
 def _check(path: Any, name: str, entry: Mapping[str, Any], stored: Any) -> None:
-    shape, dtype = list(stored.shape), str(stored.dtype.numpy_dtype)
-    if "key" in entry:
-        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["key"])))
-        expected = [*entry["shape"], *data.shape], str(data.dtype)
-    else:
-        expected = entry["shape"], entry["dtype"]
+    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
+    expected = stored_as(entry)
     if (shape, dtype) != expected:
         raise CheckpointError(
-            f"{path}: the array {name!r} is {dtype}{tuple(shape)}, but should be "
-            f"{expected[1]}{tuple(expected[0])}. Its files are damaged, or belong to another "
-            "checkpoint."
+            f"{path}: the array {name!r} is {dtype}{shape}, but should be "
+            f"{expected[1]}{expected[0]}. Its files are damaged, or belong to another checkpoint."
         )
 
 

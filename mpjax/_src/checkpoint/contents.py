@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
 from mpjax._src.base.dtypes import FLOAT32, is_narrow
 from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import is_array_or_shape, is_key
+from mpjax._src.base.trees import NUMBER, is_array_or_shape, is_key
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import MasterWeightsState
 from mpjax._src.training.moments import EightBitMomentsState
@@ -73,11 +72,11 @@ def leaves_of(tree: Any) -> list[Leaf]:
     """
     leaves = _at_home(list(_leaves(tree, (), ())))
     for leaf in leaves:
-        if not _is_stored(leaf.value):
+        if not is_stored(leaf.value):
             raise TypeError(
-                f"state[{leaf.path!r}] is {brief(leaf.value)}, not an array. Leave functions and "
-                "settings out of the state. A checkpoint stores arrays, and plain data that is "
-                "passed as data=."
+                f"state[{leaf.path!r}] is {brief(leaf.value)}, not an array that JAX "
+                "supports. Leave functions and settings out of the state. A checkpoint stores "
+                "arrays, and plain data that is passed as data=."
             )
     for kind in ("path", "means"):
         # tensorstore takes "a/" for "a".
@@ -92,13 +91,15 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return leaves
 
 
-def _is_stored(value: Any) -> bool:
+def is_stored(value: Any) -> bool:
     """Returns whether a leaf is an array without a mask, its shape, or a number that JAX holds."""
-    if isinstance(value, (bool, float, complex)):
-        return True
-    if isinstance(value, int):
-        limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
-        return limits.min <= value <= limits.max
+    if isinstance(value, NUMBER):
+        try:
+            with np.errstate(over="ignore"):
+                held = np.asarray(value, shaped(value)[1])
+        except OverflowError:
+            return False
+        return bool(np.isfinite(held)) or not np.isfinite(value)
     is_plain = not isinstance(value, np.ma.MaskedArray) and is_array_or_shape(value)
     return is_plain and value.dtype != jax.dtypes.float0
 
@@ -300,7 +301,7 @@ def is_held(dtype: Any) -> bool:
 def shaped(value: Any) -> tuple[tuple[int, ...], str]:
     """Returns a leaf's shape and the name of its dtype."""
     if not hasattr(value, "dtype"):
-        value = np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
+        return (), jax.dtypes.canonicalize_dtype(type(value)).name
     dtype = value.dtype
     # Not the order of a NumPy array's bytes, which is not stored.
     return tuple(value.shape), dtype.name if isinstance(dtype, np.dtype) else str(dtype)

@@ -92,6 +92,9 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
                 return Source(target, target.path)
         master = by_meaning.get(MASTER + of)
         own = by_meaning.get(of)
+        if residual is None and own is not None and is_beside(target.means):
+            # Codes without their scales mean nothing.
+            own = None if jnp.issubdtype(saved[own]["dtype"], jnp.integer) else own
         if master is not None or residual is None or own is None:
             return Source(target, own if master is None else master, None, kind)
         return Source(target, own, residual, kind)

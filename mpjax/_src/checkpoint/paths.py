@@ -33,9 +33,10 @@ def absolute(path: str | os.PathLike, argument: str = "directory") -> str:
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
+        numbered = " Manager(directory).save(number, state) numbers checkpoints."
         raise TypeError(
-            f"{argument}={brief(path)} must be a path: a string or a pathlib.Path. Only a Manager "
-            "numbers checkpoints: Manager(directory).save(number, state)."
+            f"{argument}={brief(path)} must be a path: a string or a pathlib.Path."
+            + numbered * (argument == "directory")
         )
     wrong = _refused(text)
     if wrong:

@@ -20,13 +20,14 @@ from mpjax._src.base.errors import CheckpointError, brief
 from mpjax._src.base.trees import is_key
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import (
+    Leaf,
     describe,
     leaves_of,
     shaped,
 )
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
-from mpjax._src.checkpoint.packages import needed
+from mpjax._src.checkpoint.packages import all_needed, needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
 
 
@@ -79,29 +80,62 @@ def _arrays_in(state: Any) -> dict[str, Any]:
     }
 
 
-def saved_form(
-    state: Any, policy: str | None, data: Any, metrics: Mapping[str, float] | None = None
-) -> Any:
-    """Returns the arguments for orbax: the arrays by path, and their description.
+def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
+    """Returns the description of a state that can be saved, without checksums.
 
     Raises:
         TypeError: If the state has no leaves, or one that is not an array.
-        ValueError: If JSON cannot represent ``data`` exactly.
+        ValueError: If an array has been donated, or JSON cannot represent ``data`` exactly.
     """
-    ocp = orbax()
+    all_needed()
     if not jax.tree.leaves(state):
         raise TypeError(
             f"state={brief(state)} contains no arrays, so nothing could be restored from its "
             "checkpoint. Pass the state that the train step returns, or a dict of its parts, such "
             "as {'params': params}."
         )
-    about = describe(state, policy, _checked(data))
+    for leaf in leaves_of(state):
+        _check_storable(f"state[{leaf.path!r}]", leaf)
+    return describe(state, policy, _checked(data))
+
+
+def _check_storable(name: str, leaf: Leaf) -> None:
+    value = leaf.value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} is only a shape, {value}. Save the state, not its eval_shape.")
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is traced: jit, grad or vmap calls this function without its values. Save "
+            "outside the traced function."
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise ValueError(
+            f"{name} has been deleted, probably because it was donated to a step. Save the state "
+            "that the step returned, before you donate it in turn."
+        )
+    try:
+        leaf.path.encode()
+        if not is_key(value):
+            needed("tensorstore").dtype(shaped(value)[1])
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has a key that is not valid Unicode. Rename it.") from None
+    except ValueError:
+        raise TypeError(
+            f"{name} is {shaped(value)[1]}, which checkpoints do not support. Cast it to a dtype "
+            "that represents its values, such as uint8 for uint4."
+        ) from None
+
+
+def saved_form(
+    state: Any, about: dict[str, Any], metrics: Mapping[str, float] | None = None
+) -> Any:
+    """Returns the arguments for orbax: the arrays by path, and their description."""
     stored = _arrays_in(state)
     if metrics is not None:
         about["metrics"] = metrics  # orbax writes them to a file without a checksum
     about[checksums.ARRAYS] = checksums.of_arrays(stored)
     about[checksums.ABOUT] = checksums.of_about(about)
-    args = ocp.args
+    args = orbax().args
     state_item = {"state": args.PyTreeSave(stored)} if stored else {}
     return args.Composite(about=args.JsonSave(about), **state_item)
 
@@ -114,11 +148,11 @@ def _checked(data: Any) -> Any:
     """Returns ``data`` if JSON can represent it exactly."""
     try:
         same = json.loads(json.dumps(data, allow_nan=False)) == data
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"data={data!r} cannot be written as JSON: {error}.") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"data={brief(data)} cannot be written as JSON: {error}.") from None
     if not same:
         raise ValueError(
-            f"data={data!r} is changed by a round trip through JSON. Use a dict with string "
+            f"data={brief(data)} is changed by a round trip through JSON. Use a dict with string "
             "keys, lists (no tuples), strings, finite numbers, True, False and None."
         )
     return data
@@ -154,6 +188,7 @@ def new(directory: str | Path) -> Iterator[None]:
 def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
     """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
+    all_needed()  # before anything is made
     if is_remote(path):
         return (lambda: None), None
     folder = Path(path) if inside else Path(path).parent
@@ -332,8 +367,7 @@ def read_arrays(
     for name in shardings:
         entry = table[name]
         if name not in by_path:
-            dtype = np.uint32 if "key" in entry else jnp.dtype(entry["dtype"])
-            by_path[name] = np.zeros(entry["shape"], dtype)
+            by_path[name] = np.zeros(*arrays.stored_as(entry))
         if "key" in entry:
             by_path[name] = jax.random.wrap_key_data(jnp.array(by_path[name]), impl=entry["key"])
         by_path[name] = held(by_path[name])
