@@ -80,7 +80,7 @@ def leaves_of(tree: Any) -> list[Leaf]:
             )
     for kind in ("path", "means"):
         # tensorstore takes "a/" for "a".
-        names = Counter(getattr(x, kind).rstrip("/") for x in leaves)
+        names = Counter(getattr(x, kind).removesuffix("/") for x in leaves)
         twice = [name for name, n in names.items() if n > 1]
         if twice:
             raise ValueError(

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._src.base.errors import CheckpointError, as_float, brief, did_you_mean, whole_number
+from mpjax._src.base.errors import (
+    CheckpointError,
+    as_float,
+    brief,
+    did_you_mean,
+    warn_user,
+    whole_number,
+)
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_array
 from mpjax._src.checkpoint import store
@@ -146,6 +153,12 @@ class Manager:
         with contextlib.ExitStack() as stack:
             self._take(stack)
             with store.worded(self.directory, "its checkpoints cannot be listed"):
+                if foreign := store.foreign(self.directory):
+                    warn_user(
+                        f"directory={self.directory!r} contains {brief(foreign)}, which mpjax has "
+                        "not written, or not completely. The Manager leaves it alone. Remove it, "
+                        "or use a directory of its own."
+                    )
                 store.check_metrics(self.directory)
                 manager = ocp.CheckpointManager(
                     store.for_orbax(self.directory),
@@ -224,12 +237,20 @@ class Manager:
             return False
         metrics = self._metrics(metrics)
         about = store.described(state, self._policy, data)
+        self._check_free(number)
         args = store.saved_form(state, about, metrics)
         with self._writing():
             saved = self._manager.save(number, args=args, metrics=metrics, force=force)
         if self.stopping:
             self.wait()
         return saved
+
+    def _check_free(self, number: int) -> None:
+        if store.exists(f"{self.directory}/{number}"):
+            raise CheckpointError(
+                f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
+                "it, or not completely. It is not overwritten: remove it, or use another directory."
+            )
 
     def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         if self._best is None:
@@ -370,6 +391,7 @@ def _options(
     # Needed to write metrics, and for best(); preservation_policy says what is kept.
     by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
     return ocp.CheckpointManagerOptions(
+        step_name_format=store.numbers(),
         save_decision_policy=policies.FixedIntervalPolicy(every),
         preservation_policy=_preserved(keep, keep_period, best),
         **by_metric,

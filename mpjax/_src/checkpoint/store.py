@@ -299,7 +299,7 @@ def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
 def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
-    steps = [p.name for p in path.iterdir() if p.name.isdigit()]
+    steps = [p.name for p in path.iterdir() if p.name.isdecimal()]
     if steps and not (path / "about").exists():
         raise CheckpointError(
             f"directory={str(directory)!r} is the directory of a Manager, with the checkpoints "
@@ -314,6 +314,29 @@ def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
         )
 
 
+def numbers() -> Any:
+    """Returns orbax's format of numbers, by which it finds those that mpjax has written alone.
+
+    Otherwise a folder of the user's that has a number for a name would be the last checkpoint, and
+    be removed in its turn.
+    """
+    standard: Any = type(orbax().path.step.standard_name_format())
+
+    class Written(standard):
+        def find_all(self, base_path: Any) -> Iterator[Any]:
+            found = super().find_all(base_path)
+            return (step for step in found if (step.path / "about" / "metadata").exists())
+
+    return Written()
+
+
+def foreign(directory: str | Path) -> list[str]:
+    """Returns what has a number for a name in the directory of a Manager, but is no checkpoint."""
+    path = for_orbax(directory)
+    found = path.iterdir() if path.is_dir() else ()
+    return [p.name for p in found if p.name.isdecimal() and not (p / "about" / "metadata").exists()]
+
+
 def check_metrics(directory: str | Path) -> None:
     """Compares the metrics of a Manager's checkpoints, in files of orbax, with the descriptions.
 
@@ -321,7 +344,7 @@ def check_metrics(directory: str | Path) -> None:
         CheckpointError: If a file is damaged.
     """
     path = for_orbax(directory)
-    for step in (p for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else ():
+    for step in (p for p in path.iterdir() if p.name.isdecimal()) if path.is_dir() else ():
         file = step / "metrics" / "metrics"
         try:
             expected, data = read_about(step).get("metrics"), file.read_bytes()
