@@ -171,8 +171,8 @@ class Manager:
     def _take(self, stack: contextlib.ExitStack) -> None:
         """Locks the directory, and keeps orbax from logging what is raised."""
         if self._read_only:
-            if not store.exists(self.directory):
-                raise FileNotFoundError(f"directory={self.directory!r} does not exist.")
+            if not store.for_orbax(self.directory).is_dir():
+                raise FileNotFoundError(f"directory={self.directory!r} is not a directory.")
             stack.callback(store.quiet(logging.ERROR))
             return
         free, holder = store.claim(self.directory, ".lock", inside=True)
