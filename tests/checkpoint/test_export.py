@@ -150,6 +150,18 @@ def test_save_safetensors_names_a_leaf_that_is_no_array(leaf, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_save_safetensors_names_a_leaf_without_values(tmp_path, monkeypatch):
+    gone = jnp.ones(2)
+    gone.delete()
+    for leaf, why in ((gone, "deleted"), (jax.ShapeDtypeStruct((), jnp.int32), "only a shape")):
+        with pytest.raises(mpjax.checkpoint.CheckpointError, match=f"params: 'w' .*{why}"):
+            mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": leaf})
+    monkeypatch.setattr(type(gone), "is_fully_addressable", False)
+    with pytest.raises(mpjax.checkpoint.CheckpointError, match="'w' is spread over several proc"):
+        mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("params", [{}, None, {"a": None}], ids=str)
 def test_save_safetensors_refuses_to_write_nothing(params, tmp_path):
     with pytest.raises(mpjax.checkpoint.CheckpointError, match="params=.* contains no arrays"):

@@ -104,6 +104,20 @@ def is_stored(value: Any) -> bool:
     return is_plain and value.dtype != jax.dtypes.float0
 
 
+def no_values(value: Any) -> str | None:
+    """Returns in words why an array has no values that could be saved, or None."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"is only a shape, {value}. Save the state, not its eval_shape."
+    if isinstance(value, jax.core.Tracer):
+        return "is traced: jit, grad or vmap calls this without its values. Save outside of them."
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return (
+            "has been deleted, probably because it was donated to a step. Save the state that the "
+            "step returned, before you donate it in turn."
+        )
+    return None
+
+
 class _Beside(NamedTuple):
     """A master or residual whose parameter is not found yet.
 

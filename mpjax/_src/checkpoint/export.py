@@ -16,7 +16,7 @@ from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
 from mpjax._src.base.errors import CheckpointError, brief
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import cast_leaf, is_array, is_key
-from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, part_of, shaped
+from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import NAMED, differences, match
 from mpjax._src.checkpoint.paths import absolute, reason
@@ -265,7 +265,14 @@ def _safetensors() -> Any:
 def _readable(params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays by name, and refuses those that other programs cannot read."""
     for name, leaf in _named(params):
-        if not is_stored(leaf) or is_key(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        if lacks := no_values(leaf):
+            raise CheckpointError(f"params: {name!r} {lacks}")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise CheckpointError(
+                f"params: {name!r} is spread over several processes. Gather it first, by "
+                "jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
+            )
+        if not is_stored(leaf) or is_key(leaf):
             raise CheckpointError(
                 f"params: {name!r} is {brief(leaf)}, which a safetensors file cannot contain. "
                 "Leave out what is not an array of numbers, such as functions and random keys."

@@ -23,6 +23,7 @@ from mpjax._src.checkpoint.contents import (
     Leaf,
     describe,
     leaves_of,
+    no_values,
     shaped,
 )
 from mpjax._src.checkpoint.convert import held
@@ -85,7 +86,7 @@ def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: If the state has no leaves, or one that is not an array.
-        ValueError: If an array has been donated, or JSON cannot represent ``data`` exactly.
+        ValueError: If a leaf has no values, or JSON cannot represent ``data`` exactly.
     """
     all_needed()
     if not jax.tree.leaves(state):
@@ -101,18 +102,8 @@ def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
 
 def _check_storable(name: str, leaf: Leaf) -> None:
     value = leaf.value
-    if isinstance(value, jax.ShapeDtypeStruct):
-        raise TypeError(f"{name} is only a shape, {value}. Save the state, not its eval_shape.")
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{name} is traced: jit, grad or vmap calls this function without its values. Save "
-            "outside the traced function."
-        )
-    if isinstance(value, jax.Array) and value.is_deleted():
-        raise ValueError(
-            f"{name} has been deleted, probably because it was donated to a step. Save the state "
-            "that the step returned, before you donate it in turn."
-        )
+    if lacks := no_values(value):
+        raise ValueError(f"{name} {lacks}")
     try:
         leaf.path.encode()
         if not is_key(value):
@@ -120,7 +111,7 @@ def _check_storable(name: str, leaf: Leaf) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"{name} has a key that is not valid Unicode. Rename it.") from None
     except ValueError:
-        raise TypeError(
+        raise ValueError(
             f"{name} is {shaped(value)[1]}, which checkpoints do not support. Cast it to a dtype "
             "that represents its values, such as uint8 for uint4."
         ) from None
