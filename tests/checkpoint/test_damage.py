@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -166,8 +167,11 @@ def test_manager_leaves_alone_what_has_a_number_but_is_no_checkpoint(tmp_path):
     (tmp_path / "1" / "state").mkdir(parents=True)
     (tmp_path / "5").touch()
     (tmp_path / "²").mkdir()
-    with pytest.warns(UserWarning, match="'[157]', '[157]', '[157]'.*leaves it alone"):
+    with pytest.warns(UserWarning, match="'[157]', '[157]', '[157]'.*leaves it alone") as caught:
         manager = checkpoint.Manager(tmp_path, keep=1)
+    assert caught[0].filename == __file__
+    with checkpoint.Manager(tmp_path, read_only=True) as reader:  # the writer has said it
+        assert reader.steps() == []
     with manager:
         assert manager.steps() == [] and manager.latest() is None
         for number in (2, 3, 4):
@@ -179,6 +183,9 @@ def test_manager_leaves_alone_what_has_a_number_but_is_no_checkpoint(tmp_path):
         manager.save(8, STATE)
         assert manager.steps() == [8]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "5", "7", "8", "²"]
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="leaves it alone"):
+        warnings.simplefilter("error")
+        checkpoint.Manager(tmp_path)
     assert (tmp_path / "7" / "plot.png").read_text() == "plot"
 
 

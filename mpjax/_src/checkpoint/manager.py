@@ -153,17 +153,18 @@ class Manager:
         with contextlib.ExitStack() as stack:
             self._take(stack)
             with store.worded(self.directory, "its checkpoints cannot be listed"):
-                if foreign := store.foreign(self.directory):
-                    warn_user(
-                        f"directory={self.directory!r} contains {brief(foreign)}, which mpjax has "
-                        "not written, or not completely. The Manager leaves it alone. Remove it, "
-                        "or use a directory of its own."
-                    )
+                foreign = [] if self._read_only else store.foreign(self.directory)
                 store.check_metrics(self.directory)
                 manager = ocp.CheckpointManager(
                     store.for_orbax(self.directory),
                     options=options,
                     handler_registry=store.handlers(),
+                )
+            if foreign:
+                warn_user(
+                    f"directory={self.directory!r} contains {brief(foreign)}, which mpjax has not "
+                    "written, or not completely. The Manager leaves it alone. Remove it, or use a "
+                    "directory of its own."
                 )
             # Only now: whatever was raised before has freed the directory.
             return manager, stack.pop_all().close
