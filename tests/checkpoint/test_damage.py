@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -157,6 +158,35 @@ def test_half_removed_checkpoint_does_not_block_the_manager(tmp_path):
             manager.save(number, STATE, metrics={"loss": number})
         assert manager.steps() == [2, 3, 4]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "4"]
+
+
+def test_manager_leaves_alone_what_has_a_number_but_is_no_checkpoint(tmp_path):
+    """A folder of the user's, another library's checkpoint, or what an older removal left."""
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "plot.png").write_text("plot")
+    (tmp_path / "1" / "state").mkdir(parents=True)
+    (tmp_path / "5").touch()
+    (tmp_path / "²").mkdir()
+    with pytest.warns(UserWarning, match="'[157]', '[157]', '[157]'.*leaves it alone") as caught:
+        manager = checkpoint.Manager(tmp_path, keep=1)
+    assert caught[0].filename == __file__
+    with checkpoint.Manager(tmp_path, read_only=True) as reader:  # the writer has said it
+        assert reader.steps() == []
+    with manager:
+        assert manager.steps() == [] and manager.latest() is None
+        for number in (2, 3, 4):
+            manager.save(number, STATE)
+        assert manager.steps() == [4] and bits(manager.restore(STATE)) == bits(STATE)
+        for number in (5, 7):
+            with pytest.raises(checkpoint.CheckpointError, match=f"/{number} exists, but"):
+                manager.save(number, STATE)
+        manager.save(8, STATE)
+        assert manager.steps() == [8]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "5", "7", "8", "²"]
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="leaves it alone"):
+        warnings.simplefilter("error")
+        checkpoint.Manager(tmp_path)
+    assert (tmp_path / "7" / "plot.png").read_text() == "plot"
 
 
 def test_error_without_orbax_names_the_extra(tmp_path):

@@ -140,6 +140,116 @@ def test_load_safetensors_names_damaged_files(tmp_path):
         mpjax.checkpoint.load_safetensors(tmp_path / "q")
 
 
+NO_ARRAYS = [object(), len, "text", b"x", jax.random.key(0), 10**30, np.ma.ones(2), 1e300]
+
+
+@pytest.mark.parametrize("leaf", NO_ARRAYS, ids=lambda leaf: type(leaf).__name__)
+def test_save_safetensors_names_a_leaf_that_is_no_array(leaf, tmp_path):
+    with pytest.raises(mpjax.checkpoint.CheckpointError, match=r"(?s): 'a\.b\.0' is .*contain"):
+        mpjax.checkpoint.save_safetensors(tmp_path / "p", {"a": {"b": [leaf]}, "w": jnp.ones(1)})
+    assert not any(tmp_path.iterdir())
+
+
+def test_save_safetensors_names_a_leaf_without_values(tmp_path, monkeypatch):
+    gone = jnp.ones(2)
+    gone.delete()
+    for leaf, why in ((gone, "deleted"), (jax.ShapeDtypeStruct((), jnp.int32), "only a shape")):
+        with pytest.raises(mpjax.checkpoint.CheckpointError, match=f"params: 'w' .*{why}"):
+            mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": leaf})
+    monkeypatch.setattr(type(gone), "is_fully_addressable", False)
+    with pytest.raises(mpjax.checkpoint.CheckpointError, match="'w' is spread over several proc"):
+        mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("params", [{}, None, {"a": None}], ids=str)
+def test_save_safetensors_refuses_to_write_nothing(params, tmp_path):
+    with pytest.raises(mpjax.checkpoint.CheckpointError, match="params=.* contains no arrays"):
+        mpjax.checkpoint.save_safetensors(tmp_path / "p", params)
+    assert not any(tmp_path.iterdir())
+
+
+def test_save_safetensors_writes_only_what_can_be_read(tmp_path):
+    """The header has a name of its own in the place of an array's."""
+    (tmp_path / "folder").mkdir()
+    wrong = [
+        ("p", {"__metadata__": jnp.ones(1)}),
+        ("folder", PARAMS),
+        ("p", {"\udc80": jnp.ones(1)}),
+    ]
+    for name, params in wrong:
+        with pytest.raises(mpjax.checkpoint.CheckpointError, match=f"{name}' could not be written"):
+            mpjax.checkpoint.save_safetensors(tmp_path / name, params)
+    for metadata in ({"step": 1}, {1: "x"}, "x"):
+        with pytest.raises(ValueError, match=r"metadata=.* must be a dict of strings"):
+            mpjax.checkpoint.save_safetensors(tmp_path / "p", PARAMS, metadata)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def written(file, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+EIGHTHS = [
+    ("F8_E4M3", jnp.float8_e4m3fn),
+    ("F8_E5M2", jnp.float8_e5m2),
+    ("F8_E8M0", jnp.float8_e8m0fnu),
+    ("F8_E4M3FNUZ", jnp.float8_e4m3fnuz),
+    ("F8_E5M2FNUZ", jnp.float8_e5m2fnuz),
+]
+
+
+@pytest.mark.parametrize("name, dtype", EIGHTHS)
+def test_load_safetensors_reads_8_bit_floats(name, dtype, tmp_path):
+    values = np.array([[1, 2], [0.5, 4]]).astype(dtype)
+    written(
+        tmp_path / "p",
+        {
+            "n": {"dtype": "I32", "shape": [], "data_offsets": [4, 8]},
+            "w": {"dtype": name, "shape": [2, 2], "data_offsets": [0, 4]},
+            "none": {"dtype": name, "shape": [0, 3], "data_offsets": [4, 4]},
+        },
+        values.tobytes() + np.int32(7).tobytes(),
+    )
+    read = mpjax.checkpoint.load_safetensors(tmp_path / "p")
+    assert read["w"].dtype == dtype and bits(read["w"]) == bits(values)
+    assert read["n"] == 7 and read["none"].shape == (0, 3)
+    like = {"n": jnp.int32(0), "w": jnp.ones((2, 2)), "none": jnp.ones((0, 3))}
+    wide = mpjax.checkpoint.load_safetensors(tmp_path / "p", like)
+    np.testing.assert_array_equal(wide["w"], values.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["F4", "F6_E2M3", "I4", "X", 3, None])
+def test_load_safetensors_names_a_leaf_of_a_dtype_that_it_lacks(name, tmp_path):
+    entry = {"dtype": name, "shape": [4], "data_offsets": [0, 2]}
+    written(tmp_path / "p", {"layer.w": entry}, bytes(2))
+    with pytest.raises(
+        mpjax.checkpoint.CheckpointError, match=f"/p': 'layer.w' is {name!r}, a dtype"
+    ):
+        mpjax.checkpoint.load_safetensors(tmp_path / "p")
+
+
+def test_load_safetensors_names_a_file_whose_header_is_wrong(tmp_path):
+    """Each value of a header of any other type, or missing: no other error, no array made up."""
+    file, good = tmp_path / "p", {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    others = (None, True, -1, 10**30, 0.5, "", "x", [], [[]], [2, 2], [0, 4], [4, 12], {})
+    headers = [{"w": {**good, key: other}} for key in good for other in others]
+    headers += [{"w": {k: v for k, v in good.items() if k != key}} for key in good]
+    headers += [{"w": other} for other in others] + [{"w": good, "v": good}, [], 3, None, b"", b"{"]
+    headers += [{"w": good, "__metadata__": other} for other in (3, [], {"a": 1})]
+    headers += [b"[" * 10**5, b'{"w":' + json.dumps(good).encode() + b',"w":{}}', b"\xff\xfe"]
+    for header in headers:
+        written(file, header, np.ones(2, np.float32).tobytes())
+        with pytest.raises(mpjax.checkpoint.CheckpointError, match="file='.*/p'"):
+            mpjax.checkpoint.load_safetensors(file)
+    written(file, {"w": good, "__metadata__": {"a": "b"}}, np.ones(2, np.float32).tobytes())
+    assert mpjax.checkpoint.load_safetensors(file)["w"].sum() == 2
+    file.write_bytes(struct.pack("<Q", 2**63) + file.read_bytes()[8:])
+    with pytest.raises(mpjax.checkpoint.CheckpointError, match="not a complete"):
+        mpjax.checkpoint.load_safetensors(file)
+
+
 def test_save_safetensors_replaces_a_file_only_by_a_whole_one(tmp_path, monkeypatch):
     mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.ones(2)})
 
@@ -149,7 +259,7 @@ def test_save_safetensors_replaces_a_file_only_by_a_whole_one(tmp_path, monkeypa
         raise OSError("no space")
 
     monkeypatch.setattr(stored, "save_file", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(mpjax.checkpoint.CheckpointError, match="could not be written.*no space"):
         mpjax.checkpoint.save_safetensors(tmp_path / "p", {"w": jnp.zeros(2)})
     assert mpjax.checkpoint.load_safetensors(tmp_path / "p")["w"].sum() == 2
     assert [p.name for p in tmp_path.iterdir()] == ["p"]

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import sys
 import threading
 
 import jax
@@ -15,6 +16,7 @@ from support import thorough_but
 
 import mpjax
 from mpjax import checkpoint
+from mpjax._src.checkpoint import packages
 
 STATE = {"params": {"w": jnp.arange(3.0)}}
 
@@ -114,6 +116,11 @@ def test_manager_save_numbers_must_rise_and_follow_every(tmp_path):
         {"keep_best": None},
         {"best_mode": "mni"},
         {"policy": "O9"},
+        {"best": object()},
+        {"best": ""},
+        {"best_mode": []},
+        {"catch_sigterm": "yes"},
+        {"read_only": 1},
     ],
     ids=str,
 )
@@ -124,6 +131,29 @@ def test_manager_names_wrong_options(options, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("package", packages.ALL)
+def test_without_a_package_of_the_extra_nothing_is_made(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    for call in (checkpoint.Manager, functools.partial(checkpoint.save, state=STATE)):
+        with pytest.raises(ImportError, match=r"pip install 'mpjax\[checkpoint\]'"):
+            call("runs/c")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_manager_names_a_metric_that_is_no_number(tmp_path):
+    with checkpoint.Manager(tmp_path, best="loss") as manager:
+        for wrong in ("2", None, 1j, np.ones(2), [1.0], object()):
+            with pytest.raises(ValueError, match=r"metrics\['loss'\]=.* must be one real number"):
+                manager.save(0, STATE, metrics={"loss": wrong})
+        for wrong in ("loss", 3, [("loss", 1.0)]):
+            with pytest.raises(ValueError, match="metrics=.* must be a dict"):
+                manager.save(0, STATE, metrics=wrong)
+        for number, right in enumerate((2, np.float16(1), jnp.bfloat16(3), 10**400, np.nan)):
+            assert manager.save(number, STATE, metrics={"loss": right})
+        assert manager.best() == 1
+
+
 def test_manager_names_the_checkpoints_that_there_are(tmp_path):
     with checkpoint.Manager(tmp_path) as manager:
         for ask in (manager.describe, functools.partial(manager.restore, STATE)):
@@ -132,6 +162,10 @@ def test_manager_names_the_checkpoints_that_there_are(tmp_path):
         manager.save(3, STATE)
         with pytest.raises(FileNotFoundError, match=r"number=4: .* the checkpoints \[3\]"):
             manager.describe(4)
+        for wrong in (3.0, "3", True, -3):
+            with pytest.raises(ValueError, match=r"number=.* must be an integer >= 0 or None"):
+                manager.restore(STATE, wrong)
+        assert manager.path(np.int64(3)) == f"{tmp_path}/3"
 
 
 def test_manager_describes_its_policy(tmp_path):

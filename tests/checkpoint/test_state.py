@@ -152,6 +152,11 @@ def test_any_tree_of_arrays_is_saved(tmp_path):
         "numpy": np.ones(2, np.float32),
         "eighths": jnp.ones(2, jnp.float8_e4m3fn),
         "list": [jnp.int32(3), (jnp.float32(np.nan), None)],
+        "": jnp.ones(1),
+        "deep": {"": {"": jnp.ones(2), "w": jnp.ones(3)}},
+        ".zarray": {"..": jnp.zeros(2), "0": jnp.ones(1), "ü\n\0": jnp.ones(1)},
+        "quarters": jnp.ones(3, jnp.int4),
+        "no keys": jax.random.split(jax.random.key(0), 0),
     }
     checkpoint.save(tmp_path / "c", state)
     back = checkpoint.restore(tmp_path / "c", state)
@@ -207,9 +212,10 @@ def test_describe_gives_policy_data_versions_dtypes_and_shapes(rng, tmp_path):
     assert about["leaves"]["opt_state/masters/w"]["means"] == "master of params/w"
 
 
-@pytest.mark.parametrize(
-    "data", [{1: 2}, (1, 2), float("nan"), float("inf"), {"x": {1, 2}}, np.int64(3), [b"x"]]
-)
+DATA = [{1: 2}, (1, 2), float("nan"), float("inf"), {"x": {1, 2}}, np.int64(3), [b"x"], [10**5000]]
+
+
+@pytest.mark.parametrize("data", DATA, ids=lambda data: type(data).__name__)
 def test_data_that_json_does_not_give_back_is_refused(data, tmp_path):
     with pytest.raises(ValueError, match="data=.*JSON"):
         checkpoint.save(tmp_path / "c", {"w": jnp.ones(2)}, data=data)
@@ -230,9 +236,61 @@ def test_relative_path_of_a_checkpoint_starts_at_the_working_directory(tmp_path,
     assert checkpoint.describe(Path("here")).shapes == {"w": (2,)}
 
 
+def test_a_single_array_and_another_order_of_bytes_are_saved(tmp_path):
+    values = np.arange(3, dtype=np.float32)
+    for i, value in enumerate((values, values.astype(">f4"), values[::-1][::-1])):
+        checkpoint.save(tmp_path / str(i), value)
+        back = checkpoint.restore(tmp_path / str(i), values)
+        assert back.dtype == np.float32 and bits(back) == bits(values)
+
+
+def donated():
+    array = jnp.ones(2)
+    array.delete()
+    return array
+
+
+REFUSED = [
+    (jax.ShapeDtypeStruct((2,), jnp.float32), ValueError, "only a shape"),
+    (donated, ValueError, "deleted.*donated"),
+    (10**10, TypeError, "is 10000000000, not an array"),
+    (1e300, TypeError, "is 1e.300, not an array"),
+    (np.ma.array([1.0, 2.0], mask=[False, True]), TypeError, "masked_array.*not an array"),
+    (np.zeros(2, jax.dtypes.float0), TypeError, "float0.*not an array"),
+    (np.array([None]), TypeError, "not an array"),
+    (jnp.ones(2, jnp.uint4), ValueError, "is uint4, which checkpoints do not support.*Cast"),
+    (
+        np.ones(2, np.longdouble),
+        ValueError,
+        "longdouble|is float128, which",
+    ),
+]
+
+
+@pytest.mark.parametrize("leaf, kind, message", REFUSED, ids=lambda x: type(x).__name__)
+def test_a_leaf_that_cannot_be_saved_is_named_before_anything_is_made(
+    leaf, kind, message, tmp_path
+):
+    state = {"a": {"b": [leaf() if callable(leaf) else leaf]}}
+    with pytest.raises(kind, match=rf"(?s)state\['a/b/0'\] .*{message}"):
+        checkpoint.save(tmp_path / "runs" / "c", state)
+    assert not [*tmp_path.iterdir()]
+    with checkpoint.Manager(tmp_path) as manager:
+        with pytest.raises(kind, match=r"state\['a/b/0'\]"):
+            manager.save(1, state)
+        assert manager.steps() == []
+
+
+def test_save_inside_jit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"state\['w'\] is traced.*outside"):
+        jax.eval_shape(lambda w: checkpoint.save(tmp_path / "c", {"w": w}), jnp.ones(2))
+
+
 @pytest.mark.parametrize(
     "state, message",
     [
+        ({"a": jnp.ones(1), "a/": jnp.ones(2)}, "two leaves have the name 'a'"),
+        ({"\udc80": jnp.ones(1)}, "not valid Unicode"),
         ({"f": jnp.sin}, r"state\['f'\] is .*not an array"),
         ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "two leaves have the name 'a/b'"),
         ({"s": "text"}, r"state\['s'\] is 'text', not an array"),

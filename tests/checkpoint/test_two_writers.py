@@ -114,8 +114,11 @@ def test_manager_names_process_and_host_of_its_lock_and_replaces_a_dead_one(tmp_
 
 
 def test_read_only_manager_needs_no_lock(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        checkpoint.Manager(tmp_path / "c", read_only=True)
+    (tmp_path / "file").touch()
+    for name in ("c", "file"):
+        with pytest.raises(FileNotFoundError, match="is not a directory"):
+            checkpoint.Manager(tmp_path / name, read_only=True)
+    (tmp_path / "file").unlink()
     with checkpoint.Manager(tmp_path, best="loss") as writer:
         writer.save(1, STATE, metrics={"loss": 2.0})
         writer.wait()

@@ -7,8 +7,7 @@ of, whichever meshes saved and restore.
 
 import contextlib
 import math
-import os
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -20,12 +19,13 @@ from mpjax._src.base.errors import CheckpointError
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
+from mpjax._src.checkpoint.fields import UNVERIFIED
 from mpjax._src.checkpoint.packages import needed
+from mpjax._src.checkpoint.paths import is_remote, reason
 
 # How many shards are read at once.
 AT_ONCE = 8
 DAMAGED = "it is damaged, incomplete or has another format"
-UNVERIFIED = "verify=False restores it all the same."
 
 
 class Wanted(NamedTuple):
@@ -95,29 +95,45 @@ def read(
     return {name: _made(arrays.pop(name)) for name in [*arrays]}
 
 
-def reason(error: Exception) -> str:
-    """Returns why something could not be written or read, in one line."""
-    number = getattr(error, "errno", None)
-    # As tensorstore and safetensors write it.
-    if match := re.search(r"os_error_code='(\d+)'|os error (\d+)", str(error)):
-        number = int(match[1] or match[2])
-    if number:
-        return os.strerror(number)
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+def check_stored(path: Any, table: Mapping[str, Any]) -> None:
+    """Compares the index of arrays that were written with what should be there; reads no values.
+
+    Raises:
+        CheckpointError: If an array, or one of its shards, is not there. The message names it.
+    """
+    opened = _opened(path, table)
+    where = {"driver": "ocdbt", "base": _base(path)}
+    keys = needed("tensorstore").KvStore.open(where).result().list().result()
+    pieces = Counter(key.rpartition(b"/")[0] for key in keys)
+    for name, stored in opened.items():
+        with _naming(path, name):
+            _check(path, name, table[name], stored)
+            shape = stored.chunk_layout.write_chunk.shape or ()
+            expected = math.prod(-(-n // part) for n, part in zip(stored.shape, shape, strict=True))
+            found = (
+                pieces[stored.kvstore.path.removesuffix("/").encode()] - 1
+            )  # without its metadata
+            if found != expected:
+                raise ValueError(f"{found} of its {expected} shards were stored")
+
+
+def stored_as(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns the shape and dtype in which an array is stored, which is a random key's data."""
+    if "key" not in entry:
+        return tuple(entry["shape"]), np.dtype(entry["dtype"])
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["key"])))
+    return (*entry["shape"], *data.shape), data.dtype
 
 
 def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     """Opens arrays of tensorstore."""
     tensorstore = needed("tensorstore")
-    text = f"{path}/"
-    base = text if "://" in text else {"driver": "file", "path": text}
     context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
     futures = {}
     for name in names:
         spec = {
             "driver": "zarr",
-            "kvstore": {"driver": "ocdbt", "base": base, "path": name},
+            "kvstore": {"driver": "ocdbt", "base": _base(path), "path": name},
             "fill_missing_data_reads": False,
         }
         futures[name] = tensorstore.open(spec, context=context, open=True, read=True)
@@ -126,6 +142,11 @@ def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
         with _naming(path, name):
             opened[name] = future.result()
     return opened
+
+
+def _base(path: Any) -> Any:
+    text = f"{path}/"
+    return text if is_remote(text) else {"driver": "file", "path": text}
 
 
 @contextlib.contextmanager
@@ -142,17 +163,12 @@ def _naming(path: Any, name: str) -> Iterator[None]:
 
 
 def _check(path: Any, name: str, entry: Mapping[str, Any], stored: Any) -> None:
-    shape, dtype = list(stored.shape), str(stored.dtype.numpy_dtype)
-    if "key" in entry:
-        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["key"])))
-        expected = [*entry["shape"], *data.shape], str(data.dtype)
-    else:
-        expected = entry["shape"], entry["dtype"]
+    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
+    expected = stored_as(entry)
     if (shape, dtype) != expected:
         raise CheckpointError(
-            f"{path}: the array {name!r} is {dtype}{tuple(shape)}, but should be "
-            f"{expected[1]}{tuple(expected[0])}. Its files are damaged, or belong to another "
-            "checkpoint."
+            f"{path}: the array {name!r} is {dtype}{shape}, but should be "
+            f"{expected[1]}{expected[0]}. Its files are damaged, or belong to another checkpoint."
         )
 
 

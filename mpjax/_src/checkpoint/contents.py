@@ -18,8 +18,9 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from mpjax._src.base.dtypes import FLOAT32, is_narrow
+from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import is_array_or_shape, is_key
+from mpjax._src.base.trees import NUMBER, is_array_or_shape, is_key
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import MasterWeightsState
 from mpjax._src.training.moments import EightBitMomentsState
@@ -71,15 +72,16 @@ def leaves_of(tree: Any) -> list[Leaf]:
     """
     leaves = _at_home(list(_leaves(tree, (), ())))
     for leaf in leaves:
-        value = leaf.value
-        if not (is_array_or_shape(value) or isinstance(value, (int, float, complex))):
+        if not is_stored(leaf.value):
             raise TypeError(
-                f"state[{leaf.path!r}] is {value!r}, not an array. Leave functions and settings "
-                "out of the state. A checkpoint stores arrays, and plain data that is passed as "
-                "data=."
+                f"state[{leaf.path!r}] is {brief(leaf.value)}, not an array that JAX "
+                "supports. Leave functions and settings out of the state. A checkpoint stores "
+                "arrays, and plain data that is passed as data=."
             )
     for kind in ("path", "means"):
-        twice = [name for name, n in Counter(getattr(x, kind) for x in leaves).items() if n > 1]
+        # tensorstore takes "a/" for "a".
+        names = Counter(getattr(x, kind).removesuffix("/") for x in leaves)
+        twice = [name for name, n in names.items() if n > 1]
         if twice:
             raise ValueError(
                 f"state: two leaves have the name {twice[0]!r}, so they cannot be told apart in a "
@@ -87,6 +89,33 @@ def leaves_of(tree: Any) -> list[Leaf]:
                 "dict, or with_master_weights twice around the same parameters."
             )
     return leaves
+
+
+def is_stored(value: Any) -> bool:
+    """Returns whether a leaf is an array without a mask, its shape, or a number that JAX holds."""
+    if isinstance(value, NUMBER):
+        try:
+            with np.errstate(over="ignore"):
+                held = np.asarray(value, shaped(value)[1])
+        except OverflowError:
+            return False
+        return bool(np.isfinite(held)) or not np.isfinite(value)
+    is_plain = not isinstance(value, np.ma.MaskedArray) and is_array_or_shape(value)
+    return is_plain and value.dtype != jax.dtypes.float0
+
+
+def no_values(value: Any) -> str | None:
+    """Returns in words why an array has no values that could be saved, or None."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"is only a shape, {value}. Save the state, not its eval_shape."
+    if isinstance(value, jax.core.Tracer):
+        return "is traced: jit, grad or vmap calls this without its values. Save outside of them."
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return (
+            "has been deleted, probably because it was donated to a step. Save the state that the "
+            "step returned, before you donate it in turn."
+        )
+    return None
 
 
 class _Beside(NamedTuple):
@@ -286,8 +315,10 @@ def is_held(dtype: Any) -> bool:
 def shaped(value: Any) -> tuple[tuple[int, ...], str]:
     """Returns a leaf's shape and the name of its dtype."""
     if not hasattr(value, "dtype"):
-        value = np.asarray(value, jax.dtypes.canonicalize_dtype(type(value)))
-    return tuple(value.shape), str(value.dtype)
+        return (), jax.dtypes.canonicalize_dtype(type(value)).name
+    dtype = value.dtype
+    # Not the order of a NumPy array's bytes, which is not stored.
+    return tuple(value.shape), dtype.name if isinstance(dtype, np.dtype) else str(dtype)
 
 
 def describe(tree: Any, policy: str | None, data: Any) -> dict[str, Any]:

@@ -1,24 +1,45 @@
 """Weights for inference, and safetensors files that other frameworks can read."""
 
+import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
-from mpjax._src.base.errors import CheckpointError
+from mpjax._src.base.errors import CheckpointError, brief
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import cast_leaf, is_array
-from mpjax._src.checkpoint.arrays import reason
-from mpjax._src.checkpoint.contents import FORMAT, PARAMS, part_of
+from mpjax._src.base.trees import cast_leaf, is_array, is_key
+from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import NAMED, differences, match
+from mpjax._src.checkpoint.paths import absolute, reason
 from mpjax._src.training.masters import master_params
+
+# The dtypes of a safetensors file by their names in it. All readers support `WRITTEN`.
+DTYPES = {
+    **{f"I{n}": np.dtype(f"int{n}") for n in (8, 16, 32, 64)},
+    **{f"U{n}": np.dtype(f"uint{n}") for n in (8, 16, 32, 64)},
+    **{f"F{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
+    "BF16": BFLOAT16,
+    "BOOL": np.dtype(bool),
+    "C64": np.dtype(np.complex64),
+}
+WRITTEN = {*DTYPES.values()}
+DTYPES |= {
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+}
+LARGEST_HEADER = 100_000_000  # of safetensors
 
 
 def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
@@ -99,13 +120,18 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
         >>> sorted(mpjax.checkpoint.load_safetensors(file))
         ['Dense_0.kernel']
     """
-    safetensors = _safetensors()
+    safetensors, file = _safetensors(), absolute(file, "file")
     arrays = dict(_readable(params))
+    if not arrays:
+        raise CheckpointError(f"params={brief(params)} contains no arrays, so nothing is written.")
+    metadata = {"format": "flax", **_checked(metadata)}
     temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
     try:
-        safetensors.numpy.save_file(arrays, temporary, {"format": "flax", **(metadata or {})})
+        safetensors.numpy.save_file(arrays, temporary, metadata)
+        with safetensors.safe_open(temporary, "np"):
+            pass  # it can be read
         os.replace(temporary, file)
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError, UnicodeError) as error:
         raise CheckpointError(
             f"file={str(file)!r} could not be written: {reason(error)}. What was there before is "
             "intact."
@@ -141,17 +167,42 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
         >>> str(mpjax.checkpoint.load_safetensors(file, like={"w": jnp.zeros(3)})["w"].dtype)
         'float32'
     """
-    safetensors = _safetensors()
+    safetensors, file = _safetensors(), absolute(file, "file")
     if not Path(file).is_file():
         raise FileNotFoundError(f"file={str(file)!r} does not exist.")
     try:
-        read = safetensors.numpy.load_file(file)
-    except Exception as error:  # a SafetensorError, or an error of NumPy on a damaged header
+        read = _tensors(safetensors, file)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a SafetensorError, or any other on a damaged header
         raise CheckpointError(
-            f"file={str(file)!r} is not a complete safetensors file. {type(error).__name__}: "
-            f"{error}"
+            f"file={file!r} is not a complete safetensors file. {reason(error)}"
         ) from error
     return _as_in(like, read, file, allow_narrowing)
+
+
+def _tensors(safetensors: Any, file: str) -> dict[str, np.ndarray]:
+    """Reads the arrays of a file, also of dtypes for which safetensors has no NumPy array."""
+    with open(file, "rb") as data:
+        start = 8 + int.from_bytes(data.read(8), "little")
+        header = json.loads(data.read(min(start - 8, LARGEST_HEADER)))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(
+                    f"file={file!r}: {name!r} is {brief(entry['dtype'])}, a dtype that NumPy and "
+                    f"JAX do not support. Supported: {', '.join(DTYPES)}. Convert it with the "
+                    "library that wrote it."
+                )
+        with safetensors.safe_open(file, "np"):  # compares the header with the size of the file
+            pass
+        read = {}
+        for name, entry in header.items():
+            first, end = entry["data_offsets"]
+            data.seek(start + first)
+            array = np.fromfile(data, np.uint8, end - first)
+            read[name] = array.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return read
 
 
 def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: bool) -> Any:
@@ -192,6 +243,14 @@ def _paths(params: Any) -> list[str]:
     return [path_of(keys) for keys, _ in nodes]
 
 
+def _checked(metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, Mapping | None) or not all(
+        isinstance(text, str) for pair in (metadata or {}).items() for text in pair
+    ):
+        raise ValueError(f"metadata={brief(metadata)} must be a dict of strings by name.")
+    return dict(metadata or {})
+
+
 def _safetensors() -> Any:
     try:
         import safetensors.numpy
@@ -206,9 +265,21 @@ def _safetensors() -> Any:
 def _readable(params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays by name, and refuses those that other programs cannot read."""
     for name, leaf in _named(params):
+        if lacks := no_values(leaf):
+            raise CheckpointError(f"params: {name!r} {lacks}")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise CheckpointError(
+                f"params: {name!r} is spread over several processes. Gather it first, by "
+                "jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
+            )
+        if not is_stored(leaf) or is_key(leaf):
+            raise CheckpointError(
+                f"params: {name!r} is {brief(leaf)}, which a safetensors file cannot contain. "
+                "Leave out what is not an array of numbers, such as functions and random keys."
+            )
         # In C order, because safetensors writes the memory of an array and ignores its strides.
-        array = np.array(leaf, order="C")
-        if array.dtype != BFLOAT16 and array.dtype.isbuiltin != 1:
+        array = np.array(leaf, shaped(leaf)[1], order="C")
+        if array.dtype not in WRITTEN:
             raise ValueError(
                 f"params: {name!r} is {array.dtype}, which not every reader of safetensors "
                 "supports. Export it as 'float32', 'bfloat16' or 'float16', by "

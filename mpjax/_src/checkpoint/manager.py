@@ -13,9 +13,18 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from mpjax._src.base.errors import CheckpointError, did_you_mean, whole_number
+from mpjax._src.base.errors import (
+    CheckpointError,
+    as_float,
+    brief,
+    did_you_mean,
+    warn_user,
+    whole_number,
+)
 from mpjax._src.base.public import public
+from mpjax._src.base.trees import is_array
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
 from mpjax._src.policy.policy import PolicyLike
@@ -111,9 +120,10 @@ class Manager:
         catch_sigterm: bool = False,
         read_only: bool = False,
     ):
+        directory = store.absolute(directory)
         counts = {"every": every, "keep": keep, "keep_period": keep_period, "keep_best": keep_best}
-        _check_arguments(counts, best_mode, catch_sigterm)
-        self.directory = store.absolute(directory)
+        _check_arguments(counts, best, best_mode, catch_sigterm, read_only)
+        self.directory = directory
         self.stopping = False
         self._policy = policy_name(policy)
         self._best = None if best is None else Best(best, best_mode, keep_best)
@@ -143,16 +153,27 @@ class Manager:
         with contextlib.ExitStack() as stack:
             self._take(stack)
             with store.worded(self.directory, "its checkpoints cannot be listed"):
+                foreign = [] if self._read_only else store.foreign(self.directory)
                 store.check_metrics(self.directory)
-                manager = ocp.CheckpointManager(self.directory, options=options)
+                manager = ocp.CheckpointManager(
+                    store.for_orbax(self.directory),
+                    options=options,
+                    handler_registry=store.handlers(),
+                )
+            if foreign:
+                warn_user(
+                    f"directory={self.directory!r} contains {brief(foreign)}, which mpjax has not "
+                    "written, or not completely. The Manager leaves it alone. Remove it, or use a "
+                    "directory of its own."
+                )
             # Only now: whatever was raised before has freed the directory.
             return manager, stack.pop_all().close
 
     def _take(self, stack: contextlib.ExitStack) -> None:
         """Locks the directory, and keeps orbax from logging what is raised."""
         if self._read_only:
-            if not store.exists(self.directory):
-                raise FileNotFoundError(f"directory={self.directory!r} does not exist.")
+            if not store.for_orbax(self.directory).is_dir():
+                raise FileNotFoundError(f"directory={self.directory!r} is not a directory.")
             stack.callback(store.quiet(logging.ERROR))
             return
         free, holder = store.claim(self.directory, ".lock", inside=True)
@@ -216,23 +237,39 @@ class Manager:
         if not (force or self._manager.should_save(number)):
             return False
         metrics = self._metrics(metrics)
-        args = store.saved_form(state, self._policy, data, metrics)
+        about = store.described(state, self._policy, data)
+        self._check_free(number)
+        args = store.saved_form(state, about, metrics)
         with self._writing():
             saved = self._manager.save(number, args=args, metrics=metrics, force=force)
         if self.stopping:
             self.wait()
         return saved
 
+    def _check_free(self, number: int) -> None:
+        if store.exists(f"{self.directory}/{number}"):
+            raise CheckpointError(
+                f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
+                "it, or not completely. It is not overwritten: remove it, or use another directory."
+            )
+
     def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         if self._best is None:
             return None
         name = self._best.metric
+        if not isinstance(metrics, Mapping | None):
+            raise ValueError(f"metrics={brief(metrics)} must be a dict of numbers by name.")
         if not metrics or name not in metrics:
             raise ValueError(
-                f"metrics={metrics!r} lacks {name!r}, the metric that best= names."
+                f"metrics={brief(metrics)} lacks {name!r}, the metric that best= names."
                 f"{did_you_mean(name, metrics or ())}"
             )
-        return {name: float(metrics[name])}
+        value = metrics[name]
+        try:
+            number = np.asarray(value).item() if is_array(value) else +value
+            return {name: as_float(number)}
+        except (TypeError, ValueError):
+            raise ValueError(f"metrics[{name!r}]={brief(value)} must be one real number.") from None
 
     def restore(
         self,
@@ -287,6 +324,7 @@ class Manager:
         Raises:
             FileNotFoundError: If there is no such checkpoint.
         """
+        _check_count("number", number, optional=True, least=0)
         steps = self.steps()
         if number is None and steps:
             number = steps[-1]
@@ -354,12 +392,14 @@ def _options(
     # Needed to write metrics, and for best(); preservation_policy says what is kept.
     by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
     return ocp.CheckpointManagerOptions(
+        step_name_format=store.numbers(),
         save_decision_policy=policies.FixedIntervalPolicy(every),
         preservation_policy=_preserved(keep, keep_period, best),
         **by_metric,
         cleanup_tmp_directories=not read_only,
         create=not read_only,
         read_only=read_only,
+        num_deletion_threads=1,  # several would remove the files, not the directory
         **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
     )
 
@@ -395,13 +435,20 @@ def _end(
         free()
 
 
-def _check_arguments(counts: dict[str, Any], best_mode: Any, catch_sigterm: Any) -> None:
+def _check_arguments(
+    counts: dict[str, Any], best: Any, best_mode: Any, catch_sigterm: Any, read_only: Any
+) -> None:
     for name, value in counts.items():
         _check_count(name, value, optional=name in ("keep", "keep_period"))
-    if best_mode not in WORST:
+    for name, value in {"catch_sigterm": catch_sigterm, "read_only": read_only}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={brief(value)} must be True or False.")
+    if best is not None and not (isinstance(best, str) and best):
+        raise ValueError(f"best={brief(best)} must be the name of a metric, such as 'loss'.")
+    if best_mode not in [*WORST]:
         raise ValueError(
             f"best_mode={best_mode!r} must be 'min' (for a loss) or 'max' (for an accuracy)."
-            f"{did_you_mean(str(best_mode), WORST)}"
+            f"{did_you_mean(best_mode, WORST)}"
         )
     if catch_sigterm and threading.current_thread() is not threading.main_thread():
         raise ValueError(
@@ -416,4 +463,4 @@ def _check_count(name: str, value: Any, *, optional: bool = False, least: int = 
     count = whole_number(value)
     if count is None or count < least:
         also = " or None" if optional else ""
-        raise ValueError(f"{name}={value!r} must be an integer >= {least}{also}.")
+        raise ValueError(f"{name}={brief(value)} must be an integer >= {least}{also}.")

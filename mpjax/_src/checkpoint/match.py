@@ -80,7 +80,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
             return Source(target, None)
         of = beside_what(target.means)
         residual, now = by_meaning.get(RESIDUAL + of), dtypes.get(RESIDUAL + of)
-        was = saved[residual]["dtype"] if residual else None
+        was = saved[residual]["dtype"] if residual is not None else None
         # If the parameter is not restored: a floating residual has the parameter's dtype.
         half = "bfloat16" if str(now).startswith("uint") else str(now)
         kind = (dtypes.get(of, half), now) if now else None
@@ -91,9 +91,13 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
             if is_beside(target.means) or not rounded_anew:
                 return Source(target, target.path)
         master = by_meaning.get(MASTER + of)
-        if master or not residual:
-            return Source(target, master or by_meaning.get(of), None, kind)
-        return Source(target, by_meaning[of], residual, kind)
+        own = by_meaning.get(of)
+        if residual is None and own is not None and is_beside(target.means):
+            # Codes without their scales mean nothing.
+            own = None if jnp.issubdtype(saved[own]["dtype"], jnp.integer) else own
+        if master is not None or residual is None or own is None:
+            return Source(target, own if master is None else master, None, kind)
+        return Source(target, own, residual, kind)
 
     sources = [source(target) for target in targets]
     # Counts of draws may start at 0 again: they only have to differ from step to step.
@@ -180,7 +184,7 @@ def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> N
         f"{s.target.path} has shape {tuple(saved[s.path]['shape'])} in the checkpoint, but "
         f"{shaped(s.target.value)[0]} in like"
         for s in sources
-        if s.path
+        if s.path is not None
         and tuple(saved[s.path]["shape"]) != shaped(s.target.value)[0]
         and not (s.kind and is_beside(s.target.means))  # scales are checked with their codes
     ]
@@ -197,7 +201,7 @@ def _check_one_kind(saved: dict[str, Any], sources: list[Source], where: str) ->
         f"{s.target.path} is {saved[s.path]['dtype']} in the checkpoint, but "
         f"{shaped(s.target.value)[1]} in like"
         for s in sources
-        if s.path
+        if s.path is not None
         and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
         and not (s.kind or s.beside)
     ]

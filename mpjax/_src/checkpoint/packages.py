@@ -4,7 +4,14 @@ import importlib
 from typing import Any
 
 # The names of packages on the index that differ from what is imported.
-INSTALLED_AS = {"orbax.checkpoint": "orbax-checkpoint"}
+INSTALLED_AS = {"orbax.checkpoint": "orbax-checkpoint", "etils.epath": "etils"}
+ALL = "orbax.checkpoint", "etils.epath", "tensorstore", "filelock", "xxhash"
+
+
+def all_needed() -> None:
+    """Raises an ImportError if a package that saving needs is missing."""
+    for module in ALL:
+        needed(module)
 
 
 def needed(module: str) -> Any:

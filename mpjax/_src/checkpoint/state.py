@@ -62,8 +62,10 @@ def save(
             never overwritten: if the process were killed while overwriting, both the old and the
             new state would be lost.
         ImportError: If a package of the extra ``checkpoint`` is not installed.
-        TypeError: If ``state`` has no leaves, or a leaf that is not an array.
-        ValueError: If JSON cannot represent ``data`` exactly.
+        TypeError: If ``directory`` is not a path, or ``state`` has no leaves or a leaf that is not
+            an array.
+        ValueError: If nothing can be written to ``directory``, an array has been donated, or JSON
+            cannot represent ``data`` exactly.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax, tempfile
@@ -75,8 +77,9 @@ def save(
         >>> mpjax.checkpoint.describe(directory).data
         {'batch': 7}
     """
+    about = store.described(state, policy_name(policy), data)
     with store.new(directory):
-        store.write(directory, store.saved_form(state, policy_name(policy), data))
+        store.write(directory, store.saved_form(state, about))
 
 
 def policy_name(policy: "PolicyLike | None") -> str | None:
@@ -172,7 +175,8 @@ def restore(
     sources = match(about, like, allow_narrowing, str(directory))
     places: dict[str, Any] = {}
     for source in sources:
-        for path in filter(None, (source.path, source.beside)):
-            places.setdefault(path, place_of(source.target.value))
+        for path in (source.path, source.beside):
+            if path is not None:
+                places.setdefault(path, place_of(source.target.value))
     arrays = store.read_arrays(directory, about, places, verify)
     return converted(sources, arrays, like, str(directory))

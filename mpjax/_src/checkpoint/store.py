@@ -18,26 +18,54 @@ import numpy as np
 
 from mpjax._src.base.errors import CheckpointError, brief
 from mpjax._src.base.trees import is_key
-from mpjax._src.checkpoint import arrays, checksums
+from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import (
-    FORMAT,
-    FORMAT_VERSION,
+    Leaf,
     describe,
     leaves_of,
+    no_values,
     shaped,
 )
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
-from mpjax._src.checkpoint.packages import needed
-
-TABLES = {"leaves": dict, "kinds": dict}
-# What orbax appends to the name of a directory that it has not finished.
-UNFINISHED = ".orbax-checkpoint-tmp"
+from mpjax._src.checkpoint.packages import all_needed, needed
+from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
 
 
 def orbax() -> Any:
     """Imports orbax.checkpoint, which takes a second and is not always installed."""
     return needed("orbax.checkpoint")
+
+
+def handlers() -> Any:
+    """Returns orbax's handlers of the two items, which end in this order.
+
+    The last one reads back what was written, before the checkpoint gets its name: what orbax could
+    not write, it may only log.
+    """
+    ocp = orbax()
+
+    class About(ocp.JsonCheckpointHandler):  # type: ignore[name-defined]
+        def finalize(self, directory: Any) -> None:
+            super().finalize(directory)
+            _check_written(directory.parent / "state", directory / "metadata")
+
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("state", ocp.args.PyTreeSave)
+    registry.add("about", ocp.args.JsonSave, About())
+    return registry
+
+
+def _check_written(state: Any, file: Any) -> None:
+    try:
+        leaves = _about_in(file)["leaves"]
+        stored = {path: entry for path, entry in leaves.items() if 0 not in entry["shape"]}
+        if stored:
+            arrays.check_stored(state, stored)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The checkpoint is not kept, because what was written cannot be found: {error}"
+        ) from None
 
 
 def _arrays_in(state: Any) -> dict[str, Any]:
@@ -53,29 +81,52 @@ def _arrays_in(state: Any) -> dict[str, Any]:
     }
 
 
-def saved_form(
-    state: Any, policy: str | None, data: Any, metrics: Mapping[str, float] | None = None
-) -> Any:
-    """Returns the arguments for orbax: the arrays by path, and their description.
+def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
+    """Returns the description of a state that can be saved, without checksums.
 
     Raises:
         TypeError: If the state has no leaves, or one that is not an array.
-        ValueError: If JSON cannot represent ``data`` exactly.
+        ValueError: If a leaf has no values, or JSON cannot represent ``data`` exactly.
     """
-    ocp = orbax()
+    all_needed()
     if not jax.tree.leaves(state):
         raise TypeError(
             f"state={brief(state)} contains no arrays, so nothing could be restored from its "
             "checkpoint. Pass the state that the train step returns, or a dict of its parts, such "
             "as {'params': params}."
         )
-    about = describe(state, policy, _checked(data))
+    for leaf in leaves_of(state):
+        _check_storable(f"state[{leaf.path!r}]", leaf)
+    return describe(state, policy, _checked(data))
+
+
+def _check_storable(name: str, leaf: Leaf) -> None:
+    value = leaf.value
+    if lacks := no_values(value):
+        raise ValueError(f"{name} {lacks}")
+    try:
+        leaf.path.encode()
+        if not is_key(value):
+            needed("tensorstore").dtype(shaped(value)[1])
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has a key that is not valid Unicode. Rename it.") from None
+    except ValueError:
+        raise ValueError(
+            f"{name} is {shaped(value)[1]}, which checkpoints do not support. Cast it to a dtype "
+            "that represents its values, such as uint8 for uint4."
+        ) from None
+
+
+def saved_form(
+    state: Any, about: dict[str, Any], metrics: Mapping[str, float] | None = None
+) -> Any:
+    """Returns the arguments for orbax: the arrays by path, and their description."""
     stored = _arrays_in(state)
     if metrics is not None:
         about["metrics"] = metrics  # orbax writes them to a file without a checksum
     about[checksums.ARRAYS] = checksums.of_arrays(stored)
     about[checksums.ABOUT] = checksums.of_about(about)
-    args = ocp.args
+    args = orbax().args
     state_item = {"state": args.PyTreeSave(stored)} if stored else {}
     return args.Composite(about=args.JsonSave(about), **state_item)
 
@@ -88,24 +139,19 @@ def _checked(data: Any) -> Any:
     """Returns ``data`` if JSON can represent it exactly."""
     try:
         same = json.loads(json.dumps(data, allow_nan=False)) == data
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"data={data!r} cannot be written as JSON: {error}.") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"data={brief(data)} cannot be written as JSON: {error}.") from None
     if not same:
         raise ValueError(
-            f"data={data!r} is changed by a round trip through JSON. Use a dict with string "
+            f"data={brief(data)} is changed by a round trip through JSON. Use a dict with string "
             "keys, lists (no tuples), strings, finite numbers, True, False and None."
         )
     return data
 
 
-def _path(directory: str | Path) -> Any:
-    # Used by orbax; it reads storage buckets too.
-    return needed("etils.epath").Path(absolute(directory))
-
-
 def exists(directory: str | Path) -> bool:
     """Returns whether a file or directory of this name exists."""
-    return _path(directory).exists()
+    return for_orbax(directory).exists()
 
 
 @contextlib.contextmanager
@@ -133,6 +179,7 @@ def new(directory: str | Path) -> Iterator[None]:
 def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
     """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
+    all_needed()  # before anything is made
     if is_remote(path):
         return (lambda: None), None
     folder = Path(path) if inside else Path(path).parent
@@ -152,9 +199,11 @@ def write(directory: str | Path, args: Any) -> None:
     try:
         with (
             writing(directory),
-            ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer,
+            ocp.Checkpointer(
+                ocp.CompositeCheckpointHandler(handler_registry=handlers())
+            ) as checkpointer,
         ):
-            checkpointer.save(absolute(directory), args=args)
+            checkpointer.save(for_orbax(directory), args=args)
     finally:
         loud()
 
@@ -192,7 +241,7 @@ def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"directory={absolute(directory)!r}: {what}: {arrays.reason(error)}.{rest}"
+            f"directory={absolute(directory)!r}: {what}: {reason(error)}.{rest}"
         ) from None
 
 
@@ -222,23 +271,26 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
         FileNotFoundError: If the directory does not exist.
         CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
-    path = _path(directory)
+    path = for_orbax(directory)
     _check_is_checkpoint(path, directory)
-    file = path / "about" / "metadata"
+    return _about_in(path / "about" / "metadata", verify)
+
+
+def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
     try:
         about = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {arrays.DAMAGED}. {arrays.reason(error)}"
+            f"{file} cannot be read: {arrays.DAMAGED}. {reason(error)}"
         ) from error
-    _check_about(about, file, verify)
+    fields.check(about, file, verify)
     return about
 
 
 def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
-    steps = [p.name for p in path.iterdir() if p.name.isdigit()]
+    steps = [p.name for p in path.iterdir() if p.name.isdecimal()]
     if steps and not (path / "about").exists():
         raise CheckpointError(
             f"directory={str(directory)!r} is the directory of a Manager, with the checkpoints "
@@ -253,14 +305,37 @@ def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
         )
 
 
+def numbers() -> Any:
+    """Returns orbax's format of numbers, by which it finds those that mpjax has written alone.
+
+    Otherwise a folder of the user's that has a number for a name would be the last checkpoint, and
+    be removed in its turn.
+    """
+    standard: Any = type(orbax().path.step.standard_name_format())
+
+    class Written(standard):
+        def find_all(self, base_path: Any) -> Iterator[Any]:
+            found = super().find_all(base_path)
+            return (step for step in found if (step.path / "about" / "metadata").exists())
+
+    return Written()
+
+
+def foreign(directory: str | Path) -> list[str]:
+    """Returns what has a number for a name in the directory of a Manager, but is no checkpoint."""
+    path = for_orbax(directory)
+    found = path.iterdir() if path.is_dir() else ()
+    return [p.name for p in found if p.name.isdecimal() and not (p / "about" / "metadata").exists()]
+
+
 def check_metrics(directory: str | Path) -> None:
     """Compares the metrics of a Manager's checkpoints, in files of orbax, with the descriptions.
 
     Raises:
         CheckpointError: If a file is damaged.
     """
-    path = _path(directory)
-    for step in (p for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else ():
+    path = for_orbax(directory)
+    for step in (p for p in path.iterdir() if p.name.isdecimal()) if path.is_dir() else ():
         file = step / "metrics" / "metrics"
         try:
             expected, data = read_about(step).get("metrics"), file.read_bytes()
@@ -275,48 +350,6 @@ def check_metrics(directory: str | Path) -> None:
                 f"{file} is damaged: it should contain {json.dumps(expected)}. Repair it, or "
                 f"remove the checkpoint {step.name}."
             )
-
-
-def _check_about(about: Any, file: Any, verify: bool) -> None:
-    if not isinstance(about, Mapping) or about.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
-    if about.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file}: the checkpoint has version {about.get('format_version')!r} of the format, "
-            f"written by mpjax {about.get('mpjax')!r}, but this mpjax reads version "
-            f"{FORMAT_VERSION}."
-        )
-    for name, kind in TABLES.items():
-        if not isinstance(about.get(name), kind):
-            raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
-    for path, entry in about["leaves"].items():
-        if not _is_whole(entry):
-            raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
-    # The checkpoints of early versions have no checksums.
-    if verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys():
-        _check_sum(about, file)
-
-
-def _check_sum(about: Mapping[str, Any], file: Any) -> None:
-    if about.get(checksums.ABOUT) != checksums.of_about(about):
-        raise CheckpointError(
-            f"{file}: its checksum does not match. The file was damaged or edited after it was "
-            f"written. {arrays.UNVERIFIED}"
-        )
-
-
-def _is_whole(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("means"), str):
-        return False
-    shape = entry.get("shape")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        return False
-    try:
-        if "key" in entry:
-            return str(jax.random.key(0, impl=entry["key"]).dtype) == entry["dtype"]
-        return isinstance(entry["dtype"], str) and str(jnp.dtype(entry["dtype"])) == entry["dtype"]
-    except (KeyError, TypeError, ValueError):
-        return False
 
 
 def read_arrays(
@@ -344,24 +377,12 @@ def read_arrays(
     # Empty arrays are not written: their shape is all of them.
     stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
     sums = about.get(checksums.ARRAYS, {}) if verify else {}
-    by_path = arrays.read(_path(directory) / "state", table, stored, sums)
+    by_path = arrays.read(for_orbax(directory) / "state", table, stored, sums)
     for name in shardings:
         entry = table[name]
         if name not in by_path:
-            dtype = np.uint32 if "key" in entry else jnp.dtype(entry["dtype"])
-            by_path[name] = np.zeros(entry["shape"], dtype)
+            by_path[name] = np.zeros(*arrays.stored_as(entry))
         if "key" in entry:
             by_path[name] = jax.random.wrap_key_data(jnp.array(by_path[name]), impl=entry["key"])
         by_path[name] = held(by_path[name])
     return by_path
-
-
-def is_remote(path: str) -> bool:
-    """Returns whether an absolute path is the address of a storage bucket."""
-    return "://" in path
-
-
-def absolute(directory: str | Path) -> str:
-    """Returns an absolute path, which orbax needs; addresses such as gs:// are not changed."""
-    text = str(directory)
-    return text if is_remote(text) else str(Path(text).absolute())

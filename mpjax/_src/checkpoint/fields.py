@@ -1,0 +1,97 @@
+"""The fields of a description, as they are read back: each has its type, or the file is damaged."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.base.errors import CheckpointError
+from mpjax._src.checkpoint import checksums
+from mpjax._src.checkpoint.contents import FORMAT, FORMAT_VERSION
+
+UNVERIFIED = "verify=False restores it all the same."
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _all(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _is_settings(value: Any) -> bool:
+    """Returns whether a value is what `contents.settings_of` returns."""
+    return value == "*" or (
+        isinstance(value, list)
+        and len(value) > 1
+        and all(map(_is(str), value[:2]))
+        and all(map(_is_settings, value[2:]))
+    )
+
+
+REQUIRED = {
+    "mpjax": _is(str),
+    "jax": _is(str),
+    "policy": _is(str, type(None)),
+    "leaves": _is(dict),
+    "kinds": _all(_is(str)),
+    "loss_scale": _is_settings,
+    "data": lambda value: True,
+}
+# The checkpoints of early versions lack some of them.
+OPTIONAL = {
+    "loss_scales": _all(_is_settings),
+    "metrics": _all(_is(float, int)),
+    checksums.ARRAYS: _all(_is(list)),
+    checksums.ABOUT: _is(str),
+}
+
+
+def check(about: Any, file: Any, verify: bool) -> None:
+    """Refuses a description that mpjax has not written, or has not written so.
+
+    Raises:
+        CheckpointError: The message names the file, and the field if it is known.
+    """
+    if not isinstance(about, Mapping) or about.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
+    if about.get("format_version") != FORMAT_VERSION or about["format_version"] is True:
+        raise CheckpointError(
+            f"{file}: the checkpoint has version {about.get('format_version')!r} of the format, "
+            f"written by mpjax {about.get('mpjax')!r}, but this mpjax reads version "
+            f"{FORMAT_VERSION}."
+        )
+    for name, is_right in {**REQUIRED, **OPTIONAL}.items():
+        if name not in about and name in OPTIONAL:
+            continue
+        if name not in about or not is_right(about[name]):
+            raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
+    for path, entry in about["leaves"].items():
+        if not _is_leaf(entry):
+            raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
+    if verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys():
+        _check_sum(about, file)
+
+
+def _check_sum(about: Mapping[str, Any], file: Any) -> None:
+    if about.get(checksums.ABOUT) != checksums.of_about(about):
+        raise CheckpointError(
+            f"{file}: its checksum does not match. The file was damaged or edited after it was "
+            f"written. {UNVERIFIED}"
+        )
+
+
+def _is_leaf(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("means"), str):
+        return False
+    shape = entry.get("shape")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        return False
+    try:
+        if "key" in entry:
+            return str(jax.random.key(0, impl=entry["key"]).dtype) == entry["dtype"]
+        return isinstance(entry["dtype"], str) and str(jnp.dtype(entry["dtype"])) == entry["dtype"]
+    except (KeyError, TypeError, ValueError):
+        return False
