@@ -23,6 +23,11 @@ from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, get_loss_scale
 
+BY_HAND = (
+    "leave out mixed_precision: wrap each optimizer in mpjax.keras.LossScaleOptimizer, "
+    f"differentiate mpjax.autocast(loss_function, policy), and scale the loss. {SCALE_IT}"
+)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _turned(change: Any, x: Any, scale: Any) -> Any:
@@ -30,8 +35,16 @@ def _turned(change: Any, x: Any, scale: Any) -> Any:
     return x
 
 
+def _refuse(_: Any, grad: Any) -> Any:
+    raise ValueError(
+        "The train step differentiates a gradient of the model, such as a gradient penalty. Its "
+        f"loss must be scaled as a whole. Use 'mixed_bfloat16', or {BY_HAND}"
+    )
+
+
 _turned.defvjp(
-    lambda change, x, scale: (x, scale), lambda change, scale, grad: (change(scale, grad), None)
+    lambda change, x, scale: (x, scale),
+    lambda change, scale, grad: (_turned(_refuse, change(scale, grad), ()), None),
 )
 
 
@@ -77,7 +90,7 @@ class _Hooks:
     def replace(self, layer: Any, name: str, make: Any) -> None:
         plain = getattr(layer, name)
         plain = getattr(plain, "plain", plain)
-        hook = functools.wraps(plain)(make(layer, plain))
+        hook: Any = functools.wraps(plain)(make(layer, plain))
         hook.plain, hook.model = plain, self.model
         setattr(layer, name, hook)
 
@@ -99,19 +112,29 @@ class _Hooks:
         run = autocast(plain, self.policy)
 
         def call(*args, **kwargs):
-            step = STEP.get()
+            step: Any = STEP.get()
+            scale = None if step is None else step.scale
             if step is not None:
                 step.done.add("planned")
-            if current_policy() is not None or (step is None and layer is not self.model):
-                return plain(*args, **kwargs)  # in a planned function, or not in a step
-            if step is None or step.scale is None:
+            if current_policy() is not None:  # a part of another planned function
+                if scale is not None and not step.inside:
+                    raise ValueError(
+                        "The train step calls mpjax.autocast, whose gradients have no loss scale "
+                        f"there. Call self.stateless_call without it, or {BY_HAND}"
+                    )
+                return plain(*args, **kwargs)
+            if step is None and layer is not self.model:
+                return plain(*args, **kwargs)
+            if scale is None:
                 out = run(*args, **kwargs)
                 return _turned_tree(self.check(), out, ()) if self.needs_scale else out
-            if isinstance(step.scale, NoOpLossScale):
-                return run(*args, **kwargs)
-            kind = type(step.scale)
-            args, kwargs = _turned_tree(kind.unscale, (args, kwargs), step.scale)
-            return _turned_tree(kind.scale, run(*args, **kwargs), step.scale)
+            args, kwargs = _turned_tree(type(scale).unscale, (args, kwargs), scale)
+            step.inside = True
+            try:
+                out = run(*args, **kwargs)
+            finally:
+                step.inside = False
+            return _turned_tree(type(scale).scale, out, scale)
 
         return call
 
@@ -158,7 +181,9 @@ class _Hooks:
         def train_step(state, data):
             optimizer = model.optimizer
             self.check_optimizers(len(state[2]))
-            logs, new = run(state, data, optimizer=optimizer, scale=optimizer._now(state[2]))
+            scale = optimizer._now(state[2])
+            scale = None if isinstance(scale, NoOpLossScale) else scale
+            logs, new = run(state, data, optimizer=optimizer, scale=scale)
             self.check_optimizers(len(new[2]), "applied" in done)
             trained, carried, variables, metrics = new
             carried = select(optimizer.finite(variables), list(carried), list(state[1]))
@@ -173,17 +198,16 @@ class _Hooks:
                 f"The optimizer of model {model.name!r} was replaced after mixed_precision. Call "
                 "model.compile(optimizer, ...), or mpjax.keras.mixed_precision(model, ...) again."
             )
-        optimizers = (keras.optimizers.Optimizer, LossScaleOptimizer)
-        others = [k for k, v in vars(model).items() if isinstance(v, optimizers[0])]
-        others = [k for k in others if not isinstance(getattr(model, k), optimizers[1])]
+        others = [
+            f"self.{name}"
+            for name, value in vars(model).items()
+            if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+        ]
         if others or not applied or count != len(model.optimizer.variables):
+            but = f", not by {', '.join(others)}" if others else ""
             raise ValueError(
-                f"{type(model).__name__}.train_step must update by "
-                "model.optimizer.stateless_apply, and by no other optimizer"
-                f"{': ' * bool(others)}{', '.join(others)}. For several, leave out "
-                "mixed_precision: wrap each in mpjax.keras.LossScaleOptimizer, differentiate "
-                f"mpjax.autocast(loss_function, {str(self.policy)!r}), and scale each loss. "
-                f"{SCALE_IT}"
+                f"{type(model).__name__}.train_step must update by self.optimizer.stateless_apply"
+                f"{but}. For several optimizers, {BY_HAND}"
             )
 
     def compile(self, model: Any, plain: Any) -> Any:
@@ -228,16 +252,16 @@ def mixed_precision(
 
     Returns:
         The model, changed in place. Its optimizer is replaced by a `LossScaleOptimizer`, also when
-        it is compiled again. Keras saves the policy with a compiled model, and restores it if
-        ``mpjax.keras`` is imported. Copies that are not compiled, such as those of
-        ``keras.models.clone_model``, have no policy.
+        it is compiled again. Keras saves the policy with how the model is compiled, and restores
+        both where ``mpjax.keras`` is imported. Copies that are not compiled (``from_config``,
+        ``load_model(compile=False)``) have no policy.
 
     Raises:
         TypeError: If ``model`` is not a Keras model.
         ValueError: If ``model`` has another dtype policy than float32, or does not run on JAX, or
             if another argument is invalid. When it trains: if its own ``train_step`` calls no
             function that runs under autocast, or updates by another optimizer; or if your own loop
-            differentiates it in float16 without a loss scale.
+            differentiates it in float16 without a loss scale, or differentiates a gradient.
 
     Example:
         >>> import mpjax.keras, keras, numpy as np
@@ -296,15 +320,11 @@ def _check(model: Any, policy: Policy) -> None:
     for layer in model._flatten_layers():
         own = layer.dtype_policy
         if {own.compute_dtype, own.variable_dtype} & {"float16", "bfloat16", "float64"}:
-            shared = own.name == keras.config.dtype_policy().name
             raise ValueError(
                 f"layer {layer.name!r} has the dtype policy {own.name!r}, which casts the whole "
-                "layer before autocast can choose a dtype for each operation. For autocast, "
-                + (
-                    "call keras.config.set_dtype_policy('float32') before the model is built."
-                    if shared
-                    else f"create it without dtype={own.name!r}, or with dtype='float32'."
-                )
+                "layer before autocast can choose a dtype for each operation. For autocast, create "
+                f"the layer with dtype='float32'. If {own.name!r} comes from "
+                "keras.config.set_dtype_policy, set 'float32' there instead."
             )
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(

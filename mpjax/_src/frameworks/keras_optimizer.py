@@ -44,7 +44,8 @@ class Step:
 
     done: set[str]  # what this step or an earlier one has done, as jitted parts are traced once
     optimizer: Any = None
-    scale: LossScale = None
+    scale: LossScale = None  # None if it changes nothing
+    inside: bool = False  # whether it is in a planned function that applies the scale
 
 
 STEP: contextvars.ContextVar[Step | None] = contextvars.ContextVar("STEP", default=None)
@@ -88,7 +89,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, name=name)
         first = resolve_loss_scale(loss_scale, True)
         self._first = [jnp.asarray(leaf) for leaf in jax.tree.leaves(first)]
-        self._structure = jax.tree.structure(first)
+        self._structure: Any = jax.tree.structure(first)
         self._read = False  # whether anyone has asked for the loss scale
 
     def build(self, var_list: Any) -> None:
@@ -176,7 +177,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"multiplied by it. {SCALE_IT}"
             )
         # Gradients of a step are unscaled already, also those that are new values of variables.
-        change = scale.unscale if step is None else step.scale.scale
+        change = scale.unscale if step is None else (step.scale or scale).scale
         grads = [
             g if g is None or v.overwrite_with_gradient is (step is None) else change(g)
             for g, v in zip(grads, self._trainable_variables, strict=True)
@@ -233,7 +234,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def saved_scale(self) -> list[Any]:
         first = jax.tree.unflatten(self._structure, self._first)
-        if not isinstance(first, SCALES):
+        if type(first) not in SCALES:
             raise ValueError(
                 f"loss_scale={brief(first)} cannot be saved by Keras, because its class is not one "
                 f"of mpjax's. Use one of {', '.join(scale.__name__ for scale in SCALES)}."
@@ -258,6 +259,6 @@ def _traced(tree: Any) -> bool:
 
 
 def loaded_scale(name: str, settings: dict[str, Any]) -> LossScale:
-    kind = {scale.__name__: scale for scale in SCALES}[name]
+    kind: Any = {scale.__name__: scale for scale in SCALES}[name]
     leaves = {f.name for f in dataclasses.fields(kind) if f.metadata.get("leaf")}
     return kind(**{k: jnp.asarray(v) if k in leaves else v for k, v in settings.items()})
