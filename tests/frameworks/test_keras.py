@@ -106,7 +106,7 @@ def test_all_ways_to_run_a_step_train_alike(policy, options):
     other.compile(keras.optimizers.Adam(1e-2), "mse", **options)
     # The losses round where XLA does not fuse as much.
     np.testing.assert_allclose(fitted(other, 3), fitted(usual, 3), rtol=0.02)
-    assert np.isfinite(other.evaluate(X, Y, verbose=0))
+    assert np.isfinite(other.evaluate(X, Y, verbose=0)).all()
     assert np.isfinite([other.train_on_batch(X, Y), other.test_on_batch(X, Y)]).all()
 
 
