@@ -172,6 +172,28 @@ def test_a_skipped_custom_step_leaves_no_trace():
     assert float(model.optimizer.loss_scale.loss_scale) == scale / 16
 
 
+class Rarely(Custom):
+    """Updates only where the batch has a marked row."""
+
+    def train_step(self, state, data):
+        logs, new = super().train_step(state, data)
+        x = data[0]
+        kept = jax.lax.cond(x[0, 0] > 0, lambda: (new[0], new[2]), lambda: (state[0], state[2]))
+        return logs, (kept[0], new[1], kept[1], new[3])
+
+
+def test_statistics_move_in_a_step_without_an_update_after_a_skipped_one():
+    model = mixed(Rarely, "mixed_float16", 64.0)
+    x = X[:16].copy()
+    moving = [v for v in model.non_trainable_variables if "moving_mean" in v.path]
+    for first, bad, moved in ((1.0, True, False), (-1.0, False, True)):
+        x[0, 0], x[1, 0] = first, np.inf if bad else 0.0
+        before = values(moving)
+        model.fit(x, Y[:16], shuffle=False, verbose=0)
+        assert same(values(moving), before) != moved
+    assert int(model.optimizer.consecutive_skips.value) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "policy", "words"),
     [

@@ -186,7 +186,8 @@ class _Hooks:
             logs, new = run(state, data, optimizer=optimizer, scale=scale)
             self.check_optimizers(len(new[2]), "applied" in done)
             trained, carried, variables, metrics = new
-            carried = select(optimizer.finite(variables), list(carried), list(state[1]))
+            finite = optimizer.finite(variables, state[2])
+            carried = select(finite, list(carried), list(state[1]))
             return logs, (trained, carried, variables, metrics)
 
         return train_step

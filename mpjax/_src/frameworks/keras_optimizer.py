@@ -222,10 +222,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         same = structure == self._structure
         return same and all(bool(a == b) for a, b in zip(leaves, self._first, strict=True))
 
-    def finite(self, optimizer_variables: Any) -> jax.Array:
-        """Returns whether the step that returned these optimizer variables was applied."""
-        place = [v is self.consecutive_skips for v in self.variables].index(True)
-        return optimizer_variables[place] == 0
+    def finite(self, optimizer_variables: Any, before: Any = None) -> jax.Array:
+        """Returns whether the step that returned these optimizer variables was applied.
+
+        Args:
+            optimizer_variables: The values that the step returned.
+            before: Those that it was given, if it may have updated several times, or not at all.
+        """
+        counter = self.consecutive_skips if before is None else self.skipped_steps
+        place = [v is counter for v in self.variables].index(True)
+        return optimizer_variables[place] == (0 if before is None else before[place])
 
     def get_config(self) -> dict[str, Any]:
         """Returns the config that Keras saves: name, inner optimizer and initial loss scale."""
