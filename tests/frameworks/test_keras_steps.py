@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import optax
 import pytest
-from keras_models import LAYERS, X, Y, dtypes_of_step, made, mixed, same, values
+from keras_models import LAYERS, X, Y, dtypes_of_step, fitted, made, mixed, same, values
 from support import thorough_but
 
 import mpjax
@@ -212,6 +212,43 @@ def test_steps_that_cannot_be_right_are_refused(kind, policy, words):
 def test_an_evaluation_step_that_calls_the_model_itself_is_refused():
     with pytest.raises(ValueError, match=r"ByHand.test_step calls no function .* bfloat16"):
         mixed(ByHand, "mixed_bfloat16").evaluate(X, Y, verbose=0)
+
+
+def test_a_step_with_the_state_of_other_optimizers_is_refused():
+    with pytest.raises(ValueError, match=r"must update by self.optimizer.stateless_apply"):
+        mixed(Custom, "mixed_bfloat16").train_step(([], [], [np.ones(2)], []), (X, Y))
+
+
+@pytest.mark.thorough
+def test_a_model_inside_of_another_has_its_policy_in_both():
+    inner = mixed(keras.Model, "mixed_float16", 64.0)
+    outer = Custom(inner.inputs, LAYERS.Dense(1)(inner(inner.inputs[0])))
+    outer.compile(keras.optimizers.Adam(1e-2))
+    mpjax.keras.mixed_precision(outer, "mixed_bfloat16")
+    losses(outer, 1)
+    losses_of_inner = fitted(inner, 1)
+    assert dtypes_of_step(outer) == {"bfloat16"} and dtypes_of_step(inner) == {"float16"}
+    assert np.isfinite(losses_of_inner).all()
+
+
+@pytest.mark.thorough
+def test_variables_that_are_their_gradients_are_not_scaled():
+    def history(policy):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((16,)), LAYERS.Dense(16), LAYERS.Dense(16)])
+        model.layers[0].quantize("float8")
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        if policy:
+            mpjax.keras.mixed_precision(model, policy, 1024.0)
+        x = np.tile(X, 4)
+        model.fit(x, x, verbose=0)
+        return [v for v in model.trainable_variables if v.overwrite_with_gradient]
+
+    wanted, found = history(None), history("mixed_float16")
+    assert len(wanted) == 6
+    for a, b in zip(wanted, found, strict=True):
+        if "outputs" not in a.path:  # those are of the scaled gradients
+            np.testing.assert_allclose(b.numpy(), a.numpy(), rtol=0.05, err_msg=a.path)
 
 
 @pytest.mark.thorough
