@@ -101,7 +101,7 @@ class _Hooks:
         if isinstance(inner, LossScaleOptimizer):
             has_one = not isinstance(inner._now(), NoOpLossScale)
             either = self.loss_scale == "auto" and (has_one or not self.needs_scale)
-            if either or inner.starts_at(scale):
+            if either or inner._starts_at(scale):
                 return
             inner = inner.inner_optimizer
         model.optimizer = LossScaleOptimizer(inner, scale)
@@ -163,8 +163,9 @@ class _Hooks:
             finally:
                 STEP.reset(token)
             if "planned" not in done:
+                name = f"{type(model).__name__}.{getattr(plain, '__name__', 'step')}"
                 raise ValueError(
-                    f"{type(model).__name__}.{plain.__name__} calls no function that mpjax runs in "
+                    f"{name} calls no function that mpjax runs in "
                     f"{self.policy.compute_dtype.name}: neither stateless_call of the model or of "
                     "a layer, nor self.compute_loss_and_updates. Instead of self(x), write: "
                     "y, non_trainable_variables = self.stateless_call(trainable_variables, "
@@ -225,7 +226,7 @@ class _Hooks:
             config = plain()
             if model.compiled and isinstance(model.optimizer, LossScaleOptimizer):
                 optimizer = keras.saving.serialize_keras_object(model.optimizer.inner_optimizer)
-                saved = [str(self.policy), model.optimizer.saved_scale()]
+                saved = [str(self.policy), model.optimizer._saved_scale()]
                 config = {**config, "optimizer": {**optimizer, "mpjax": saved}}
             return config
 

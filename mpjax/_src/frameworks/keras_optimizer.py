@@ -216,7 +216,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         for v, value in zip([*trained, *self.variables], [*new, *state], strict=True):
             v.assign(value)
 
-    def starts_at(self, scale: LossScale) -> bool:
+    def _starts_at(self, scale: LossScale) -> bool:
         """Returns whether the loss scale had the same settings and value at first."""
         leaves, structure = jax.tree.flatten(scale)
         same = structure == self._structure
@@ -236,9 +236,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the config that Keras saves: name, inner optimizer and initial loss scale."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "inner_optimizer": inner, "loss_scale": self.saved_scale()}
+        return {"name": self.name, "inner_optimizer": inner, "loss_scale": self._saved_scale()}
 
-    def saved_scale(self) -> list[Any]:
+    def _saved_scale(self) -> list[Any]:
         first = jax.tree.unflatten(self._structure, self._first)
         if type(first) not in SCALES:
             raise ValueError(
