@@ -67,6 +67,7 @@ def test_a_copy_has_the_policy_the_scale_and_the_optimizer(tmp_path, kind):
         again = make()
         assert isinstance(again.optimizer, mpjax.keras.LossScaleOptimizer), name
         assert float(again.optimizer.loss_scale.loss_scale) == 1024, name
+        assert again.optimizer.inner_optimizer.name == model.optimizer.inner_optimizer.name, name
         assert same(values(again.weights), values(model.weights)), name
         if kind is keras.Model:  # Keras restores moments of models that it can build
             assert same(values(again.optimizer.variables), values(model.optimizer.variables)), name
@@ -134,8 +135,10 @@ def test_a_file_is_one_of_the_model_without_mpjax(tmp_path):
     model = trained()
     model.save(tmp_path / "model.keras")
     code = """if True:
-        import sys, keras, numpy as np
-        model = keras.saving.load_model(sys.argv[1])
+        import sys, warnings, keras, numpy as np
+        with warnings.catch_warnings(record=True) as seen:
+            model = keras.saving.load_model(sys.argv[1])
+        assert any("import_mpjax.keras_before_loading" in str(w.message) for w in seen), seen
         x, y = (np.load(path) for path in sys.argv[2:])
         out = model.predict(x, verbose=0)
         model.fit(x, y, verbose=0)

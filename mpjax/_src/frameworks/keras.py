@@ -225,8 +225,10 @@ class _Hooks:
         def config():
             config = plain()
             if model.compiled and isinstance(model.optimizer, LossScaleOptimizer):
-                optimizer = keras.saving.serialize_keras_object(model.optimizer.inner_optimizer)
-                saved = [str(self.policy), model.optimizer._saved_scale()]
+                inner = model.optimizer.inner_optimizer
+                saved = [str(self.policy), model.optimizer._saved_scale(), inner.name]
+                optimizer = keras.saving.serialize_keras_object(inner)
+                optimizer = _renamed(optimizer, f"{inner.name}-import_mpjax.keras_before_loading")
                 config = {**config, "optimizer": {**optimizer, "mpjax": saved}}
             return config
 
@@ -282,18 +284,28 @@ def mixed_precision(
     return model
 
 
+def _renamed(optimizer: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns the config of an optimizer with another name, which is in Keras's warnings."""
+    config = optimizer["config"]
+    return {**optimizer, "config": {**config, "name": name}} if "name" in config else optimizer
+
+
 _compile_from_config = keras.Model.compile_from_config
 
 
 @functools.wraps(_compile_from_config)
 def _restore(self: Any, config: dict[str, Any]) -> None:
-    _compile_from_config(self, config)
     optimizer = config.get("optimizer")
     saved = optimizer.get("mpjax") if isinstance(optimizer, dict) else None
-    if saved:
-        mixed_precision(self, saved[0], loaded_scale(*saved[1]))
+    if saved is None:
+        _compile_from_config(self, config)
+        return
+    policy, scale, name = saved
+    _compile_from_config(self, {**config, "optimizer": _renamed(optimizer, name)})
+    mixed_precision(self, policy, loaded_scale(*scale))
 
 
+# Keras has no other way to change a model of any class that it loads or clones.
 keras.Model.compile_from_config = _restore
 
 
