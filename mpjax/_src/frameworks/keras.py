@@ -295,7 +295,7 @@ _compile_from_config = keras.Model.compile_from_config
 
 @functools.wraps(_compile_from_config)
 def _restore(self: Any, config: dict[str, Any]) -> None:
-    optimizer = config.get("optimizer")
+    optimizer: Any = config.get("optimizer")
     saved = optimizer.get("mpjax") if isinstance(optimizer, dict) else None
     if saved is None:
         _compile_from_config(self, config)
