@@ -1,182 +1,238 @@
-"""Keras 3 on JAX: `fit`, `evaluate` and `predict` in mixed precision, with mpjax's loss scales."""
+"""Keras 3 on JAX: `fit`, `evaluate`, `predict` and your own steps in mixed precision."""
 
-import dataclasses
-import os
-import sys
-import types
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-if "keras" not in sys.modules:
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads this once, when it is imported
-try:
-    import keras
-except ImportError as error:
-    raise ImportError("mpjax.keras needs Keras 3: pip install 'mpjax[keras]'.") from error
-
+from mpjax._src.autocast.kernels import current_policy
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief
-from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, select
+from mpjax._src.base.trees import is_array, select
+from mpjax._src.frameworks.keras_optimizer import (
+    SCALE_IT,
+    STEP,
+    LossScaleOptimizer,
+    Step,
+    keras,
+    loaded_scale,
+)
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.levels import training_policy
-from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale, resolve_loss_scale
-from mpjax._src.training.transaction import adjusted, counted, gated
+from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, get_loss_scale
 
-COUNTERS = ("skipped_steps", "consecutive_skips")
+BY_HAND = (
+    "leave out mixed_precision: wrap each optimizer in mpjax.keras.LossScaleOptimizer, "
+    f"differentiate mpjax.autocast(loss_function, policy), and scale the loss. {SCALE_IT}"
+)
 
 
-@public("mpjax.keras")
-@keras.saving.register_keras_serializable("mpjax")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Keras's ``LossScaleOptimizer`` with a loss scale of mpjax.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _turned(change: Any, x: Any, scale: Any) -> Any:
+    """Returns ``x``, whose cotangent becomes ``change(scale, cotangent)``."""
+    return x
 
-    A step with non-finite gradients changes only the loss scale and the counters
-    ``skipped_steps`` and ``consecutive_skips``, which are Keras variables.
 
-    Args:
-        inner_optimizer: Any Keras optimizer.
-        loss_scale: A loss scale object, a number, "dynamic", or "none", which only skips steps.
-        name: The name of the optimizer, or None.
+def _refuse(_: Any, grad: Any) -> Any:
+    raise ValueError(
+        "The train step differentiates a gradient of the model, such as a gradient penalty. Its "
+        f"loss must be scaled as a whole. Use 'mixed_bfloat16', or {BY_HAND}"
+    )
 
-    Raises:
-        ValueError: If ``loss_scale`` is invalid.
 
-    Example:
-        >>> import mpjax.keras, keras
-        >>> optimizer = mpjax.keras.LossScaleOptimizer(keras.optimizers.Adam(1e-3), 1024.0)
-        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        >>> optimizer.build(model.trainable_variables)
-        >>> float(optimizer.scale_loss(2.0))
-        2048.0
+_turned.defvjp(
+    lambda change, x, scale: (x, scale),
+    lambda change, scale, grad: (_turned(_refuse, change(scale, grad), ()), None),
+)
+
+
+def _turned_tree(change: Any, tree: Any, scale: Any) -> Any:
+    def turned(x):
+        inexact = is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return _turned(change, x, scale) if inexact else x
+
+    return jax.tree.map(turned, tree)
+
+
+class _Hooks:
+    """What `mixed_precision` puts around the methods of a model.
+
+    Functions of the model run under autocast. In a train step, the loss scale is applied where the
+    backward pass enters such a function, and removed where it leaves it: all other code of the
+    step, Keras's or the user's, sees unscaled gradients.
     """
 
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        loss_scale: LossScale | str | float | None = "dynamic",
-        name: str | None = None,
-    ):
-        super().__init__(inner_optimizer, name=name)
-        first = resolve_loss_scale(loss_scale, True)
-        self._first = [jnp.asarray(leaf) for leaf in jax.tree.leaves(first)]
-        self._structure = jax.tree.structure(first)
+    def __init__(self, model: Any, policy: Policy, loss_scale: LossScale | str | float | None):
+        self.model, self.policy, self.loss_scale = model, policy, loss_scale
+        self.needs_scale = not isinstance(get_loss_scale(policy, loss_scale), NoOpLossScale)
 
-    def build(self, var_list: Any) -> None:
-        def variable(name, value):
-            return self.add_variable(
-                shape=(),
-                dtype=str(value.dtype),
-                initializer=lambda shape, dtype: jnp.array(value, dtype),  # donated
-                name=name,
-            )
+    def attach(self) -> None:
+        model = self.model
+        for layer in model._flatten_layers(include_self=False):
+            if getattr(vars(layer).get("stateless_call"), "model", None) is not layer:
+                self.replace(layer, "stateless_call", self.planned)
+        for name, make in (
+            ("stateless_call", self.planned),
+            ("compute_loss_and_updates", self.planned),
+            ("train_step", self.train_step),
+            ("test_step", self.step),
+            ("predict_step", self.step),
+            ("compile", self.compile),
+            ("get_compile_config", self.config),
+        ):
+            self.replace(model, name, make)
+        model.train_function = model.test_function = model.predict_function = None
+        if getattr(model, "optimizer", None) is not None:
+            self.wrap_optimizer()
 
-        zero = jnp.zeros((), jnp.int32)
-        self._scale = tuple(variable(f"loss_scale_{i}", x) for i, x in enumerate(self._first))
-        self.skipped_steps = variable("skipped_steps", zero)
-        self.consecutive_skips = variable("consecutive_skips", zero)
-        self.inner_optimizer.build(var_list)
-        keras.optimizers.Optimizer.build(self, var_list)
+    def replace(self, layer: Any, name: str, make: Any) -> None:
+        plain = getattr(layer, name)
+        plain = getattr(plain, "plain", plain)
+        hook: Any = functools.wraps(plain)(make(layer, plain))
+        hook.plain, hook.model = plain, self.model
+        setattr(layer, name, hook)
 
-    @property
-    def loss_scale(self) -> LossScale:
-        leaves = [v.value for v in self._scale] if self.built else self._first
-        return jax.tree.unflatten(self._structure, leaves)
+    def wrap_optimizer(self) -> None:
+        """Keeps a loss scale that fits, with its state, so that training continues."""
+        model, inner = self.model, self.model.optimizer
+        scale = get_loss_scale(self.policy, self.loss_scale)
+        if isinstance(inner, LossScaleOptimizer):
+            has_one = not isinstance(inner._now(), NoOpLossScale)
+            either = self.loss_scale == "auto" and (has_one or not self.needs_scale)
+            if either or inner._starts_at(scale):
+                return
+            inner = inner.inner_optimizer
+        model.optimizer = LossScaleOptimizer(inner, scale)
+        if inner.built:
+            model.optimizer.build(inner._trainable_variables)
 
-    def scale_loss(self, loss: Any) -> Any:
-        """Returns the loss multiplied by the scale, in float32."""
-        return self.loss_scale.scale(jnp.asarray(loss, FLOAT32))
+    def planned(self, layer: Any, plain: Any) -> Any:
+        run = autocast(plain, self.policy)
 
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> Any:
-        """Returns new trainable variables and new optimizer variables, as in Keras.
+        def call(*args, **kwargs):
+            step: Any = STEP.get()
+            scale = None if step is None else step.scale
+            if step is not None:
+                step.done.add("planned")
+            if current_policy() is not None:  # a part of another planned function
+                if scale is not None and not step.inside:
+                    raise ValueError(
+                        "The train step calls mpjax.autocast, whose gradients have no loss scale "
+                        f"there. Call self.stateless_call without it, or {BY_HAND}"
+                    )
+                return plain(*args, **kwargs)
+            if step is None and layer is not self.model:
+                return plain(*args, **kwargs)
+            if scale is None:
+                out = run(*args, **kwargs)
+                return _turned_tree(self.check(), out, ()) if self.needs_scale else out
+            args, kwargs = _turned_tree(type(scale).unscale, (args, kwargs), scale)
+            step.inside = True
+            try:
+                out = run(*args, **kwargs)
+            finally:
+                step.inside = False
+            return _turned_tree(type(scale).scale, out, scale)
 
-        Args:
-            optimizer_variables: The values of the optimizer's variables.
-            grads: The scaled gradients, one for each trainable variable.
-            trainable_variables: The values of the trainable variables.
+        return call
 
-        Returns:
-            A pair of lists: the new values of both. Both are unchanged in a skipped step, except
-            for the loss scale and the skip counters.
-        """
-        with self._reading(optimizer_variables):
-            scale, own = self.loss_scale, self._variables
-            grads = [
-                g if g is None or v.overwrite_with_gradient else scale.unscale(g)
-                for g, v in zip(grads, self._trainable_variables, strict=True)
-            ]
-            finite = all_finite(grads)
-            counters = {name: getattr(self, name).value for name in COUNTERS}
-            counts = counted(types.SimpleNamespace(**counters), finite)
+    def check(self) -> Any:
+        """Returns a function of the backward pass that fails if no loss is scaled from now on."""
+        before = LossScaleOptimizer._losses
 
-        def applied(before):
-            trained, inner = self.inner_optimizer.stateless_apply(before[1], grads, before[0])
-            return list(trained), list(inner)
+        def check(_, grad):
+            if LossScaleOptimizer._losses == before:
+                raise ValueError(
+                    f"A gradient of model {self.model.name!r} is computed in "
+                    f"{self.policy.compute_dtype.name} without a loss scale, so small values "
+                    f"become 0. {SCALE_IT} Or pass loss_scale='none' to mixed_precision."
+                )
+            return grad
 
-        inner = list(optimizer_variables[len(own) :])
-        trained, inner = gated(finite, applied, (list(trainable_variables), inner))
-        new = jax.tree.leaves(adjusted(scale, finite, True, True))
-        with self._reading(optimizer_variables) as scope:
-            for v, value in zip(self._scale, new, strict=True):
-                v.assign(value)
-            for name, value in counts.items():
-                getattr(self, name).assign(value)
-        return trained, [scope.get_current_value(v) for v in own] + inner
+        return check
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Updates the variables in place, outside of jit.
+    def step(self, model: Any, plain: Any, done: set[str] | None = None) -> Any:
+        done = set() if done is None else done
 
-        Args:
-            grads: The scaled gradients, one for each trainable variable.
-            trainable_variables: The trainable variables; by default those of ``build``.
-        """
-        trained = list(trainable_variables or self._trainable_variables)
-        if not self.built:
-            self.build(trained)
-        values = [[v.value for v in variables] for variables in (self.variables, trained)]
-        new, state = self.stateless_apply(values[0], grads, values[1])
-        for v, value in zip([*trained, *self.variables], [*new, *state], strict=True):
-            v.assign(value)
+        def run(state, data, **options):
+            token = STEP.set(Step(done, **options))
+            try:
+                results = plain(state, data)
+            finally:
+                STEP.reset(token)
+            if "planned" not in done:
+                name = f"{type(model).__name__}.{getattr(plain, '__name__', 'step')}"
+                raise ValueError(
+                    f"{name} calls no function that mpjax runs in "
+                    f"{self.policy.compute_dtype.name}: neither stateless_call of the model or of "
+                    "a layer, nor self.compute_loss_and_updates. Instead of self(x), write: "
+                    "y, non_trainable_variables = self.stateless_call(trainable_variables, "
+                    "non_trainable_variables, x)."
+                )
+            return results
 
-    def finite(self, optimizer_variables: Any) -> jax.Array:
-        """Returns whether the step that returned these optimizer variables was applied."""
-        place = [v is self.consecutive_skips for v in self.variables].index(True)
-        return optimizer_variables[place] == 0
+        return run
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the config that Keras saves: name, inner optimizer and initial loss scale."""
-        first = jax.tree.unflatten(self._structure, self._first)
-        if not isinstance(first, SCALES):
+    def train_step(self, model: Any, plain: Any) -> Any:
+        done: set[str] = set()
+        run = self.step(model, plain, done)
+
+        def train_step(state, data):
+            optimizer = model.optimizer
+            self.check_optimizers(len(state[2]))
+            scale = optimizer._now(state[2])
+            scale = None if isinstance(scale, NoOpLossScale) else scale
+            logs, new = run(state, data, optimizer=optimizer, scale=scale)
+            self.check_optimizers(len(new[2]), "applied" in done)
+            trained, carried, variables, metrics = new
+            finite = optimizer.finite(variables, state[2])
+            carried = select(finite, list(carried), list(state[1]))
+            return logs, (trained, carried, variables, metrics)
+
+        return train_step
+
+    def check_optimizers(self, count: int, applied: bool = True) -> None:
+        model = self.model
+        if not isinstance(model.optimizer, LossScaleOptimizer):
             raise ValueError(
-                f"loss_scale={brief(first)} cannot be saved by Keras, because its class is not one "
-                f"of mpjax's. Use one of {', '.join(scale.__name__ for scale in SCALES)}."
+                f"The optimizer of model {model.name!r} was replaced after mixed_precision. Call "
+                "model.compile(optimizer, ...), or mpjax.keras.mixed_precision(model, ...) again."
             )
-        settings = {f.name: getattr(first, f.name) for f in dataclasses.fields(first)}
-        settings = {name: np.asarray(value).item() for name, value in settings.items()}
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        scale = [type(first).__name__, settings]
-        return {"name": self.name, "inner_optimizer": inner, "loss_scale": scale}
+        others = [
+            f"self.{name}"
+            for name, value in vars(model).items()
+            if isinstance(value, keras.optimizers.Optimizer) and value is not model.optimizer
+        ]
+        if others or not applied or count != len(model.optimizer.variables):
+            but = f", not by {', '.join(others)}" if others else ""
+            raise ValueError(
+                f"{type(model).__name__}.train_step must update by self.optimizer.stateless_apply"
+                f"{but}. For several optimizers, {BY_HAND}"
+            )
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Returns the optimizer for a config of ``get_config``."""
-        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
-        name, settings = config["loss_scale"]
-        kind = {scale.__name__: scale for scale in SCALES}[name]
-        leaves = {f.name for f in dataclasses.fields(kind) if f.metadata.get("leaf")}
-        settings = {k: jnp.asarray(v) if k in leaves else v for k, v in settings.items()}
-        return cls(inner, kind(**settings), config["name"])
+    def compile(self, model: Any, plain: Any) -> Any:
+        def compile(*args, **kwargs):
+            plain(*args, **kwargs)
+            mixed_precision(model, self.policy, self.loss_scale)
 
-    def _reading(self, optimizer_variables: Any) -> Any:
-        """Returns a scope in which the optimizer's variables have the given values."""
-        mapping = list(zip(self.variables, optimizer_variables, strict=True))
-        return keras.StatelessScope(state_mapping=mapping)
+        return compile
+
+    def config(self, model: Any, plain: Any) -> Any:
+        """Keras ignores what it does not know: without mpjax, the file is one of the model."""
+
+        def config():
+            config = plain()
+            if model.compiled and isinstance(model.optimizer, LossScaleOptimizer):
+                inner = model.optimizer.inner_optimizer
+                saved = [str(self.policy), model.optimizer._saved_scale(), inner.name]
+                optimizer = keras.saving.serialize_keras_object(inner)
+                optimizer = _renamed(optimizer, f"{inner.name}-import_mpjax.keras_before_loading")
+                config = {**config, "optimizer": {**optimizer, "mpjax": saved}}
+            return config
+
+        return config
 
 
 def mixed_precision(
@@ -186,25 +242,30 @@ def mixed_precision(
 ) -> Any:
     """Makes ``fit``, ``evaluate`` and ``predict`` of a Keras model run in mixed precision.
 
-    Each step runs under `autocast`, which plans the whole step; variables stay float32. Steps with
-    non-finite gradients are skipped. They leave non-trained variables (statistics, seeds)
-    unchanged too.
+    ``compute_loss_and_updates`` and ``stateless_call`` of the model run under `autocast`, also
+    where your own ``train_step``, ``test_step``, ``predict_step`` or loop calls them; in a step,
+    ``stateless_call`` of its layers too. Variables stay float32. Steps with non-finite gradients
+    are skipped. They leave non-trained variables (statistics, seeds) unchanged too. ``model(x)``
+    by itself stays float32.
 
     Args:
-        model: A compiled Keras model on the JAX backend. The dtype policy of its layers must be
-            float32.
+        model: A Keras model on the JAX backend, compiled or not. The dtype policy of its layers
+            must be float32.
         policy: A policy or its name that stores parameters in float32, such as "mixed_float16".
         loss_scale: The loss scale, as for `build_train_step`.
 
     Returns:
-        The model. Its steps are changed in place, and its optimizer is replaced by a
-        `LossScaleOptimizer`. Keras saves the optimizer with the model but not the steps, so call
-        this function again after loading a model.
+        The model, changed in place. Its optimizer is replaced by a `LossScaleOptimizer`, also when
+        it is compiled again. Keras saves the policy with how the model is compiled, and restores
+        both where ``mpjax.keras`` is imported. Copies that are not compiled (``from_config``,
+        ``load_model(compile=False)``) have no policy.
 
     Raises:
         TypeError: If ``model`` is not a Keras model.
-        ValueError: If ``model`` is not compiled, has another dtype policy than float32, or does not
-            run on JAX, or if another argument is invalid.
+        ValueError: If ``model`` has another dtype policy than float32, or does not run on JAX, or
+            if another argument is invalid. When it trains: if its own ``train_step`` calls no
+            function that runs under autocast, or updates by another optimizer; or if your own loop
+            differentiates it in float16 without a loss scale, or differentiates a gradient.
 
     Example:
         >>> import mpjax.keras, keras, numpy as np
@@ -219,32 +280,33 @@ def mixed_precision(
     """
     policy = training_policy(policy)
     _check(model, policy)
-    scale = get_loss_scale(policy, loss_scale)
-    if not isinstance(model.optimizer, LossScaleOptimizer):
-        model.optimizer = LossScaleOptimizer(model.optimizer, scale)
-    # The functions that Keras differentiates, and uses to evaluate and predict.
-    model.compute_loss_and_updates = autocast(model.compute_loss_and_updates, policy)
-    model.predict_step = autocast(model.predict_step, policy)
-    train_step = model.train_step
-
-    def step(state, data):
-        logs, new = train_step(state, data)
-        trained, carried, variables, metrics = new
-        finite = model.optimizer.finite(variables)
-        carried = select(finite, list(carried), list(state[1]))
-        return logs, (trained, carried, variables, metrics)
-
-    compile_config = model.get_compile_config
-
-    def config():  # otherwise Keras saves the optimizer that the model was compiled with
-        return {
-            **compile_config(),
-            "optimizer": keras.saving.serialize_keras_object(model.optimizer),
-        }
-
-    model.train_step, model.get_compile_config = step, config
-    model.train_function = model.test_function = model.predict_function = None
+    _Hooks(model, policy, loss_scale).attach()
     return model
+
+
+def _renamed(optimizer: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns the config of an optimizer with another name, which is in Keras's warnings."""
+    config = optimizer["config"]
+    return {**optimizer, "config": {**config, "name": name}} if "name" in config else optimizer
+
+
+_compile_from_config = keras.Model.compile_from_config
+
+
+@functools.wraps(_compile_from_config)
+def _restore(self: Any, config: dict[str, Any]) -> None:
+    optimizer: Any = config.get("optimizer")
+    saved = optimizer.get("mpjax") if isinstance(optimizer, dict) else None
+    if saved is None:
+        _compile_from_config(self, config)
+        return
+    policy, scale, name = saved
+    _compile_from_config(self, {**config, "optimizer": _renamed(optimizer, name)})
+    mixed_precision(self, policy, loaded_scale(*scale))
+
+
+# Keras has no other way to change a model of any class that it loads or clones.
+keras.Model.compile_from_config = _restore
 
 
 def _check(model: Any, policy: Policy) -> None:
@@ -258,10 +320,10 @@ def _check(model: Any, policy: Policy) -> None:
             f"Keras runs on {keras.config.backend()!r}, but mpjax needs JAX. Set the environment "
             "variable KERAS_BACKEND=jax before keras is imported."
         )
-    if not getattr(model, "compiled", False) or model.optimizer is None:
+    if keras.config.is_nnx_enabled():
         raise ValueError(
-            "model is not compiled. Call model.compile(optimizer, loss) before "
-            "mpjax.keras.mixed_precision(model, ...)."
+            "Keras runs its models as Flax NNX modules, so it does not call the steps that mpjax "
+            "changes. Unset the environment variable KERAS_NNX_ENABLED."
         )
     if policy.param_dtype != FLOAT32:
         raise ValueError(
@@ -271,15 +333,16 @@ def _check(model: Any, policy: Policy) -> None:
         )
     for layer in model._flatten_layers():
         own = layer.dtype_policy
-        if own.compute_dtype != "float32" or own.variable_dtype != "float32":
+        if {own.compute_dtype, own.variable_dtype} & {"float16", "bfloat16", "float64"}:
             raise ValueError(
                 f"layer {layer.name!r} has the dtype policy {own.name!r}, which casts the whole "
-                "layer to 16 bits before autocast can choose a dtype for each operation. For "
-                "autocast, call keras.config.set_dtype_policy('float32') before the model is "
-                "built."
+                "layer before autocast can choose a dtype for each operation. For autocast, create "
+                f"the layer with dtype='float32'. If {own.name!r} comes from "
+                "keras.config.set_dtype_policy, set 'float32' there instead."
             )
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
-        model.optimizer, LossScaleOptimizer
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
+        optimizer, LossScaleOptimizer
     ):
         raise ValueError(
             "model.optimizer is Keras's LossScaleOptimizer, so the loss would be scaled twice. "
