@@ -30,17 +30,6 @@ POLICIES = {
     "number": "mixed_bfloat16,storage=0.5",
     "8bit": "mixed_bfloat16,storage=8bit",
 }
-# Attentions with ops between the weights and their matmul: under a number and 8bit, the gradient
-# raises ("Transpose rule for 'name'").
-BROKEN = [
-    "construct dropout on weights",
-    *("spelling softmax scaled after", "spelling softmax other axis", "spelling softmax reshaped"),
-    *("spelling heads to groups", "spelling heads to rows", "spelling heads and back"),
-    *("spelling heads transposed", "spelling heads values first", "spelling heads two summed"),
-    *("spelling heads dropped before", "spelling heads dropped after", "spelling heads copied"),
-    *("spelling heads dropped by a factor", "spelling heads weighed after"),
-    *("spelling heads split and merged", "spelling heads split and mixed"),
-]
 KINDS = ("program", "construct", "model", "random", "spelling", "benchmark")
 FOR_GPUS = ("construct", "spelling", "benchmark")  # traced for an H100
 LIBRARIES = ("jax", "flax", "equinox")  # whose versions the programs depend on
@@ -125,8 +114,6 @@ def compared(want, policy, kind=""):
     """Returns the rows of all programs. Of those whose hashes are as wanted, nothing is counted."""
     rows = {}
     for name, fun, args in programs(kind):
-        if name in BROKEN and policy in ("number", "8bit"):
-            continue
         with target(name):
             rows[f"{name}, {policy}"] = row(name, fun, args, policy, want.get(f"{name}, {policy}"))
     return rows
