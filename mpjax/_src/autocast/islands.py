@@ -36,6 +36,8 @@ def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> lis
         island = _island(ops, flow, links)
         if island is not None:
             chosen.append(island)
+    inside = {*links, *(op for island in chosen for op in island.ops)}
+    chosen = [_behind_views(i, flow, inside) if isinstance(i, Recomputed) else i for i in chosen]
     return _made_again(chosen, flow)
 
 
@@ -54,11 +56,9 @@ def _island(ops: Sequence[Op], flow: Flow, links: Collection[Op]) -> Elementwise
     if barrier and _is_sloped(island.body, flow):
         sloped = Sloped(island.body, barrier, island.wide)
         return sloped if _saves_memory(island, flow) else None
-    island = _behind_views(island, flow)
-    if not _saves_memory(island, flow):
+    if not _saves_memory(_behind_views(island, flow), flow):
         return None
-    island = dataclasses.replace(island, tail=_tail(island.body, flow))
-    return island
+    return dataclasses.replace(island, tail=_tail(island.body, flow))
 
 
 def groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> Iterable[list[Op]]:
@@ -236,8 +236,10 @@ def _scales(op: Op) -> bool:
     return any(v.entries is not None or v.is_one for v in by)
 
 
-def _behind_views(island: Recomputed, flow: Flow) -> Recomputed:
+def _behind_views(island: Recomputed, flow: Flow, inside: Collection[Op] = ()) -> Recomputed:
     """Moves views of inputs into an island, so that it keeps the arrays that they are views of.
+
+    But not views ``inside`` of islands, which may not hand out what they are views of.
 
     Repeating a view costs nothing, but keeping one takes memory in its own layout. A TPU pads the
     last axis of ``(batch, height, width, groups, 4)``, from a group norm, to 128 entries.
@@ -245,7 +247,7 @@ def _behind_views(island: Recomputed, flow: Flow) -> Recomputed:
     views, rounded, values = [], island.rounded, [*island.ins]
     for value in values:  # grows
         op = flow.producer.get(value)
-        if op is not None and is_view(op):
+        if op is not None and is_view(op) and op not in inside:
             views.append(op)
             values += op.ins
             if value in rounded:
