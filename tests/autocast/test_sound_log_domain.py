@@ -1,0 +1,22 @@
+"""Recursions of log probabilities, phases and thresholds: gradients as with matmuls by hand."""
+
+import itertools
+
+import log_domain
+import pytest
+
+from mpjax._src.autocast import coding
+
+HALVES = ("bfloat16", "float16")
+QUICK = {("hmm", "bfloat16", "fast"), ("log_matrices", "float16", "lean")}
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.thorough])
+    for case in itertools.product(log_domain.PROGRAMS, HALVES, log_domain.STORAGES)
+]
+
+
+@pytest.mark.parametrize(("name", "half", "storage"), CASES)
+def test_recursion_has_a_gradient_as_by_hand(name, half, storage, monkeypatch):
+    monkeypatch.setattr(coding, "FEWEST", 64)  # so that these small arrays are coded too
+    wrong = [row for row in log_domain.report(name, half, storage) if not row.sound]
+    assert not wrong, "\n".join(map(str, wrong))
