@@ -61,9 +61,7 @@ def forward(step):
 
 
 PROGRAMS["hmm"] = forward(lambda a, e, p: move(a, jax.nn.log_softmax(p["t"])) + e)
-PROGRAMS["hmm_by_hand"] = forward(
-    lambda a, e, p: move_by_hand(a, jax.nn.log_softmax(p["t"])) + e
-)
+PROGRAMS["hmm_by_hand"] = forward(lambda a, e, p: move_by_hand(a, jax.nn.log_softmax(p["t"])) + e)
 PROGRAMS["hmm_of_checkpoints"] = forward(
     jax.checkpoint(lambda a, e, p: move(a, jax.nn.log_softmax(p["t"])) + e)
 )
@@ -73,9 +71,7 @@ PROGRAMS["viterbi"] = forward(lambda a, e, p: jnp.max(a[..., :, None] + p["t"], 
 PROGRAMS["neighbors"] = forward(
     lambda a, e, p: jnp.logaddexp(a, jnp.roll(a, 1, -1) + p["t"][0]) + e
 )
-PROGRAMS["stacked"] = forward(
-    lambda a, e, p: lse(jnp.stack([a, a[:, ::-1] + p["t"][0]]), 0) + e
-)
+PROGRAMS["stacked"] = forward(lambda a, e, p: lse(jnp.stack([a, a[:, ::-1] + p["t"][0]]), 0) + e)
 PROGRAMS["sorted"] = forward(lambda a, e, p: jnp.sort(a, -1) * (1 + 0.01 * p["t"][0]) + e)
 PROGRAMS["thresholds"] = forward(
     lambda a, e, p: jnp.where(a > a.mean(-1, keepdims=True), a + p["t"][0], a - 1) + e
