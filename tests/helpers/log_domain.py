@@ -15,7 +15,7 @@ from support import normal
 
 import mpjax
 
-STORAGES = ("fast", "lean", "0", "0.5", "8bit")
+STORAGES = ("fast", "lean", "0.5", "8bit")
 TURNS, ROWS, STATES, WIDTH = 40, 4, 6, 12
 LARGE = 3.0  # by which emissions are scaled, so that values become large
 X = normal(0, TURNS, ROWS, WIDTH)
@@ -75,6 +75,11 @@ PROGRAMS["stacked"] = forward(lambda a, e, p: lse(jnp.stack([a, a[:, ::-1] + p["
 PROGRAMS["sorted"] = forward(lambda a, e, p: jnp.sort(a, -1) * (1 + 0.01 * p["t"][0]) + e)
 PROGRAMS["thresholds"] = forward(
     lambda a, e, p: jnp.where(a > a.mean(-1, keepdims=True), a + p["t"][0], a - 1) + e
+)
+
+
+PROGRAMS["ratings"] = forward(
+    lambda a, e, p: a + jax.nn.sigmoid(a - jnp.roll(a, 1, -1) + p["t"][0]) + 40 * jnp.abs(e)
 )
 
 
