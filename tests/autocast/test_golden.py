@@ -1,8 +1,8 @@
 """Golden programs: what autocast makes of them, equation by equation.
 
-    python tests/autocast/test_golden.py    records golden/jaxprs.json again (a minute)
+    python tests/autocast/test_golden.py    records golden/jaxprs.json again (three minutes)
 
-Of each program that the suite knows, under three policies: hashes of the printed jaxprs, forward
+Of each program that the suite knows, under five policies: hashes of the printed jaxprs, forward
 and gradient; in which dtypes the gradient's matmuls run; and the bytes kept from the forward to the
 backward pass, by dtype. A difference is either meant, and its commit says why and changes nothing
 else, or a bug. The command prints which programs changed, and how. A jaxpr is a fact of one version
@@ -27,6 +27,8 @@ POLICIES = {
     "bfloat16": "mixed_bfloat16",
     "float16": "mixed_float16",
     "lean": "mixed_bfloat16,storage=lean",
+    "number": "mixed_bfloat16,storage=0.5",
+    "8bit": "mixed_bfloat16,storage=8bit",
 }
 KINDS = ("program", "construct", "model", "random", "spelling", "benchmark")
 FOR_GPUS = ("construct", "spelling", "benchmark")  # traced for an H100
@@ -201,7 +203,13 @@ OF_THIS_JAX = pytest.mark.skipif(
     reason=f"jaxprs were recorded with JAX {RECORDED_WITH['jax']}",
 )
 # The quick tier compares the small programs, and models in one 16-bit dtype.
-QUICK = ("program bfloat16", "program lean", "construct bfloat16", "model bfloat16")
+QUICK = (
+    "program bfloat16",
+    "program lean",
+    "construct bfloat16",
+    "construct 8bit",
+    "model bfloat16",
+)
 CASES = [
     pytest.param(kind, policy, marks=[pytest.mark.thorough] * (f"{kind} {policy}" not in QUICK))
     for kind in KINDS

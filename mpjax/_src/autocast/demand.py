@@ -6,11 +6,12 @@ ones, are iterated to a fixpoint. Layout operations pass on the demands of their
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax._src.autocast.facts import STEP, WRITES, known_factor, offsets, reversed_offset
+from mpjax._src.autocast.facts import STEP, TURNS, WRITES, known_factor, offsets, reversed_offset
 from mpjax._src.autocast.tables import (
     Analysis,
     Reason,
@@ -36,6 +37,8 @@ EXACT = FULL._replace(needed=True)
 CARRIED = {True: HALF._replace(half=False), False: EXACT._replace(returned=True)}
 # The demand of a loop on the initial value of a carry, likewise.
 TAKEN = {True: HALF._replace(half=False), False: FULL}
+# All demands that go from one iteration to the one before.
+ALL = Want(amplified=True, unrounded=True)
 
 
 def ask(analysis: Analysis, block: Block, out_dtypes: Sequence[Any]) -> Analysis:
@@ -288,13 +291,15 @@ def _program(analysis: Analysis, op: Op, sub: Inside) -> None:
     """Passes demands into a sub-program and out of it, for loops until they do not change."""
     block, carried, wants = sub.program, dict(sub.carry), analysis.wants
     in_half = analysis.carries.get(block, ())
-    while True:
+    # Demands only grow, and of each carry two go through the turns. If a rule breaks that, all do.
+    for turn in itertools.count():
+        forgotten = turn > TURNS + 2 * len(carried)
         # A carry is read twice: by the next iteration, and after the last one.
         for position, (value, index) in enumerate(zip(block.outvars, sub.outs, strict=True)):
             reader = op, position, "result"
             if position in carried:
                 place = carried[position]
-                later = _through_turns(wants[block.invars[place]])
+                later = ALL if forgotten else _through_turns(wants[block.invars[place]])
                 read_by(analysis, value, reader, both(CARRIED[in_half[place]], later))
             elif index is not None:
                 wants[value] = both(wants[value], wants[op.outs[index]])
@@ -305,6 +310,8 @@ def _program(analysis: Analysis, op: Op, sub: Inside) -> None:
             break
         wants.results[block] = wanted
         demand(analysis, block)
+        if forgotten:
+            break
     for position, (value, index) in enumerate(zip(block.invars, sub.ins, strict=True)):
         if position in carried.values():
             read_by(analysis, op.ins[index], (op, position), TAKEN[in_half[position]])

@@ -17,8 +17,10 @@ yet. Such a sum is *exact*: it is never rounded for storage.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +59,18 @@ EXPONENTIALS = ("exp", "exp2", "expm1")
 STEP = 0.25
 
 
+# A loop's facts that are not found after so many turns, and one for each carry, are forgotten.
+TURNS = 16
+
+# What may be true of any value.
+FORGOTTEN: dict[str, Any] = {
+    "half": False, "exact": True, "span": BEYOND, "writes": WRITES + 1, "scaled": True, "norm": "",
+    "counts": True, "mask": False, "spread": False, "negative": False, "solved": True, "peak": 0,
+    "made": -1, "chain": -1, "weights": -1, "shifted": True, "offset": ADDED | SUBTRACTED,
+    "block": False, "level": -1, "mean": 0, "huge": True, "data": False,
+}  # fmt: skip
+
+
 class Sweep:
     """The sweep over a program. It numbers values, so that bit masks can represent sets of them."""
 
@@ -67,6 +81,7 @@ class Sweep:
         self.carries: Carries = {}
         self.numbers: dict[Hashable, int] = {}
         self.parted = 0  # states that are subtracted from later states of their stream
+        self.most = 0  # the most turns of a loop until its facts were found
         self.held: set[Value] = set()  # carries that a reader may not read rounded
 
     def program_of(self, block: Block) -> None:
@@ -116,7 +131,7 @@ class Sweep:
         results: list[list[Fact]] = [[] for _ in op.outs]
         for sub in reversed(op.subs):  # a while loop's body before its condition
             for value, index in zip(sub.program.invars, sub.ins, strict=True):
-                self.facts[value] = self.read(op.ins[index])
+                self.facts[value] = _handed(self.read(op.ins[index]), op.ins[index], value)
             if sub.carry:
                 self.loop(op, sub)
             elif op.inside.kind == WHILE:
@@ -125,7 +140,7 @@ class Sweep:
                 self.block(sub.program)
             for value, place in zip(sub.program.outvars, sub.outs, strict=True):
                 if place is not None:
-                    results[place].append(self.read(value))
+                    results[place].append(_handed(self.read(value), value, op.outs[place]))
         inside = (self.rulings[o].why for sub in op.subs for o in sub.program.walk())
         if op.inside.backward and why(Reason.ENDS_LOOP) in inside:
             self.leave(op, Reason.REPEATS_LOOP)
@@ -162,9 +177,16 @@ class Sweep:
             )
         bits = [self.bit(value) for _, value in carried]
         before = None
-        # Facts only grow, up to a bound for each field, so this ends.
-        while before != (before := [self.facts[value] for _, value in carried]):
+        # Facts only grow, up to a bound for each field. If a rule breaks that, they are forgotten.
+        for turn in itertools.count():
+            if before == (before := [self.facts[value] for _, value in carried]):
+                break
+            self.most = max(self.most, turn)
             self.block(body)
+            if turn > TURNS + len(carried):
+                self.facts |= {v: self.facts[v]._replace(**FORGOTTEN) for _, v in carried}
+                self.block(body)
+                break
             for inner in body.walk():
                 if any(not v.is_f32 and self.facts[v].made for v in inner.ins) and _is_part(inner):
                     anew |= self.facts[inner.outs[0]].weights
@@ -180,7 +202,8 @@ class Sweep:
                     writes = more if more * turns <= WRITES else WRITES + 1
                 many = writes > WRITES and bool(states & bit)
                 exact = old.exact or new.exact or many or bool(self.parted & new.chain)
-                exact |= value in self.held
+                # One that stops to be 16-bit stays float32: it may not come and go with the turns.
+                exact |= value in self.held or (old.half and not new.half)
                 self.facts[value] = join([old, new])._replace(
                     made=old.made,
                     half=new.half and not exact and value.is_f32,
@@ -347,6 +370,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         # What a mean subtracts, `level` says.
         offset=0 if span == BOUNDED or op.name == "reduce_sum" else joined.offset,
         spread=joined.spread and len(op.ins) == 1,
+        level=_level_after(op, op.ins[0], joined.level),
         mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
     )
 
@@ -451,13 +475,26 @@ def _level_of_large(facts: Facts, op: Op) -> int:
     return union(facts[v].level for v in op.ins if v.size == op.outs[0].size)
 
 
+def _handed(fact: Fact, source: Value, value: Value) -> Fact:
+    """Returns the fact of a value that is another one, a slice of it or a stack of such values."""
+    more = len(getattr(value.aval, "shape", ())) - len(getattr(source.aval, "shape", ()))
+    if not (more and fact.level):
+        return fact
+    return fact._replace(level=fact.level << more if more > 0 else fact.level >> -more)
+
+
 def _level_after(op: Op, first: Value, level: int) -> int:
-    """Returns the axes after a move along which parts of the result have a constant term."""
-    if level and op.name == "stack":
+    """Returns the axes after an op along which parts of the result have a constant term."""
+    if not level:
+        return 0
+    if op.name == "stack":
         # The new axis comes between those before it and those after it.
         outer = level & ((1 << op.params["axis"]) - 1)
         return outer | (level ^ outer) << 1
-    if not level or not is_view(op):
+    if op.name == "reduce_sum":
+        left = [d for d in range(first.aval.ndim) if d not in op.params["axes"]]
+        return union(1 << i for i, d in enumerate(left) if level >> d & 1)
+    if not is_view(op):
         return level if first.aval.ndim == op.outs[0].aval.ndim else 0
     axes = before(op, own_axes(op.outs[0].aval.shape)) or ()
     places = [union(1 << place for place, *_ in axis) for axis in axes]
@@ -620,6 +657,7 @@ def _other(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
     return joined._replace(
         half=False, exact=exact, span=FITS, norm="", scaled=False, writes=0, mask=False,
         made=joined.made | bit, solved=bool(op.subs), huge=False,
+        level=_level_after(op, op.ins[0], joined.level) if op.ins else 0,
     )  # fmt: skip
 
 

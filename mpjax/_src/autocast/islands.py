@@ -36,6 +36,8 @@ def islands(flow: Flow, special: Sequence[Island], links: Collection[Op]) -> lis
         island = _island(ops, flow, links)
         if island is not None:
             chosen.append(island)
+    inside = {*links, *(op for island in chosen for op in island.ops)}
+    chosen = [_behind_views(i, flow, inside) if isinstance(i, Recomputed) else i for i in chosen]
     return _made_again(chosen, flow)
 
 
@@ -54,11 +56,9 @@ def _island(ops: Sequence[Op], flow: Flow, links: Collection[Op]) -> Elementwise
     if barrier and _is_sloped(island.body, flow):
         sloped = Sloped(island.body, barrier, island.wide)
         return sloped if _saves_memory(island, flow) else None
-    island = _behind_views(island, flow)
-    if not _saves_memory(island, flow):
+    if not _saves_memory(_behind_views(island, flow), flow):
         return None
-    island = dataclasses.replace(island, tail=_tail(island.body, flow))
-    return island
+    return dataclasses.replace(island, tail=_tail(island.body, flow))
 
 
 def groups(flow: Flow, special: Collection[Op], fits: Callable[[Op], bool]) -> Iterable[list[Op]]:
@@ -210,6 +210,7 @@ def _from_half(island: Recomputed, flow: Flow) -> Recomputed | None:
     beside = (v for op in left for v in op.ins if v in body.ins)
     wide = frozenset(v for v in beside if flow.stored[v].dtype in HALVES)
     rounded = large_float32(body.ops, body.ins, flow)
+    rounded -= _enlarged(body, rounded, flow)
     if body.half is None or not _stands_rounding(body, rounded, flow):
         return None
     return dataclasses.replace(island, body=body, wide=wide, rounded=rounded)
@@ -236,8 +237,10 @@ def _scales(op: Op) -> bool:
     return any(v.entries is not None or v.is_one for v in by)
 
 
-def _behind_views(island: Recomputed, flow: Flow) -> Recomputed:
+def _behind_views(island: Recomputed, flow: Flow, inside: Collection[Op] = ()) -> Recomputed:
     """Moves views of inputs into an island, so that it keeps the arrays that they are views of.
+
+    But not views ``inside`` of islands, which may not hand out what they are views of.
 
     Repeating a view costs nothing, but keeping one takes memory in its own layout. A TPU pads the
     last axis of ``(batch, height, width, groups, 4)``, from a group norm, to 128 entries.
@@ -245,12 +248,50 @@ def _behind_views(island: Recomputed, flow: Flow) -> Recomputed:
     views, rounded, values = [], island.rounded, [*island.ins]
     for value in values:  # grows
         op = flow.producer.get(value)
-        if op is not None and is_view(op):
+        if op is not None and is_view(op) and op not in inside:
             views.append(op)
             values += op.ins
             if value in rounded:
                 rounded = rounded.union(op.ins) - {value}
     return dataclasses.replace(island, body=body_of(island.ops, flow, views), rounded=rounded)
+
+
+def _enlarged(body: Body, rounded: Collection[Value], flow: Flow) -> set[Value]:
+    """Returns inputs of an island whose rounding errors it would enlarge.
+
+    A log probability after many steps is a large number. An exponential of its difference from
+    another one, or a comparison of the two, would not survive its rounding. What a matmul has made
+    was rounded like that before, and ``exp(x)`` stands the rounding of its own operand.
+    """
+    made_of = {v: {v} for v in rounded if not _is_of_matmul(v, flow)}
+    summed: set[Value] = set()
+    found: set[Value] = set()
+    for op in body.ops:
+        reads = [v for v in op.ins if v in made_of]
+        varying = sum(v.is_f32 and v.const is None for v in op.ins)
+        chooses = op.spec.need == rules.COMPARE or not op.spec.traits.isdisjoint(CHOOSING)
+        chooses &= varying > 1 or rules.REDUCES in op.spec.traits or rules.RANKS in op.spec.traits
+        chooses &= not flow.marks.is_steady(op)
+        for value in reads:
+            if chooses or (op.name in EXPONENTIALS and value in summed):
+                found |= made_of[value]
+        for out in (v for v in op.outs if reads and v not in body.sums):  # sums are kept unrounded
+            made_of[out] = set().union(*(made_of[v] for v in reads))
+            adds = op.spec.gain_of(op.params) == rules.SUM and varying > 1
+            summed.update([out] if adds or not summed.isdisjoint(reads) else ())
+    return found
+
+
+CHOOSING = {rules.KINKED, rules.RANKS}
+
+
+def _is_of_matmul(value: Value, flow: Flow) -> bool:
+    """Returns whether a value is the result of a matmul, perhaps moved or scaled."""
+    while (op := flow.producer.get(value)) is not None and (
+        _scales(op) or (op.spec.need == rules.MOVE and rules.REDUCES not in op.spec.traits)
+    ):
+        value = max(op.ins, key=lambda v: v.size if v.is_f32 else 0)
+    return op is not None and op.spec.need == rules.HALF
 
 
 def _stands_rounding(body: Body, rounded: Collection[Value], flow: Flow) -> bool:

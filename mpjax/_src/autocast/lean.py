@@ -36,6 +36,10 @@ from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.program.graph import Op, Value
 
+# The most checkpoints within each other: to trace one takes some of Python's stack. Of more, such
+# as those of many skip connections, each runs what several would.
+DEEPEST = 16
+
 
 def checkpoints(
     analysis: Analysis,
@@ -59,6 +63,9 @@ def checkpoints(
     whole = sum(1 << i for i, step in enumerate(steps) if chosen.repeats(step))
     # Steps inside a group that repeats matmuls are not repeated once more, for themselves.
     spans = [s for s in spans if not any(s | o == o != s and o & whole for o in spans)]
+    outer = {span: sum(span | other == other != span for other in spans) for span in spans}
+    every = 1 + max(outer.values(), default=0) // DEEPEST
+    spans = [span for span in spans if outer[span] % every == 0]
     depth = {span: sum(span | other == span for other in spans) for span in spans}
     now = {step: step for step in steps}  # the current checkpoint of each step
     first = [*steps]

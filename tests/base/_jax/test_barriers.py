@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mpjax._src.base import _jax
@@ -69,6 +70,12 @@ def test_the_order_of_rows_is_left_to_xla_where_it_partitions(mapped):
     x = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
     text = jax.jit(fun).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert ("LayoutConstraint" in text) == mapped
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_a_name_in_linear_code_is_transposed(around):
+    double = around(lambda x: 2 * checkpoint_name(x, "x"))
+    np.testing.assert_array_equal(jax.linear_transpose(double, X)(X)[0], 2 * X)
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])

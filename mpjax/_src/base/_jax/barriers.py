@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import jet
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
+from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._src.base._jax.cpu_matmuls import is_marked
@@ -86,6 +87,10 @@ _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 _again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
 _row_major_p = _barrier("row_major", *GPUS, held=_laid_out, alone=True)
 BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major"})
+
+# What autocast keeps has a name, wherever it is computed: also in code that is transposed as it is,
+# such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.
+ad.primitive_transposes.setdefault(name_p, lambda ct, _, *, name: [ct])
 
 
 CARRIER = "carrier"
