@@ -80,21 +80,6 @@ def test_float32_policy_changes_nothing():
     np.testing.assert_allclose(mpjax.autocast(fun, "float32")(W, X), jax.jit(fun)(W, X), rtol=1e-6)
 
 
-def test_eager_calls_are_cached():
-    traces = []
-
-    def fun(w, x):
-        traces.append(1)
-        return x @ w
-
-    auto = cast(fun)
-    for _ in range(3):
-        auto(W, X)
-    assert len(traces) == 1
-    auto(W, X[:2])
-    assert len(traces) == 2
-
-
 def test_gradients_through_closures_over_tracers_match_float32():
     def fun(w, x):
         return cast(lambda x: jnp.sum(x @ w))(x)
