@@ -18,8 +18,9 @@ import numpy as np
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.base.contexts import PLANNED_FOR
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.trees import is_array
+from mpjax._src.base.wrapped import Wrapped
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block
 
@@ -163,18 +164,22 @@ def half_inputs(
         dtype('float32')
     """
     if kernel is None:
-        return functools.partial(_half_inputs, float32=float32)
-    return _half_inputs(kernel, float32)
+        return functools.partial(HalfInputs, float32=float32)
+    return HalfInputs(kernel, float32)
 
 
-def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]:
-    if not callable(kernel):
-        raise TypeError(f"kernel={brief(kernel)} must be a function.")
-    kept = _positions_and_names(kernel, float32)
-    name = getattr(kernel, "__name__", type(kernel).__name__)
+class HalfInputs(Wrapped):
+    """A kernel that runs on 16-bit inputs: what `half_inputs` returns."""
 
-    @functools.wraps(kernel, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, kernel: Callable[..., Any], float32: Any) -> None:
+        check_callable(kernel, "kernel")
+        kept = _positions_and_names(kernel, float32)
+        super().__init__(kernel, float32)
+        self.kept = kept
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kernel, kept = self.fun, self.kept
+        name = getattr(kernel, "__name__", type(kernel).__name__)
         current = PLANNED_FOR.value
         if current is None:
             return kernel(*args, **kwargs)
@@ -192,8 +197,6 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
             with jax.named_scope(PLANNED), PLANNED_FOR(None):
                 results = kernel(*args, **kwargs)
             return _cast(results, np.dtype(half), FLOAT32)
-
-    return wrapped
 
 
 def _cast(tree: Any, old: Any, new: Any) -> Any:

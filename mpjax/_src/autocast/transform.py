@@ -148,9 +148,9 @@ class Autocast(Wrapped):
 
     def __init__(self, fun: Callable[..., Any], policy: Any) -> None:
         check_callable(fun, "fun")
-        self.policy = get_policy(policy)
-        super().__init__(fun, self.policy)
-        self.kept = Kept()
+        policy = get_policy(policy)
+        super().__init__(fun, policy)
+        self.policy, self.kept = policy, Kept()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not has_modules((args, kwargs)):
