@@ -193,6 +193,22 @@ def test_flax_modules_that_are_closed_over_are_followed():
     np.testing.assert_array_equal(auto(x), np.zeros((3, 2)))
 
 
+def test_flax_modules_that_are_called_may_change():
+    from flax import nnx
+
+    norm, drop = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    x, means = np.arange(12, dtype=np.float32).reshape(3, 4), []
+    for auto in (mpjax.autocast(norm), mpjax.autocast(norm.__call__)):
+        auto(x)
+        means.append(np.asarray(norm.mean[...]))
+    np.testing.assert_allclose(means[1], (1 - 0.99**2) * np.mean(x, 0), rtol=1e-5)
+    auto = mpjax.autocast(drop)
+    assert not np.array_equal(auto(x), auto(x))
+    with pytest.raises(Exception, match="different trace level") as caught:
+        mpjax.autocast(lambda x: norm(x))(x)
+    assert "Pass the module as an argument" in caught.value.__notes__[-1]
+
+
 def test_side_effects_happen_at_each_call():
     seen = []
     auto = mpjax.autocast(lambda x: (seen.append("traced"), x + len(seen))[1])

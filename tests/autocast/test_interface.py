@@ -285,3 +285,18 @@ def test_a_policy_that_is_left_out_is_mixed_bfloat16():
     runs += mpjax.compare, mpjax.nnx.Optimizer.__init__, mpjax.linen.TrainState.create
     defaults = {inspect.signature(f).parameters["policy"].default for f in runs}
     assert defaults == {"mixed_bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "way"),
+    [
+        ({"dtype": jnp.bfloat16}, '"mixed_bfloat16" or "mixed_float16"'),
+        ({"device_type": "cuda", "dtype": "float16"}, "where its arrays are"),
+        ({"enabled": False}, '"float32"'),
+        ({"polcy": "mixed_float16"}, "Did you mean 'policy'"),
+        ({"fun": "mixed_float16"}, r"@mpjax.autocast\(policy='mixed_float16'\)"),
+    ],
+)
+def test_arguments_of_other_libraries_are_answered_with_the_way(arguments, way):
+    with pytest.raises(TypeError, match=way):
+        mpjax.autocast(**{"fun": abs, **arguments})

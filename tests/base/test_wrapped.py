@@ -88,6 +88,13 @@ def test_it_wraps_what_wraps_already(way):
     assert inspect.signature(made) == inspect.signature(loss)
 
 
+@pytest.mark.parametrize("made", [mpjax.autocast, mpjax.half_inputs])
+def test_a_with_block_around_a_decorator_names_the_ways(made):
+    ways = r"(?s)no `with` block.*@mpjax.autocast.*mpjax.precision"
+    with pytest.raises(TypeError, match=ways), made():
+        pass
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_plain_pickles_store_what_a_function_is_made_of(way):
     made = pickle.loads(pickle.dumps(WAYS[way](loss)))
@@ -220,10 +227,15 @@ def reads_of_copies(made):
     return found
 
 
-def test_functions_of_the_library_travel_to_other_processes(tmp_path):
+QUICK = "autocast", "half_inputs", "scaled_value_and_grad", "build_train_step"
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(None, marks=pytest.mark.thorough)])
+def test_functions_of_the_library_travel_to_other_processes(names, tmp_path):
     made = functions()
-    wanted = {k: [np.asarray(x) for x in jax.tree.leaves(f(W, X))] for k, f in made.items()}
     assert not reads_of_copies(made)
+    made = {name: made[name] for name in names or made}
+    wanted = {k: [np.asarray(x) for x in jax.tree.leaves(f(W, X))] for k, f in made.items()}
     file = tmp_path / "made.pkl"
     internals.register_pickle_by_value(sys.modules[__name__])  # as if it were the main module
     try:

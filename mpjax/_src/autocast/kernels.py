@@ -7,7 +7,6 @@ on the variable, so a jit that was traced outside of autocast is not reused insi
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
@@ -20,7 +19,7 @@ from mpjax._src.base.contexts import PLANNED_FOR
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.trees import is_array
-from mpjax._src.base.wrapped import Wrapped
+from mpjax._src.base.wrapped import Decorator, Wrapped
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block
 
@@ -164,7 +163,7 @@ def half_inputs(
         dtype('float32')
     """
     if kernel is None:
-        return functools.partial(HalfInputs, float32=float32)
+        return Decorator(HalfInputs, float32=_places(float32))
     return HalfInputs(kernel, float32)
 
 
@@ -209,7 +208,7 @@ def _cast(tree: Any, old: Any, new: Any) -> Any:
 
 def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[int | str]:
     """Returns the positions and names of the chosen arguments, as far as they have both."""
-    chosen = (chosen,) if isinstance(chosen, int | str) else tuple(chosen)
+    chosen = _places(chosen)
     try:
         parameters = list(inspect.signature(kernel).parameters.values())
     except (TypeError, ValueError):  # the signature is not known
@@ -228,6 +227,18 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
             )
         keys.add(one)
     return frozenset(keys)
+
+
+def _places(chosen: Any) -> tuple[int | str, ...]:
+    places = (chosen,) if isinstance(chosen, int | str) else chosen
+    if not isinstance(places, Collection) or any(
+        isinstance(one, bool) or not isinstance(one, int | str) for one in places
+    ):
+        raise ValueError(
+            f"float32={brief(chosen)} must be the position or name of an argument that stays "
+            "float32, or a sequence of these."
+        )
+    return tuple(places)
 
 
 def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:

@@ -85,11 +85,15 @@ def precision(dtype: DTypeLike) -> Region:
         >>> "bf16" in str(jax.make_jaxpr(model)(jnp.ones((2, 3))))
         False
     """
-    region_dtype = canonical(dtype, "dtype")
+    try:
+        region_dtype = canonical(dtype, "dtype")
+    except ValueError:
+        region_dtype = None
     if region_dtype not in (FLOAT32, *HALVES):
+        hint = ' Write @mpjax.precision("float32") above it.' if callable(dtype) else ""
         raise ValueError(
             f"dtype={brief(dtype)} cannot be the dtype of a region. Choose one of 'float32', "
-            "'bfloat16' and 'float16'."
+            f"'bfloat16' and 'float16'.{hint}"
         )
     return Region(region_dtype)
 

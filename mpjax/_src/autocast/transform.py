@@ -21,9 +21,9 @@ from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.errors import check_callable
+from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
-from mpjax._src.base.wrapped import Wrapped
+from mpjax._src.base.wrapped import Decorator, Wrapped
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
@@ -82,7 +82,7 @@ class Traced(programs.Traced):
 def autocast(fun: F, policy: "PolicyLike" = "mixed_bfloat16") -> F: ...
 @overload
 def autocast(fun: None = None, *, policy: "PolicyLike" = "mixed_bfloat16") -> Callable[[F], F]: ...
-def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
+def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others: Any) -> Any:
     """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
     Matmuls and convolutions get 16-bit operands, in the forward and backward pass. Softmax, norms,
@@ -112,6 +112,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
             dtype, and ``output_dtype`` is the dtype of float32 results. The op lists and overrides
             apply. An override matches the named scopes of an operation and the paths of the
             parameters that it reads.
+        **others: None. The error says how to write what ``torch.autocast`` takes.
 
     Returns:
         A function of the same signature. Its float32 results are cast to ``policy.output_dtype``;
@@ -138,9 +139,31 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
         The lists of operations follow ``torch.amp`` and NVIDIA Apex; Micikevicius et al., Mixed
         Precision Training, 2018.
     """
+    for name in others:
+        raise TypeError(
+            f"autocast has no argument {name!r}. Write mpjax.autocast(fun, policy){INSTEAD[name]}."
+            if name in INSTEAD
+            else f"autocast has no argument {name!r}. It has fun and policy."
+            f"{did_you_mean(name, ('fun', 'policy'))}"
+        )
+    if isinstance(fun, str):
+        raise TypeError(
+            f"fun={brief(fun)} must be a function. Pass a policy as the second argument or "
+            f"policy=, or write @mpjax.autocast(policy={brief(fun)}) above the function. No `with` "
+            "block sets one."
+        )
     if fun is None:
-        return functools.partial(Autocast, policy=get_policy(policy))
+        return Decorator(Autocast, policy=get_policy(policy))
     return Autocast(fun, policy)
+
+
+# What other libraries' autocast takes, and what says it here.
+INSTEAD = {
+    "dtype": ', with the policy "mixed_bfloat16" or "mixed_float16"',
+    "enabled": ', with the policy "float32" where it is not enabled',
+    "device_type": " without it: a function runs where its arrays are",
+    "cache_enabled": " without it: no casts are cached",
+}
 
 
 class Autocast(Wrapped):
@@ -153,9 +176,12 @@ class Autocast(Wrapped):
         self.policy, self.kept = policy, Kept()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fun, owner = self.fun, getattr(self.fun, "__self__", self.fun)
+        if has_modules(owner):  # it may change: it is an argument like others
+            fun, args = getattr(fun, "__func__", type(fun).__call__), (owner, *args)
         if not has_modules((args, kwargs)):
-            return self._run(self.fun, args, kwargs)
-        pure = on_arrays(self.fun)
+            return self._run(fun, args, kwargs)
+        pure = on_arrays(fun)
         return call_on_arrays(lambda *args, **kwargs: self._run(pure, args, kwargs), args, kwargs)
 
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -203,8 +229,16 @@ def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = N
     written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
     options = {} if others is None else {"numbers": Numbers(), "others": others}
-    with tracing(policy, **options):
-        program = programs.trace(flat.on(fun), written, name)
+    try:
+        with tracing(policy, **options):
+            program = programs.trace(flat.on(fun), written, name)
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # Flax's
+            error.add_note(
+                "autocast traces the function, and it changes a module that it closes over. Pass "
+                "the module as an argument: autocast(lambda model, x: model(x))(model, x)."
+            )
+        raise
     subtrees = states(flat.tree, flat.spread(written), flat.spread(in_dtypes))
     results = program.out.spread(v.aval for v in _jax.open_jaxpr(program.jaxpr)[0].outvars)
     to = handed_out(program.out.tree, results, subtrees, policy.output_dtype)

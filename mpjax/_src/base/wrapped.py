@@ -41,3 +41,16 @@ class Wrapped:
         to_others = "cloudpickle" in sys._getframe(1).f_globals.get("__name__", "")
         by_name = named and not (place == "__main__" and to_others)
         return name if by_name else (type(self), (self.fun, *self.settings))
+
+
+class Decorator(functools.partial):
+    """A decorator that is not a context manager, and says so."""
+
+    def __enter__(self) -> Any:
+        raise TypeError(
+            "mpjax has no `with` block that sets a policy: a function is traced and planned as a "
+            "whole. Write fun = mpjax.autocast(fun, policy), or @mpjax.autocast(policy=policy) "
+            "above the function. `with mpjax.precision(dtype):` sets the dtype of a part of it."
+        )
+
+    def __exit__(self, *error: Any) -> None: ...
