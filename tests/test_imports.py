@@ -171,6 +171,7 @@ def test_the_core_imports_no_tool():
     ("missing", "code", "extra"),
     [
         ("keras", "import mpjax.keras", "keras"),
+        ("keras", "mpjax.keras.mixed_precision", "keras"),
         ("matplotlib", "mpjax.debug.gradient_histogram(A).plot()", "plot"),
     ],
 )

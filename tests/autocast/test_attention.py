@@ -242,13 +242,40 @@ def test_attention_takes_the_implementation_that_is_asked_for():
     assert taken(fun, Q, K, V)[0] == "cudnn"
     with pytest.raises(RuntimeError, match="cuDNN"):
         cast(fun)(Q, K, V)
-    with pytest.raises(ValueError, match="Unsupported implementation option: fast"):
+    with pytest.raises(ValueError, match="Unknown implementation 'fast'. Choose one of"):
         attend(Q, K, V, implementation="fast")
 
 
-def test_attention_of_shapes_that_do_not_fit_raises_as_jaxs():
-    with pytest.raises(ValueError, match="value shape should be"), on("h100"):
-        jax.eval_shape(cast(attend), Q, K, V[:, :, :1])
+WRONG = {
+    r"query has shape \(\).*\[batch, length": {"query": 1.0},
+    r"query has shape \(2, 8\)": {"query": np.ones((2, 8), np.float32)},
+    r"key='k' must be an array": {"key": "k"},
+    r"value=None must be an array": {"value": None},
+    r"value has shape .*that of key": {"value": V[:, :, :1]},
+    r"key has shape .*multiple of those of key": {"key": K[:, :, :1].repeat(3, 2)},
+    r"query is int32": {"query": np.ones((B, T, 4, 8), np.int32)},
+    r"query is bfloat16, key is float32.*pass dtype=": {"query": jnp.bfloat16(Q)},
+    r"bias='b' must be None or an array": {"bias": "b"},
+    r"bias has shape \(7, 7\)": {"bias": np.ones((7, 7), np.float32)},
+    r"mask has shape \(1, 1, 1, 1, 1\)": {"mask": np.ones((1, 1, 1, 1, 1), bool)},
+    r"scale='x' must be a number": {"scale": "x"},
+    r"is_causal=1 must be True or False": {"is_causal": 1},
+    r"local_window_size='a'": {"local_window_size": "a"},
+    r"local_window_size=\(1, 2, 3\)": {"local_window_size": (1, 2, 3)},
+    r"Unknown implementation 'xl'.*Did you mean 'xla'": {"implementation": "xl"},
+    r"dropout_rate=2 must be a number from 0 to 1": {"dropout_rate": 2},
+    r"query_seq_lengths is float32\[\].*int32\[2\]": {"query_seq_lengths": 3.0},
+    r"key_value_seq_lengths is int32\[1\]": {"key_value_seq_lengths": [3]},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_an_argument_that_does_not_fit_is_named(message):
+    arguments = {"query": Q, "key": K, "value": V} | WRONG[message]
+    with pytest.raises((TypeError, ValueError), match=message):
+        mpjax.dot_product_attention(**arguments)
+    with pytest.raises((TypeError, ValueError), match=message), on("h100"):
+        cast(lambda: mpjax.dot_product_attention(**arguments))()
 
 
 def test_a_mask_of_minus_a_billion_stays_finite_in_float16():

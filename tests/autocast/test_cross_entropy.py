@@ -401,6 +401,9 @@ WRONG = {
     r"where has shape \(3,\).*\(4,\)": ({"where": shape(3)}, ValueError),
     r"z_loss=-1 must be a number of at least 0\.": ({"z_loss": -1}, ValueError),
     r"label_smoothing=1.0 .* below 1": ({"label_smoothing": 1.0}, ValueError),
+    r"weight='w' must be an array": ({"weight": "w"}, TypeError),
+    r"labels=None must be an array of integers": ({"labels": None}, TypeError),
+    r"bias='b' must be None or an array": ({"bias": "b"}, TypeError),
     r"chunk=0 must be an integer from 1": ({"chunk": 0}, ValueError),
 }
 
@@ -409,7 +412,7 @@ WRONG = {
 def test_what_is_wrong_is_named(message):
     wrong, error = WRONG[message]
     arrays = {"hidden": X, "weight": W, "labels": Y, "bias": None, "where": None}
-    settings = {k: v for k, v in wrong.items() if k not in arrays}
-    arrays |= {k: v for k, v in wrong.items() if k in arrays}
+    settings = {k: v for k, v in wrong.items() if k not in arrays or isinstance(v, str)}
+    arrays = {k: v for k, v in (arrays | wrong).items() if k in arrays and k not in settings}
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda arrays: ours(**arrays, **settings), arrays)

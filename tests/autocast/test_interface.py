@@ -80,21 +80,6 @@ def test_float32_policy_changes_nothing():
     np.testing.assert_allclose(mpjax.autocast(fun, "float32")(W, X), jax.jit(fun)(W, X), rtol=1e-6)
 
 
-def test_eager_calls_are_cached():
-    traces = []
-
-    def fun(w, x):
-        traces.append(1)
-        return x @ w
-
-    auto = cast(fun)
-    for _ in range(3):
-        auto(W, X)
-    assert len(traces) == 1
-    auto(W, X[:2])
-    assert len(traces) == 2
-
-
 def test_gradients_through_closures_over_tracers_match_float32():
     def fun(w, x):
         return cast(lambda x: jnp.sum(x @ w))(x)
@@ -300,3 +285,18 @@ def test_a_policy_that_is_left_out_is_mixed_bfloat16():
     runs += mpjax.compare, mpjax.nnx.Optimizer.__init__, mpjax.linen.TrainState.create
     defaults = {inspect.signature(f).parameters["policy"].default for f in runs}
     assert defaults == {"mixed_bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "way"),
+    [
+        ({"dtype": jnp.bfloat16}, '"mixed_bfloat16" or "mixed_float16"'),
+        ({"device_type": "cuda", "dtype": "float16"}, "where its arrays are"),
+        ({"enabled": False}, '"float32"'),
+        ({"polcy": "mixed_float16"}, "Did you mean 'policy'"),
+        ({"fun": "mixed_float16"}, r"@mpjax.autocast\(policy='mixed_float16'\)"),
+    ],
+)
+def test_arguments_of_other_libraries_are_answered_with_the_way(arguments, way):
+    with pytest.raises(TypeError, match=way):
+        mpjax.autocast(**{"fun": abs, **arguments})

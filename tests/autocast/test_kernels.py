@@ -185,6 +185,9 @@ def test_half_inputs_refuses_what_is_no_argument():
         mpjax.half_inputs(plain, float32="z")
     with pytest.raises(ValueError, match="float32=2 is not an argument"):
         mpjax.half_inputs(plain, float32=(0, 2))
+    for wrong in (None, 1.5, True, ["x", 2.0]):
+        with pytest.raises(ValueError, match=r"float32=.* must be the position or name"):
+            mpjax.half_inputs(float32=wrong)
     with pytest.raises(TypeError, match="kernel=3 must be a function"):
         mpjax.half_inputs(3)
 

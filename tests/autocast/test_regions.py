@@ -73,6 +73,11 @@ def test_without_autocast_a_region_changes_nothing():
 
 
 def test_precision_refuses_an_illegal_dtype():
+    for wrong in (None, 32, "mixed_bfloat16", "int8"):
+        with pytest.raises(ValueError, match=r"dtype=.*Choose one of 'float32', 'bfloat16' and"):
+            mpjax.precision(wrong)
+    with pytest.raises(ValueError, match="Write @mpjax.precision"):
+        mpjax.precision(lambda x: x)
     with pytest.raises(ValueError, match="float64"), mpjax.precision("float64"):
         pass
 

@@ -200,7 +200,7 @@ RAW = ("recursion depth", "Exceeds the limit", "setting an array element", "has 
 
 
 def test_precision_of_no_dtype_raises_before_it_is_entered():
-    with pytest.raises(ValueError, match="dtype='float61' is not a floating dtype"):
+    with pytest.raises(ValueError, match="dtype='float61' cannot be the dtype of a region"):
         mpjax.precision("float61")
 
 

@@ -1,11 +1,13 @@
 """Public modules find their names in their stubs, when they are first asked for."""
 
 import importlib
+import subprocess
 import sys
 import types
 
 import pytest
 
+import mpjax
 from mpjax._src.base.lazy import attach
 
 STUB = """
@@ -36,6 +38,17 @@ def test_lazy_modules_are_listed_but_no_part_of_a_star_import(module):
     assert module.__all__ == ["short", "where"] and dir(module) == ["optim", "short", "where"]
     exec("from place import *", names := {})
     assert {"short", "where"} <= {*names} and "optim" not in names
+
+
+@pytest.mark.thorough
+def test_modules_that_need_an_extra_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, mpjax; assert 'keras' not in {*sys.modules, *dir(mpjax)};"
+        "assert mpjax.keras.mixed_precision.__name__ == 'mixed_precision'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute '__main__'"):
+        mpjax.__main__  # noqa: B018  (it would run the command line)
 
 
 @pytest.mark.parametrize("name", ["shorts", "with_master_weights"])

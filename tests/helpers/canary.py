@@ -145,6 +145,7 @@ CONTRACTS = (
 # The features that tests of public extension points protect, where no private name is used.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
+    "keys": "autocast outside of jit: what was compiled is compiled again at each call",
     "recurrences": "autocast of linear recurrences, as in state space models",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }

@@ -23,6 +23,7 @@ from mpjax._src.autocast.derivatives import cast
 from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import (
+    as_array,
     brief,
     check_count,
     did_you_mean,
@@ -108,8 +109,10 @@ def linear_cross_entropy(
             f"Unknown reduction {brief(reduction)}. Choose one of 'mean', 'sum' and None."
             f"{did_you_mean(reduction, ('mean', 'sum'))}"
         )
-    hidden, weight, labels = (jnp.asarray(x) for x in (hidden, weight, labels))
-    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
+    hidden, weight = as_array("hidden", hidden), as_array("weight", weight)
+    labels = as_array("labels", labels, "an array of integers")
+    bias = None if bias is None else as_array("bias", bias, "None or an array")
+    where = None if where is None else as_array("where", where, "None or an array")
     _check_dtypes(hidden=hidden, weight=weight, bias=bias, labels=labels)
     _check_shapes(hidden, weight, bias, labels, transposed)
     words, rows = weight.shape[0 if transposed else 1], math.prod(labels.shape)

@@ -7,7 +7,6 @@ on the variable, so a jit that was traced outside of autocast is not reused insi
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
@@ -18,8 +17,9 @@ import numpy as np
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.base.contexts import PLANNED_FOR
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.trees import is_array
+from mpjax._src.base.wrapped import Decorator, Wrapped
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block
 
@@ -163,18 +163,22 @@ def half_inputs(
         dtype('float32')
     """
     if kernel is None:
-        return functools.partial(_half_inputs, float32=float32)
-    return _half_inputs(kernel, float32)
+        return Decorator(HalfInputs, float32=_places(float32))
+    return HalfInputs(kernel, float32)
 
 
-def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]:
-    if not callable(kernel):
-        raise TypeError(f"kernel={brief(kernel)} must be a function.")
-    kept = _positions_and_names(kernel, float32)
-    name = getattr(kernel, "__name__", type(kernel).__name__)
+class HalfInputs(Wrapped):
+    """A kernel that runs on 16-bit inputs: what `half_inputs` returns."""
 
-    @functools.wraps(kernel, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, kernel: Callable[..., Any], float32: Any) -> None:
+        check_callable(kernel, "kernel")
+        kept = _positions_and_names(kernel, float32)
+        super().__init__(kernel, float32)
+        self.kept = kept
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kernel, kept = self.fun, self.kept
+        name = getattr(kernel, "__name__", type(kernel).__name__)
         current = PLANNED_FOR.value
         if current is None:
             return kernel(*args, **kwargs)
@@ -193,8 +197,6 @@ def _half_inputs(kernel: Callable[..., Any], float32: Any) -> Callable[..., Any]
                 results = kernel(*args, **kwargs)
             return _cast(results, np.dtype(half), FLOAT32)
 
-    return wrapped
-
 
 def _cast(tree: Any, old: Any, new: Any) -> Any:
     """Casts the arrays of dtype ``old`` in a tree to ``new``, and leaves other leaves unchanged."""
@@ -206,7 +208,7 @@ def _cast(tree: Any, old: Any, new: Any) -> Any:
 
 def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[int | str]:
     """Returns the positions and names of the chosen arguments, as far as they have both."""
-    chosen = (chosen,) if isinstance(chosen, int | str) else tuple(chosen)
+    chosen = _places(chosen)
     try:
         parameters = list(inspect.signature(kernel).parameters.values())
     except (TypeError, ValueError):  # the signature is not known
@@ -225,6 +227,18 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
             )
         keys.add(one)
     return frozenset(keys)
+
+
+def _places(chosen: Any) -> tuple[int | str, ...]:
+    places = (chosen,) if isinstance(chosen, int | str) else chosen
+    if not isinstance(places, Collection) or any(
+        isinstance(one, bool) or not isinstance(one, int | str) for one in places
+    ):
+        raise ValueError(
+            f"float32={brief(chosen)} must be the position or name of an argument that stays "
+            "float32, or a sequence of these."
+        )
+    return tuple(places)
 
 
 def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:

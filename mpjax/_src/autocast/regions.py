@@ -6,7 +6,7 @@ autocast it has no effect.
 """
 
 import contextlib
-import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,12 +15,44 @@ import jax
 from mpjax._src.autocast.kernels import region
 from mpjax._src.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 from mpjax._src.base.errors import brief, check_callable
+from mpjax._src.base.wrapped import Wrapped
 from mpjax._src.program.graph import REGION
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def precision(dtype: DTypeLike) -> "contextlib._GeneratorContextManager[None]":
+class Region:
+    """A context manager that also works as a decorator: what `precision` returns."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        self.here = threading.local()
+
+    def __enter__(self) -> None:
+        context = _region(self.dtype)
+        context.__enter__()
+        self.here.entered = [*getattr(self.here, "entered", ()), context]
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.here.entered.pop().__exit__(*error)
+
+    def __call__(self, fun: F) -> F:
+        check_callable(fun, "fun")
+        return InRegion(fun, self.dtype)  # type: ignore[return-value]
+
+    def __reduce__(self) -> Any:
+        return Region, (self.dtype,)
+
+
+class InRegion(Wrapped):
+    """A function that runs in a region."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _region(*self.settings):
+            return self.fun(*args, **kwargs)
+
+
+def precision(dtype: DTypeLike) -> Region:
     """Fixes the dtype of a part of a function under `autocast`.
 
     The innermost region wins. It takes precedence over the policy's op lists and overrides. The
@@ -53,13 +85,17 @@ def precision(dtype: DTypeLike) -> "contextlib._GeneratorContextManager[None]":
         >>> "bf16" in str(jax.make_jaxpr(model)(jnp.ones((2, 3))))
         False
     """
-    region_dtype = canonical(dtype, "dtype")
+    try:
+        region_dtype = canonical(dtype, "dtype")
+    except ValueError:
+        region_dtype = None
     if region_dtype not in (FLOAT32, *HALVES):
+        hint = ' Write @mpjax.precision("float32") above it.' if callable(dtype) else ""
         raise ValueError(
             f"dtype={brief(dtype)} cannot be the dtype of a region. Choose one of 'float32', "
-            "'bfloat16' and 'float16'."
+            f"'bfloat16' and 'float16'.{hint}"
         )
-    return _region(region_dtype)
+    return Region(region_dtype)
 
 
 @contextlib.contextmanager
@@ -70,12 +106,4 @@ def _region(dtype: Any) -> Iterator[None]:
 
 def full_precision(fun: F) -> F:
     """Is the old name of the decorator ``precision("float32")``."""
-
-    check_callable(fun, "fun")
-
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
-        with precision("float32"):
-            return fun(*args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]
+    return Region(FLOAT32)(fun)

@@ -13,21 +13,21 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
-from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.errors import check_callable
+from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
-from mpjax._src.base.trees import is_array
+from mpjax._src.base.wrapped import Decorator, Wrapped
 from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
-from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
+from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat
@@ -82,7 +82,7 @@ class Traced(programs.Traced):
 def autocast(fun: F, policy: "PolicyLike" = "mixed_bfloat16") -> F: ...
 @overload
 def autocast(fun: None = None, *, policy: "PolicyLike" = "mixed_bfloat16") -> Callable[[F], F]: ...
-def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
+def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others: Any) -> Any:
     """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
     Matmuls and convolutions get 16-bit operands, in the forward and backward pass. Softmax, norms,
@@ -94,12 +94,13 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
     stay float32, unless an override lifts it; a `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
-    Outside of transformations the result is compiled and cached, as with `jax.jit`:
+    Outside of transformations:
 
+    - Each call traces the function anew, so closed-over arrays, numbers and objects have their
+      present values, as in a call of the function itself. What is compiled is used again if the
+      trace is the same; arrays may have changed. `jax.jit` around the result saves the trace, and
+      captures closed-over values.
     - Array arguments are traced; Python values and other objects are passed on unchanged.
-    - Closed-over values are captured when the function is traced, as under `jax.jit`.
-    - New numbers, strings, enums, dtypes or functions among the arguments cause a new trace.
-      Objects of other types cause a new trace at each call, because they may have changed.
     - Changes to Flax NNX modules among the arguments are applied, as with ``nnx.jit``. A module
       that the function only reads or returns is not written to.
 
@@ -111,6 +112,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
             dtype, and ``output_dtype`` is the dtype of float32 results. The op lists and overrides
             apply. An override matches the named scopes of an operation and the paths of the
             parameters that it reads.
+        **others: None. The error says how to write what ``torch.autocast`` takes.
 
     Returns:
         A function of the same signature. Its float32 results are cast to ``policy.output_dtype``;
@@ -137,85 +139,133 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16") -> Any:
         The lists of operations follow ``torch.amp`` and NVIDIA Apex; Micikevicius et al., Mixed
         Precision Training, 2018.
     """
+    for name in others:
+        raise TypeError(
+            f"autocast has no argument {name!r}. Write mpjax.autocast(fun, policy){INSTEAD[name]}."
+            if name in INSTEAD
+            else f"autocast has no argument {name!r}. It has fun and policy."
+            f"{did_you_mean(name, ('fun', 'policy'))}"
+        )
+    if isinstance(fun, str):
+        raise TypeError(
+            f"fun={brief(fun)} must be a function. Pass a policy as the second argument or "
+            f"policy=, or write @mpjax.autocast(policy={brief(fun)}) above the function. No `with` "
+            "block sets one."
+        )
     if fun is None:
-        return functools.partial(_autocast, policy=get_policy(policy))
-    return _autocast(fun, policy)
+        return Decorator(Autocast, policy=get_policy(policy))
+    return Autocast(fun, policy)
 
 
-def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    check_callable(fun, "fun")
-    policy = get_policy(policy)
-    kept: Callable[[Any], list[Any]] = functools.lru_cache(KEPT_CALLS)(lambda key: [])
-    _jax.cleared_with_jax(kept)
+# What other libraries' autocast takes, and what says it here.
+INSTEAD = {
+    "dtype": ', with the policy "mixed_bfloat16" or "mixed_float16"',
+    "enabled": ', with the policy "float32" where it is not enabled',
+    "device_type": " without it: a function runs where its arrays are",
+    "cache_enabled": " without it: no casts are cached",
+}
 
-    def traced_now(fun, args, kwargs):
-        traced = trace(fun, policy, args, kwargs)
-        if policy.compute_dtype in HALVES:
-            outline = traced.outline
-            warn_if_nothing_is_half(outline.block, outline.analysis.rulings, policy)
-        return traced
 
-    def run_planned(fun, args, kwargs, leaves, tree):
-        arrays = [x for x in leaves if is_array(x)]
-        if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            traced = traced_now(fun, args, kwargs)
-            return traced.rebuild(call(traced, arrays))
-        key = signature(leaves, tree)
-        entry = [] if key is None else kept(key)
-        if entry:
-            traced, run = entry[0]
-            return traced.rebuild(run(arrays))
-        traced = traced_now(fun, args, kwargs)
-        run = functools.partial(call, traced)
-        if key is not None and not _holds_tracers(traced):
-            run = run if traced.donates else jax.jit(run)
-            entry.append((traced, run))
-        return traced.rebuild(run(arrays))
+class Autocast(Wrapped):
+    """A function under autocast: what `autocast` returns."""
 
-    @functools.wraps(fun)
-    def wrapped(*args, **kwargs):
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        if not are_there(leaves, tree):
-            return run_planned(fun, args, kwargs, leaves, tree)
+    def __init__(self, fun: Callable[..., Any], policy: Any) -> None:
+        check_callable(fun, "fun")
+        policy = get_policy(policy)
+        super().__init__(fun, policy)
+        self.policy, self.kept = policy, Kept()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fun, owner = self.fun, getattr(self.fun, "__self__", self.fun)
+        if has_modules(owner):  # it may change: it is an argument like others
+            fun, args = getattr(fun, "__func__", type(fun).__call__), (owner, *args)
+        if not has_modules((args, kwargs)):
+            return self._run(fun, args, kwargs)
         pure = on_arrays(fun)
+        return call_on_arrays(lambda *args, **kwargs: self._run(pure, args, kwargs), args, kwargs)
 
-        def run(*args, **kwargs):
-            return run_planned(pure, args, kwargs, *jax.tree_util.tree_flatten((args, kwargs)))
+    def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        flat = Flat.of((args, kwargs))
+        make = functools.partial(_traced, flat, fun, self.policy)
+        traced = make()
+        entry = self.kept.entry(traced, flat.arrays)
+        if entry is None:
+            traced, _ = _checked(traced, make)
+            return traced.rebuild(call(traced, flat.arrays))
+        if entry.others is not None:
+            traced = make(entry.others)
+        elif entry.made is None:
+            traced, entry.others = _checked(traced, make)
+        return traced.rebuild(entry(traced, flat.arrays, _compiled))
 
-        return call_on_arrays(run, args, kwargs)
 
-    return wrapped  # type: ignore[return-value]
+def _compiled(traced: Traced, known: dict[int, Any]) -> Callable[[Any, Any], list[Any]]:
+    """Returns a program as a function of its constants, without those known, and its arguments."""
+    inner, _ = _jax.open_jaxpr(traced.jaxpr)
+    count = len(inner.constvars)
+    bare = dataclasses.replace(traced, jaxpr=None, out=Flat.of(()))  # keeps no array alive
+
+    def filled(others):
+        rest = iter(others)
+        values = [known[i] if i in known else next(rest) for i in range(count)]
+        return dataclasses.replace(bare, jaxpr=_jax.close(inner, values))
+
+    if not traced.donates:
+        return jax.jit(lambda others, arrays: call(filled(others), arrays))
+    whole = filled(()) if len(known) == count else None
+    return lambda others, arrays: call(whole or filled(others), arrays)
 
 
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
     """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
-    flat = Flat.of((args, kwargs))
+    make = functools.partial(_traced, Flat.of((args, kwargs)), fun, policy)
+    return _checked(make(), make, warn=False)[0]
+
+
+def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = None) -> Traced:
+    """Traces a function; ``others`` are the dtypes that overrides give to its kernels, if any."""
     avals, paths = flat.avals, flat.paths
     name = getattr(fun, "__name__", "autocast")
     written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
     in_dtypes = [getattr(a, "dtype", None) for a in avals]
-
-    def make(**options):
+    options = {} if others is None else {"numbers": Numbers(), "others": others}
+    try:
         with tracing(policy, **options):
             program = programs.trace(flat.on(fun), written, name)
-        subtrees = states(flat.tree, flat.spread(written), flat.spread(in_dtypes))
-        results = program.out.spread(v.aval for v in _jax.open_jaxpr(program.jaxpr)[0].outvars)
-        to = handed_out(program.out.tree, results, subtrees, policy.output_dtype)
-        out_dtypes = tuple(itertools.compress(to, program.out.traced))
-        return Traced(program.jaxpr, program.out, policy, avals, paths, out_dtypes)
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # Flax's
+            error.add_note(
+                "autocast traces the function, and it changes a module that it closes over. Pass "
+                "the module as an argument: autocast(lambda model, x: model(x))(model, x)."
+            )
+        raise
+    subtrees = states(flat.tree, flat.spread(written), flat.spread(in_dtypes))
+    results = program.out.spread(v.aval for v in _jax.open_jaxpr(program.jaxpr)[0].outvars)
+    to = handed_out(program.out.tree, results, subtrees, policy.output_dtype)
+    out_dtypes = tuple(itertools.compress(to, program.out.traced))
+    return Traced(program.jaxpr, program.out, policy, avals, paths, out_dtypes)
 
-    traced = make()
+
+def _checked(traced: Traced, make: Callable[..., Traced], warn: bool = True) -> tuple[Traced, Any]:
+    """Checks what a policy does to a program.
+
+    Returns:
+        The program, which ``make`` traces again if overrides give some kernels another dtype; and
+        these dtypes, or None.
+    """
+    policy, others = traced.policy, None
     if policy.overrides:
-        if overridden(
-            traced.outline.block, policy
-        ):  # they give some kernels another dtype: find them
-            dtypes = overridden(make(numbers=Numbers()).outline.block, policy)
-            traced = make(numbers=Numbers(), others=tuple(sorted(dtypes.items())))
-        _check_patterns(traced.outline, paths)
+        if overridden(traced.outline.block, policy):
+            others = tuple(sorted(overridden(make(()).outline.block, policy).items()))
+            traced = make(others)
+        _check_patterns(traced.outline, traced.paths)
     if policy.compute_dtype in HALVES:
         CALLED.add(CASTS)
         check_no_other_policy(traced.outline.block)
-    return traced
+        if warn:
+            outline = traced.outline
+            warn_if_nothing_is_half(outline.block, outline.analysis.rulings, policy)
+    return traced, others
 
 
 def _as_written(aval: Any, path: str, policy: Policy) -> Any:
@@ -229,7 +279,7 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
     return _jax.retyped(aval, FLOAT32) if stored and dtype in HALVES else aval
 
 
-def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
+def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]:
     """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
@@ -260,14 +310,6 @@ def _has_half_regions(jaxpr: Any) -> bool:
     """Returns whether a program has a region whose dtype is 16-bit."""
     marks = tuple(f"{REGION}{half.name}" for half in HALVES)
     return any(name.startswith(marks) for _, site, _ in equations(jaxpr) for name in site.scopes)
-
-
-def _holds_tracers(traced: Traced) -> bool:
-    """Returns whether a program closes over tracers of an enclosing transformation."""
-    consts = _jax.open_jaxpr(traced.jaxpr)[1]
-    if not traced.as_written:
-        consts = [const for _, const in traced.outline.block.consts]
-    return any(isinstance(const, jax.core.Tracer) for const in consts)
 
 
 def _donates(jaxpr: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.public import public
@@ -62,8 +63,17 @@ def brief(value: Any) -> str:
 def check_callable(fun: Any, argument: str) -> None:
     """Raises a TypeError if an argument that must be a function is not callable."""
     if not callable(fun):
-        hint = " Pass a policy as the second argument or policy=." if isinstance(fun, str) else ""
+        named = isinstance(fun, str) and argument == "fun"
+        hint = " Pass a policy as the second argument or policy=." if named else ""
         raise TypeError(f"{argument}={brief(fun)} must be a function.{hint}")
+
+
+def as_array(name: str, value: Any, kind: str = "an array") -> jax.Array:
+    """Returns an argument as an array, or raises a TypeError that names it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name}={brief(value)} must be {kind}.") from None
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         if place != name:
             return pkgutil.resolve_name(f"mpjax.{place}")
         if name not in places:
+            if module == "mpjax" and name[0] != "_" and find_spec(f"mpjax.{name}"):  # by an extra
+                return importlib.import_module(f"mpjax.{name}")
             from mpjax._src.base.errors import no_attribute  # importing mpjax loads next to nothing
 
             raise no_attribute(f"module {module!r}", name, places)

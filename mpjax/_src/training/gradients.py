@@ -1,6 +1,7 @@
 """Gradients of a scaled loss: `scaled_value_and_grad`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -9,8 +10,7 @@ import jax.numpy as jnp
 import jmp
 
 from mpjax._src.autocast.transform import autocast
-from mpjax._src.base import _jax
-from mpjax._src.base.called import CALLED, SCALES
+from mpjax._src.base import _jax, called
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32
 from mpjax._src.base.errors import brief, check_callable, warn_at
 from mpjax._src.base.trees import all_finite, is_array, widen
@@ -80,40 +80,41 @@ def scaled_value_and_grad(
             "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller stores it and "
             "adjusts it after each step."
         )
-    scaled = with_scaled_loss(fun, loss_scale, has_aux)
+    axes_of(axis_name)
+    return functools.partial(_value_and_grad, fun, loss_scale, argnums, has_aux, axis_name)
+
+
+def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kwargs):
     axes = axes_of(axis_name)
+    for name in axes:
+        check_axis(name, axis_name)
+    if has_modules((args, kwargs)):
+        raise TypeError(
+            "scaled_value_and_grad takes trees of arrays, not Flax NNX modules, because the "
+            "function may change a module. Use mpjax.nnx.value_and_grad with an "
+            "mpjax.nnx.Optimizer."
+        )
+    scaled = with_scaled_loss(fun, loss_scale, has_aux)
+    trained: list[Any] = list(args)
+    rest: dict[int, Any] = {}
+    for i in positions("value_and_grad", argnums, len(args)):
+        trained[i], rest[i] = _trained(args[i])
+        if axes:  # makes gradients local, so that they are averaged once, and here
+            trained[i] = localized(trained[i], axis_name)
 
-    def value_and_grad(*args, **kwargs):
-        for name in axes:
-            check_axis(name, axis_name)
-        if has_modules((args, kwargs)):
-            raise TypeError(
-                "scaled_value_and_grad takes trees of arrays, not Flax NNX modules, because the "
-                "function may change a module. Use mpjax.nnx.value_and_grad with an "
-                "mpjax.nnx.Optimizer."
-            )
-        trained: list[Any] = list(args)
-        rest: dict[int, Any] = {}
-        for i in positions("value_and_grad", argnums, len(args)):
-            trained[i], rest[i] = _trained(args[i])
-            if axes:  # makes gradients local, so that they are averaged once, and here
-                trained[i] = localized(trained[i], axis_name)
+    def run(*args, **kwargs):
+        whole = (_joined(arg, rest.get(i)) for i, arg in enumerate(args))
+        return scaled(*whole, **kwargs)
 
-        def run(*args, **kwargs):
-            whole = (_joined(arg, rest.get(i)) for i, arg in enumerate(args))
-            return scaled(*whole, **kwargs)
-
-        gradient = jax.value_and_grad(run, argnums, has_aux=True)
-        (_, (loss, aux)), grads = gradient(*trained, **kwargs)
-        grads = loss_scale.unscale(widen(grads))
-        if axes:
-            loss, grads = averaged((loss, grads), axis_name)
-            warn_if_unknown(axis_name, axes)
-        finite = all_finite(grads)
-        finite = agreed(finite, loss_scale.loss_scale) if axes else finite
-        return ((loss, aux) if has_aux else loss), grads, finite
-
-    return value_and_grad
+    gradient = jax.value_and_grad(run, argnums, has_aux=True)
+    (_, (loss, aux)), grads = gradient(*trained, **kwargs)
+    grads = loss_scale.unscale(widen(grads))
+    if axes:
+        loss, grads = averaged((loss, grads), axis_name)
+        warn_if_unknown(axis_name, axes)
+    finite = all_finite(grads)
+    finite = agreed(finite, loss_scale.loss_scale) if axes else finite
+    return ((loss, aux) if has_aux else loss), grads, finite
 
 
 def _trained(tree: Any) -> tuple[Any, Any]:
@@ -182,7 +183,7 @@ def with_scaled_loss(
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
         loss, aux = _split_aux(out) if has_aux else (out, None)
-        CALLED.add(SCALES)
+        called.CALLED.add(called.SCALES)  # the module: cloudpickle would copy the set
         _check_loss(loss, has_aux)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:

@@ -23,6 +23,7 @@ from mpjax._src.base._jax.calls import linearized_once
 from mpjax._src.base._jax.convolutions import half_conv
 from mpjax._src.base._jax.cpu_matmuls import cpu_flags, marked
 from mpjax._src.base._jax.jits import call_as_jit, jit_call, jit_of
+from mpjax._src.base._jax.keys import program_key
 from mpjax._src.base._jax.literals import casts_of_numbers
 from mpjax._src.base._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src.base._jax.programs import (
@@ -34,6 +35,7 @@ from mpjax._src.base._jax.programs import (
     bytes_of,
     called,
     cleared_with_jax,
+    close,
     default_precision,
     equation_key,
     eval_closed,
@@ -113,6 +115,7 @@ __all__ = (
     "carrier",
     "casts_of_numbers",
     "cleared_with_jax",
+    "close",
     "common_stack",
     "compile_only",
     "cpu_barrier",
@@ -156,6 +159,7 @@ __all__ = (
     "passed_through",
     "placed_freely",
     "primitive_names",
+    "program_key",
     "programs_in",
     "recurrence",
     "retyped",

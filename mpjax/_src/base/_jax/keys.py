@@ -1,0 +1,101 @@
+"""Keys of programs, by which two traces of a function are recognized as the same program."""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from mpjax._src.base._jax.programs import Structure, open_jaxpr
+
+# Parameters that only derivatives read. A trace makes new functions for them.
+_OF_DERIVATIVES = frozenset(
+    {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees", "policy"}
+)
+
+# The levels of objects in objects that a key enters; a function may contain itself.
+_DEEP = 8
+
+
+class _Same:
+    """An object without an equality of its own, as a key."""
+
+    def __init__(self, x: Any):
+        self.x = x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.x is other.x
+
+
+def program_key(jaxpr: Any, known: bool = False) -> Any:
+    """Returns a key of a program: two traces have the same if they compute the same.
+
+    The derivatives that a program brings along do not count, and neither do its own constants
+    unless they are ``known``: those of programs inside it.
+    """
+    inner, consts = open_jaxpr(jaxpr)
+    numbers: dict[Any, int] = {}
+
+    def atom(v):
+        if isinstance(v, Literal):
+            return v.aval, _key(v.val)
+        return v.aval, numbers.setdefault(v, len(numbers))
+
+    def row(eqn):
+        names = [name for name in eqn.params if name not in _OF_DERIVATIVES]
+        params = tuple((name, _key(eqn.params[name])) for name in sorted(names))
+        sides = tuple(map(atom, eqn.invars)), tuple(map(atom, eqn.outvars))
+        return eqn.primitive, params, sides, eqn.ctx, str(eqn.source_info.name_stack)
+
+    arguments = tuple(map(atom, (*inner.constvars, *inner.invars)))
+    rows = tuple(map(row, inner.eqns))
+    results = tuple(map(atom, inner.outvars))
+    return arguments, rows, results, _key(tuple(consts)) if known else len(consts)
+
+
+def _key(x: Any, depth: int = 0) -> Any:
+    """Returns a key of a part of a program, by value where it is known how."""
+    if depth > _DEEP:
+        return _Same(x)
+    if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+        return program_key(x, known=True)
+    if isinstance(x, tuple | list):
+        return type(x), *(_key(part, depth + 1) for part in x)
+    if isinstance(x, dict):
+        return dict, *((_key(k, depth + 1), _key(v, depth + 1)) for k, v in x.items())
+    if isinstance(x, jax.tree_util.PyTreeDef):
+        return Structure(x)
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("A part of the program is traced.")
+    if isinstance(x, jax.Array):
+        return _Same(x)
+    if hasattr(x, "dtype") and hasattr(x, "__array__"):
+        array = np.asarray(x)
+        return str(array.dtype), array.shape, array.tobytes()
+    if isinstance(x, float | complex):
+        return type(x), repr(x)  # tells -0.0 from 0.0, and nan is nan
+    if isinstance(x, types.FunctionType):  # a callback that is defined where it is called
+        read = [cell.cell_contents for cell in x.__closure__ or ()]
+        read += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        # A list that the user's callback appends to is another one even if it is equal.
+        by_value = x.__module__.startswith("jax.")
+        return x.__code__, *(
+            _key(y, depth + 1) if by_value or _lasts(y) else _Same(y) for y in read
+        )
+    if getattr(getattr(type(x), "__dataclass_params__", None), "frozen", False):
+        fields = [getattr(x, field.name, None) for field in dataclasses.fields(x)]
+        return type(x), _key(fields, depth + 1)
+    try:
+        hash(x)
+    except TypeError:
+        return _Same(x)
+    return type(x), x
+
+
+def _lasts(x: Any) -> bool:
+    return isinstance(x, types.FunctionType | bool | int | float | complex | str | bytes | None)

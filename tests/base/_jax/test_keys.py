@@ -1,0 +1,80 @@
+"""Keys of programs: equal for two traces of the same program, and for no others."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax._src.base import _jax
+
+X = np.ones((4, 4), np.float32)
+
+
+def key_of(fun, *args):
+    return _jax.program_key(jax.make_jaxpr(lambda *args: fun(*args))(*args))
+
+
+def everything(x, w=X, number=2.0, scope="a", callback=None, times=3):
+    @jax.custom_jvp
+    def own(x):
+        return x * number
+
+    own.defjvp(lambda primals, tangents: (own(*primals), tangents[0]))
+    with jax.named_scope(scope):
+        x = own(x) * w
+    x, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c) * number, None), x, None, times)
+    x = jax.lax.cond(x[0, 0] > number, jax.checkpoint(jnp.sin), lambda x: x, x)
+    shape = jax.ShapeDtypeStruct((), np.float32)
+    return x * jax.pure_callback(callback or (lambda x: x * number), shape, x[0, 0])
+
+
+def test_two_traces_have_the_same_key():
+    assert key_of(everything, X) == key_of(everything, X)
+    assert hash(key_of(everything, X)) == hash(key_of(everything, X))
+
+
+def test_the_values_of_constants_are_no_part_of_a_key():
+    assert key_of(everything, X) == key_of(functools.partial(everything, w=2 * X), X)
+
+
+OTHERS = {
+    "number": {"number": 3.0},
+    "sign of zero": {"number": -0.0},
+    "scope": {"scope": "b"},
+    "shape of a constant": {"w": np.ones((1, 4), np.float32)},
+    "callback": {"callback": lambda x: x},
+    "callback with a list": {"callback": (lambda seen: lambda x: (seen.append(x), x)[1])([])},
+    "length of a loop": {"times": 4},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_programs_have_other_keys(name):
+    base = {"number": 0.0} if name == "sign of zero" else {}
+    if "with a list" in name:  # an equal list, but another one
+        base = {"callback": (lambda seen: lambda x: (seen.append(x), x)[1])([])}
+    keys = [key_of(functools.partial(everything, **kwargs), X) for kwargs in (base, OTHERS[name])]
+    assert keys[0] != keys[1]
+
+
+def test_constants_of_a_jit_are_part_of_a_key():
+    def fun(x, w):
+        return jax.jit(lambda x: x @ w)(x)
+
+    arrays = jnp.asarray(X), jnp.asarray(2 * X)
+    keys = [key_of(lambda x, w=w: fun(x, w), X) for w in (*arrays, arrays[0], X, 2 * X, X.copy())]
+    assert keys[0] == keys[2] and keys[3] == keys[5]
+    assert keys[0] != keys[1] and keys[3] != keys[4]
+
+
+def test_a_program_that_holds_tracers_has_no_key():
+    inner, _ = _jax.open_jaxpr(jax.make_jaxpr(lambda x: x @ X)(X))
+
+    def outer(w):
+        with pytest.raises(TypeError, match="traced"):
+            _jax.program_key(_jax.close(inner, [w]), known=True)
+        return w
+
+    jax.make_jaxpr(outer)(X)
