@@ -64,7 +64,7 @@ class Manager:
 
     Args:
         directory: The directory of the checkpoints; created if it does not exist. Each checkpoint
-            is a subdirectory named by its number.
+            is a subdirectory named by its number. What mpjax has not written there is left alone.
         every: Only numbers that are a multiple of ``every`` are saved.
         keep: The number of newest checkpoints to keep; None keeps all.
         keep_period: Checkpoints whose number is a multiple of it are never removed.
@@ -87,6 +87,7 @@ class Manager:
         CheckpointError: If another Manager writes to the directory, or it cannot be written to.
         FileNotFoundError: If the directory does not exist, with ``read_only=True``.
         ImportError: If a package of the extra ``checkpoint`` is not installed.
+        TypeError: If ``directory`` is not a path.
         ValueError: If an argument is invalid.
 
     Example:
