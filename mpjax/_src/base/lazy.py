@@ -26,9 +26,9 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         if place != name:
             return pkgutil.resolve_name(f"mpjax.{place}")
         if name not in places:
-            from mpjax._src.base.errors import no_attribute  # importing mpjax loads next to nothing
+            from mpjax._src.base.absent import missing  # importing mpjax loads next to nothing
 
-            raise no_attribute(f"module {module!r}", name, places)
+            raise missing(module, name, places)
         within = places[name]
         if within is None:
             return importlib.import_module(f"mpjax.{name}")
