@@ -213,10 +213,6 @@ class CastReport(Report):
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
                 f"{size(self.stored_after)} under the plan"
             )
-        if self.wide and jax.device_count() == 1:
-            lines.append(
-                f"read in float32, which devices would exchange so: {len(self.wide)} arrays"
-            )
         return lines
 
     def document(self, most: int = 0) -> Document:

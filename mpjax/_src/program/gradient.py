@@ -100,11 +100,9 @@ def loss_hint(loss: Any, has_aux: bool) -> str:
         return " Does the function lack a return statement?"
     if isinstance(loss, dict):
         return ' Return one entry, such as out["loss"]; others are aux, with has_aux=True.'
-    if isinstance(loss, (tuple, list)):
-        return "" if has_aux else " For (loss, aux) pass has_aux=True."
-    if getattr(loss, "shape", ()):
-        return " Losses of several examples are usually averaged: jnp.mean(losses)."
-    return ""
+    pair = isinstance(loss, tuple) and not has_aux
+    hint = " For (loss, aux) pass has_aux=True." if pair else ""
+    return f" Losses of several examples are usually averaged: jnp.mean(losses).{hint}"
 
 
 def check_result(tool: str, outs: Any, arrays: Sequence[Any]) -> None:

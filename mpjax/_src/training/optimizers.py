@@ -139,8 +139,8 @@ def updated_if(
     with for_state(inner, state, params, grads):
         updates, new = gated_update(finite, update, state, grads, params)
     if params is not None and _forms(updates) != _forms(params):
-        if not jax.tree.leaves(updates) and jax.tree.leaves(params):
-            raise ValueError(f"updates={brief(updates)} must be the gradients of params.")
+        if updates is None:
+            raise ValueError("updates=None must be the gradients of params, a tree like it.")
         _check_updates(updates, params, lacking=False)  # Equinox trains a part of a module
     return updates, new
 
@@ -187,12 +187,10 @@ def first_state(inner: optax.GradientTransformation, params: Any) -> optax.OptSt
 def check_kind(state: Any, kind: type, name: str) -> None:
     """Raises a ValueError if an optimizer's state is not an instance of ``kind``."""
     if not isinstance(state, kind):
-        why = "it was created by a different optimizer"
-        if not (is_state(state) or isinstance(state, tuple)):
-            why = "the order is update(grads, state, params)"
         raise ValueError(
-            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: {why}. Pass "
-            "the state that init or the last update of this one returned."
+            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it was created "
+            "by a different optimizer, or the order is not update(grads, state, params). Pass the "
+            "state that init or the last update of this one returned."
         )
 
 
@@ -203,11 +201,12 @@ def check_params(params: Any) -> None:
             f"params={brief(params)} must be the parameters, not a state that init returned."
             f"{misplaced(params)} Call init once; each update or step returns the next state."
         )
-    leaves = jax.tree.leaves(params)
-    if params is None or (leaves and not any(map(_may_train, leaves))):
+    leaves = jax.tree_util.tree_leaves_with_path(params) or [((), None)] * (params is None)
+    if leaves and not any(_may_train(leaf) for _, leaf in leaves):
+        keys, leaf = leaves[0]
         raise TypeError(
-            f"params={brief(params)} must be a tree of arrays, but contains none."
-            f"{misplaced(params)}"
+            f"{name_of('params', keys)} is {brief(leaf)}, not an array, and params contains none. "
+            f"Pass the trained arrays.{misplaced(params)}"
         )
 
 
