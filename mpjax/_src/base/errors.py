@@ -90,13 +90,15 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a function": callable,
     "a string": lambda x: isinstance(x, str),
     "a dict": lambda x: isinstance(x, dict),
+    "a number": lambda x: isinstance(x, int | float),
 }
 
 
 def is_state(value: Any) -> bool:
     """Returns whether a value is the state of training or of an optimizer, not parameters."""
     package = type(value).__module__.split(".")[0]
-    named = hasattr(value, "_fields") and package in ("mpjax", "optax")
+    tuples = hasattr(value, "_fields") and not hasattr(value, "update")  # an optimizer is one too
+    named = tuples and package in ("mpjax", "optax")
     chained = type(value) is tuple and any(map(is_state, value))
     return named or chained or hasattr(value, "opt_state")
 

@@ -11,7 +11,7 @@ import optax
 
 from mpjax._src.base.called import CALLED, CASTS, SCALES
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.errors import PrecisionWarning, brief, misplaced, warn_user
+from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misplaced, warn_user
 from mpjax._src.base.patterns import name_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_one_bool
@@ -165,6 +165,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             TypeError: As for `scaled_value_and_grad`.
             ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
+        check_callable(fun, "fun")
         run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
@@ -297,6 +298,7 @@ class Rules:
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
+        check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, MixedPrecisionState, "mixed_precision")
         if params is not None:

@@ -108,6 +108,7 @@ def skip_nonfinite(
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
             raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
+        check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
@@ -139,9 +140,8 @@ def updated_if(
     with for_state(inner, state, params, grads):
         updates, new = gated_update(finite, update, state, grads, params)
     if params is not None and _forms(updates) != _forms(params):
-        if updates is None:
-            raise ValueError("updates=None must be the gradients of params, a tree like it.")
-        _check_updates(updates, params, lacking=False)  # Equinox trains a part of a module
+        # Equinox trains a part of a module.
+        _check_updates(updates, params, lacking=updates is None)
     return updates, new
 
 
@@ -194,19 +194,21 @@ def check_kind(state: Any, kind: type, name: str) -> None:
         )
 
 
-def check_params(params: Any) -> None:
-    """Raises a TypeError for what is no tree of parameters: a state, or leaves without an array."""
+def check_params(params: Any, argument: str = "params") -> None:
+    """Raises a TypeError for what is no tree of arrays: a state, or leaves without an array."""
     if is_state(params):
         raise TypeError(
-            f"params={brief(params)} must be the parameters, not a state that init returned."
+            f"{argument}={brief(params)} must be a tree of arrays, not a state that init returned."
             f"{misplaced(params)} Call init once; each update or step returns the next state."
         )
-    leaves = jax.tree_util.tree_leaves_with_path(params) or [((), None)] * (params is None)
+    if params is None and argument == "params":
+        raise TypeError("params=None must be a tree of arrays.")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     if leaves and not any(_may_train(leaf) for _, leaf in leaves):
         keys, leaf = leaves[0]
         raise TypeError(
-            f"{name_of('params', keys)} is {brief(leaf)}, not an array, and params contains none. "
-            f"Pass the trained arrays.{misplaced(params)}"
+            f"{name_of(argument, keys)} is {brief(leaf)}, not an array, and {argument} contains "
+            f"none. Pass the trained arrays, or their gradients.{misplaced(params)}"
         )
 
 
