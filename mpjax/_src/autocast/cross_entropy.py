@@ -29,6 +29,7 @@ from mpjax._src.base.errors import (
     finite_number,
     refuse_traced,
 )
+from mpjax._src.base.trees import as_array
 from mpjax._src.program.graph import LOSS
 
 REDUCTIONS = ("mean", "sum", None)
@@ -108,8 +109,11 @@ def linear_cross_entropy(
             f"Unknown reduction {brief(reduction)}. Choose one of 'mean', 'sum' and None."
             f"{did_you_mean(reduction, ('mean', 'sum'))}"
         )
-    hidden, weight, labels = (jnp.asarray(x) for x in (hidden, weight, labels))
-    bias, where = (None if x is None else jnp.asarray(x) for x in (bias, where))
+    hidden, weight = as_array("hidden", hidden), as_array("weight", weight)
+    labels = as_array("labels", labels)
+    bias, where = (
+        x if x is None else as_array(name, x) for name, x in (("bias", bias), ("where", where))
+    )
     _check_dtypes(hidden=hidden, weight=weight, bias=bias, labels=labels)
     _check_shapes(hidden, weight, bias, labels, transposed)
     words, rows = weight.shape[0 if transposed else 1], math.prod(labels.shape)

@@ -13,7 +13,14 @@ from mpjax._src.base.errors import brief, is_state, misplaced, no_attribute
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, is_array, is_array_or_shape, is_floating, is_one_bool
+from mpjax._src.base.trees import (
+    all_finite,
+    check_fits,
+    is_array,
+    is_array_or_shape,
+    is_floating,
+    is_one_bool,
+)
 from mpjax._src.training.transaction import counted, gated_update
 
 C = TypeVar("C", bound=type)
@@ -204,6 +211,8 @@ def check_params(params: Any, argument: str = "params") -> None:
     if params is None and argument == "params":
         raise TypeError("params=None must be a tree of arrays.")
     leaves = jax.tree_util.tree_leaves_with_path(params)
+    for keys, leaf in leaves:
+        check_fits(argument, keys, leaf)
     if leaves and not any(_may_train(leaf) for _, leaf in leaves):
         keys, leaf = leaves[0]
         raise TypeError(

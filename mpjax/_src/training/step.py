@@ -20,6 +20,7 @@ from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import (
     DivergenceError,
     PrecisionWarning,
+    as_float,
     brief,
     check_count,
     check_flag,
@@ -32,6 +33,7 @@ from mpjax._src.base.public import public
 from mpjax._src.base.trees import (
     cast,
     cast_like,
+    check_fits,
     is_array,
     is_key,
     pytree_of,
@@ -508,12 +510,12 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
             f"limit={brief(limit)} must be an integer >= 1, a number of steps.{misplaced(limit)}"
         )
     _check_metrics(metrics)
-    skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
+    skips, scale = int(metrics["consecutive_skips"]), as_float(metrics["loss_scale"])
     at_floor = skips >= AT_FLOOR and scale <= 1
     if skips < most and not at_floor:
         return
     cause = _cause(metrics, at_floor)
-    message = f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}"
+    message = f"{brief(skips)} steps in a row were skipped, at loss scale {scale:g}. {cause}"
     if skips >= most:
         raise DivergenceError(message)
     warnings.warn(message, PrecisionWarning, stacklevel=2)
@@ -577,14 +579,8 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
 def _converted(keys: Any, leaf: Any) -> Any:
     """Returns a leaf of the batch as JAX reads it."""
-    _check_fits("batch", keys, leaf)
+    check_fits("batch", keys, leaf)
     return jnp.asarray(leaf) if is_array(leaf) else leaf
-
-
-def _check_fits(argument: str, keys: Any, leaf: Any) -> None:
-    """Refuses an integer of Python that no dtype has room for."""
-    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
-        raise ValueError(f"{name_of(argument, keys)}={brief(leaf)} must fit in 64 bits.")
 
 
 def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -688,7 +684,7 @@ def _owned(tree: Any, argument: str) -> Any:
             )
         if is_key(leaf):
             return jnp.copy(leaf)
-        _check_fits(argument, keys, leaf)
+        check_fits(argument, keys, leaf)
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree_util.tree_map_with_path(own, tree)
