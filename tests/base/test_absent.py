@@ -1,6 +1,7 @@
 """A name that mpjax lacks is an error that says where it is, or what replaces it."""
 
 import importlib
+import importlib.util
 import re
 
 import pytest
@@ -58,6 +59,15 @@ def test_an_import_of_a_name_says_where_it_is_too():
         with pytest.raises(ImportError, match=r"It is mpjax\.lint\."):
             exec(f"from {module} import lint")
     exec("from mpjax import keras")
+
+
+@pytest.mark.parametrize("module", ["mpjax.amp", "mpjax.fit_memory", "mpjax.optim.lint"])
+def test_a_module_that_is_none_says_what_to_use(module):
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{module}'"):
+        importlib.import_module(module)
+    with pytest.raises(ModuleNotFoundError, match="mpjax.mixed_precision"):
+        exec("from mpjax.amp import GradScaler")
+    assert importlib.util.find_spec("mpjax.nothing_like_it") is None
 
 
 def test_what_replaces_a_name_exists():

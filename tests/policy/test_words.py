@@ -148,3 +148,8 @@ def test_a_mapping_is_a_policy_wherever_one_is_asked_for():
         assert callable(use(abs, {"policy": "mixed_bfloat16", "storage": "lean"}))
     with pytest.warns(mpjax.errors.PrecisionWarning, match="Did you mean 'mixed_bfloat16'"):
         mpjax.mixed_precision(optax.sgd(0.1), {"policy": "bf16", "storage": "lean"})
+
+
+def test_a_policy_made_of_a_name_says_what_makes_one():
+    with pytest.raises(TypeError, match="mpjax.get_policy.'mixed_bfloat16'. returns"):
+        mpjax.Policy("mixed_bfloat16")

@@ -111,18 +111,23 @@ def missing(module: str, name: str, own: Iterable[str]) -> Exception:
     what = f"module {module!r}"
     if name.startswith("_"):  # asked for by Python and its tools
         return no_attribute(what, name, ())
-    places = public_names()
-    hint = ""
-    here = " or ".join(places.get(name, ()))
-    if name.lower() in _INSTEAD:
-        hint = f" Use {_INSTEAD[name.lower()]}{', or ' * bool(here)}{here}."
-    elif here:
-        hint = f" It is {here}."
-    elif not nearest(name, own, count=1):
-        near = nearest(name, places, count=1)
-        hint = f" Did you mean {places[near[0]][0]}?" if near else ""
+    hint = hint_for(module, name)
+    if not hint and not nearest(name, own, count=1):
+        near = nearest(name, public_names(), count=1)
+        hint = f" Did you mean {public_names()[near[0]][0]}?" if near else ""
     error = no_attribute(what, name, own, hint)
     asking = sys._getframe(2)  # the caller of the module's __getattr__
     if opcode.opname[asking.f_code.co_code[asking.f_lasti]] == "IMPORT_FROM":
         return ImportError(f"cannot import name {name!r}: {error}", name=module)
     return error
+
+
+def hint_for(module: str, name: str) -> str:
+    """Returns where a name that a public module lacks is, or what replaces it, or ""."""
+    if not module.startswith("mpjax") or "._src" in module:
+        return ""
+    here = " or ".join(public_names().get(name, ()))
+    instead = _INSTEAD.get(name.lower())
+    if instead:
+        return f" Use {instead}{', or ' * bool(here)}{here}."
+    return f" It is {here}." if here else ""

@@ -75,6 +75,9 @@ OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 FLAGS = ("master_weights", "fused_attention", "chunked_loss")
 
 
+_UNSET: Any = None  # of a dtype that was not given
+
+
 class Choice(NamedTuple):
     """A setting with a few valid values. The first value is the default.
 
@@ -207,8 +210,8 @@ class Policy(jmp.Policy):
     """
 
     param_dtype: np.dtype
-    compute_dtype: np.dtype
-    output_dtype: np.dtype
+    compute_dtype: np.dtype = _UNSET
+    output_dtype: np.dtype = _UNSET
     overrides: tuple[tuple[str, np.dtype], ...] = ()
     keep_full: tuple[str, ...] = ()
     master_weights: bool = True
@@ -226,6 +229,12 @@ class Policy(jmp.Policy):
     moments: str = "float32"
 
     def __post_init__(self):
+        if self.compute_dtype is None and self.output_dtype is None:
+            given = brief(self.param_dtype)
+            raise TypeError(
+                f"Policy({given}) lacks compute_dtype and output_dtype. mpjax.get_policy({given}) "
+                "returns the policy of a name."
+            )
         for name, value in _canonical_fields(self).items():
             object.__setattr__(self, name, value)
 
@@ -478,7 +487,7 @@ class Policy(jmp.Policy):
         shown = (
             f"{field.name}={plain(getattr(self, field.name))!r}"
             for field in dataclasses.fields(self)
-            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+            if field.name.endswith("_dtype") or getattr(self, field.name) != field.default
         )
         return f"Policy({', '.join(shown)})"
 
