@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mpjax._src.base.errors import suggesting
+from mpjax._src.base.absent import suggesting
 from mpjax._src.frameworks.linen import TrainState
 
 __all__ = ["TrainState"]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mpjax._src.base.errors import suggesting
+from mpjax._src.base.absent import suggesting
 from mpjax._src.frameworks.nnx import Optimizer, value_and_grad
 
 __all__ = ["Optimizer", "value_and_grad"]

@@ -155,7 +155,8 @@ def test_half_alone_means_what_the_device_is_best_at():
         ("mixed 16", "Did you mean 'mixed_float16'?"),
         ("mixed_float17", "Did you mean 'mixed_float16'?"),
         ("fp16 bf16 mixed", "Unknown policy"),
-        ("O4", "Unknown policy 'O4' (policy='O4'). Choose one of 'float32', 'mixed_float16'"),
+        ("O4", "Unknown policy 'O4' (policy='O4'). Did you mean 'O1:bfloat16'? Choose one of"),
+        ("O9", "Unknown policy 'O9' (policy='O9'). Choose one of 'float32', 'mixed_float16'"),
         ("O2:float32", "the suffix='float32' is not a 16-bit dtype. Choose 'float16' or"),
         ("O2:", "policy='O2:': the suffix='' is not a floating dtype"),
         ("bf16:float16", "Unknown policy 'bf16:float16'"),
@@ -196,7 +197,7 @@ def test_every_suggestion_is_itself_legal(text):
             mpjax.get_policy(name)
 
 
-@pytest.mark.parametrize("wrong", [None, 16, jnp.float16, {"p": "f32"}])
+@pytest.mark.parametrize("wrong", [None, 16, jnp.float16, [16], {"policy": None}])
 def test_get_policy_refuses_other_types(wrong):
     with pytest.raises(TypeError, match="must be a string such as 'mixed_bfloat16'"):
         mpjax.get_policy(wrong)

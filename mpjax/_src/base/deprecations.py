@@ -98,9 +98,15 @@ MOVED = {
 
 
 class Moved(importlib.abc.Loader):
-    """Finds the modules of `MOVED` at their old places."""
+    """Finds the modules of `MOVED` at their old places, and says what replaces absent ones."""
 
     def find_spec(self, name, path=None, target=None):
+        if name.startswith("mpjax.") and name not in MOVED:  # no module: `mpjax.amp`, say
+            from mpjax._src.base.absent import hint_for
+
+            hint = hint_for(*name.rpartition(".")[::2])
+            if hint:
+                raise ModuleNotFoundError(f"No module named {name!r}.{hint}", name=name)
         return importlib.machinery.ModuleSpec(name, self) if name in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,13 +1,14 @@
 """The floating dtypes of policies: their names, what they represent, and a device's 16-bit one."""
 
 import contextlib
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.errors import brief, did_you_mean, misplaced
 
 DTypeLike = Any
 
@@ -21,6 +22,27 @@ SPELLINGS = {
 BY_NAME = {name: dtype for dtype, names in SPELLINGS.items() for name in names}
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = SPELLINGS
 HALVES = (FLOAT16, BFLOAT16)
+
+
+# What others compute in that no policy can, and the way out.
+ELSEWHERE = {
+    r"tf32|tensorfloat|highest|bf?(loat)?16_3x": (
+        " JAX's float32 matmuls run in TF32 by default, on NVIDIA GPUs from Ampere on: use "
+        "'float32'. jax.default_matmul_precision('highest') or ('tensorfloat32') changes that."
+    ),
+    r"fp[468]|float[468](?!\d)|f[468]e|e[45]m[32]|u?int\d|transformer.?engine": (
+        " Policies have 16, 32 and 64 bits. For matmuls of fewer bits call Transformer Engine, "
+        "Qwix or AQT in the function, under 'mixed_bfloat16'."
+    ),
+    r"complex": " Complex values keep their dtype under every policy.",
+}
+
+
+def elsewhere(name: Any) -> str:
+    """Returns the way out for a dtype or policy that mpjax does not have, or ""."""
+    said = name if isinstance(name, str) else getattr(name, "__name__", str(brief(name)))
+    hints = (hint for pattern, hint in ELSEWHERE.items() if re.search(pattern, said.lower()))
+    return next(hints, "")
 
 
 def default_half() -> np.dtype:
@@ -75,7 +97,8 @@ def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> 
         with contextlib.suppress(Exception):  # NumPy raises errors of many classes
             resolved = np.dtype(dtype)
     if resolved is None or resolved not in SPELLINGS:
-        hint = did_you_mean(dtype, [*BY_NAME, "half"])
+        hint = elsewhere(dtype) or did_you_mean(dtype, [*BY_NAME, "half"])
+        hint = hint if isinstance(dtype, str) else hint or misplaced(dtype)
         raise ValueError(
             f"{argument}={brief(dtype)} is not a floating dtype that a policy can use. Choose one "
             f"of 'float16', 'bfloat16', 'float32', 'float64' (short: 'f16', 'bf16', 'f32', 'f64'), "

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -57,23 +58,86 @@ def brief(value: Any) -> str:
     except Exception:
         size = f" of {value.bit_length()} bits" if isinstance(value, int) else ""
         return f"<{type(value).__name__}{size}>"
+    text = re.sub(r"\n\s*", " ", text)  # of arrays and states
     return text if len(text) <= LONGEST else f"{text[: LONGEST - TAIL]} ... {text[-TAIL:]}"
 
 
 def check_callable(fun: Any, argument: str) -> None:
     """Raises a TypeError if an argument that must be a function is not callable."""
-    if not callable(fun):
-        named = isinstance(fun, str) and argument == "fun"
-        hint = " Pass a policy as the second argument or policy=." if named else ""
-        raise TypeError(f"{argument}={brief(fun)} must be a function.{hint}")
+    if not callable(fun) or _is_dtype(fun):
+        raise TypeError(f"{argument}={brief(fun)} must be a function.{misplaced(fun)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises a ValueError if a setting is not True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={brief(value)} must be True or False.{misplaced(value)}")
+
+
+def _is_dtype(value: Any) -> bool:
+    """Returns whether a value is a dtype, or a class that represents one, such as jnp.bfloat16."""
+    return isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype"))
+
+
+# What an argument may be that belongs in the place of another one, by what all such objects have.
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a dtype": _is_dtype,
+    "a class, not an instance": lambda x: isinstance(x, type),
+    "an optax optimizer": lambda x: hasattr(x, "init") and hasattr(x, "update"),
+    "a policy": lambda x: hasattr(x, "compute_dtype"),
+    "a loss scale": lambda x: hasattr(x, "unscale") and hasattr(x, "adjust"),
+    "the state of an optimizer": lambda x: is_state(x),
+    "an array": lambda x: hasattr(x, "shape") and hasattr(x, "dtype"),
+    "a function": callable,
+    "a string": lambda x: isinstance(x, str),
+    "a dict": lambda x: isinstance(x, dict),
+    "a number": lambda x: isinstance(x, int | float),
+}
+
+
+def is_state(value: Any) -> bool:
+    """Returns whether a value is the state of training or of an optimizer, not parameters."""
+    package = type(value).__module__.split(".")[0]
+    tuples = hasattr(value, "_fields") and not hasattr(value, "update")  # an optimizer is one too
+    named = tuples and package in ("mpjax", "optax")
+    chained = type(value) is tuple and any(map(is_state, value))
+    return named or chained or hasattr(value, "opt_state")
+
+
+def misplaced(value: Any) -> str:
+    """Returns `` It is an optax optimizer. The order is mixed_precision(optimizer, policy).``
+
+    The order is that of the function which the user called. It is "" for a value that is no usual
+    argument of another place.
+    """
+    kind = next((kind for kind, fits in KINDS.items() if fits(value)), "")
+    return f" It is {kind}.{_order()}" if kind else ""
+
+
+def _order() -> str:
+    """Returns the order of the arguments of the outermost function of mpjax on the call stack."""
+    frame, code = inspect.currentframe(), _order.__code__
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] == "mpjax":
+        code, frame = frame.f_code, frame.f_back
+    if code.co_name.startswith(("_", "<")):
+        return ""
+    names = code.co_varnames[: code.co_argcount]
+    names = names[1:] if names[:1] in (("self",), ("cls",)) else names
+    return f" The order is {code.co_name}({', '.join(names)})."
 
 
 def as_array(name: str, value: Any, kind: str = "an array") -> jax.Array:
-    """Returns an argument as an array, or raises a TypeError that names it."""
+    """Returns an argument as an array of JAX.
+
+    Raises:
+        TypeError: If it is none, such as a string, a function or None.
+    """
     try:
-        return jnp.asarray(value)
+        return jnp.asarray(None if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name}={brief(value)} must be {kind}.") from None
+        if isinstance(value, jax.core.Tracer):
+            raise  # what JAX says of it
+        raise TypeError(f"{name}={brief(value)} must be {kind}.{misplaced(value)}") from None
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:
@@ -90,19 +154,10 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def no_attribute(what: str, name: str, choices: Iterable[str]) -> AttributeError:
-    """Returns the error for an attribute that ``what`` lacks, with the most similar one it has."""
-    message = f"{what} has no attribute {name!r}.{did_you_mean(name, choices)}"
+def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:
+    """Returns the error for an attribute that ``what`` lacks, with a hint or the nearest one."""
+    message = f"{what} has no attribute {name!r}.{hint or did_you_mean(name, choices)}"
     return AttributeError(message, name=name, obj=None)  # else Python adds a suggestion of its own
-
-
-def suggesting(module: str, names: Iterable[str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a public module, which names the most similar attribute."""
-
-    def __getattr__(name: str) -> Any:
-        raise no_attribute(f"module {module!r}", name, names)
-
-    return __getattr__
 
 
 # Of these packages no line is the user's.

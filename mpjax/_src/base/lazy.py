@@ -29,9 +29,9 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         if name not in places:
             if module == "mpjax" and name[0] != "_" and find_spec(f"mpjax.{name}"):  # by an extra
                 return importlib.import_module(f"mpjax.{name}")
-            from mpjax._src.base.errors import no_attribute  # importing mpjax loads next to nothing
+            from mpjax._src.base.absent import missing  # importing mpjax loads next to nothing
 
-            raise no_attribute(f"module {module!r}", name, places)
+            raise missing(module, name, places)
         within = places[name]
         if within is None:
             return importlib.import_module(f"mpjax.{name}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from mpjax._src.base import _jax
 from mpjax._src.base.errors import brief
+from mpjax._src.base.operations import primitives_of
 
 # ---- the columns --------------------------------------------------------------------------------
 
@@ -339,6 +340,9 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
             f"primitive={brief(primitive)} must be a JAX primitive, such as jax.lax.exp_p, or its "
             "name, such as 'exp'."
         )
+    meant = primitives_of(name) if name not in _jax.primitive_names() else ""
+    if meant:
+        raise ValueError(f"register_rule: JAX has no primitive named {brief(name)}.{meant}")
     columns = {"need": need, "gain": UNBOUNDED, "span": GROWS, **columns}
     for column, value in columns.items():
         if not _is_valid(column, value):

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical, is_float, is_narrow
 from mpjax._src.base.errors import brief
-from mpjax._src.base.patterns import difference, path_of, paths
+from mpjax._src.base.patterns import difference, name_of, path_of, paths
 
 T = TypeVar("T")
 NUMBER = (bool, int, float, complex)
@@ -74,6 +74,12 @@ def is_array(leaf: Any) -> bool:
 def is_array_or_shape(leaf: Any) -> bool:
     """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct` that represents one."""
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def check_fits(argument: str, keys: Any, leaf: Any) -> None:
+    """Raises a ValueError for an integer of Python that no dtype has room for."""
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+        raise ValueError(f"{name_of(argument, keys)}={brief(leaf)} must fit in 64 bits.")
 
 
 def is_floating(leaf: Any) -> bool:
@@ -276,6 +282,8 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
         _check_same_form(where, a, b)
         if isinstance(pred, (bool, np.bool_)):
             return a if pred else b
+        check_fits("on_true", keys, a)
+        check_fits("on_false", keys, b)
         return a if a is b else jnp.where(pred, a, b)
 
     return jax.tree_util.tree_map_with_path(choose, on_true, on_false)

@@ -41,7 +41,7 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.kept import Kept, kept_by, storage_of
 from mpjax._src.policy.policy import PolicyLike, get_policy
-from mpjax._src.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.program.gradient import check_loss, check_result, differentiated, pull_back
 from mpjax._src.program.graph import ATTENTION, LOSS, Op, Value
 from mpjax._src.program.site import equations
 
@@ -213,10 +213,6 @@ class CastReport(Report):
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
                 f"{size(self.stored_after)} under the plan"
             )
-        if self.wide and jax.device_count() == 1:
-            lines.append(
-                f"read in float32, which devices would exchange so: {len(self.wide)} arrays"
-            )
         return lines
 
     def document(self, most: int = 0) -> Document:
@@ -385,6 +381,7 @@ def explain(
         traced = trace(fun, policy, args, kwargs)
         forward = list(_rows(traced.plan))
         written = _jax.open_jaxpr(traced.jaxpr)[0]
+        check_result("explain", traced.returned(), written.outvars)
         if argnums is None:
             new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
             inserted = _casts(_jax.open_jaxpr(new)[0]) - _casts(written)

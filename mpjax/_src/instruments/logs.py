@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.errors import brief, whole_number
+from mpjax._src.base.errors import as_float, brief, whole_number
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.public import public
 from mpjax._src.document.report import Report
@@ -79,7 +79,8 @@ class JsonLines:
             OSError: If the line could not be written. The message names the step.
         """
         values = {
-            k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in values.items()
+            k: v if isinstance(v, str) or math.isfinite(as_float(v)) else brief(v)
+            for k, v in values.items()
         }
         line = json.dumps({"step": step, **values}) + "\n"
         try:
@@ -231,12 +232,12 @@ def _parts(leaf: Any, scale: float) -> Mapping[str, float | str]:
     if isinstance(leaf, Report):
         return leaf.logged(scale)
     value = np.asarray(leaf)
-    return {"": int(value) if value.dtype.kind in "biu" else float(value)}
+    return {"": int(value) if value.dtype.kind in "biu" else as_float(value)}
 
 
 def _power_of_two(scale: Any) -> float:
     """Returns the power of two at or below a scale, as the histogram needs one."""
-    value = float(scale)
+    value = as_float(scale)
     usable = math.isfinite(value) and value > 0
     return 2.0 ** (math.frexp(value)[1] - 1) if usable else 1.0
 

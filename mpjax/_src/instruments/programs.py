@@ -18,7 +18,13 @@ from mpjax._src.base.errors import warn_at
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import all_finite
 from mpjax._src.policy.policy import Policy
-from mpjax._src.program.gradient import differentiated, is_loss, is_pair_of_loss, pull_back
+from mpjax._src.program.gradient import (
+    check_result,
+    differentiated,
+    is_loss,
+    is_pair_of_loss,
+    pull_back,
+)
 from mpjax._src.program.graph import Op
 from mpjax._src.program.interpret import enters
 from mpjax._src.program.site import NUMBER, Site
@@ -122,6 +128,7 @@ def make_program(
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
         traced = trace(fun, policy, args, kwargs)
     outs = traced.returned()
+    check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
 
     def evaluate(*arrays):
         return call(traced, list(arrays), rows=True)

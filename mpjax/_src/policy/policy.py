@@ -4,11 +4,12 @@ A policy is data. `LEVELS` and `NAMES` list the named policies. `get_policy` par
 grammar and `str(policy)` writes it. The casts themselves are in `trees`.
 """
 
+import contextlib
 import dataclasses
 import json
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -26,13 +27,16 @@ from mpjax._src.base.dtypes import (
     DTypeLike,
     canonical,
     default_half,
+    elsewhere,
     short_name,
 )
-from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.errors import LONGEST, brief, did_you_mean, misplaced
+from mpjax._src.base.operations import primitives_of
 from mpjax._src.base.patterns import matches, nearest_paths, path_of, paths
 from mpjax._src.base.public import public
 from mpjax._src.base.rules import NO_HALF_FORM, PROGRAM, rule_of
 from mpjax._src.base.trees import cast, cast_leaf
+from mpjax._src.policy.words import NAMES_ELSEWHERE, rewritten
 
 T = TypeVar("T")
 
@@ -59,7 +63,7 @@ PolicyName: TypeAlias = Literal[
     "32",
     "no",
 ]
-PolicyLike: TypeAlias = jmp.Policy | PolicyName | str
+PolicyLike: TypeAlias = jmp.Policy | PolicyName | str | Mapping[str, Any] | Sequence[Any]
 
 # Names of normalization layers in Flax, Equinox, Haiku and PyTorch models.
 NORM_PATTERNS = (
@@ -68,6 +72,10 @@ NORM_PATTERNS = (
 )
 
 OP_LISTS = ("half_ops", "full_ops", "follow_ops")
+FLAGS = ("master_weights", "fused_attention", "chunked_loss")
+
+
+_UNSET: Any = None  # of a dtype that was not given
 
 
 class Choice(NamedTuple):
@@ -202,8 +210,8 @@ class Policy(jmp.Policy):
     """
 
     param_dtype: np.dtype
-    compute_dtype: np.dtype
-    output_dtype: np.dtype
+    compute_dtype: np.dtype = _UNSET
+    output_dtype: np.dtype = _UNSET
     overrides: tuple[tuple[str, np.dtype], ...] = ()
     keep_full: tuple[str, ...] = ()
     master_weights: bool = True
@@ -221,6 +229,12 @@ class Policy(jmp.Policy):
     moments: str = "float32"
 
     def __post_init__(self):
+        if self.compute_dtype is None and self.output_dtype is None:
+            given = brief(self.param_dtype)
+            raise TypeError(
+                f"Policy({given}) lacks compute_dtype and output_dtype. mpjax.get_policy({given}) "
+                "returns the policy of a name."
+            )
         for name, value in _canonical_fields(self).items():
             object.__setattr__(self, name, value)
 
@@ -290,9 +304,9 @@ class Policy(jmp.Policy):
 
     def with_ops(
         self,
-        half: str | Iterable[str] = (),
-        full: str | Iterable[str] = (),
-        follow: str | Iterable[str] = (),
+        half: Any = (),
+        full: Any = (),
+        follow: Any = (),
     ) -> "Policy":
         """Returns a copy of this policy with primitives added to its op lists.
 
@@ -300,9 +314,9 @@ class Policy(jmp.Policy):
         table of primitives.
 
         Args:
-            half: Names of JAX primitives to compute in the 16-bit dtype.
-            full: Names of JAX primitives to compute in float32.
-            follow: Names of JAX primitives to compute in the dtype of their inputs.
+            half: JAX primitives to compute in the 16-bit dtype: one or several, or their names.
+            full: JAX primitives to compute in float32.
+            follow: JAX primitives to compute in the dtype of their inputs.
 
         Returns:
             A new policy.
@@ -473,7 +487,7 @@ class Policy(jmp.Policy):
         shown = (
             f"{field.name}={plain(getattr(self, field.name))!r}"
             for field in dataclasses.fields(self)
-            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+            if field.name.endswith("_dtype") or getattr(self, field.name) != field.default
         )
         return f"Policy({', '.join(shown)})"
 
@@ -515,8 +529,8 @@ KEYS = {
 }
 
 
-def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
-    """Returns the policy that a string describes.
+def get_policy(x: "PolicyLike", half: DTypeLike | None = None, **settings: Any) -> Policy:
+    """Returns the policy that a string, or a mapping from a configuration file, describes.
 
     Spaces and letter case do not matter. A string is one of these:
 
@@ -537,18 +551,23 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
     written in JSON.
 
     Args:
-        x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted.
+        x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted. Configuration
+            files may also have a mapping of settings, ``{"policy": "mixed_bfloat16", "storage":
+            "lean"}``, and a list of what stands between the commas, mappings included.
         half: The dtype that "half" and a level without a suffix mean: float16 or bfloat16. If
             None, the 16-bit dtype that suits the default device (`half_dtype`): bfloat16 on TPUs,
             CPUs and NVIDIA GPUs of compute capability 8.0 or more, float16 on older NVIDIA GPUs.
             In jmp, by contrast, "half" is float16 everywhere except on TPUs.
 
+        **settings: Further settings, by the keys of the string, as in ``storage="lean"``.
+
     Returns:
         A `Policy`. ``get_policy(str(p)) == p`` for every policy ``p``.
 
     Raises:
-        TypeError: If ``x`` is neither a string nor a policy.
-        ValueError: If the string does not follow the grammar. The message says where.
+        TypeError: If ``x`` is no string, policy, mapping or list.
+        ValueError: If the string does not follow the grammar, or a setting is invalid. The message
+            says where.
 
     Example:
         >>> import mpjax
@@ -556,34 +575,132 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None) -> Policy:
         True
         >>> mpjax.get_policy("params=float32, compute=bf16")
         Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='bfloat16')
+        >>> str(mpjax.get_policy({"policy": "O2:float16", "storage": "lean"}, moments="8bit"))
+        'O2:float16,storage=lean,moments=8bit'
     """
     half = None if half is None else _as_half(half)
-    if isinstance(x, Policy):
-        return x
     if isinstance(x, jmp.Policy):
-        return Policy(x.param_dtype, x.compute_dtype, x.output_dtype)
-    if not isinstance(x, str):
-        raise TypeError(
-            f"policy={brief(x)} must be a string such as 'mixed_bfloat16', an mpjax.Policy or a "
-            "jmp.Policy. To use one dtype everywhere, give its name: 'bfloat16'."
+        base = (
+            x if isinstance(x, Policy) else Policy(x.param_dtype, x.compute_dtype, x.output_dtype)
         )
-    name, refinements = _split(x)
-    base = _named(name, x, half) if name else None
+        return _refined(base, _added({}, settings.items(), x), x, half) if settings else base
+    text, pairs = _text_of(x)
+    pairs += settings.items()
+    try:
+        return _parsed(text, pairs, x, half)
+    except ValueError as error:
+        meant = _meant(text)
+        if not meant:
+            raise
+        said = re.sub(r" Did you mean .*?\?", "", str(error))
+    raise ValueError(
+        f"{said} Did you mean {meant!r}? Commas separate settings; lists and mappings are JSON."
+    )
+
+
+def _is_mapping(x: Any) -> bool:  # that of ml_collections is no `Mapping`
+    return isinstance(x, Mapping) or (hasattr(x, "items") and hasattr(x, "keys"))
+
+
+def _text_of(x: Any) -> tuple[str | None, list[tuple[Any, Any]]]:
+    """Returns the string of a policy, None if there is none, and the settings beside it."""
+    listed = isinstance(x, Sequence) and not isinstance(x, str) and not hasattr(x, "_fields")
+    words, pairs = [], []
+    for part in x if listed else [x]:
+        for key, value in part.items() if _is_mapping(part) else [("policy", part)]:
+            if key not in ("policy", "name"):
+                pairs.append((key, value))
+            elif isinstance(value, str):
+                words.append(value)
+            else:
+                raise TypeError(
+                    f"policy={brief(x)} must be a string such as 'mixed_bfloat16', an mpjax.Policy "
+                    f"or a jmp.Policy, or a mapping or list of settings.{_no_string(value)}"
+                )
+    return None if pairs and not words else ",".join(words), pairs
+
+
+def _no_string(value: Any) -> str:
+    """Says what a value is that was given in the place of a policy, and what to write."""
+    if isinstance(value, bool | int):
+        return " YAML reads no and off as False, and 32 as a number. Put quotes around them."
+    if value is None:
+        return " To leave everything in float32, write 'float32'."
+    name = getattr(getattr(value, "dtype", value), "name", "")
+    if name in BY_NAME and not getattr(value, "shape", ()):
+        mixed = f"mixed_{name}" if BY_NAME[name] in HALVES else name
+        return f" Did you mean {mixed!r}? To use one dtype everywhere, give its name: {name!r}."
+    return misplaced(value)
+
+
+def _meant(text: str | None) -> str:
+    """Returns the valid string that an invalid one probably means, or ""."""
+    valid = {name: row.values[1:] for name, row in CHOICES.items()}
+    valid |= {f"{name}=true": (name,) for name in FLAGS}
+    meant = rewritten(text, KEYS, valid) if text and len(text) < LONGEST else ""
+    if not meant or meant == text:
+        return ""
+    with contextlib.suppress(ValueError):
+        _parsed(meant, [], meant, None)
+        try:
+            _parsed(text, [], text, None)
+        except ValueError:
+            return meant
+    return ""
+
+
+def _parsed(text: str | None, pairs: Iterable[tuple[Any, Any]], x: Any, half: Any) -> Policy:
+    name, values = ("", {}) if text is None else _split(text)
+    values = _added(values, pairs, x)
+    if name:
+        return _refined(_named(name, text or name, half), values, x, half)
+    named = any(field.endswith("_dtype") for field in values)
+    values.setdefault("param_dtype", FLOAT32)
+    values.setdefault("compute_dtype", values["param_dtype"])
+    values.setdefault("output_dtype", values["compute_dtype"])
+    policy = _refined(Policy(FLOAT32, FLOAT32, FLOAT32), values, x, half)
+    if not named:
+        raise ValueError(
+            f"policy={brief(x)} has no name and no dtype, so all would be float32. Begin with a "
+            "name, as in 'mixed_bfloat16,storage=lean'."
+        )
+    return policy
+
+
+def _added(values: dict[str, Any], pairs: Iterable[tuple[Any, Any]], x: Any) -> dict[str, Any]:
+    """Returns values by field with those of further keys."""
+    for key, value in pairs:
+        values[_field(key, x, values)] = value
+    return values
+
+
+def _field(key: Any, x: Any, values: Collection[str]) -> str:
+    """Returns the field of a key that is none of those given already."""
+    field = KEYS.get(str(key).strip().lower())
+    if field is None:
+        raise ValueError(
+            f"policy={brief(x)}: {brief(key)} is not a key of a policy. {_grammar(str(key))}"
+            + (" The name of a policy belongs under 'policy'." if _is_mapping(x) else "")
+        )
+    if field in values:
+        raise ValueError(f"policy={brief(x)} sets {brief(key)} twice. Set it once.")
+    return field
+
+
+def _refined(base: Policy, values: dict[str, Any], x: Any, half: np.dtype | None) -> Policy:
+    """Returns a policy with other values of some fields."""
+    of = f"policy={brief(x)}: "
     dtypes: dict[str, Any] = {
-        key: canonical(value, f"policy={brief(x)}: {key}", half)
-        for key, value in refinements.items()
-        if key.endswith("_dtype")
+        field: canonical(value, of + field, half)
+        for field, value in values.items()
+        if field.endswith("_dtype")
     }
-    if "overrides" in refinements:
+    if "overrides" in values:
         dtypes["overrides"] = tuple(
-            (pattern, canonical(dtype, f"policy={brief(x)}: overrides[{brief(pattern)}]", half))
-            for pattern, dtype in _pairs(refinements["overrides"])
+            (pattern, canonical(dtype, f"{of}overrides[{brief(pattern)}]", half))
+            for pattern, dtype in _pairs(values["overrides"])
         )
-    if base is None:
-        param = dtypes.get("param_dtype", FLOAT32)
-        compute = dtypes.get("compute_dtype", param)
-        base = Policy(param, compute, dtypes.get("output_dtype", compute))
-    return dataclasses.replace(base, **{**refinements, **dtypes})
+    return dataclasses.replace(base, **{**values, **dtypes})
 
 
 def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
@@ -598,8 +715,10 @@ def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
 
 def _unknown_name(name: str, text: str) -> ValueError:
     choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
-    meant = _mixed(name)
-    hint = f" Did you mean {meant!r}?" if meant else did_you_mean(name, choices)
+    meant = _mixed(name) or NAMES_ELSEWHERE.get(name.lower())
+    hint = f" Did you mean {meant!r}?" if meant else elsewhere(name) or did_you_mean(name, choices)
+    if name.lower() in ("auto", "default", "best"):
+        hint = " mpjax.recommend_policy() returns the one that suits this device."
     return ValueError(
         f"Unknown policy {brief(name)} (policy={brief(text)}).{hint} Choose one of 'float32', "
         "'mixed_float16', 'mixed_bfloat16', the levels 'O0' to 'O3' (with a suffix as in "
@@ -646,7 +765,8 @@ def means_another_policy(x: Any) -> bool:
     For Hugging Face's ``mixed_precision=`` and PyTorch's autocast it is what matmuls run in; for
     jmp and mpjax it is the dtype of everything, parameters included.
     """
-    word = x.strip().lower() if isinstance(x, str) else ""
+    text = None if isinstance(x, jmp.Policy) else _text_of(x)[0]
+    word = _split(text)[0].lower() if text else ""
     return word == "half" or BY_NAME.get(word) in HALVES
 
 
@@ -683,14 +803,7 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
                 )
             position = end
         else:
-            field = KEYS.get(key[1].lower())
-            if field is None:
-                raise ValueError(
-                    f"policy={brief(text)}: {brief(key[1])} is not a key of a policy. "
-                    f"{_grammar(key[1])}"
-                )
-            if field in values:
-                raise ValueError(f"policy={brief(text)} sets {brief(key[1])} twice. Set it once.")
+            field = _field(key[1], text, values)
             values[field], position = _value(text, key.end())
         comma = _COMMA.match(text, position)
         if comma is None:
@@ -710,7 +823,7 @@ def _value(text: str, position: int) -> tuple[Any, int]:
             return decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:  # brackets too deep, digits too many
             raise ValueError(
-                f"policy={brief(text)}: bad JSON at {brief(text[position:])}: {error}"
+                f"policy={brief(text)}: bad JSON at {brief(text[position:])}: {error}."
             ) from None
     word, end = _word(text, position)
     return {"true": True, "false": False}.get(word.lower(), word), end
@@ -763,7 +876,7 @@ def _canonical_fields(policy: Policy) -> dict[str, Any]:
 
 def _choices(policy: Policy) -> dict[str, str | float]:
     """Returns the settings of `CHOICES` in canonical form, and refuses those that are invalid."""
-    for name in ("master_weights", "fused_attention", "chunked_loss"):
+    for name in FLAGS:
         if not isinstance(getattr(policy, name), bool):
             raise ValueError(f"{name}={brief(getattr(policy, name))} must be True or False.")
     found: dict[str, str | float] = {}
@@ -810,10 +923,10 @@ def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
     listed = _list_of_each(lists)
     unknown = set(listed) - _jax.primitive_names() if listed else set()
     for name in sorted(unknown, key=str):
+        hint = primitives_of(name) or did_you_mean(name, _jax.primitive_names())
         raise ValueError(
-            f"{listed[name]}: JAX has no primitive named {brief(name)}."
-            f"{did_you_mean(name, _jax.primitive_names())} Choose one of the names that "
-            "jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
+            f"{listed[name]}: JAX has no primitive named {brief(name)}.{hint} Choose one of the "
+            "names that jax.make_jaxpr prints, such as 'dot_general', 'exp' or 'reduce_sum'."
         )
     for name in sorted(name for name in listed if rule_of(name).need == PROGRAM):
         raise ValueError(
@@ -855,13 +968,15 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _strings(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else value
-    if isinstance(strings, Iterable):
-        strings = tuple(strings)
-        if all(isinstance(string, str) for string in strings):
-            return strings
-    raise ValueError(f"{argument}={brief(value)} must be a sequence of strings.")
+def _strings(value: Any, argument: str) -> tuple[str, ...]:
+    """Returns strings, and the names of primitives."""
+    strings = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    strings = tuple(getattr(string, "name", string) for string in strings)
+    if all(isinstance(string, str) for string in strings):
+        return strings
+    ops = argument.removesuffix("_ops") in ("half", "full", "follow")
+    hint = " jax.make_jaxpr(fun)(*args) prints the primitives of a function." if ops else ""
+    raise ValueError(f"{argument}={brief(value)} must be a sequence of strings.{hint}")
 
 
 def _pairs(overrides: Any) -> tuple[tuple[Any, Any], ...]:

@@ -28,12 +28,17 @@ def positions(tool: str, argnums: Any, count: int) -> set[int]:
     if not (numbers and all(_is_position(i, count) for i in numbers)):
         raise ValueError(
             f"{tool}: argnums={brief(argnums)} must be positions of arguments, from 0 to "
-            f"{count - 1}, because the function was called with {count}."
+            f"{count - 1}, because the function was called with {count}.{_policy_hint(argnums)}"
         )
     chosen = {int(i) % count for i in numbers}
     if len(chosen) < len(numbers):
         raise ValueError(f"{tool}: argnums={brief(argnums)} names an argument twice. Name it once.")
     return chosen
+
+
+def _policy_hint(argnums: Any) -> str:
+    named = isinstance(argnums, str) or hasattr(argnums, "compute_dtype")
+    return " For a policy, pass mpjax.autocast(fun, policy) as the function." if named else ""
 
 
 def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
@@ -64,7 +69,7 @@ def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
     if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
         raise TypeError(
             f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
-            f"{type(outs).__name__}."
+            f"{type(outs).__name__}.{loss_hint(outs, True)}"
         )
     loss = outs[0] if has_aux else outs
     return is_array_or_shape(loss) and loss.shape == () and is_float(loss)
@@ -80,14 +85,33 @@ def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
     if is_loss(tool, outs, has_aux):
         return
     loss = outs[0] if has_aux else outs
-    kind = f"a {type(loss).__name__}"
+    kind = "None" if loss is None else f"a {type(loss).__name__}"
     returned = f"{loss.dtype}{list(loss.shape)}" if is_array_or_shape(loss) else kind
-    pair = isinstance(loss, tuple | list) and len(loss) == 2
-    hint = " If it returns (loss, aux), pass has_aux=True." if pair and not has_aux else ""
     raise TypeError(
         f"{tool}: to be differentiated, the function must return one real floating number of shape "
-        f"(), but it returned {returned}.{hint} For the forward pass alone, pass argnums=None."
+        f"(), but it returned {returned}.{loss_hint(loss, has_aux)} For the forward pass alone, "
+        "pass argnums=None."
     )
+
+
+def loss_hint(loss: Any, has_aux: bool) -> str:
+    """Returns what to change in a function that returned something else than a loss."""
+    if loss is None:
+        return " Does the function lack a return statement?"
+    if isinstance(loss, dict):
+        return ' Return one entry, such as out["loss"]; others are aux, with has_aux=True.'
+    pair = isinstance(loss, tuple) and not has_aux
+    hint = " For (loss, aux) pass has_aux=True." if pair else ""
+    return f" Losses of several examples are usually averaged: jnp.mean(losses).{hint}"
+
+
+def check_result(tool: str, outs: Any, arrays: Sequence[Any]) -> None:
+    """Raises a TypeError if a function returned, and changed, no array at all."""
+    if not arrays:
+        raise TypeError(
+            f"{tool}: the function returned {brief(outs)}, which contains no array, so there is "
+            f"nothing to report.{loss_hint(outs, True)}"
+        )
 
 
 class Pullback(NamedTuple):

@@ -12,10 +12,10 @@ import jmp
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.base import _jax, called
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32
-from mpjax._src.base.errors import brief, check_callable, warn_at
+from mpjax._src.base.errors import brief, check_callable, check_flag, misplaced, warn_at
 from mpjax._src.base.trees import all_finite, is_array, widen
 from mpjax._src.policy.policy import Policy
-from mpjax._src.program.gradient import positions
+from mpjax._src.program.gradient import loss_hint, positions
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
@@ -74,11 +74,12 @@ def scaled_value_and_grad(
     """
 
     check_callable(fun, "fun")
+    check_flag("has_aux", has_aux)
     if not has_protocol(loss_scale):
         raise TypeError(
             f"loss_scale={brief(loss_scale)} must be an instance of a loss scale, such as "
             "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller stores it and "
-            "adjusts it after each step."
+            f"adjusts it after each step.{misplaced(loss_scale)}"
         )
     axes_of(axis_name)
     return functools.partial(_value_and_grad, fun, loss_scale, argnums, has_aux, axis_name)
@@ -204,6 +205,7 @@ def _split_aux(out: Any) -> tuple[Any, Any]:
         return out[0], out[1]
     raise TypeError(
         f"has_aux=True, so the function must return (loss, aux), but it returned {_kind(out)}."
+        f"{loss_hint(out, True)}"
     )
 
 
@@ -211,16 +213,15 @@ def _check_loss(loss: Any, has_aux: bool) -> None:
     number = isinstance(loss, float) or hasattr(loss, "dtype")
     if number and jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         return
-    hint = "" if has_aux or not isinstance(loss, tuple) else " For (loss, aux) pass has_aux=True."
     raise TypeError(
-        f"The loss must be one real floating number of shape (), but it is {_kind(loss)}. "
-        f"Losses of several examples are usually averaged: jnp.mean(losses).{hint}"
+        f"The loss must be one real floating number of shape (), but it is {_kind(loss)}."
+        f"{loss_hint(loss, has_aux)}"
     )
 
 
 def _kind(value: Any) -> str:
     if hasattr(value, "dtype"):
         return f"{value.dtype}{list(jnp.shape(value))}"
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, dict)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{brief(value)} ({type(value).__name__})"

@@ -14,13 +14,19 @@ import numpy as np
 import optax
 
 from mpjax._src.base.dtypes import BFLOAT16, FLOAT32
-from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.errors import brief, did_you_mean, is_state, misplaced
 from mpjax._src.base.patterns import name_of, path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_narrow_array, widen
 from mpjax._src.policy.policy import CHOICES
 from mpjax._src.training import residuals
-from mpjax._src.training.optimizers import as_optimizer, check_kind, first_state, of_ours
+from mpjax._src.training.optimizers import (
+    as_optimizer,
+    check_kind,
+    check_params,
+    first_state,
+    of_ours,
+)
 from mpjax._src.training.stored import (
     Optimizer,
     added,
@@ -272,16 +278,24 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
 
     Apex has the same function as amp.master_params.
     """
-    if _states_in(params):
+    if is_state(params):
         raise ValueError(
             "params is the state of an optimizer. The order is master_params(opt_state, params)."
         )
+    check_params(params)
     flat = [jax.tree.flatten(tree) for tree in (opt_state, params)]
     (leaves, structure), (others, other) = flat
     if leaves and structure == other and all(map(operator.is_, leaves, others)):  # type: ignore[operator]
         raise ValueError(
             "opt_state is the parameters, which have no master weights. Pass the state that "
             "optimizer.init(params) or the last update returned."
+        )
+    may_be = is_state(opt_state) or any(
+        hasattr(x, "shape") for x in leaves
+    )  # of an optimizer of the user's
+    if not may_be and (opt_state is None or misplaced(opt_state)):
+        raise TypeError(
+            f"opt_state={brief(opt_state)} must be the state of an optimizer.{misplaced(opt_state)}"
         )
     return _with_kept(params, opt_state, full_value)
 

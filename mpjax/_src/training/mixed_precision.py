@@ -11,7 +11,7 @@ import optax
 
 from mpjax._src.base.called import CALLED, CASTS, SCALES
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.errors import PrecisionWarning, brief, warn_user
+from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misplaced, warn_user
 from mpjax._src.base.patterns import name_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_one_bool
@@ -26,7 +26,15 @@ from mpjax._src.training.loss_scale import (
     get_loss_scale,
     smallest,
 )
-from mpjax._src.training.optimizers import check_kind, of_ours, shown, updated_if
+from mpjax._src.training.optimizers import (
+    as_optimizer,
+    check_kind,
+    check_params,
+    check_value,
+    of_ours,
+    shown,
+    updated_if,
+)
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import agreed
 from mpjax._src.training.transaction import adjusted, counted
@@ -157,6 +165,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             TypeError: As for `scaled_value_and_grad`.
             ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
+        check_callable(fun, "fun")
         run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
@@ -213,8 +222,8 @@ def mixed_precision(
     Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` wrap an optimizer in the same
     way. The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training".
     """
-    policy = training_policy(policy)
-    return in_mixed_precision(optimizer, policy, loss_scale, "optimizer")
+    as_optimizer(optimizer, "optimizer")  # before the policy, which may stand in its place
+    return in_mixed_precision(optimizer, training_policy(policy), loss_scale, "optimizer")
 
 
 def in_mixed_precision(
@@ -263,6 +272,7 @@ class Rules:
     def init(self, params: Any) -> MixedPrecisionState:
         """Returns the initial state for parameters."""
         known_to_flax(*KINDS)
+        check_params(params)
         _check_stored(
             self.policy,
             params,
@@ -288,8 +298,11 @@ class Rules:
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
+        check_params(updates, "updates")
+        check_value(extra_args.get("value"))
         check_kind(state, MixedPrecisionState, "mixed_precision")
         if params is not None:
+            check_params(params)
             _check_stored(
                 self.policy,
                 params,
@@ -307,7 +320,7 @@ class Rules:
         updates, inner_state = updated_if(
             finite, self.inner, updates, state.inner_state, params, extra_args
         )
-        used = None if scaled_by is None else smallest(_scales_in(scaled_by))
+        used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)
         return updates, MixedPrecisionState(
             inner_state, scale, **counted(state, finite), **verdicts
@@ -349,15 +362,15 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
         )
 
 
-def _scales_in(opt_state: Any) -> list[LossScale]:
+def _scales_in(opt_state: Any, argument: str = "opt_state") -> list[LossScale]:
     """Returns the loss scales of all states of `mixed_precision` in a tree of optimizer states."""
     is_state = lambda node: isinstance(node, MixedPrecisionState)  # noqa: E731
     scales = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
     if not scales:
         raise ValueError(
-            f"opt_state={brief(opt_state)} must contain a state of mpjax.mixed_precision, for its "
+            f"{argument}={brief(opt_state)} must contain a state of mpjax.mixed_precision, for its "
             "loss scale, but contains none. Pass the state that optimizer.init(params) or the last "
-            "optimizer.update returned."
+            f"optimizer.update returned.{misplaced(opt_state)}"
         )
     return scales
 

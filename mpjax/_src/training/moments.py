@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, misplaced
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_floating
@@ -109,7 +109,7 @@ def with_8bit_moments(
     https://arxiv.org/abs/2110.02861; FlashOptim 2026, https://arxiv.org/abs/2602.23349.
     """
     inner = as_optimizer(inner, "inner")
-    table = {**MOMENTS, **_checked(moments or {})}
+    table = {**MOMENTS, **_checked({} if moments is None else moments)}
 
     def init(params):
         state, number = first_state(inner, params), jnp.zeros((), jnp.int32)
@@ -210,6 +210,11 @@ def _is_kept(leaf: Any) -> bool:
 
 
 def _checked(moments: Table) -> Table:
+    if not all(isinstance(x, dict) for x in (moments, *getattr(moments, "values", tuple)())):
+        raise TypeError(
+            f"moments={brief(moments)} must map names of state classes to their fields, such as "
+            f'{{"MyState": {{"average": "signed"}}}}.{misplaced(moments)}'
+        )
     wrong = {kind for fields in moments.values() for kind in fields.values()} - set(CODES)
     if wrong:
         raise ValueError(

@@ -9,11 +9,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.base.errors import brief, no_attribute
+from mpjax._src.base.errors import brief, is_state, misplaced, no_attribute
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, is_array, is_array_or_shape, is_floating, is_one_bool
+from mpjax._src.base.trees import (
+    all_finite,
+    check_fits,
+    is_array,
+    is_array_or_shape,
+    is_floating,
+    is_one_bool,
+)
 from mpjax._src.training.transaction import counted, gated_update
 
 C = TypeVar("C", bound=type)
@@ -108,6 +115,8 @@ def skip_nonfinite(
     def update(updates, state, params=None, *, finite=True, **extra_args):
         if not is_one_bool(finite):
             raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
+        check_params(updates, "updates")
+        check_value(extra_args.get("value"))
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
         updates, inner_state = updated_if(
@@ -129,25 +138,29 @@ def updated_if(
     """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
 
     Raises:
-        ValueError: If ``value`` among ``extra_args`` is not one number, if the state belongs to
-            another optimizer, or the gradients to other parameters.
+        ValueError: If the state belongs to another optimizer, or the gradients to other parameters.
     """
-    _check_value(extra_args.get("value"))
 
     def update(state, grads, params):
         return inner.update(grads, state, params, **extra_args)
 
     with for_state(inner, state, params, grads):
         updates, new = gated_update(finite, update, state, grads, params)
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
-    if params is not None and structures[0] != structures[1]:
-        _check_updates(updates, params, lacking=False)  # Equinox trains a part of a module
+    if params is not None and _forms(updates) != _forms(params):
+        # Equinox trains a part of a module.
+        _check_updates(updates, params, lacking=updates is None)
     return updates, new
 
 
-def _check_value(value: Any) -> None:
+def _forms(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [getattr(leaf, "shape", ()) for leaf in leaves]
+
+
+def check_value(value: Any) -> None:
     """Refuses a loss that is not one number: optimizers compare it with one."""
-    if value is None or isinstance(value, (bool, int, float)):
+    fits = isinstance(value, int) and abs(value) < 2**127
+    if value is None or fits or isinstance(value, float):
         return
     if not (is_array(value) and jnp.ndim(value) == 0):
         kind = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
@@ -161,9 +174,10 @@ def first_state(inner: optax.GradientTransformation, params: Any) -> optax.OptSt
     """Returns ``inner.init(params)``.
 
     Raises:
-        TypeError: If ``inner`` fails, and a leaf is not an array. Stateless optimizers take such
-            leaves, so they are no error by themselves.
+        TypeError: If ``params`` is a state or contains no arrays; if ``inner`` fails, and a leaf is
+            not an array. Stateless optimizers take such leaves, so they are no error by themselves.
     """
+    check_params(params)
     try:
         return inner.init(params)
     except Exception:
@@ -181,10 +195,34 @@ def check_kind(state: Any, kind: type, name: str) -> None:
     """Raises a ValueError if an optimizer's state is not an instance of ``kind``."""
     if not isinstance(state, kind):
         raise ValueError(
-            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it was "
-            "created by a different optimizer. Pass the state that init or the last update of this "
-            "one returned."
+            f"state is a {type(state).__name__}, not the {kind.__name__} of {name}: it was created "
+            "by a different optimizer, or the order is not update(grads, state, params). Pass the "
+            "state that init or the last update of this one returned."
         )
+
+
+def check_params(params: Any, argument: str = "params") -> None:
+    """Raises a TypeError for what is no tree of arrays: a state, or leaves without an array."""
+    if is_state(params):
+        raise TypeError(
+            f"{argument}={brief(params)} must be a tree of arrays, not a state that init returned."
+            f"{misplaced(params)} Call init once; each update or step returns the next state."
+        )
+    if params is None and argument == "params":
+        raise TypeError("params=None must be a tree of arrays.")
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for keys, leaf in leaves:
+        check_fits(argument, keys, leaf)
+    if leaves and not any(_may_train(leaf) for _, leaf in leaves):
+        keys, leaf = leaves[0]
+        raise TypeError(
+            f"{name_of(argument, keys)} is {brief(leaf)}, not an array, and {argument} contains "
+            f"none. Pass the trained arrays, or their gradients.{misplaced(params)}"
+        )
+
+
+def _may_train(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float, complex))
 
 
 def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str) -> None:
@@ -256,6 +294,12 @@ def shown(update: Any) -> str:
     return f"{name}({', '.join(parts)})" if parts else name
 
 
+def _uncalled(value: Any) -> str:
+    """Returns the hint for a function such as optax.adamw that makes an optimizer, or ""."""
+    ours = getattr(value, "__module__", "").startswith("optax") and callable(value)
+    return f" Call it: {value.__name__}(...)." if ours and hasattr(value, "__name__") else ""
+
+
 def as_optimizer(
     optimizer: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
@@ -263,6 +307,6 @@ def as_optimizer(
     if isinstance(optimizer, type) or not is_optimizer(optimizer):
         raise TypeError(
             f"{argument}={brief(optimizer)} must be an optax optimizer with init and update, such "
-            "as optax.adamw(1e-3)."
+            f"as optax.adamw(1e-3).{_uncalled(optimizer) or misplaced(optimizer)}"
         )
     return optax.with_extra_args_support(optimizer)

@@ -20,8 +20,11 @@ from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import (
     DivergenceError,
     PrecisionWarning,
+    as_float,
     brief,
     check_count,
+    check_flag,
+    misplaced,
     whole_number,
 )
 from mpjax._src.base.outlines import outline
@@ -30,6 +33,7 @@ from mpjax._src.base.public import public
 from mpjax._src.base.trees import (
     cast,
     cast_like,
+    check_fits,
     is_array,
     is_key,
     pytree_of,
@@ -43,7 +47,7 @@ from mpjax._src.training.gradients import observed_value_and_grad, with_float32_
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
-from mpjax._src.training.optimizers import as_optimizer, check_state
+from mpjax._src.training.optimizers import as_optimizer, check_params, check_state
 from mpjax._src.training.placement import commit_like
 from mpjax._src.training.replicas import (
     average_gradients,
@@ -211,14 +215,15 @@ def build_train_step(
     The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training",
     https://arxiv.org/abs/1710.03740.
     """
+    _check_loss_fn(loss_fn)
+    taken = _taken_by(as_optimizer(optimizer, "optimizer"))
     policy = training_policy(policy)
     _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
-    _check_arguments(loss_fn, has_aux, reports, accumulate_steps)
+    _check_arguments(has_aux, reports, accumulate_steps)
     axes = axes_of(axis_name)
     check_specs(param_specs)
     first_scale = get_loss_scale(policy, loss_scale)
-    taken = _taken_by(as_optimizer(optimizer, "optimizer"))
     optimizer = under_policy(policy, optimizer, "optimizer")
     forward, observe = _forward(loss_fn, policy, has_aux), reports.observer()
 
@@ -333,6 +338,7 @@ class Reports(NamedTuple):
 def _stored_params(params: Any, policy: Policy) -> Any:
     """Returns the parameters as they are stored: copied, checked and cast."""
     known_to_flax(TrainState, *SCALES)
+    check_params(params)
     _refuse_modules(params)
     params = _owned(params, "params")
     _check_params(params)
@@ -350,7 +356,7 @@ def _first_state(
         params=params,
         opt_state=opt_state,
         loss_scale=loss_scale,
-        model_state=_owned(model_state, "model_state"),
+        model_state=_owned(_check_model(model_state), "model_state"),
         rng=_check_rng(rng),
         skipped_steps=jnp.zeros((), jnp.int32),
         consecutive_skips=jnp.zeros((), jnp.int32),
@@ -500,14 +506,16 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
     """
     most = whole_number(limit)
     if most is None or most < 1:
-        raise ValueError(f"limit={brief(limit)} must be an integer >= 1, a number of steps.")
+        raise ValueError(
+            f"limit={brief(limit)} must be an integer >= 1, a number of steps.{misplaced(limit)}"
+        )
     _check_metrics(metrics)
-    skips, scale = int(metrics["consecutive_skips"]), float(metrics["loss_scale"])
+    skips, scale = int(metrics["consecutive_skips"]), as_float(metrics["loss_scale"])
     at_floor = skips >= AT_FLOOR and scale <= 1
     if skips < most and not at_floor:
         return
     cause = _cause(metrics, at_floor)
-    message = f"{skips} steps in a row were skipped, at loss scale {scale:g}. {cause}"
+    message = f"{brief(skips)} steps in a row were skipped, at loss scale {scale:g}. {cause}"
     if skips >= most:
         raise DivergenceError(message)
     warnings.warn(message, PrecisionWarning, stacklevel=2)
@@ -558,7 +566,7 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
         kwargs = {name: value for name, value in carried.items() if value is not None}
         _check_signature(loss_fn, (params, batch), kwargs)
         # jit would convert the batch too: NumPy's float64 becomes float32 unless x64 is enabled.
-        batch = jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, batch)
+        batch = jax.tree_util.tree_map_with_path(_converted, batch)
         with _without_rng(loss_fn, rng):
             out = run(params, batch, **kwargs)
         loss, new_state, aux = _unpack(out, model_state is not None, has_aux)
@@ -567,6 +575,12 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
         return loss, (new_state, aux)
 
     return forward
+
+
+def _converted(keys: Any, leaf: Any) -> Any:
+    """Returns a leaf of the batch as JAX reads it."""
+    check_fits("batch", keys, leaf)
+    return jnp.asarray(leaf) if is_array(leaf) else leaf
 
 
 def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -670,6 +684,7 @@ def _owned(tree: Any, argument: str) -> Any:
             )
         if is_key(leaf):
             return jnp.copy(leaf)
+        check_fits(argument, keys, leaf)
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree_util.tree_map_with_path(own, tree)
@@ -694,15 +709,18 @@ def _warn_if_unused(policy: Policy) -> None:
         )
 
 
-def _check_arguments(loss_fn: Any, has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
+def _check_loss_fn(loss_fn: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
+            f"{misplaced(loss_fn)}"
         )
+
+
+def _check_arguments(has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
     flags = {f"report_{name}": getattr(reports, name) for name in Reports._fields[1:]}
     for name, flag in {"has_aux": has_aux, **flags}.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}={brief(flag)} must be True or False.")
+        check_flag(name, flag)
     check_count("accumulate_steps", accumulate_steps)
 
 
@@ -727,6 +745,12 @@ def _check_params(params: Any) -> None:
                 f"{name_of('params', keys)} is {leaf.dtype}, which has no gradient. Move "
                 "counters, tables and keys to model_state or rng."
             )
+
+
+def _check_model(model_state: Any) -> Any:
+    if is_array(model_state) and is_key(model_state):
+        raise TypeError(f"model_state={brief(model_state)} is a PRNG key. Pass it as rng=.")
+    return model_state
 
 
 def _check_rng(rng: Any) -> Any:
