@@ -4,6 +4,9 @@ They are created when mpjax is imported, before anything is traced. A context va
 created later changes the cache key of every program, so JAX would compile each of them again.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import jax.extend.core  # creates context variables too on JAX 0.12; all of mpjax imports it
 
@@ -15,3 +18,18 @@ COMPILED_FOR = jax.make_user_context(default_value="")
 
 # Whether a function is traced for the linter. The trace then includes the casts of Python numbers.
 LINTED = jax.make_user_context(default_value=False)
+
+
+def is_checked_by_jax() -> bool:
+    """Returns whether JAX raises at the first NaN or Inf: jax_debug_nans, jax_debug_infs."""
+    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Lets NaN and Inf pass in the programs that a report runs, whatever the user has set.
+
+    It is a decorator too.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield

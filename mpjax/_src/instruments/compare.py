@@ -19,6 +19,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, did_you_mean
 from mpjax._src.base.lines import short, where
@@ -285,6 +286,7 @@ def compare(
         _check_agreement(results, argnums, has_aux, loss_scale)
 
         @functools.wraps(fun)
+        @unchecked()
         def both(*args, **kwargs):
             with progress_bar(progress, "compare", OPERATION):
                 return agreement((fun, policy), results, args, kwargs)
@@ -299,6 +301,7 @@ def compare(
     resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
+    @unchecked()
     def wrapped(*args, **kwargs):
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)

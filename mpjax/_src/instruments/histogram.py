@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import FLOAT16, HALVES, DTypeLike, Limits, canonical, limits_of
 from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.patterns import path_of
@@ -222,6 +223,7 @@ class LossScaleAdvice(Report):
         return Document("A loss scale", scale, self.reasons)
 
 
+@unchecked()
 def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -> GradientHistogram:
     """Counts the entries of gradients by powers of two. Works inside jit.
 
