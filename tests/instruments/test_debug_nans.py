@@ -1,4 +1,4 @@
-"""jax_debug_nans and jax_debug_infs: reports report, and errors of autocast name the user's line."""
+"""jax_debug_nans, jax_debug_infs: reports report, and errors of autocast name the line."""
 
 import contextlib
 import inspect

@@ -17,7 +17,7 @@ from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
-from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
+from mpjax._src.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.contexts import is_checked_by_jax
@@ -31,7 +31,7 @@ from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import are_there, call_on_arrays, on_arrays
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
-from mpjax._src.program.trace import Flat
+from mpjax._src.program.trace import Flat, parameters_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -154,6 +154,9 @@ def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         if policy.compute_dtype in HALVES:
             outline = traced.outline
             warn_if_nothing_is_half(outline.block, outline.analysis.rulings, policy)
+            spelled = lambda name, keys: name + jax.tree_util.keystr(keys)  # noqa: E731
+            names = lambda: Flat.of((args, kwargs)).names(parameters_of(fun, args), spelled)  # noqa: E731
+            warn_if_wide(outline.block, outline.analysis.rulings, policy, names)
         return traced
 
     def run_planned(fun, args, kwargs, leaves, tree):

@@ -153,11 +153,14 @@ def location(eqn: Any, stack: Any, callers: Sequence[Any] = ()):
             raise
 
 
+AT = "The operation is at "
+
+
 def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
     """Adds the line of an equation, or of the calls around it, to an error that names none."""
     line, library = source_lines(*eqns)
-    if line and not getattr(error, "__notes__", ()):
-        error.add_note(f"at {line}" + f", in {library}" * bool(library))
+    if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
     return error
 
 
