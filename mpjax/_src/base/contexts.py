@@ -22,7 +22,7 @@ LINTED = jax.make_user_context(default_value=False)
 
 def is_checked_by_jax() -> bool:
     """Returns whether JAX raises at the first NaN or Inf: jax_debug_nans, jax_debug_infs."""
-    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+    return bool(jax.debug_nans.value or jax.debug_infs.value)
 
 
 @contextlib.contextmanager
