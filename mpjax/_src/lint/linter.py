@@ -127,6 +127,7 @@ def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) 
     arrays = [jnp.asarray(x) for x in program.call.arrays]
     try:
         interpret(program.traced.jaxpr, arrays, watcher)
+        hits += [(rule, hit) for rule in rules for hit in rule.after(program)]
     except Exception as error:  # an error of the user's code, or out of memory
         return f"running one step failed: {type(error).__name__}: {_first_line(error)}"
     return ""
