@@ -18,10 +18,11 @@ from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
 from mpjax._src.autocast.signature import KEPT_CALLS, signature
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
+from mpjax._src.autocast.unscaled import watched
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.contexts import is_checked_by_jax
-from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.trees import is_array
@@ -72,6 +73,12 @@ class Traced(programs.Traced):
         if self.policy.overrides:
             return self.outline.as_written
         return not _has_half_regions(_jax.open_jaxpr(self.jaxpr)[0])
+
+    @functools.cached_property
+    def computes_in_float16(self) -> bool:
+        """Whether an operation runs in float16."""
+        choices = self.plan.analysis.choices
+        return any(choices[op].compute == FLOAT16 for op in self.plan.block.walk() if op in choices)
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -242,9 +249,15 @@ def call(traced: Traced, arrays: list[Any], rows: bool = False) -> list[Any]:
             results = _run_as_written(traced, arrays)
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
+            if traced.computes_in_float16 and not rows:
+                results = [watched(x) if _is_traced_float(x) else x for x in results]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
+
+
+def _is_traced_float(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:

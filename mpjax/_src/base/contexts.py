@@ -5,6 +5,7 @@ created later changes the cache key of every program, so JAX would compile each 
 """
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 
 import jax
@@ -25,11 +26,19 @@ def is_checked_by_jax() -> bool:
     return bool(jax.debug_nans.value or jax.debug_infs.value)
 
 
+# Whether a report runs: it says itself what it finds, so nothing warns of it.
+IN_REPORT = contextvars.ContextVar("in_report", default=False)
+
+
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Lets NaN and Inf pass in the programs that a report runs, whatever the user has set.
+    """Lets NaN, Inf and unscaled gradients pass in the programs that a report runs.
 
     It is a decorator too.
     """
-    with jax.debug_nans(False), jax.debug_infs(False):
-        yield
+    token = IN_REPORT.set(True)
+    try:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            yield
+    finally:
+        IN_REPORT.reset(token)

@@ -40,8 +40,8 @@ def backward_values(program, op, ins, outs) -> Iterator[Hit]:
     """Counts by magnitude what the backward pass computes in float16, as float32 would have it."""
     halves = [i for i, x in enumerate(outs) if getattr(x, "dtype", None) == FLOAT16]
     if halves and program.is_backward(op):
-        wide = run_in_float32(op.eqn, ins)
-        for i in halves if wide else ():
+        wide = run_in_float32(op.eqn, ins) or outs
+        for i in halves:
             counts = program.notes.setdefault("backward", {})
             counts[op] = counts.get(op, 0) + _exponents(wide[i])
     yield from ()
@@ -71,7 +71,7 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
     raises the scale: a dynamic one grows by itself.
     """
     counts: dict[Op, np.ndarray] = program.notes.get("backward", {})
-    used = np.flatnonzero(sum(counts.values(), np.zeros(len(EXPONENTS), int)))
+    used = np.flatnonzero(np.sum([np.zeros(len(EXPONENTS), int), *counts.values()], axis=0))
     if not used.size or is_adjusted(program):
         return
     most = LIMITS.overflow - 1 - HEADROOM - int(EXPONENTS[used[-1]])
@@ -97,7 +97,7 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
     told += f"; and {len(others) - NAMED + 1} more" if len(others) >= NAMED else ""
     more = f" and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
     told += f". Those of {', '.join([*behind][:NAMED])}{more} depend on them" if behind else ""
-    total = sum(lossy.values())
+    total = np.sum([*lossy.values()], axis=0)
     least = next((k for k in range(1, most) if _lost(total, k) < CURED), most)
     # Between the two: what is flushed now says nothing of smaller cotangents behind it.
     power = min((least + most) // 2, max(least, LARGEST))
