@@ -40,7 +40,10 @@ from hypothesis import settings
 from support import chosen_seed, fresh_rng, seed_of_run
 
 from mpjax._src.base import rules
-from mpjax._src.base.called import CALLED
+from mpjax._src.base.called import CALLED, UNSCALED
+
+# Tests differentiate float16 plans without a loss scale all the time: as if it had been said.
+CALLED.add(UNSCALED)
 
 # Tracing and compiling make the time of a single example meaningless.
 PROFILES = {"quick": 10, "thorough": 50}

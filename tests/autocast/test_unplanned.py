@@ -82,3 +82,56 @@ def test_no_warning_where_the_user_asked_or_something_is_planned(case):
 def test_the_default_precision_of_jax_is_no_precision_of_a_matmul():
     with jax.default_matmul_precision("highest"):
         assert not full_matmuls(mpjax.autocast(lambda w, x: x @ w), W, X)
+
+
+# ---- float64 ------------------------------------------------------------------------------------
+
+WIDE = np.ones((3, 4))
+
+
+def _product(w, x):
+    return jnp.sum(x @ w)
+
+
+OF_WIDE = {
+    "the float64 argument x": (_product, (SQUARE, WIDE)),
+    "the float64 argument w": (_product, (np.ones((4, 4)), ROWS)),
+    "the float64 argument batch['image'][0]": (
+        lambda w, batch: jnp.sum(batch["image"][0] @ w),
+        (SQUARE, {"image": [WIDE], "label": ROWS}),
+    ),
+    "a captured float64 array of shape (3, 4)": (lambda w: jnp.sum(WIDE @ w), (SQUARE,)),
+    "a float64 number at": (lambda w, x: jnp.sum((x * np.float64(2)) @ w), (SQUARE, ROWS)),
+    "a float64 number at ": (
+        lambda w, x: lax.scan(lambda c, _: (c, jnp.zeros((3, 4)) @ w), 0, None, 2)[1],
+        (SQUARE, ROWS),
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", OF_WIDE)
+def test_float64_is_named_with_its_cause(cause, x64):
+    fun, args = OF_WIDE[cause]
+    planned = mpjax.autocast(fun)
+    for call in (lambda: planned(*args), lambda: jax.jit(planned)(*args)):
+        with pytest.warns(mpjax.errors.PrecisionWarning) as heard:
+            call()
+        (message,) = [str(w.message) for w in heard]
+        assert cause in message and heard[0].filename == __file__
+        assert "the float64 argument" in cause or "argument" not in message
+
+
+def test_nothing_is_said_of_float64_that_makes_no_matmul_wide(x64):
+    fine = [
+        (lambda w, x, t: jnp.sum((x * t) @ w), (SQUARE, ROWS, 2.0)),  # a Python number
+        (lambda w, x, t: jnp.sum(x @ w) * t, (SQUARE, ROWS, np.float64(2))),
+        (lambda w, x: jnp.sum((x * jnp.full((4,), 2.0)) @ w), (SQUARE, ROWS)),  # weakly typed
+        (lambda w, x: jnp.sum((x.astype("float32") @ w) @ w), (SQUARE, WIDE)),
+        # Some of it is meant.
+        (lambda w, x, s: jnp.sum((x @ w) @ w) + jnp.sum(s @ s), (SQUARE, ROWS, np.ones((2, 2)))),
+    ]
+    for fun, args in fine:
+        jax.eval_shape(lambda *args, fun=fun: mpjax.autocast(fun)(*args), *args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(mpjax.autocast(fine[0][0], "float32"), SQUARE, WIDE, 2.0)

@@ -133,6 +133,11 @@ CONTRACTS = (
     ),
     Contract(
         "sources",
+        ("jax._src.api_util.InternalFloatingPointError",),
+        "autocast under jax_debug_nans: the error names no line",
+    ),
+    Contract(
+        "sources",
         ("jax._src.source_info_util",),
         "explain, find_nonfinite, compare and lint: lines, scopes and names of layers are lost",
     ),

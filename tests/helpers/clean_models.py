@@ -266,11 +266,14 @@ VARIANTS = {
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
-def training_step(loss):
+def training_step(loss, scale=1.0):
+    """A step under a fixed loss scale, which float16 needs."""
+
     @jax.jit
     def step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = jax.value_and_grad(lambda *args: loss(*args) * scale)(params, batch)
+        grads = jax.tree.map(lambda g: g / scale, grads)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+        return optax.apply_updates(params, updates), opt_state, value / scale
 
     return step

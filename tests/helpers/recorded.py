@@ -112,8 +112,8 @@ def compared():
     ranked.sort(key=lambda pair: -pair[1].blame)
     order, rows = zip(*ranked, strict=True)
     results = dict(zip(sorted(report.results), (0.0, 1e-5, 0.015, 12.5), strict=True))
-    noise = ("gradient of up/b",)
-    return dataclasses.replace(report, rows=rows, order=order, results=results, noise=noise)
+    given = {"noise": ("gradient of up/b",), "unscaled": dict.fromkeys(report.unscaled, 0.5)}
+    return dataclasses.replace(report, rows=rows, order=order, results=results, **given)
 
 
 def tuned(patterns, **changes):

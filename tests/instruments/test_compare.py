@@ -210,6 +210,10 @@ class TestErrors:
         assert (plain.loss_scale, scaled.loss_scale) == (1.0, 2.0**16)
         assert scaled.results["gradient of w"] < 1e-2 < plain.results["gradient of w"]
         assert "loss scale 65536" in str(scaled) and "scale" not in str(plain)
+        assert plain.unscaled == {} and set(scaled.unscaled) == {"gradient of w"}
+        without = scaled.unscaled["gradient of w"]  # of the compiled program, which fuses
+        assert without == pytest.approx(plain.results["gradient of w"], rel=0.1)
+        assert f"without: {without:.0%}" in str(scaled)
         assert compare(loss, "mixed_float16", loss_scale=2.0**4)(w, x).loss_scale == 16
         assert compare(loss, "mixed_bfloat16")(w, x).loss_scale == 1
 

@@ -130,6 +130,31 @@ def test_recommend_loss_scale_of_a_large_gradient_is_small():
     )
 
 
+def advice_of(*values, dtype=np.float32):
+    histogram = mpjax.debug.gradient_histogram({"w": np.asarray(values, dtype)})
+    return str(mpjax.debug.recommend_loss_scale(histogram))
+
+
+def test_recommend_loss_scale_does_not_call_flushed_gradients_kept():
+    assert "No gradient is lost" in advice_of(1.0, 0.5)
+    lost = advice_of(*np.float16([1.0, 1e-9, 1e-10]))  # in float32, but flushed before
+    assert "No gradient is lost" not in lost and "66.67% of the entries are zero already" in lost
+    assert "would be enough" not in advice_of(1.0, 2.0**-16)  # subnormal: not all of its digits
+    for dtype in (np.float32, np.float64, ml_dtypes.bfloat16):
+        assert "came in float16" not in advice_of(1.0, 0.5, dtype=dtype)
+    assert "w came in float16" in advice_of(1.0, 0.5, dtype=np.float16)
+    with pytest.raises(ValueError, match="All are zero. If they were computed in float16"):
+        advice_of(0.0, 0.0)
+
+
+def test_gradient_histogram_carries_its_first_dtypes_through_a_loop():
+    grads = jnp.ones(3, jnp.float16)
+    first = mpjax.debug.gradient_histogram(grads)
+    count = lambda h, _: (mpjax.debug.gradient_histogram(grads.astype("float32"), h), None)  # noqa: E731
+    (last, _) = jax.lax.scan(count, first, None, 2)
+    assert last.dtypes == ("float16",) and last.numbers().sum() == 9
+
+
 def test_gradient_histogram_plots_each_parameter(tmp_path, rng):
     grads = {"a": rng.normal(size=500) * 2.0**-20, "b": {"c": rng.normal(size=500) * 2.0**-12}}
     histogram = mpjax.debug.gradient_histogram(grads)

@@ -12,15 +12,18 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 
 from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
 from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
-from mpjax._src.autocast.unplanned import warn_if_nothing_is_half
+from mpjax._src.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
+from mpjax._src.autocast.unscaled import watched
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
-from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.contexts import is_checked_by_jax
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.wrapped import Decorator, Wrapped
@@ -30,7 +33,7 @@ from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
-from mpjax._src.program.trace import Flat
+from mpjax._src.program.trace import Flat, parameters_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,6 +74,12 @@ class Traced(programs.Traced):
         if self.policy.overrides:
             return self.outline.as_written
         return not _has_half_regions(_jax.open_jaxpr(self.jaxpr)[0])
+
+    @functools.cached_property
+    def computes_in_float16(self) -> bool:
+        """Whether an operation runs in float16."""
+        choices = self.plan.analysis.choices
+        return any(choices[op].compute == FLOAT16 for op in self.plan.block.walk() if op in choices)
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -187,15 +196,16 @@ class Autocast(Wrapped):
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         flat = Flat.of((args, kwargs))
         make = functools.partial(_traced, flat, fun, self.policy)
+        names = functools.partial(_spelled_out, flat, fun, args)
         traced = make()
         entry = self.kept.entry(traced, flat.arrays)
         if entry is None:
-            traced, _ = _checked(traced, make)
+            traced, _ = _checked(traced, make, names)
             return traced.rebuild(call(traced, flat.arrays))
         if entry.others is not None:
             traced = make(entry.others)
         elif entry.made is None:
-            traced, entry.others = _checked(traced, make)
+            traced, entry.others = _checked(traced, make, names)
         return traced.rebuild(entry(traced, flat.arrays, _compiled))
 
 
@@ -219,7 +229,12 @@ def _compiled(traced: Traced, known: dict[int, Any]) -> Callable[[Any, Any], lis
 def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
     """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
     make = functools.partial(_traced, Flat.of((args, kwargs)), fun, policy)
-    return _checked(make(), make, warn=False)[0]
+    return _checked(make(), make)[0]
+
+
+def _spelled_out(flat: Flat, fun: Callable[..., Any], args: Any) -> Any:
+    """Returns the arguments' names as in ``batch['x']``."""
+    return flat.names(parameters_of(fun, args), lambda name, keys: name + keystr(keys))
 
 
 def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = None) -> Traced:
@@ -246,8 +261,8 @@ def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = N
     return Traced(program.jaxpr, program.out, policy, avals, paths, out_dtypes)
 
 
-def _checked(traced: Traced, make: Callable[..., Traced], warn: bool = True) -> tuple[Traced, Any]:
-    """Checks what a policy does to a program.
+def _checked(traced: Traced, make: Callable[..., Traced], names: Any = None) -> tuple[Traced, Any]:
+    """Checks what a policy does to a program. With ``names`` of its arguments it warns too.
 
     Returns:
         The program, which ``make`` traces again if overrides give some kernels another dtype; and
@@ -262,9 +277,10 @@ def _checked(traced: Traced, make: Callable[..., Traced], warn: bool = True) -> 
     if policy.compute_dtype in HALVES:
         CALLED.add(CASTS)
         check_no_other_policy(traced.outline.block)
-        if warn:
-            outline = traced.outline
-            warn_if_nothing_is_half(outline.block, outline.analysis.rulings, policy)
+        if names is not None:
+            block, rulings = traced.outline.block, traced.outline.analysis.rulings
+            warn_if_nothing_is_half(block, rulings, policy)
+            warn_if_wide(block, rulings, policy, names)
     return traced, others
 
 
@@ -283,13 +299,20 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
-        if traced.as_written and not rows:
+        # JAX takes apart a jit that returned NaN by calling its function, but this one has none.
+        if traced.as_written and not rows and not is_checked_by_jax():
             results = _run_as_written(traced, arrays)
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
+            if traced.computes_in_float16 and not rows:
+                results = [watched(x) if _is_traced_float(x) else x for x in results]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
+
+
+def _is_traced_float(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:

@@ -1,10 +1,14 @@
-"""A warning for programs of which no matmul runs in 16 bits, although the policy asks for it."""
+"""Warnings of programs whose matmuls do not run in 16 bits, although the policy asks for it."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from mpjax._src.autocast.tables import Reason, Rulings
-from mpjax._src.base import rules
+from mpjax._src.base import _jax, rules
 from mpjax._src.base.errors import PrecisionWarning, warn_user
 from mpjax._src.policy.policy import Policy, short_name
-from mpjax._src.program.graph import Block
+from mpjax._src.program.graph import Block, Value
 
 # Reasons of matmuls that say nothing about the program: another autocast or a kernel runs them, or
 # they read no float32 array.
@@ -33,6 +37,55 @@ def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> N
         'meant, use policy="float32".',
         PrecisionWarning,
     )
+
+
+FLOAT64 = np.dtype(np.float64)
+NAMED = 3  # how many causes a warning names
+
+
+def warn_if_wide(
+    block: Block, rulings: Rulings, policy: Policy, names: Callable[[], Sequence[str]]
+) -> None:
+    """Warns if most matmul FLOPs are float64: one float64 operand makes float32 ones float64 too.
+
+    Args:
+        block: The program.
+        rulings: The rules of its operations.
+        policy: The policy.
+        names: Returns the name of each argument.
+    """
+    matmuls = [op for op in block.walk() if op.spec.need == rules.HALF]
+    wide = [op for op in matmuls if any(map(_is_wide, op.ins))]
+    planned = [op for op in matmuls if rulings[op].in_force == "half" and op not in wide]
+    flops_of_wide, flops = (sum(_jax.flops_of(op.eqn) for op in ops) for ops in (wide, planned))
+    if flops_of_wide <= flops:
+        return
+    causes = [*_wide_sources(block, names())]
+    more = f" and {len(causes) - NAMED} more" if len(causes) > NAMED else ""
+    half = policy.compute_dtype.name
+    warn_user(
+        f"{len(wide)} of {len(matmuls)} matmuls run in float64 and not in {half}, because of "
+        f"{', '.join(causes[:NAMED])}{more}. The first is at {wide[0].source}. NumPy's numbers are "
+        "float64, and under jax_enable_x64 they make float32 arrays float64. Cast them before the "
+        'call, such as x.astype("float32"), or turn jax_enable_x64 off. If float64 is meant, use '
+        'policy="float32", which changes no dtype.',
+        PrecisionWarning,
+    )
+
+
+def _is_wide(value: Value) -> bool:
+    return getattr(value.aval, "dtype", None) == FLOAT64
+
+
+def _wide_sources(block: Block, names: Sequence[str]) -> Iterator[str]:
+    """Yields what is float64 from the start: arguments, captured arrays, or the first operation."""
+    given = [name for name, v in zip(names, block.invars, strict=True) if _is_wide(v)]
+    yield from (f"the float64 argument {name}" for name in given)
+    arrays = [v for each in block.blocks() for v, _ in each.consts if _is_wide(v)]
+    yield from (f"a captured float64 array of shape {v.aval.shape}" for v in arrays)
+    if not given and not arrays:
+        first = next(op for op in block.walk() if any(map(_is_wide, op.outs)))
+        yield f"a float64 number at {first.source}"
 
 
 def _precisions(precision: object) -> tuple[object, ...]:

@@ -6,4 +6,5 @@ cast, or scaled a loss, is a fact about the process, on which a warning of a mis
 """
 
 CASTS, SCALES = "casts", "scales"
+UNSCALED = "unscaled"  # it was warned of a float16 gradient that nothing scales
 CALLED: set[str] = set()

@@ -4,6 +4,10 @@ They are created when mpjax is imported, before anything is traced. A context va
 created later changes the cache key of every program, so JAX would compile each of them again.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import jax
 import jax.extend.core  # creates context variables too on JAX 0.12; all of mpjax imports it
 
@@ -15,3 +19,26 @@ COMPILED_FOR = jax.make_user_context(default_value="")
 
 # Whether a function is traced for the linter. The trace then includes the casts of Python numbers.
 LINTED = jax.make_user_context(default_value=False)
+
+
+def is_checked_by_jax() -> bool:
+    """Returns whether JAX raises at the first NaN or Inf: jax_debug_nans, jax_debug_infs."""
+    return bool(jax.debug_nans.value or jax.debug_infs.value)
+
+
+# Whether a report runs: it says itself what it finds, so nothing warns of it.
+IN_REPORT = contextvars.ContextVar("in_report", default=False)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Lets NaN, Inf and unscaled gradients pass in the programs that a report runs.
+
+    It is a decorator too.
+    """
+    token = IN_REPORT.set(True)
+    try:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            yield
+    finally:
+        IN_REPORT.reset(token)

@@ -19,6 +19,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.autocast.environment import constants_as_casts
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, did_you_mean
 from mpjax._src.base.lines import short, where
@@ -97,6 +98,8 @@ class Comparison(Report):
         order: The position in the program of each row.
         noise: The results that are only rounding error in float32, such as the gradient of a bias
             before BatchNorm, which is zero in exact arithmetic.
+        unscaled: The relative error of each gradient without a loss scale, by name; empty if there
+            is no scale or no gradient.
     """
 
     rows: tuple[CompareRow, ...]
@@ -105,6 +108,7 @@ class Comparison(Report):
     diverged: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
     noise: tuple[str, ...] = ()
+    unscaled: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def worst_results(self) -> list[tuple[str, float]]:
         """Returns the results by name with their errors, the worst first."""
@@ -152,9 +156,8 @@ class Comparison(Report):
             if blamed
             else "No operation adds an error."
         ]
-        scale = f"loss scale {self.loss_scale:g}" if self.loss_scale != 1 else ""
         lines = [
-            *filter(None, [scale]),
+            *([self._of_scale()] if self.loss_scale != 1 else []),
             *(f"float32 would have taken another path at {line}" for line in self.diverged),
             *(
                 "no float32 form, so its own error is unknown: "
@@ -179,6 +182,18 @@ class Comparison(Report):
             tuple(lines),
             (results, worst_rows),
             drawing=self._drawing,
+        )
+
+    def _of_scale(self) -> str:
+        """Returns the worst errors of the gradients with the loss scale and without."""
+        text = f"loss scale {self.loss_scale:g}"
+        if not self.unscaled:
+            return text
+        with_it = max(map(self.results.__getitem__, self.unscaled), key=capped)
+        name, without = max(self.unscaled.items(), key=lambda item: capped(item[1]))
+        return (
+            f"with the {text}: the gradients' worst error is {percent(with_it)}; "
+            f"without: {percent(without)} ({name})"
         )
 
     def _drawing(self) -> Drawing:
@@ -285,6 +300,7 @@ def compare(
         _check_agreement(results, argnums, has_aux, loss_scale)
 
         @functools.wraps(fun)
+        @unchecked()
         def both(*args, **kwargs):
             with progress_bar(progress, "compare", OPERATION):
                 return agreement((fun, policy), results, args, kwargs)
@@ -299,6 +315,7 @@ def compare(
     resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
+    @unchecked()
     def wrapped(*args, **kwargs):
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
@@ -415,7 +432,7 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
     errors = {name: float(stats_of(v.array, v.shadow, v.shadow)[0]) for name, v in named.items()}
     terms = _terms_of_noise(program, arrays, scale, named, errors)
     errors |= {
-        name: float(jnp.linalg.norm(jnp.ravel(named[name].array - named[name].shadow))) / size
+        name: _distance(named[name].array, named[name].shadow) / size
         for name, size in terms.items()
     }
     return Comparison(
@@ -425,7 +442,32 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
         tuple(comparer.diverged),
         tuple(comparer.order[key] for key in keys),
         tuple(terms),
+        _unscaled(program, arrays, named, terms) if scale != 1 else {},
     )
+
+
+def _unscaled(
+    program: Program,
+    arrays: Sequence[jax.Array],
+    named: dict[str, Shadowed],
+    terms: dict[str, float],
+) -> dict[str, float]:
+    """Returns the error of each gradient of the compiled program without a loss scale."""
+    gradients = {name for name, yes in zip(program.results, program.gradients, strict=True) if yes}
+    if not gradients:
+        return {}
+    outs = zip(program.results, program.compiled(*arrays, jnp.float32(1)), strict=True)
+    pairs = {n: (out, named[n].shadow) for n, out in outs if n in gradients and n in named}
+    return {
+        name: _distance(*pair) / terms[name]
+        if name in terms
+        else float(stats_of(*pair, pair[1])[0])
+        for name, pair in pairs.items()
+    }
+
+
+def _distance(one: Any, other: Any) -> float:
+    return float(jnp.linalg.norm(jnp.ravel(one - other)))
 
 
 def _terms_of_noise(

@@ -14,6 +14,7 @@ from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.tables import Analysis, Reason, Why, why
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.base import _jax
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.devices import check_name, traced_for
 from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
 from mpjax._src.base.errors import check_callable
@@ -373,6 +374,7 @@ def explain(
         check_name("target", target)
 
     @functools.wraps(fun)
+    @unchecked()
     def wrapped(*args, **kwargs):
         with traced_for(target) if target else contextlib.nullcontext():
             return report(args, kwargs)

@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import FLOAT16, HALVES, DTypeLike, Limits, canonical, limits_of
+from mpjax._src.base.contexts import unchecked
+from mpjax._src.base.dtypes import (
+    FLOAT16,
+    HALVES,
+    DTypeLike,
+    Limits,
+    canonical,
+    dtype_of,
+    limits_of,
+)
 from mpjax._src.base.errors import brief, finite_number
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.public import public
@@ -44,6 +53,11 @@ ZEROS = Color(
 )
 
 EMPTY = "histogram has no finite nonzero gradient"
+RECOUNT = (
+    "If they were computed in float16 without a loss scale, it may have flushed them, and no count "
+    "of them tells which scale would keep them: count gradients under policy 'float32', or those "
+    "of a scaled loss, unscaled."
+)
 
 
 @public("mpjax.reports")
@@ -60,11 +74,13 @@ class GradientHistogram(Report):
             last axis: zeros; ``2**e <= |g| < 2**(e + 1)`` for e from -149 to 127; Inf and NaN.
         paths: The paths of the parameters.
         sizes: The number of entries of each parameter.
+        dtypes: The dtype of each parameter's first gradients.
     """
 
     counts: jax.Array
     paths: tuple[str, ...]
     sizes: tuple[int, ...]
+    dtypes: tuple[str, ...] = ()
 
     _array = ("histogram", "counts", 3)
 
@@ -222,6 +238,7 @@ class LossScaleAdvice(Report):
         return Document("A loss scale", scale, self.reasons)
 
 
+@unchecked()
 def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -> GradientHistogram:
     """Counts the entries of gradients by powers of two. Works inside jit.
 
@@ -258,14 +275,16 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
     low = jnp.stack([_count(jnp.asarray(leaf)) for leaf in leaves])
     sizes = tuple(int(np.prod(np.shape(leaf))) for leaf in leaves)
     if histogram is None:
-        return GradientHistogram(jnp.stack([low, jnp.zeros_like(low)]), paths, sizes)
+        dtypes = tuple(dtype_of(leaf).name for leaf in leaves)
+        return GradientHistogram(jnp.stack([low, jnp.zeros_like(low)]), paths, sizes, dtypes)
     check_histogram(histogram)
     if (histogram.paths, histogram.sizes) != (paths, sizes):
         raise ValueError(
             f"histogram belongs to other parameters than grads: {histogram.paths} with "
             f"{histogram.sizes} entries, not {paths} with {sizes}. Start a new one."
         )
-    return GradientHistogram(_added(histogram.counts, low), paths, sizes)
+    # The dtypes stay those of the first gradients: a loop's carry may not change its structure.
+    return dataclasses.replace(histogram, counts=_added(histogram.counts, low))
 
 
 def _added(counts: jax.Array, low: jax.Array) -> jax.Array:
@@ -305,7 +324,8 @@ def recommend_loss_scale(
     limits = _limits(dtype)
     whole = histogram.total(dtype)
     if whole.largest is None:
-        raise ValueError(f"{EMPTY}, so there is nothing to scale.")
+        flushed = f" All are zero. {RECOUNT}" if whole.zeros == 1 else ""
+        raise ValueError(f"{EMPTY}, so there is nothing to scale.{flushed}")
     name = canonical(dtype, "dtype").name
     reserve = math.ceil(math.log2(headroom))
     # Entries at 2**e are less than 2**(e + 1), which must not reach the overflow.
@@ -314,8 +334,21 @@ def recommend_loss_scale(
         f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "
         f"and a factor of {headroom:g} is left as headroom."
     ]
-    if whole.smallest is not None and whole.smallest >= limits.flush and power >= 0:
-        reasons.append(f"No gradient is lost in {name} without a scale: 1 would be enough.")
+    narrow = [
+        path
+        for path, dtype in zip(histogram.paths, histogram.dtypes, strict=False)
+        if dtype == FLOAT16
+    ]
+    if whole.smallest is not None and whole.smallest >= limits.normal and power >= 0:
+        which = "No gradient that is not zero" if whole.zeros else "No gradient"
+        reasons.append(f"{which} is lost in {name} without a scale: 1 would be enough.")
+    if whole.zeros:
+        reasons.append(f"{whole.zeros:.2%} of the entries are zero already. {RECOUNT}")
+    if narrow:
+        reasons.append(
+            f"{', '.join(narrow[:3])} came in float16, which has no number below 2^-24: count "
+            "gradients before they are cast to it."
+        )
     scale = 2.0 ** max(-126, min(power, 126))
     scaled = histogram.total(dtype, scale)
     reasons.append(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import rules
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import FLOAT32, is_half
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.lines import where
@@ -251,6 +252,7 @@ def find_nonfinite(
     scale = resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
+    @unchecked()
     def wrapped(*args, **kwargs):
         name = "find_nonfinite"
         make = functools.partial(

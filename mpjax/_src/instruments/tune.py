@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
 from mpjax._src.base.progress import advance, check_progress, progress_bar
@@ -228,6 +229,7 @@ def tune(
     resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
+    @unchecked()
     def wrapped(*args, **kwargs):
         make = functools.partial(
             make_program, "tune", fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux

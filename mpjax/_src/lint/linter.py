@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._src.base import _jax
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.hardware.aot import CPU, compiled_texts
@@ -86,6 +87,7 @@ def lint(
         find_target(target)
 
     @functools.wraps(fun)
+    @unchecked()
     def look(*args: Any, **kwargs: Any) -> LintReport:
         program = make_program(fun, args, kwargs, argnums, has_aux)
         total = operations_in(program.traced.jaxpr) if run and not program.is_abstract else None
@@ -125,6 +127,7 @@ def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) 
     arrays = [jnp.asarray(x) for x in program.call.arrays]
     try:
         interpret(program.traced.jaxpr, arrays, watcher)
+        hits += [(rule, hit) for rule in rules for hit in rule.after(program)]
     except Exception as error:  # an error of the user's code, or out of memory
         return f"running one step failed: {type(error).__name__}: {_first_line(error)}"
     return ""

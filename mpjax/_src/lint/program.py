@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -276,7 +277,8 @@ def make_program(
             call = Flat.of((args, kwargs))
             flat = call.on(fun)
             if argnums is not None:
-                flat = _with_gradients(flat, differentiated("lint", args, kwargs, argnums), has_aux)
+                active = differentiated("lint", args, kwargs, argnums)
+                flat = _with_gradients(flat, active, call.names(parameters, _spelled), has_aux)
             return _program(fun, args, kwargs, call, flat, parameters)
         programs: list[Program] = []
 
@@ -297,11 +299,17 @@ def _stands_for(x: Any) -> Any:
     return x
 
 
-def _with_gradients(flat, active, has_aux) -> Callable[..., Any]:
+def _spelled(name: str, keys: Any) -> str:
+    return name + jax.tree_util.keystr(keys)
+
+
+def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
     def derived(*arrays):
         check_loss("lint", jax.eval_shape(flat, *arrays), has_aux)
         pulled = pull_back(flat, active, arrays, has_aux)
-        return {"loss": pulled.loss, "aux": pulled.aux, "gradients": pulled.gradients()}
+        moving = itertools.compress(names, active)
+        gradients = dict(zip(moving, pulled.gradients(), strict=True))
+        return {"loss": pulled.loss, "aux": pulled.aux, "gradients": gradients}
 
     return derived
 
@@ -311,7 +319,7 @@ def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(
         *(fun, args, kwargs, call, traced),
-        call.names(parameters, lambda name, keys: name + jax.tree_util.keystr(keys)),
+        call.names(parameters, _spelled),
         tuple(f"result{jax.tree_util.keystr(keys)}" for keys in traced.out.keys),
         build(*_jax.open_jaxpr(traced.jaxpr)),
     )

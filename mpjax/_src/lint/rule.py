@@ -51,6 +51,8 @@ class Rule:
             rule with the program, an operation that has just run, its operands and its results
             (lists of arrays); an HLO rule with the program and a `Compiled`. An HLO rule may yield
             a `NotRun`.
+        after: For a VALUES rule: yields a `Hit` for each fault that the whole step shows. It is
+            called with the program when the step has run.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Rule:
     why: str
     instead: str
     check: Callable[..., Iterable[Any]]
+    after: Callable[..., Iterable[Any]] = lambda program: ()
 
 
 @dataclasses.dataclass(frozen=True)

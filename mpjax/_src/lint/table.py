@@ -12,6 +12,7 @@ from mpjax._src.lint import (
     casts,
     constants,
     exchanges,
+    flushes,
     gates,
     guards,
     losses,
@@ -27,7 +28,7 @@ from mpjax._src.lint.rule import Rule
 
 SUBJECTS = (
     *(reductions, scatters, averages, constants, casts, undone, losses),
-    *(matmuls, operands, exchanges, states, gates, guards, updates),
+    *(matmuls, operands, exchanges, states, gates, guards, updates, flushes),
 )
 RULES: tuple[Rule, ...] = tuple(
     sorted((rule for module in SUBJECTS for rule in module.RULES), key=lambda rule: rule.name)

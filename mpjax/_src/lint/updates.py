@@ -124,8 +124,21 @@ def _scale(program: Program, op: Op) -> str:
             if constant is not None and np.size(constant) == 1 and float(constant) >= LEAST:
                 return f"{float(constant):g}"
             if v in kept:
-                return kept[v]
+                given = program.call.arrays[program.block.invars.index(v)]
+                return f"{float(given):g} ({kept[v]})"
     return ""
+
+
+def is_adjusted(program: Program) -> bool:
+    """Returns whether the cotangent of a scalar is multiplied by a state that the step changes."""
+    changed = {each.before for each in carried(program) if each.before is not each.after}
+    return any(
+        v in changed
+        for op in program.named("mul")
+        if op.outs[0].is_one and program.is_backward(op)
+        for value in op.ins
+        for v in program.back(value, MOVES | CASTS)
+    )
 
 
 def _is_number(x: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mpjax._src.base import _jax
+from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.errors import brief, check_callable, whole_number
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_array
@@ -57,6 +58,7 @@ def measure_precision(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Preci
     check_callable(fun, "fun")
 
     @functools.wraps(fun)
+    @unchecked()
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, PrecisionReport]:
         call = Flat.of((args, kwargs), is_array)
         program = trace(call.on(fun), call.avals, "measured")

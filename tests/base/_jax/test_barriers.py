@@ -112,3 +112,28 @@ def test_the_left_operand_of_a_matmul_is_held_in_its_order_on_cpus_alone(axis, h
     assert f"<{held}x" in held_in[0] and "<3x2x5x" in held_in[1]
     assert "transpose" not in traced.lower(lowering_platforms=("cuda",)).as_text()
     assert np.sum(jax.jit(hold)(x, y)[0]) == x.size
+
+
+def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
+    heard = []
+    watched = _jax.told(_jax.TOLD, lambda ct: heard.append(_jax.is_multiplied(ct)))
+
+    def loss(x):
+        return jnp.sum(watched(x) ** 2)
+
+    of = lambda scaled: lambda x, scale: scaled(loss(x), scale)  # noqa: E731
+    scalings = {
+        "times": (lambda loss, scale: loss * scale, True),
+        "constant": (lambda loss, scale: loss * 8.0, True),
+        "twice": (lambda loss, scale: (loss * 0.5) * scale, True),
+        "a weight": (lambda loss, scale: loss * 0.5, False),
+        "none": (lambda loss, scale: loss, False),
+    }
+    for scaled, is_scaled in scalings.values():
+        for wrap in (lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+            heard.clear()
+            wrap(of(scaled))(X, jnp.float32(8))
+            assert heard == [is_scaled]
+    assert _jax.TOLD in str(jax.make_jaxpr(watched)(X))
+    np.testing.assert_array_equal(jax.hessian(loss)(X), 2 * np.eye(X.size))
+    np.testing.assert_array_equal(jax.vmap(watched)(X), X)

@@ -82,3 +82,13 @@ def test_in_one_call_tells_equations_of_one_call():
 
     (down, up), (first, _, _, last) = made(half, X), made(twice, X)
     assert _jax.in_one_call(down, up) and not _jax.in_one_call(first, last)
+
+
+def test_errors_of_debug_nans_name_the_line_of_the_equation_that_runs():
+    jitted = jax.jit(lambda x: jnp.log(x))
+    for fun in (lambda x: jax.lax.log(x), lambda x: jitted(x)):
+        eqn = jax.make_jaxpr(fun)(jnp.float32(1)).jaxpr.eqns[-1]
+        place, wrong = _jax.location(eqn, eqn.source_info.name_stack), [jnp.float32(-1)]
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as told, place:
+            _jax.bind(eqn, wrong)
+        assert any("test_sources.py" in note for note in told.value.__notes__)

@@ -14,6 +14,7 @@ from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._src.base._jax.cpu_matmuls import is_marked
+from mpjax._src.base._jax.sources import transforms
 
 
 def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
@@ -80,13 +81,68 @@ def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any
     return primitive.bind(*args, order=(dim, *(d + (d >= dim) for d in order))), dim
 
 
+def told(name: str, tell: Callable[[Any], None]) -> Callable[[jax.Array], jax.Array]:
+    """Returns an identity that calls ``tell`` with its cotangent while the backward pass is traced.
+
+    It sees the backward pass of a function that is traced first and differentiated later, in a jit,
+    a loop or a checkpoint.
+    """
+    primitive = _barrier(name)
+
+    def transposed(ct: Any, _: Any) -> list[Any]:
+        tell(ct)
+        return [ct]
+
+    ad.deflinear2(primitive, transposed)
+    return primitive.bind
+
+
+def is_multiplied(ct: Any) -> bool:
+    """Returns whether the backward pass multiplied a loss's cotangent by 2 or more, or by a number
+    that is not known while tracing.
+
+    Only the trace that is active is followed, not what calls it.
+    """
+    seen: set[int] = set()
+    waiting = [ct]
+    while waiting:
+        x = waiting.pop()
+        eqn = _of_backward_pass(x)
+        if id(x) in seen or eqn is None:
+            continue
+        seen.add(id(x))
+        if eqn.primitive.name == "mul" and not x.shape and _multiplies(eqn.in_tracers):
+            return True
+        waiting += eqn.in_tracers
+    return False
+
+
+def _of_backward_pass(x: Any) -> Any:
+    """Returns the equation that made a tracer, if it belongs to a backward pass.
+
+    The one of a program that was traced before has no name of a transformation.
+    """
+    eqn = getattr(x, "parent", None)
+    names = transforms(eqn.source_info.name_stack) if eqn else ()
+    return None if "jvp" in names and "transpose" not in names else eqn
+
+
+def _multiplies(operands: Any) -> bool:
+    """Returns whether one of two operands, a cotangent and a factor, is large or not known."""
+    values = [x.full_lower() for x in operands]
+    known = [x for x in values if not isinstance(x, jax.core.Tracer) and x != 1]  # 1: the loss's
+    unknown = (isinstance(x, jax.core.Tracer) and not _of_backward_pass(x) for x in values)
+    return any(abs(x) >= 2 for x in known) if known else any(unknown)
+
+
 GPUS = ("cuda", "rocm")
 
 _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
 _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 _again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
 _row_major_p = _barrier("row_major", *GPUS, held=_laid_out, alone=True)
-BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major"})
+TOLD = "float16_gradient"
+BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major", TOLD})
 
 # What autocast keeps has a name, wherever it is computed: also in code that is transposed as it is,
 # such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
+from jax._src.api_util import InternalFloatingPointError
 from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import (
     NameStack,
@@ -133,12 +134,34 @@ def line_key(eqn: Any) -> Any:
 
 
 @contextlib.contextmanager
-def location(eqn: Any, stack: Any):
-    """Returns a context in which traced equations get the source and scopes of an equation."""
+def location(eqn: Any, stack: Any, callers: Sequence[Any] = ()):
+    """Returns a context in which traced equations get the source and scopes of an equation.
+
+    Under jax_debug_nans, the error of one that runs says its line. JAX handles its internal error,
+    that of a jit, only where the user's own code calls the jit.
+    """
     stack = current_name_stack() + stack
     traceback = eqn.source_info.traceback
     with user_context(traceback, name_stack=stack), eqn.ctx.manager:
-        yield
+        try:
+            yield
+        except InternalFloatingPointError as error:
+            what = f"invalid value ({error.ty}) encountered in {eqn.primitive.name}"
+            raise _at_line(FloatingPointError(what), eqn, *callers) from None
+        except FloatingPointError as error:
+            _at_line(error, eqn, *callers)
+            raise
+
+
+AT = "The operation is at "
+
+
+def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
+    """Adds the line of an equation, or of the calls around it, to an error that names none."""
+    line, library = source_lines(*eqns)
+    if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
+    return error
 
 
 def inside(stack: Any) -> Any:
