@@ -92,7 +92,7 @@ class Optimizer(nnx.Optimizer):
                 f"wrt={wrt!r} selects no variables of model, so nothing would be trained. It is "
                 "usually nnx.Param."
             )
-        nnx.update(model, policy.cast_to_param(params))
+        nnx.update(model, optimizer._rules.stored(params))
         super().__init__(model, optimizer, wrt=wrt)
         # Whether the losses and states in value_and_grad were finite since the last update.
         self.forward = nnx.OptState(jax.tree.map(jnp.asarray, GOOD))

@@ -26,7 +26,7 @@ from mpjax._src.training.loss_scale import (
     get_loss_scale,
     smallest,
 )
-from mpjax._src.training.optimizers import check_kind, of_ours, shown, updated_if
+from mpjax._src.training.optimizers import check_kind, of_ours, read_grads, shown, updated_if
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import agreed
 from mpjax._src.training.transaction import adjusted, counted
@@ -265,13 +265,17 @@ class Rules:
         known_to_flax(*KINDS)
         _check_stored(
             self.policy,
-            params,
+            self.inner.reads(params).trained(params, params),
             "Cast the parameters before init: params = optimizer.policy.cast_to_param(params).",
         )
         counters = (jnp.zeros((), jnp.int32) for _ in range(2))
         verdicts = (jnp.ones((), bool) for _ in range(3))
         first = jax.tree.map(jnp.array, self.loss_scale)  # a copy: no buffer is donated twice
         return MixedPrecisionState(self.inner.init(params), first, *counters, *verdicts)
+
+    def stored(self, params: Any) -> Any:
+        """Casts parameters to the dtypes that the policy stores; frozen ones never to wider."""
+        return self.inner.reads(params).stored(params, self.policy)
 
     def update(
         self,
@@ -289,23 +293,25 @@ class Rules:
             if not is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
         check_kind(state, MixedPrecisionState, "mixed_precision")
+        reads = self.inner.reads(updates if params is None else params, extra_args)
         if params is not None:
             _check_stored(
                 self.policy,
-                params,
+                reads.trained(params, params),
                 "optax.apply_updates keeps dtypes. Cast after eqx.apply_updates, which does not: "
                 "model = optimizer.policy.cast_to_param(model).",
             )
-        warn_if_in_float32(self.policy, state.loss_scale, updates, self.gradient)
+        read = read_grads(reads, updates, params)
+        warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
         verdicts = {
-            "grads_finite": all_finite(updates),
+            "grads_finite": all_finite(read),
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
         verdicts = {name: agreed(each, state.skipped_steps) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args
+            finite, self.inner, updates, state.inner_state, params, extra_args, reads
         )
         used = None if scaled_by is None else smallest(_scales_in(scaled_by))
         scale = adjusted(state.loss_scale, **verdicts, used=used)

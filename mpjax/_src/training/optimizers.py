@@ -14,6 +14,7 @@ from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_array_or_shape, is_floating, is_one_bool
+from mpjax._src.training.frozen import Reader, Reads
 from mpjax._src.training.transaction import counted, gated_update
 
 C = TypeVar("C", bound=type)
@@ -99,6 +100,7 @@ def skip_nonfinite(
         (True, 1)
     """
     inner = as_optimizer(inner, "inner")
+    reader = Reader(inner)
 
     def init(params):
         # Two arrays, because one buffer cannot be donated twice.
@@ -109,9 +111,10 @@ def skip_nonfinite(
         if not is_one_bool(finite):
             raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
-        finite = jnp.logical_and(all_finite(updates), finite)
+        reads = reader(updates if params is None else params, extra_args)
+        finite = jnp.logical_and(all_finite(read_grads(reads, updates, params)), finite)
         updates, inner_state = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args
+            finite, inner, updates, state.inner_state, params, extra_args, reads
         )
         return updates, SkipNonfiniteState(inner_state, **counted(state, finite))
 
@@ -125,8 +128,11 @@ def updated_if(
     state: optax.OptState,
     params: Any,
     extra_args: dict[str, Any],
+    reads: Reads,
 ) -> tuple[Any, optax.OptState]:
     """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
+
+    Gradients that are not read, and updates of frozen parameters, do not pass through the choice.
 
     Raises:
         ValueError: If ``value`` among ``extra_args`` is not one number, if the state belongs to
@@ -134,15 +140,33 @@ def updated_if(
     """
     _check_value(extra_args.get("value"))
 
+    tree = grads if params is None else params
+    grads = read_grads(reads, grads, params)
+
     def update(state, grads, params):
-        return inner.update(grads, state, params, **extra_args)
+        updates, new = inner.update(reads.completed(grads, tree), state, params, **extra_args)
+        return reads.trained(updates, tree), new
 
     with for_state(inner, state, params, grads):
         updates, new = gated_update(finite, update, state, grads, params)
+        updates = reads.held(updates, tree)
     structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
     if params is not None and structures[0] != structures[1]:
         _check_updates(updates, params, lacking=False)  # Equinox trains a part of a module
     return updates, new
+
+
+def read_grads(reads: Reads, grads: Any, params: Any) -> Any:
+    """Returns the gradients that an optimizer reads, with None in place of the others.
+
+    Raises:
+        ValueError: If they are not those of ``params``.
+    """
+    try:
+        return reads.read(grads, grads if params is None else params)
+    except ValueError:
+        _check_updates(grads, params)
+        raise
 
 
 def _check_value(value: Any) -> None:
