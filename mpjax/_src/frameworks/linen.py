@@ -152,9 +152,9 @@ class TrainState(train_state.TrainState, repr=False):
         scaled = with_scaled_loss(run, self.loss_scale, has_aux)
 
         @functools.wraps(loss_fn)
-        def wrapped(params, *args, **kwargs):
-            floating, rest = differentiable(params)
-            run = lambda params: scaled(joined(params, rest), *args, **kwargs)  # noqa: E731
+        def wrapped(*args, **kwargs):
+            floating, rest = differentiable(args[0])
+            run = lambda params: scaled(joined(params, rest), *args[1:], **kwargs)  # noqa: E731
             (_, (loss, aux)), grads = jax.value_and_grad(run, has_aux=True)(floating)
             trained, overwritten = _split(grads)
             grads = _join(self.loss_scale.unscale(widen(trained)), overwritten)

@@ -88,9 +88,7 @@ class Reads(NamedTuple):
         def choose(own, cast, frozen):
             return own if frozen and own.dtype.itemsize <= cast.dtype.itemsize else cast
 
-        leaves, structure = jax.tree.flatten(params)
-        cast = jax.tree.leaves(policy.cast_to_param(params))
-        return structure.unflatten(map(choose, leaves, cast, self.frozen))
+        return jax.tree.map(choose, params, policy.cast_to_param(params), self.flags(params))
 
 
 def joined(tree: Any, rest: Any) -> Any:
@@ -103,8 +101,8 @@ def joined(tree: Any, rest: Any) -> Any:
 def _replaced(flags: Sequence[bool], new: Callable[[Any], Any], tree: Any, like: Any) -> Any:
     if not any(flags):
         return tree
-    leaves, structure = jax.tree.flatten(like)
-    rows = zip(flags, leaves, structure.flatten_up_to(tree), strict=True)
+    structure: Any = jax.tree.structure(like)
+    rows = zip(flags, jax.tree.leaves(like), structure.flatten_up_to(tree), strict=True)
     return structure.unflatten(new(leaf) if flag else old for flag, leaf, old in rows)
 
 
@@ -169,10 +167,14 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) ->
     def update(grads, state, params, loss):
         grads, extra = whole(grads), given
         if given is None:  # what optimizers ask for by name; the loss may depend on everything
-            value_fn = lambda params: sum(map(jnp.sum, jax.tree.leaves(params)), loss)  # noqa: E731
+
+            def value_fn(params, grad_norm=None):
+                return sum(map(jnp.sum, jax.tree.leaves(params)), loss)
+
             extra = {"value": loss, "grad": grads, "value_fn": value_fn, "grad_norm": loss}
         updates, state = optimizer.update(grads, state, whole(params), **extra)
-        if jax.tree.structure(updates) != jax.tree.structure(grads):
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, grads)]
+        if structures[0] != structures[1]:
             raise ValueError("The updates are not a tree like the gradients.")
         return updates, state
 
@@ -181,7 +183,9 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) ->
     places = {form[0] for form in forms if form}
     zeros = [
         made is None and shape.shape != () and shape.shape in places
-        for made, shape in zip(_walk(first, [0] * len(shapes)), jax.tree.leaves(states), strict=True)
+        for made, shape in zip(
+            _walk(first, [0] * len(shapes)), jax.tree.leaves(states), strict=True
+        )
     ]
     flags = iter(zip(*_judged(program, len(shapes), zeros), strict=True))
     rows = [next(flags) if form else (False, False) for form in forms]

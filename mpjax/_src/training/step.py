@@ -390,7 +390,11 @@ def _local(
         if rng is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
-    return dataclasses.replace(state, params=read, model_state=model_state, rng=rng), unread, next_rng
+    return (
+        dataclasses.replace(state, params=read, model_state=model_state, rng=rng),
+        unread,
+        next_rng,
+    )
 
 
 def _averaged(passes: Passes, state: TrainState, policy: Policy, axis_name: Any) -> Passes:
