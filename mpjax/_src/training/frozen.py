@@ -70,7 +70,7 @@ class Reads(NamedTuple):
 
     def completed(self, grads: Any, like: Any) -> Any:
         """Returns gradients in which those that are not read are zeros."""
-        return _replaced(self.unread, jnp.zeros_like, grads, like)
+        return _replaced(self.unread, _zeros, grads, like)
 
     def held(self, updates: Any, like: Any) -> Any:
         """Returns updates in which those of frozen leaves are zeros, in the dtype of the leaf."""
@@ -79,8 +79,13 @@ class Reads(NamedTuple):
         return _replaced(self.frozen, zeros, updates, like)
 
     def widened(self, params: Any) -> Any:
-        """Returns the parameters as the inner optimizer sees them: frozen ones as they are."""
-        return _replaced(self.frozen, lambda x: x, widen(self.trained(params, params)), params)
+        """Returns the parameters as the inner optimizer sees them: frozen ones as they are.
+
+        Integers are seen as zeros in float32, because optimizers make moments in the dtype of a
+        parameter, and norms of floating gradients alone.
+        """
+        frozen = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _zeros(x)  # noqa: E731
+        return _replaced(self.frozen, frozen, widen(self.trained(params, params)), params)
 
     def stored(self, params: Any, policy: Policy) -> Any:
         """Casts parameters to the dtypes that a policy stores, but frozen ones never to wider."""
@@ -96,6 +101,13 @@ def joined(tree: Any, rest: Any) -> Any:
     if rest is None:
         return tree
     return jax.tree.map(lambda a, b: b if a is None else a, tree, rest, is_leaf=lambda x: x is None)
+
+
+def _zeros(x: Any) -> Any:
+    """Returns zeros in the place of a gradient or an integer; outside of jit without memory."""
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else FLOAT32
+    traced = isinstance(x, jax.core.Tracer)
+    return jnp.zeros(x.shape, dtype) if traced else np.broadcast_to(np.zeros((), dtype), x.shape)
 
 
 def _replaced(flags: Sequence[bool], new: Callable[[Any], Any], tree: Any, like: Any) -> Any:
@@ -145,16 +157,18 @@ def _form(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, varies_over(leaf)) if is_array(leaf) else None
 
 
-def _shaped(form: Any, wide: bool) -> Any:
+def _shaped(form: Any) -> Any:
+    """Returns the form in which an optimizer is traced: 16-bit arrays and integers in float32."""
     shape, dtype, axes = form
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < FLOAT32.itemsize
+    number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+    small = not jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize < FLOAT32.itemsize
     varies = {"vma": frozenset(axes)} if axes else {}
-    return jax.ShapeDtypeStruct(shape, FLOAT32 if narrow and wide else dtype, **varies)
+    return jax.ShapeDtypeStruct(shape, FLOAT32 if number and small else dtype, **varies)
 
 
 def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) -> Reads:
     """Traces an optimizer for arrays of some forms, and reads its program."""
-    shapes = [_shaped(form, wide=True) for form in forms if form]
+    shapes = [_shaped(form) for form in forms if form]
     loss = jax.ShapeDtypeStruct((), FLOAT32)
 
     def whole(arrays):
