@@ -159,11 +159,15 @@ def _form(leaf: Any) -> Any:
 
 def _shaped(form: Any) -> Any:
     """Returns the form in which an optimizer is traced: 16-bit arrays and integers in float32."""
-    shape, dtype, axes = form
+    shape, dtype, _ = form
     number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
     small = not jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize < FLOAT32.itemsize
-    varies = {"vma": frozenset(axes)} if axes else {}
-    return jax.ShapeDtypeStruct(shape, FLOAT32 if number and small else dtype, **varies)
+    return jax.ShapeDtypeStruct(shape, FLOAT32 if number and small else dtype)
+
+
+def _varying(x: Any, form: Any) -> Any:
+    """Marks an array as one that differs between devices, as the parameter of its form does."""
+    return jax.lax.pcast(x, form[2], to="varying") if form[2] else x
 
 
 def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) -> Reads:
@@ -173,7 +177,7 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) ->
 
     def whole(arrays):
         rest = iter(arrays)
-        return structure.unflatten(next(rest) if form else None for form in forms)
+        return structure.unflatten(_varying(next(rest), form) if form else None for form in forms)
 
     def init(params):
         return optimizer.init(whole(params))
