@@ -100,7 +100,7 @@ class TrainState(train_state.TrainState, repr=False):
         Args:
             apply_fn: The model's ``apply``, as for Flax's class.
             params: The parameters, as for Flax's class. They are cast to the dtypes that the policy
-                stores.
+                stores; frozen ones never to a wider dtype.
             tx: Any optax optimizer. It works in float32, on the master weights of 16-bit
                 parameters.
             policy: A policy or its name, as for `build_train_step`.

@@ -35,7 +35,7 @@ class Optimizer(nnx.Optimizer):
 
     Args:
         model: An NNX module. Its trained variables are cast in place to the dtypes that the policy
-            stores.
+            stores; frozen ones never to a wider dtype.
         tx: Any optax optimizer. It works in float32, on the master weights of 16-bit parameters.
         policy: A policy or its name, as for `build_train_step`.
         wrt: A filter of the variables to train, as for ``nnx.Optimizer``.

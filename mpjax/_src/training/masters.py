@@ -44,10 +44,10 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
     Attributes:
-        masters: A tree like the parameters. For each 16-bit leaf it contains a float32 master, a
-            uint16 or uint8 residual (split masters), or a compensation in the parameter's own dtype
-            (Kahan); for every other leaf ``optax.MaskedNode()``. An empty tuple if no parameter is
-            16-bit.
+        masters: A tree like the parameters. For each 16-bit leaf that ``inner`` may change it
+            contains a float32 master, a uint16 or uint8 residual (split masters), or a compensation
+            in the parameter's own dtype (Kahan); for every other leaf ``optax.MaskedNode()``. An
+            empty tuple if there is no such parameter.
         inner_state: The state of the inner optimizer, initialized with float32 parameters.
     """
 

@@ -47,7 +47,8 @@ class MixedPrecisionState(NamedTuple):
         loss_scale: The loss scale.
         skipped_steps: The total number of skipped updates, an int32 scalar.
         consecutive_skips: The number of updates skipped in a row up to now, an int32 scalar.
-        grads_finite: Whether the last gradients were finite, a bool scalar.
+        grads_finite: Whether the last gradients that the optimizer reads were finite, a bool
+            scalar.
         loss_finite: Whether the last loss was finite, a bool scalar; true if ``update`` was not
             given the loss.
         state_finite: The last ``finite`` argument of ``update``, a bool scalar; true if it was not
@@ -173,6 +174,10 @@ def mixed_precision(
     The optimizer's state contains the loss scale, the float32 master weights of 16-bit parameters
     and the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
     update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
+
+    Parameters whose update is always zero (``optax.set_to_zero`` by labels or masks) are frozen:
+    they keep any dtype, also an integer one, they have no master, and nothing reads their
+    gradients, so that XLA does not compute them.
 
     Args:
         optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit

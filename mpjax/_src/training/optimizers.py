@@ -74,7 +74,8 @@ def skip_nonfinite(
     A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
     non-finite gradient is never applied, whereas ``optax.apply_if_finite`` applies it after
     a number of failures; use `raise_if_diverged` to stop instead. If several optimizers are wrapped
-    (as in ``optax.multi_transform``), each checks only the gradients that it receives.
+    (as in ``optax.multi_transform``), each checks only the gradients that it receives. Gradients
+    that ``inner`` does not read, such as those of frozen parameters, are not checked.
 
     Args:
         inner: Any optax optimizer.

@@ -150,6 +150,10 @@ def build_train_step(
     skipped like infinite ones: clipping would turn them into zeros, and Adam's second moment would
     stay infinite.
 
+    Parameters whose update is always zero are frozen: no gradient of theirs is computed, checked
+    or counted in ``grad_norm``, they have no master, and they are never stored in a wider dtype
+    than their own, which may be an integer one. Nor is a gradient computed that nothing reads.
+
     Updated parameters are not checked, because that would read and write the whole state once more.
     If an update overflows them (far too high a learning rate, a float16 weight beyond
     65504), the step is applied, and all later steps are skipped; `raise_if_diverged` reports that.
