@@ -142,14 +142,14 @@ def updated_if(
     _check_value(extra_args.get("value"))
 
     tree = grads if params is None else params
-    grads = read_grads(reads, grads, params)
+    read = read_grads(reads, grads, params)
 
     def update(state, grads, params):
         updates, new = inner.update(reads.completed(grads, tree), state, params, **extra_args)
         return reads.trained(updates, tree), new
 
     with for_state(inner, state, params, grads):
-        updates, new = gated_update(finite, update, state, grads, params)
+        updates, new = gated_update(finite, update, state, read, params)
         updates = reads.held(updates, tree)
     structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
     if params is not None and structures[0] != structures[1]:

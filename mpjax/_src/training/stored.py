@@ -144,7 +144,9 @@ def inner_update(
     grads = widen(grads)
     tree = grads if full is None else full
     with for_state(inner, state, tree, grads):
-        return inner.update(reads.completed(grads, tree), state, full, **extra_args)
+        grads = reads.completed(grads, tree)
+    with for_state(inner, state, tree, grads):
+        return inner.update(grads, state, full, **extra_args)
 
 
 def need_params(params: Any, name: str) -> None:
