@@ -15,7 +15,8 @@ from mpjax._src.base.outlines import outline
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import cast_like, select, stays_finite, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
-from mpjax._src.training.gradients import with_float32_loss, with_scaled_loss
+from mpjax._src.training.frozen import joined
+from mpjax._src.training.gradients import differentiable, with_float32_loss, with_scaled_loss
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
@@ -99,7 +100,7 @@ class TrainState(train_state.TrainState, repr=False):
         Args:
             apply_fn: The model's ``apply``, as for Flax's class.
             params: The parameters, as for Flax's class. They are cast to the dtypes that the policy
-                stores.
+                stores; frozen ones never to a wider dtype.
             tx: Any optax optimizer. It works in float32, on the master weights of 16-bit
                 parameters.
             policy: A policy or its name, as for `build_train_step`.
@@ -120,7 +121,7 @@ class TrainState(train_state.TrainState, repr=False):
         trained, overwritten = _split(params)
         state: TrainState = super().create(
             apply_fn=apply_fn,
-            params=_join(policy.cast_to_param(trained), overwritten),
+            params=_join(optimizer._rules.stored(trained), overwritten),
             tx=optimizer,
             **kwargs,
         )
@@ -149,11 +150,12 @@ class TrainState(train_state.TrainState, repr=False):
         check_callable(loss_fn, "loss_fn")
         run = with_float32_loss(loss_fn, self.policy)
         scaled = with_scaled_loss(run, self.loss_scale, has_aux)
-        gradient = jax.value_and_grad(scaled, has_aux=True)
 
         @functools.wraps(loss_fn)
         def wrapped(*args, **kwargs):
-            (_, (loss, aux)), grads = gradient(*args, **kwargs)
+            floating, rest = differentiable(args[0])
+            run = lambda params: scaled(joined(params, rest), *args[1:], **kwargs)  # noqa: E731
+            (_, (loss, aux)), grads = jax.value_and_grad(run, has_aux=True)(floating)
             trained, overwritten = _split(grads)
             grads = _join(self.loss_scale.unscale(widen(trained)), overwritten)
             return ((loss, aux) if has_aux else loss), grads

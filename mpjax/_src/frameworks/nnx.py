@@ -35,7 +35,7 @@ class Optimizer(nnx.Optimizer):
 
     Args:
         model: An NNX module. Its trained variables are cast in place to the dtypes that the policy
-            stores.
+            stores; frozen ones never to a wider dtype.
         tx: Any optax optimizer. It works in float32, on the master weights of 16-bit parameters.
         policy: A policy or its name, as for `build_train_step`.
         wrt: A filter of the variables to train, as for ``nnx.Optimizer``.
@@ -92,7 +92,7 @@ class Optimizer(nnx.Optimizer):
                 f"wrt={wrt!r} selects no variables of model, so nothing would be trained. It is "
                 "usually nnx.Param."
             )
-        nnx.update(model, policy.cast_to_param(params))
+        nnx.update(model, optimizer._rules.stored(params))
         super().__init__(model, optimizer, wrt=wrt)
         # Whether the losses and states in value_and_grad were finite since the last update.
         self.forward = nnx.OptState(jax.tree.map(jnp.asarray, GOOD))
@@ -122,6 +122,9 @@ class Optimizer(nnx.Optimizer):
             ValueError: If the model does not belong to this optimizer.
         """
         params, grads = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
+        if unread := _unread(params, self):  # they may be missing
+            found = {**dict.fromkeys(unread), **dict(nnx.to_flat_state(grads))}
+            grads = nnx.from_flat_state(found.items())
         good, before = self.forward.get_value(), nnx.as_pure(self.opt_state)
         if (shared := kwargs.pop("scaled_by", None)) is not None:
             kwargs["scaled_by"] = [other.opt_state for other in _optimizers(shared, "scaled_by")]
@@ -167,7 +170,7 @@ def value_and_grad(
 
     Returns:
         A function of the same arguments that returns ``(value, grads)``: ``value`` as ``f``
-        returned it, and the unscaled gradients in float32.
+        returned it, and the unscaled gradients in float32, without those of frozen variables.
 
     Raises:
         TypeError: If ``f`` is not a function or ``optimizer`` is not an `Optimizer`; while tracing,
@@ -190,20 +193,27 @@ def value_and_grad(
     optimizers = _optimizers(optimizer, "optimizer")
     run = with_float32_loss(f, optimizers[0].policy)
 
-    def trained(argnum, place=0):
+    def trained(args, argnum, place=0):
         its = optimizers[min(place, len(optimizers) - 1)]
-        return nnx.DiffState(argnum, its.wrt) if isinstance(argnum, int) else argnum
+        if not isinstance(argnum, int):
+            return argnum
+        unread = _unread(nnx.as_pure(nnx.state(args[argnum], its.wrt)), its)
+        frozen = lambda path, variable: path in unread  # noqa: E731
+        return nnx.DiffState(argnum, nnx.All(its.wrt, nnx.Not(frozen)) if unread else its.wrt)
 
     single = isinstance(argnums, str) or not isinstance(argnums, Sequence)
-    wanted: Any = (
-        trained(argnums) if single else tuple(map(trained, argnums, itertools.count()))  # type: ignore[arg-type]
-    )
     numbers = jax.tree.map(lambda a: getattr(a, "argnum", a), argnums)
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         positions("mpjax.nnx.value_and_grad", numbers, len(args))
         scale = smallest([each.loss_scale for each in optimizers])
+        each_trained = functools.partial(trained, args)
+        wanted: Any = (
+            each_trained(argnums)
+            if single
+            else tuple(map(each_trained, argnums, itertools.count()))  # type: ignore[arg-type]
+        )
         old = {path: v.get_value() for path, v in _variables((args, kwargs))}
         gradient = nnx.value_and_grad(
             with_scaled_loss(run, scale, has_aux),
@@ -225,6 +235,13 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+def _unread(params: nnx.State, optimizer: Optimizer) -> set[Any]:
+    """Returns the paths of the variables whose gradients an optimizer does not read."""
+    unread = optimizer.tx._rules.inner.reads(params).unread
+    paths = (path for path, _ in nnx.to_flat_state(params))
+    return {path for path, flag in zip(paths, unread, strict=True) if flag}
 
 
 def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:

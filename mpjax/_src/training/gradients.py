@@ -17,6 +17,7 @@ from mpjax._src.base.trees import all_finite, is_array, widen
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.gradient import loss_hint, positions
 from mpjax._src.program.modules import has_modules
+from mpjax._src.training.frozen import joined
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
 from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
 from mpjax._src.training.shards import agreed, warn_if_unknown
@@ -99,12 +100,12 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
     trained: list[Any] = list(args)
     rest: dict[int, Any] = {}
     for i in positions("value_and_grad", argnums, len(args)):
-        trained[i], rest[i] = _trained(args[i])
+        trained[i], rest[i] = differentiable(args[i])
         if axes:  # makes gradients local, so that they are averaged once, and here
             trained[i] = localized(trained[i], axis_name)
 
     def run(*args, **kwargs):
-        whole = (_joined(arg, rest.get(i)) for i, arg in enumerate(args))
+        whole = (joined(arg, rest.get(i)) for i, arg in enumerate(args))
         return scaled(*whole, **kwargs)
 
     gradient = jax.value_and_grad(run, argnums, has_aux=True)
@@ -118,7 +119,7 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
     return ((loss, aux) if has_aux else loss), grads, finite
 
 
-def _trained(tree: Any) -> tuple[Any, Any]:
+def differentiable(tree: Any) -> tuple[Any, Any]:
     """Returns the floating arrays of a tree, and the rest of it.
 
     The rest is None if JAX can differentiate the tree as it is, or refuses it as a whole.
@@ -136,13 +137,6 @@ def _trained(tree: Any) -> tuple[Any, Any]:
     )
     arrays, rest = (jax.tree.unflatten(jax.tree.structure(tree), part) for part in parts)
     return arrays, rest
-
-
-def _joined(arrays: Any, rest: Any) -> Any:
-    if rest is None:
-        return arrays
-    is_none = lambda x: x is None  # noqa: E731
-    return jax.tree.map(lambda a, b: b if a is None else a, arrays, rest, is_leaf=is_none)
 
 
 def observed_value_and_grad(

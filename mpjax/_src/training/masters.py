@@ -20,6 +20,7 @@ from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_narrow_array, widen
 from mpjax._src.policy.policy import CHOICES
 from mpjax._src.training import residuals
+from mpjax._src.training.frozen import Reads
 from mpjax._src.training.optimizers import (
     as_optimizer,
     check_kind,
@@ -49,10 +50,10 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
     Attributes:
-        masters: A tree like the parameters. For each 16-bit leaf it contains a float32 master, a
-            uint16 or uint8 residual (split masters), or a compensation in the parameter's own dtype
-            (Kahan); for every other leaf ``optax.MaskedNode()``. An empty tuple if no parameter is
-            16-bit.
+        masters: A tree like the parameters. For each 16-bit leaf that ``inner`` may change it
+            contains a float32 master, a uint16 or uint8 residual (split masters), or a compensation
+            in the parameter's own dtype (Kahan); for every other leaf ``optax.MaskedNode()``. An
+            empty tuple if there is no such parameter.
         inner_state: The state of the inner optimizer, initialized with float32 parameters.
     """
 
@@ -171,9 +172,9 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
     def kind(dtype):
         return np.dtype(STORAGES.get(storage, dtype))
 
-    def init(params):
-        def first(keys, param):
-            if not is_narrow_array(param):
+    def init(params, reads):
+        def first(keys, param, frozen):
+            if frozen or not is_narrow_array(param):
                 return optax.MaskedNode()
             if kind(param.dtype).kind == "u" and param.dtype != BFLOAT16:
                 raise ValueError(
@@ -184,17 +185,20 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
                 )
             return residuals.split(param.astype(FLOAT32), param.dtype, kind(param.dtype))[1]
 
-        masters = jax.tree_util.tree_map_with_path(first, params)
+        masters = jax.tree_util.tree_map_with_path(first, params, reads.flags(params))
         if not jax.tree.leaves(masters):
             masters = NO_MASTERS
-        return MasterWeightsState(masters, first_state(inner, _full(params, masters, kind, name)))
+        full = _full(params, masters, kind, name, reads)
+        return MasterWeightsState(masters, first_state(inner, full))
 
-    def core(grads, state, params, extra_args):
+    def core(grads, state, params, extra_args, reads):
         check_kind(state, MasterWeightsState, name)
         if not _are_none(state.masters):
             need_params(params, name)
-        full = None if params is None else _full(params, state.masters, kind, name)
-        updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
+        full = None if params is None else _full(params, state.masters, kind, name, reads)
+        updates, inner_state = inner_update(
+            inner, grads, state.inner_state, full, extra_args, reads
+        )
         if _are_none(state.masters):  # no 16-bit parameters: the updates are applied as they are
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 
@@ -203,20 +207,23 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
                 return None, beside
             return residuals.split(value + widen(update), param.dtype, kind(param.dtype))
 
+        updates = reads.trained(updates, params)
         pairs = [stored(*row) for row in by_leaf(params, state.masters, full, updates)]
         new, besides = zip(*pairs, strict=True)
         masters = jax.tree.unflatten(jax.tree.structure(params), besides)
         return updates, new, MasterWeightsState(masters, inner_state)
 
-    return made(init, core)
+    return made(inner, init, core)
 
 
 def _are_none(masters: Any) -> bool:
     return isinstance(masters, tuple) and masters == NO_MASTERS
 
 
-def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str) -> Any:
-    """Returns the parameters, with 16-bit ones replaced by their full float32 values."""
+def _full(
+    params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str, reads: Reads
+) -> Any:
+    """Returns the parameters, with trained 16-bit ones replaced by their full float32 values."""
 
     if _are_none(masters):
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
@@ -228,12 +235,15 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
             f"{brief(of_masters)}, the tree of the parameters {brief(wanted)}."
         )
 
-    def choose(keys, param, beside):
+    def choose(keys, param, beside, frozen):
+        if frozen:
+            return param
         if is_narrow_array(param) == is_masked(beside):
             seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
-                "parameters before init, and do not change their dtypes afterwards."
+                "parameters before init, and do not change their dtypes afterwards. If it was "
+                "frozen and is trained now, call init again, which makes its master."
             )
         if not is_narrow_array(param):
             return param
@@ -250,7 +260,7 @@ def _full(params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str)
             )
         return residuals.full(param, beside)
 
-    return jax.tree_util.tree_map_with_path(choose, params, masters)
+    return jax.tree_util.tree_map_with_path(choose, params, masters, reads.flags(params))
 
 
 def master_params(opt_state: optax.OptState, params: Any) -> Any:

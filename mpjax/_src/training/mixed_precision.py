@@ -32,6 +32,7 @@ from mpjax._src.training.optimizers import (
     check_params,
     check_value,
     of_ours,
+    read_grads,
     shown,
     updated_if,
 )
@@ -55,7 +56,8 @@ class MixedPrecisionState(NamedTuple):
         loss_scale: The loss scale.
         skipped_steps: The total number of skipped updates, an int32 scalar.
         consecutive_skips: The number of updates skipped in a row up to now, an int32 scalar.
-        grads_finite: Whether the last gradients were finite, a bool scalar.
+        grads_finite: Whether the last gradients that the optimizer reads were finite, a bool
+            scalar.
         loss_finite: Whether the last loss was finite, a bool scalar; true if ``update`` was not
             given the loss.
         state_finite: The last ``finite`` argument of ``update``, a bool scalar; true if it was not
@@ -183,6 +185,10 @@ def mixed_precision(
     and the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
     update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
 
+    Parameters whose update is always zero (``optax.set_to_zero`` by labels or masks) are frozen:
+    they keep any dtype, also an integer one, they have no master, and nothing reads their
+    gradients, so that XLA does not compute them.
+
     Args:
         optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit
             parameters.
@@ -275,13 +281,17 @@ class Rules:
         check_params(params)
         _check_stored(
             self.policy,
-            params,
+            self.inner.reads(params).trained(params, params),
             "Cast the parameters before init: params = optimizer.policy.cast_to_param(params).",
         )
         counters = (jnp.zeros((), jnp.int32) for _ in range(2))
         verdicts = (jnp.ones((), bool) for _ in range(3))
         first = jax.tree.map(jnp.array, self.loss_scale)  # a copy: no buffer is donated twice
         return MixedPrecisionState(self.inner.init(params), first, *counters, *verdicts)
+
+    def stored(self, params: Any) -> Any:
+        """Casts parameters to the dtypes that the policy stores; frozen ones never to wider."""
+        return self.inner.reads(params).stored(params, self.policy)
 
     def update(
         self,
@@ -301,24 +311,26 @@ class Rules:
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, MixedPrecisionState, "mixed_precision")
+        reads = self.inner.reads(updates if params is None else params, extra_args)
         if params is not None:
             check_params(params)
             _check_stored(
                 self.policy,
-                params,
+                reads.trained(params, params),
                 "optax.apply_updates keeps dtypes. Cast after eqx.apply_updates, which does not: "
                 "model = optimizer.policy.cast_to_param(model).",
             )
-        warn_if_in_float32(self.policy, state.loss_scale, updates, self.gradient)
+        read = read_grads(reads, updates, params)
+        warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
         verdicts = {
-            "grads_finite": all_finite(updates),
+            "grads_finite": all_finite(read),
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
         verdicts = {name: agreed(each, state.skipped_steps) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args
+            finite, self.inner, updates, state.inner_state, params, extra_args, reads
         )
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)

@@ -21,6 +21,7 @@ from mpjax._src.base.trees import (
     is_floating,
     is_one_bool,
 )
+from mpjax._src.training.frozen import Reader, Reads
 from mpjax._src.training.transaction import counted, gated_update
 
 C = TypeVar("C", bound=type)
@@ -80,7 +81,8 @@ def skip_nonfinite(
     A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
     non-finite gradient is never applied, whereas ``optax.apply_if_finite`` applies it after
     a number of failures; use `raise_if_diverged` to stop instead. If several optimizers are wrapped
-    (as in ``optax.multi_transform``), each checks only the gradients that it receives.
+    (as in ``optax.multi_transform``), each checks only the gradients that it receives. Gradients
+    that ``inner`` does not read, such as those of frozen parameters, are not checked.
 
     Args:
         inner: Any optax optimizer.
@@ -106,6 +108,7 @@ def skip_nonfinite(
         (True, 1)
     """
     inner = as_optimizer(inner, "inner")
+    reader = Reader(inner)
 
     def init(params):
         # Two arrays, because one buffer cannot be donated twice.
@@ -118,9 +121,10 @@ def skip_nonfinite(
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
-        finite = jnp.logical_and(all_finite(updates), finite)
+        reads = reader(updates if params is None else params, extra_args)
+        finite = jnp.logical_and(all_finite(read_grads(reads, updates, params)), finite)
         updates, inner_state = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args
+            finite, inner, updates, state.inner_state, params, extra_args, reads
         )
         return updates, SkipNonfiniteState(inner_state, **counted(state, finite))
 
@@ -134,22 +138,43 @@ def updated_if(
     state: optax.OptState,
     params: Any,
     extra_args: dict[str, Any],
+    reads: Reads,
 ) -> tuple[Any, optax.OptState]:
     """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
+
+    Gradients that are not read, and updates of frozen parameters, do not pass through the choice.
 
     Raises:
         ValueError: If the state belongs to another optimizer, or the gradients to other parameters.
     """
 
+    tree = grads if params is None else params
+    read = read_grads(reads, grads, params)
+
     def update(state, grads, params):
-        return inner.update(grads, state, params, **extra_args)
+        updates, new = inner.update(reads.completed(grads, tree), state, params, **extra_args)
+        return reads.trained(updates, tree), new
 
     with for_state(inner, state, params, grads):
-        updates, new = gated_update(finite, update, state, grads, params)
+        updates, new = gated_update(finite, update, state, read, params)
+        updates = reads.held(updates, tree)
     if params is not None and _forms(updates) != _forms(params):
         # Equinox trains a part of a module.
         _check_updates(updates, params, lacking=updates is None)
     return updates, new
+
+
+def read_grads(reads: Reads, grads: Any, params: Any) -> Any:
+    """Returns the gradients that an optimizer reads, with None in place of the others.
+
+    Raises:
+        ValueError: If they are not those of ``params``.
+    """
+    try:
+        return reads.read(grads, grads if params is None else params)
+    except ValueError:
+        _check_updates(grads, params)
+        raise
 
 
 def _forms(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:

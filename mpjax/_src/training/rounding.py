@@ -175,14 +175,17 @@ def with_stochastic_rounding(
     if number is None or not -(2**31) <= number < 2**32:
         raise ValueError(f"seed={brief(seed)} must be an integer from -2**31 to 2**32 - 1.")
 
-    def init(params):
-        return StochasticRoundingState(jnp.zeros((), jnp.int32), first_state(inner, widen(params)))
+    def init(params, reads):
+        first = first_state(inner, reads.widened(params))
+        return StochasticRoundingState(jnp.zeros((), jnp.int32), first)
 
-    def core(grads, state, params, extra_args):
+    def core(grads, state, params, extra_args, reads):
         check_kind(state, StochasticRoundingState, "with_stochastic_rounding")
         need_params(params, "with_stochastic_rounding")
-        full = widen(params)
-        updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
+        full = reads.widened(params)
+        updates, inner_state = inner_update(
+            inner, grads, state.inner_state, full, extra_args, reads
+        )
 
         def rounded(n, param, value, update):
             if update is None or not is_narrow_array(param):
@@ -190,7 +193,8 @@ def with_stochastic_rounding(
             random = drawn(param.shape, number, state.draws, n)
             return stochastically(value + widen(update), param.dtype, random)
 
-        stored = [rounded(n, *row) for n, row in enumerate(by_leaf(params, full, updates))]
+        rows = by_leaf(params, full, reads.trained(updates, params))
+        stored = [rounded(n, *row) for n, row in enumerate(rows)]
         return updates, stored, StochasticRoundingState(state.draws + 1, inner_state)
 
-    return made(init, core)
+    return made(inner, init, core)

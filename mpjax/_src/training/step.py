@@ -43,6 +43,7 @@ from mpjax._src.base.trees import (
 )
 from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
+from mpjax._src.training.frozen import Reader, Reads, joined
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
@@ -153,6 +154,10 @@ def build_train_step(
     skipped like infinite ones: clipping would turn them into zeros, and Adam's second moment would
     stay infinite.
 
+    Parameters whose update is always zero are frozen: no gradient of theirs is computed, checked
+    or counted in ``grad_norm``, they have no master, and they are never stored in a wider dtype
+    than their own, which may be an integer one. Nor is a gradient computed that nothing reads.
+
     Updated parameters are not checked, because that would read and write the whole state once more.
     If an update overflows them (far too high a learning rate, a float16 weight beyond
     65504), the step is applied, and all later steps are skipped; `raise_if_diverged` reports that.
@@ -228,7 +233,7 @@ def build_train_step(
     forward, observe = _forward(loss_fn, policy, has_aux), reports.observer()
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
-        params = _stored_params(params, policy)
+        params = _stored_params(params, policy, optimizer.reads)
         state = _first_state(params, optimizer.init(params), first_scale, model_state, rng)
         # Once more over everything: optimizers may keep the parameters themselves in their state
         # (schedule-free does), and a buffer cannot be donated twice.
@@ -236,9 +241,10 @@ def build_train_step(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_call(state, optimizer, axes, axis_name)
-        local, next_rng = _local(state, axis_name)
+        reads = optimizer.reads(state.params)
+        local, unread, next_rng = _local(state, axis_name, reads)
         # grad_fn casts, runs the forward pass, scales, runs the backward pass and unscales.
-        grad_fn = observed_value_and_grad(forward, state.loss_scale, observe)
+        grad_fn = observed_value_and_grad(_around(forward, unread), state.loss_scale, observe)
         passes = _accumulate(grad_fn, accumulate_steps, local, batch)
         if axis_name is not None:
             passes = _averaged(passes, state, policy, axis_name)
@@ -249,11 +255,14 @@ def build_train_step(
 
         extra_args = _extra_args(taken, passes, verdict, shards)
         check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
-        update = functools.partial(_updated, optimizer)
+        update = functools.partial(_updated, optimizer, reads)
         before = {name: getattr(state, name) for name in CHANGED}
+        before["params"] = reads.trained(state.params, state.params)
         before["stalled"] = reports.none_stalled(state)
-        after = gated(finite, update, before, passes.grads, passes.model_state, extra_args)
+        args = state.params, passes.grads, passes.model_state, extra_args
+        after = gated(finite, update, before, *args)
         stalled_shares = after.pop("stalled")
+        after["params"] = joined(after["params"], state.params)
         new = TrainState(
             **after,
             loss_scale=adjusted(state.loss_scale, *verdict[1:]),
@@ -322,7 +331,7 @@ class Reports(NamedTuple):
         """Returns the reports on a step from this state, by their names."""
         reports: Metrics = {}
         if self.overflow:
-            scale, names = state.loss_scale.loss_scale, paths(state.params)
+            scale, names = state.loss_scale.loss_scale, paths(passes.grads)
             reports["overflow"] = first_overflow(
                 passes.grads, passes.seen, scale, verdict.loss_finite, names
             )
@@ -335,16 +344,17 @@ class Reports(NamedTuple):
         return reports
 
 
-def _stored_params(params: Any, policy: Policy) -> Any:
+def _stored_params(params: Any, policy: Policy, reader: Reader) -> Any:
     """Returns the parameters as they are stored: copied, checked and cast."""
     known_to_flax(TrainState, *SCALES)
     check_params(params)
     _refuse_modules(params)
     params = _owned(params, "params")
-    _check_params(params)
+    reads = reader(params)
+    _check_params(params, reads.frozen)
     if policy.casting != "op":  # else a pattern may mean a scope, which only the plan knows
         policy.check_overrides(params)
-    return policy.cast_to_param(params)
+    return reads.stored(params, policy)
 
 
 def _first_state(
@@ -374,11 +384,14 @@ def _check_call(state: Any, optimizer: Any, axes: Sequence[str], axis_name: Any)
         check_axis(name, axis_name)
 
 
-def _local(state: TrainState, axis_name: Any) -> tuple[TrainState, jax.Array | None]:
+def _local(
+    state: TrainState, axis_name: Any, reads: Reads
+) -> tuple[TrainState, Any, jax.Array | None]:
     """Returns the state as the loss of one step on one replica reads it, and the next step's key.
 
     Its key is of this step and replica alone. Its parameters are local, so that gradients are
-    averaged where the step does it: in float32, and once.
+    averaged where the step does it: in float32, and once. The second result has the parameters
+    whose gradients nothing reads.
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
     params, model_state = state.params, state.model_state
@@ -386,7 +399,12 @@ def _local(state: TrainState, axis_name: Any) -> tuple[TrainState, jax.Array | N
         params, model_state = localized((params, model_state), axis_name)
         if rng is not None:
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
-    return dataclasses.replace(state, params=params, model_state=model_state, rng=rng), next_rng
+    read, unread = reads.read(params, params), params if any(reads.unread) else None
+    return (
+        dataclasses.replace(state, params=read, model_state=model_state, rng=rng),
+        unread,
+        next_rng,
+    )
 
 
 def _averaged(passes: Passes, state: TrainState, policy: Policy, axis_name: Any) -> Passes:
@@ -423,17 +441,23 @@ def _extra_args(
 
 
 def _updated(
-    optimizer: Any, before: dict[str, Any], grads: Any, model_state: Any, extra_args: Any
+    optimizer: Any,
+    reads: Reads,
+    before: dict[str, Any],
+    params: Any,
+    grads: Any,
+    model_state: Any,
+    extra_args: Any,
 ) -> dict[str, Any]:
     """Returns all that a step changes, after the optimizer."""
-    params, opt_state = before["params"], before["opt_state"]
+    opt_state = before["opt_state"]
     new = optimizer.step(grads, opt_state, params, **extra_args)
     shares = None
     if before["stalled"] is not None:
         shares = stalled(new.updates, stored(opt_state, params), stored(new.state, new.params))
     return {
         "step": before["step"] + 1,
-        "params": new.params,
+        "params": reads.trained(new.params, params),
         "opt_state": cast_like(new.state, opt_state),
         "model_state": model_state,
         "stalled": shares,
@@ -581,6 +605,16 @@ def _converted(keys: Any, leaf: Any) -> Any:
     """Returns a leaf of the batch as JAX reads it."""
     check_fits("batch", keys, leaf)
     return jnp.asarray(leaf) if is_array(leaf) else leaf
+
+
+def _around(forward: Callable[..., Any], unread: Any) -> Callable[..., Any]:
+    """Returns a function of the parameters that are differentiated."""
+
+    @functools.wraps(forward)
+    def run(params, *args):
+        return forward(joined(params, unread), *args)
+
+    return run
 
 
 def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -735,15 +769,16 @@ def _refuse_modules(params: Any) -> None:
         )
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: Any, frozen: Sequence[bool]) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise ValueError("params has no leaves: there is nothing to train.")
-    for keys, leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    for (keys, leaf), held in zip(leaves, frozen, strict=True):
+        if not (held or jnp.issubdtype(leaf.dtype, jnp.inexact)):
             raise TypeError(
                 f"{name_of('params', keys)} is {leaf.dtype}, which has no gradient. Move "
-                "counters, tables and keys to model_state or rng."
+                "counters, tables and keys to model_state or rng, or freeze it by "
+                "optax.partition with optax.set_to_zero()."
             )
 
 

@@ -8,6 +8,7 @@ import optax
 
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.trees import widen
+from mpjax._src.training.frozen import Reader, Reads
 from mpjax._src.training.optimizers import as_optimizer, first_state, for_state
 
 
@@ -17,7 +18,8 @@ class Stepped(NamedTuple):
     Attributes:
         params: The new parameters, in the dtypes that they are stored in.
         state: The new state.
-        updates: The float32 updates of the inner optimizer, before rounding.
+        updates: The float32 updates of the inner optimizer, before rounding. None for a parameter
+            that it never changes.
     """
 
     params: Any
@@ -35,9 +37,11 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         init: As in every optax optimizer.
         update: As in every optax optimizer.
         step: ``step(grads, state, params, **extra_args)`` returns `Stepped`.
+        reads: ``reads(params)`` returns what it changes and reads.
     """
 
     step: Callable[..., Stepped]
+    reads: Reader
 
 
 def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
@@ -54,45 +58,59 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
     """
     inner = as_optimizer(inner, "inner")
 
-    def init(params):
-        return first_state(inner, widen(params))
+    def init(params, reads):
+        return first_state(inner, reads.widened(params))
 
-    def core(grads, state, params, extra_args):
-        updates, state = inner_update(inner, grads, state, widen(params), extra_args)
+    def core(grads, state, params, extra_args, reads):
+        full = None if params is None else reads.widened(params)
+        updates, state = inner_update(inner, grads, state, full, extra_args, reads)
         return updates, None, state
 
-    return made(init, core)
+    return made(inner, init, core)
 
 
-def made(init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
+def made(
+    inner: optax.GradientTransformationExtraArgs,
+    init: Callable[..., Any],
+    core: Callable[..., Any],
+) -> Optimizer:
     """Returns an `Optimizer`.
 
     Args:
-        init: Its ``init``.
-        core: ``core(grads, state, params, extra_args)`` returns a triple: the updates of the inner
-            optimizer; a list of the new parameters, with None for a parameter that is the sum with
-            its update, or None if all are such sums; and the new state.
+        inner: The optimizer inside.
+        init: ``init(params, reads)`` returns the first state. ``reads`` are the `Reads` of
+            ``inner``.
+        core: ``core(grads, state, params, extra_args, reads)`` returns a triple: the updates of the
+            inner optimizer; a list of the new parameters, with None for a parameter that is the sum
+            with its update, or None if all are such sums; and the new state.
     """
+    reader = Reader(inner)
+
+    def run(grads, state, params, extra_args):
+        tree = grads if params is None else params
+        reads = reader(tree, extra_args)
+        updates, stored, state = core(grads, state, params, extra_args, reads)
+        return reads, reads.trained(updates, tree), stored, state
 
     def update(grads, state, params=None, **extra_args):
-        updates, stored, state = core(grads, state, params, extra_args)
-        if stored is None:
-            return updates, state
-        differences = [
-            update if new is None else new.astype(FLOAT32) - param.astype(FLOAT32)
-            for new, (param, update) in zip(stored, by_leaf(params, updates), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), differences), state
+        reads, updates, stored, state = run(grads, state, params, extra_args)
+        if stored is not None:
+            differences = [
+                update if new is None else new.astype(FLOAT32) - param.astype(FLOAT32)
+                for new, (param, update) in zip(stored, by_leaf(params, updates), strict=True)
+            ]
+            updates = jax.tree.unflatten(jax.tree.structure(params), differences)
+        return reads.held(updates, grads if params is None else params), state
 
     def step(grads, state, params, **extra_args):
-        updates, stored, state = core(grads, state, params, extra_args)
+        _, updates, stored, state = run(grads, state, params, extra_args)
         rows = list(by_leaf(params, updates))
         pairs = zip(stored or [None] * len(rows), rows, strict=True)
         new = [added(*row) if new is None else new for new, row in pairs]
         return Stepped(jax.tree.unflatten(jax.tree.structure(params), new), state, updates)
 
-    optimizer = Optimizer(init, update)
-    optimizer.step = step
+    optimizer = Optimizer(lambda params: init(params, reader(params)), update)
+    optimizer.step, optimizer.reads = step, reader
     return optimizer
 
 
@@ -121,9 +139,13 @@ def inner_update(
     state: Any,
     full: Any,
     extra_args: dict[str, Any],
+    reads: Reads,
 ) -> tuple[Any, Any]:
     grads = widen(grads)
-    with for_state(inner, state, grads if full is None else full, grads):
+    tree = grads if full is None else full
+    with for_state(inner, state, tree, grads):
+        grads = reads.completed(grads, tree)
+    with for_state(inner, state, tree, grads):
         return inner.update(grads, state, full, **extra_args)
 
 

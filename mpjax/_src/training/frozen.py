@@ -1,0 +1,308 @@
+"""Which parameters an optimizer never changes, and which gradients it never reads.
+
+Both follow from the program of its ``update``, traced without arrays, so that they are known while
+a step is traced. A gradient that is not read is then not computed, checked or averaged, and a
+parameter that never changes needs no master.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.higher_order import BRANCH, higher_order
+from mpjax._src.base.trees import is_array, varies_over, widen
+from mpjax._src.policy.policy import Policy
+
+# Results that are zero if all of these operands are: by default all. Those of `ANY` are zero if one
+# operand is: a factor of zero is meant as a mask, whatever the other one holds.
+ANY = {"mul", "dot_general", "and", "conv_general_dilated"}
+OPERANDS = {
+    **dict.fromkeys(("div", "rem", "dynamic_slice", "gather", "integer_pow"), slice(1)),
+    "select_n": slice(1, None),
+}
+KEEPS_ZERO = {
+    *("add", "add_any", "sub", "max", "min", "neg", "sign", "abs", "sqrt", "cbrt", "square"),
+    *("tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh", "erf", "expm1", "log1p"),
+    *("floor", "ceil", "round", "real", "imag", "conj", "or", "xor", "nextafter"),
+    *("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient"),
+    *("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "rev", "pad", "concatenate"),
+    *("dynamic_update_slice", "scatter", "scatter-add", "sort", "cumsum", "cummax", "cummin"),
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "psum", "psum_invariant", "pmax"),
+    *("pmin", "pvary", "pcast", "all_gather", "ppermute", "reduce_scatter", "device_put"),
+    *("sharding_constraint", "reshard", "mesh_cast"),
+    *(ANY | OPERANDS.keys()),
+}
+BARRIERS = {"optimization_barrier", *_jax.BARRIERS}
+# What a value is made of: None if it is always zero, else a bit for each argument that it depends
+# on. Both facts only grow upwards: zero, nothing, some arguments, all of them.
+Made = int | None
+
+
+class Reads(NamedTuple):
+    """What an optimizer does, for each leaf of the tree that it was asked about.
+
+    Attributes:
+        frozen: Whether the update is always zero.
+        unread: Whether nothing that changes a parameter depends on the gradient. A frozen leaf's
+            gradient counts as unread, also if it would count in a norm of all gradients.
+    """
+
+    frozen: tuple[bool, ...]
+    unread: tuple[bool, ...]
+
+    def flags(self, like: Any) -> Any:
+        """Returns a tree of bools: which leaves are frozen."""
+        return jax.tree.unflatten(jax.tree.structure(like), self.frozen)
+
+    def trained(self, tree: Any, like: Any) -> Any:
+        """Returns a tree without the frozen leaves of ``tree``: None in their place."""
+        return _without(self.frozen, tree, like)
+
+    def read(self, grads: Any, like: Any) -> Any:
+        """Returns gradients without those that are not read: None in their place."""
+        return _without(self.unread, grads, like)
+
+    def completed(self, grads: Any, like: Any) -> Any:
+        """Returns gradients in which those that are not read are zeros."""
+        return _replaced(self.unread, _zeros, grads, like)
+
+    def held(self, updates: Any, like: Any) -> Any:
+        """Returns updates in which those of frozen leaves are zeros, in the dtype of the leaf."""
+        # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
+        zeros = lambda x: jnp.full(jnp.shape(x), -0.0, jnp.result_type(x))  # noqa: E731
+        return _replaced(self.frozen, zeros, updates, like)
+
+    def widened(self, params: Any) -> Any:
+        """Returns the parameters as the inner optimizer sees them: frozen ones as they are.
+
+        Integers are seen as zeros in float32, because optimizers make moments in the dtype of a
+        parameter, and norms of floating gradients alone.
+        """
+        frozen = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _zeros(x)  # noqa: E731
+        return _replaced(self.frozen, frozen, widen(self.trained(params, params)), params)
+
+    def stored(self, params: Any, policy: Policy) -> Any:
+        """Casts parameters to the dtypes that a policy stores, but frozen ones never to wider."""
+
+        def choose(own, cast, frozen):
+            return own if frozen and own.dtype.itemsize <= cast.dtype.itemsize else cast
+
+        return jax.tree.map(choose, params, policy.cast_to_param(params), self.flags(params))
+
+
+def joined(tree: Any, rest: Any) -> Any:
+    """Returns a tree whose missing leaves are those of another one; None has nothing to add."""
+    if rest is None:
+        return tree
+    return jax.tree.map(lambda a, b: b if a is None else a, tree, rest, is_leaf=lambda x: x is None)
+
+
+def _zeros(x: Any) -> Any:
+    """Returns zeros in the place of a gradient or an integer; outside of jit without memory."""
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else FLOAT32
+    traced = isinstance(x, jax.core.Tracer)
+    return jnp.zeros(x.shape, dtype) if traced else np.broadcast_to(np.zeros((), dtype), x.shape)
+
+
+def _replaced(flags: Sequence[bool], new: Callable[[Any], Any], tree: Any, like: Any) -> Any:
+    if not any(flags):
+        return tree
+    structure: Any = jax.tree.structure(like)
+    rows = zip(flags, jax.tree.leaves(like), structure.flatten_up_to(tree), strict=True)
+    return structure.unflatten(new(leaf) if flag else old for flag, leaf, old in rows)
+
+
+def _without(flags: Sequence[bool], tree: Any, like: Any) -> Any:
+    return _replaced(flags, lambda _: None, tree, like)
+
+
+class Reader:
+    """Finds out once for each form of parameters what an optimizer reads.
+
+    Its answer depends on the optimizer and on shapes alone, so that ``init`` and every ``update``
+    agree. An optimizer that cannot be traced without its arguments reads everything.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformationExtraArgs):
+        self._optimizer, self._known = optimizer, dict[Any, Reads]()
+
+    def __call__(self, tree: Any, extra_args: Any = None) -> Reads:
+        """Returns what the optimizer does with parameters (or gradients) of this form."""
+        leaves, structure = jax.tree.flatten(tree)
+        forms = tuple(map(_form, leaves))
+        key = _jax.Structure(structure), forms
+        if (known := self._known.get(key)) is not None:
+            return known
+        floating = tuple(f if f and jnp.issubdtype(f[1], jnp.inexact) else None for f in forms)
+        for parts in dict.fromkeys((forms, floating)):  # Equinox trains the floating arrays
+            for given in ({}, None, extra_args or {}):
+                try:
+                    found = _traced(self._optimizer, parts, structure, given)
+                except Exception:  # what is wrong is said where the optimizer is called
+                    continue
+                self._known[key] = found
+                return found
+        return Reads((False,) * len(leaves), (False,) * len(leaves))
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, float):
+        return (), FLOAT32, ()
+    return (leaf.shape, leaf.dtype, varies_over(leaf)) if is_array(leaf) else None
+
+
+def _shaped(form: Any) -> Any:
+    """Returns the form in which an optimizer is traced: 16-bit arrays and integers in float32."""
+    shape, dtype, _ = form
+    number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
+    small = not jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize < FLOAT32.itemsize
+    return jax.ShapeDtypeStruct(shape, FLOAT32 if number and small else dtype)
+
+
+def _varying(x: Any, form: Any) -> Any:
+    """Marks an array as one that differs between devices, as the parameter of its form does."""
+    return jax.lax.pcast(x, form[2], to="varying") if form[2] else x
+
+
+def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) -> Reads:
+    """Traces an optimizer for arrays of some forms, and reads its program."""
+    shapes = [_shaped(form) for form in forms if form]
+    loss = jax.ShapeDtypeStruct((), FLOAT32)
+
+    def whole(arrays):
+        rest = iter(arrays)
+        return structure.unflatten(_varying(next(rest), form) if form else None for form in forms)
+
+    def init(params):
+        return optimizer.init(whole(params))
+
+    def update(grads, state, params, loss):
+        grads, extra = whole(grads), given
+        if given is None:  # what optimizers ask for by name; the loss may depend on everything
+
+            def value_fn(params, grad_norm=None):
+                return sum(map(jnp.sum, jax.tree.leaves(params)), loss)
+
+            extra = {"value": loss, "grad": grads, "value_fn": value_fn, "grad_norm": loss}
+        updates, state = optimizer.update(grads, state, whole(params), **extra)
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, grads)]
+        if structures[0] != structures[1]:
+            raise ValueError("The updates are not a tree like the gradients.")
+        return updates, state
+
+    first, states = jax.make_jaxpr(init, return_shape=True)(shapes)
+    program = jax.make_jaxpr(update)(shapes, states, shapes, loss)
+    places = {form[0] for form in forms if form}
+    zeros = [
+        made is None and shape.shape != () and shape.shape in places
+        for made, shape in zip(
+            _walk(first, [0] * len(shapes)), jax.tree.leaves(states), strict=True
+        )
+    ]
+    flags = iter(zip(*_judged(program, len(shapes), zeros), strict=True))
+    rows = [next(flags) if form else (False, False) for form in forms]
+    if all(frozen or not form for (frozen, _), form in zip(rows, forms, strict=True)):
+        return Reads((False,) * len(forms), (False,) * len(forms))  # a step that trains nothing
+    frozen, unread = zip(*rows, strict=True)
+    return Reads(frozen, unread)
+
+
+def _judged(program: Any, count: int, zeros: list[bool]) -> tuple[list[bool], list[bool]]:
+    """Returns for each gradient whether its leaf is frozen, and whether it is unread.
+
+    Args:
+        program: The jaxpr of ``(grads, state, params, loss) -> (updates, state)``.
+        count: The number of gradients.
+        zeros: For each array of the state, whether it is zero at first. Moments of gradients that
+            are always zero stay zero. Single numbers are left out: a user may set a learning rate
+            in the state that was zero at first.
+    """
+    bits = [1 << i for i in range(count + len(zeros))]
+    while True:  # in each turn at least one array turns out to change
+        state = [None if zero else bit for zero, bit in zip(zeros, bits[count:], strict=True)]
+        outs = _walk(program, [*bits[:count], *state, *[0] * (count + 1)])
+        updates, after = outs[:count], outs[count:]
+        still = [zero and made is None for zero, made in zip(zeros, after, strict=True)]
+        if still == zeros:
+            break
+        zeros = still
+    live, before = _union(updates), -1
+    while live != before:  # what the next updates depend on, by the state
+        before = live
+        live |= _union(made for made, bit in zip(after, bits[count:], strict=True) if live & bit)
+    frozen = [made is None for made in updates]
+    return frozen, [own or not live & bit for own, bit in zip(frozen, bits, strict=False)]
+
+
+def _union(values: Any) -> int:
+    whole = 0
+    for value in values:
+        whole |= value or 0
+    return whole
+
+
+def _join(values: Sequence[Made]) -> Made:
+    return None if all(value is None for value in values) else _union(values)
+
+
+def _of_constant(value: Any) -> Made:
+    """Returns what a constant is made of: nothing, or it is zero."""
+    known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    dtype = getattr(value, "dtype", np.dtype(type(value)))
+    number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    return None if known and number and not np.any(np.asarray(value)) else 0
+
+
+def _walk(program: Any, ins: Sequence[Made]) -> list[Made]:
+    """Returns what each result of a program is made of."""
+    jaxpr, consts = _jax.open_jaxpr(program)
+    env: dict[Any, Made] = dict(zip(jaxpr.invars, ins, strict=True))
+    env |= zip(jaxpr.constvars, map(_of_constant, consts), strict=False)
+
+    def read(atom: Any) -> Made:
+        return _of_constant(atom.val) if isinstance(atom, _jax.Literal) else env.get(atom, 0)
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        env.update(zip(eqn.outvars, _results(eqn, operands), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _results(eqn: Any, operands: list[Made]) -> Sequence[Made]:
+    name = eqn.primitive.name
+    row = higher_order(name)
+    if insides := list(row.wire(eqn)):
+        return _inside(insides, operands, operands[:1] if row.kind == BRANCH else [], eqn)
+    if name in BARRIERS and len(operands) == len(eqn.outvars):
+        return operands
+    deciding = operands[OPERANDS.get(name, slice(None))]
+    keeps = name in KEEPS_ZERO and bool(deciding) and eqn.params.get("y", 1) > 0  # integer_pow
+    zero = keeps and (any if name in ANY else all)(made is None for made in deciding)
+    return [None if zero else _union(operands)] * len(eqn.outvars)
+
+
+def _inside(
+    insides: Sequence[Any], operands: list[Made], control: list[Made], eqn: Any
+) -> list[Made]:
+    """Returns what the results of an equation with programs inside are made of."""
+    results: list[list[Made]] = [[] for _ in eqn.outvars]
+    for inside in insides:
+        ins = [operands[i] for i in inside.ins]
+        while True:  # a carry only grows, up to zero or not and all arguments
+            outs, before = _walk(inside.program, ins), list(ins)
+            for out, argument in inside.carry:
+                ins[argument] = _join([ins[argument], outs[out]])
+            if ins == before:
+                break
+        for out, argument in inside.carry:  # a loop may not turn at all
+            outs[out] = ins[argument]
+        for made, place in zip(outs, inside.outs, strict=True):
+            (control if place is None else results[place]).append(made)
+    joined = map(_join, results)
+    return [None if made is None else made | _union(control) for made in joined]
