@@ -47,7 +47,8 @@ class MixedPrecisionState(NamedTuple):
         loss_scale: The loss scale.
         skipped_steps: The total number of skipped updates, an int32 scalar.
         consecutive_skips: The number of updates skipped in a row up to now, an int32 scalar.
-        grads_finite: Whether the last gradients were finite, a bool scalar.
+        grads_finite: Whether the last gradients were finite, and what the inner optimizer made of
+            them, a bool scalar.
         loss_finite: Whether the last loss was finite, a bool scalar; true if ``update`` was not
             given the loss.
         state_finite: The last ``finite`` argument of ``update``, a bool scalar; true if it was not
@@ -171,8 +172,12 @@ def mixed_precision(
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
     The optimizer's state contains the loss scale, the float32 master weights of 16-bit parameters
-    and the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
-    update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
+    and the skip counters, so the loop needs no additional state. If a gradient is non-finite, or
+    the update that the optimizer makes of it, as for `build_train_step`, the update is zero, the
+    inner state is unchanged, bit for bit, and the loss scale is lowered.
+
+    Extra arguments of ``update``, such as ``value=``, ``value_fn=`` or ``grad_fn=``, are passed to
+    those parts of the optimizer that take them.
 
     Args:
         optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit
@@ -302,11 +307,13 @@ class Rules:
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
-        verdicts = {name: agreed(each, state.skipped_steps) for name, each in verdicts.items()}
+        agree = functools.partial(agreed, count=state.skipped_steps)
+        verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
-        updates, inner_state = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args
+        updates, inner_state, good = updated_if(
+            finite, self.inner, updates, state.inner_state, params, extra_args, agree
         )
+        verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by))
         scale = adjusted(state.loss_scale, **verdicts, used=used)
         return updates, MixedPrecisionState(

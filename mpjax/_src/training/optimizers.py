@@ -1,7 +1,10 @@
 """Optax transformations: `skip_nonfinite`, and checks of what an optimizer is called with."""
 
 import contextlib
+import copy
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -14,7 +17,8 @@ from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_array_or_shape, is_floating, is_one_bool
-from mpjax._src.training.transaction import counted, gated_update
+from mpjax._src.training.shards import agreed
+from mpjax._src.training.transaction import counted, gated_update, may_overflow
 
 C = TypeVar("C", bound=type)
 
@@ -68,7 +72,7 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the updates of an optimizer when its gradients are non-finite.
+    """Skips the updates of an optimizer when its gradients, or they themselves, are non-finite.
 
     A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
     non-finite gradient is never applied, whereas ``optax.apply_if_finite`` applies it after
@@ -110,10 +114,11 @@ def skip_nonfinite(
             raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         finite = jnp.logical_and(all_finite(updates), finite)
-        updates, inner_state = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args
+        agree = functools.partial(agreed, count=state.skipped_steps)
+        updates, inner_state, good = updated_if(
+            finite, inner, updates, state.inner_state, params, extra_args, agree
         )
-        return updates, SkipNonfiniteState(inner_state, **counted(state, finite))
+        return updates, SkipNonfiniteState(inner_state, **counted(state, finite & good))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -125,8 +130,11 @@ def updated_if(
     state: optax.OptState,
     params: Any,
     extra_args: dict[str, Any],
-) -> tuple[Any, optax.OptState]:
-    """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
+    agree: Callable[[jax.Array], jax.Array],
+) -> tuple[Any, optax.OptState, jax.Array]:
+    """Returns an optimizer's updates and new state, or zeros and the old state.
+
+    The third result is the verdict on the updates and the new state; see `gated_update`.
 
     Raises:
         ValueError: If ``value`` among ``extra_args`` is not one number, if the state belongs to
@@ -137,12 +145,16 @@ def updated_if(
     def update(state, grads, params):
         return inner.update(grads, state, params, **extra_args)
 
+    # What evaluates a function is not plain arithmetic, whatever its operations are.
+    wholly = any(map(callable, extra_args.values())) or may_overflow(state)
     with for_state(inner, state, params, grads):
-        updates, new = gated_update(finite, update, state, grads, params)
+        (updates, new), good = gated_update(
+            finite, update, state, grads, params, agree=agree, wholly=wholly
+        )
     structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
     if params is not None and structures[0] != structures[1]:
         _check_updates(updates, params, lacking=False)  # Equinox trains a part of a module
-    return updates, new
+    return updates, new, good
 
 
 def _check_value(value: Any) -> None:
@@ -251,7 +263,7 @@ def shown(update: Any) -> str:
             if "update" in getattr(part, "__name__", ""):
                 parts.append(shown(part))
     name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
-    if name == "with_extra_args_support":
+    if name in ("with_extra_args_support", "as_optimizer"):
         return parts[0] if parts else name
     return f"{name}({', '.join(parts)})" if parts else name
 
@@ -259,10 +271,67 @@ def shown(update: Any) -> str:
 def as_optimizer(
     optimizer: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose ``update`` ignores unknown extra arguments."""
+    """Returns an optimizer that passes each of its parts those extra arguments that it takes."""
     if isinstance(optimizer, type) or not is_optimizer(optimizer):
         raise TypeError(
             f"{argument}={brief(optimizer)} must be an optax optimizer with init and update, such "
             "as optax.adamw(1e-3)."
         )
-    return optax.with_extra_args_support(optimizer)
+    inner, taken = optimizer.update, _taken_by(optimizer.update)
+
+    def update(updates, state, params=None, **extra_args):
+        known = {k: v for k, v in extra_args.items() if taken is None or k in taken}
+        try:
+            return inner(updates, state, params, **known)
+        except TypeError as error:
+            # optax's chain, masked and their like pass every argument to every part.
+            if not any(f"unexpected keyword argument '{name}'" in str(error) for name in known):
+                raise
+        return _lenient(inner, frozenset(known), {})(updates, state, params, **known)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _taken_by(function: Callable[..., Any]) -> set[str] | None:
+    """Returns the names of the arguments that a function takes, or None for every name."""
+    parameters = inspect.signature(function).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if every else {*parameters}
+
+
+def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
+    """Returns an optimizer, a function of one or a container of them, of lenient parts.
+
+    They ignore the extra arguments of these names that they do not take. The functions are copied
+    with other closures, because the parts of an optimizer are known to these alone.
+    """
+    if id(value) in done:
+        return done[id(value)]
+    again = functools.partial(_lenient, names=names, done=done)
+    if inspect.ismethod(value):
+        return value.__func__.__get__(again(value.__self__))
+    if isinstance(value, optax.GradientTransformation):
+        return optax.GradientTransformationExtraArgs(value.init, again(value.update))
+    if isinstance(value, (list, tuple, dict)):
+        return jax.tree.map(again, value, is_leaf=lambda x: x is not value)
+    if is_optimizer(value) and not isinstance(value, type):  # such as optax.MultiSteps
+        done[id(value)] = new = copy.copy(value)
+        vars(new).update({k: again(v) for k, v in vars(value).items()})
+        return new
+    if not inspect.isfunction(value):
+        return value
+    taken = _taken_by(value)
+
+    @functools.wraps(value)
+    def lenient(*args, **kwargs):
+        drop = names - taken if taken is not None else ()
+        out = new(*args, **{k: v for k, v in kwargs.items() if k not in drop})
+        return again(out) if is_optimizer(out) else out  # of what inject_hyperparams is given
+
+    done[id(value)] = lenient
+    cells = tuple(types.CellType(again(c.cell_contents)) for c in value.__closure__ or ())
+    new = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+    )
+    new.__kwdefaults__ = value.__kwdefaults__
+    return lenient
