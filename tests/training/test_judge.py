@@ -158,7 +158,11 @@ def test_update_that_fails_alone_is_skipped_and_lowers_the_scale(fault, stage, r
         state = new
 
 
-@pytest.mark.parametrize("wrap", [mpjax.mixed_precision, mpjax.optim.skip_nonfinite])
+def in_float32(optimizer):
+    return mpjax.mixed_precision(optimizer, "float32")
+
+
+@pytest.mark.parametrize("wrap", [in_float32, mpjax.optim.skip_nonfinite])
 @pytest.mark.parametrize("run", [jax.jit, lambda update: update])
 def test_state_that_fails_alone_is_skipped(wrap, run):
     def update(updates, state, params=None):
@@ -182,7 +186,7 @@ def test_leaf_of_the_state_that_was_infinite_may_stay_so():
         return updates, {"best": state["best"] + 1, "errors": state["errors"] * 2}
 
     first = {"best": jnp.float32(jnp.inf), "errors": jnp.full(3, jnp.inf)}
-    optimizer = mpjax.mixed_precision(optax.GradientTransformation(lambda params: first, update))
+    optimizer = in_float32(optax.GradientTransformation(lambda params: first, update))
     grads = [np.ones(3, np.float32)] * 2
     for run in (jax.jit, lambda f: f):
         state = optimizer.init(grads[0])
