@@ -22,7 +22,6 @@ def everything():
         "bool": jnp.array([True, False]),
         "complex": jnp.array([1 + 2j]),
         "key": jax.random.key(0),
-        "float64": np.ones(2),
         "none": None,
         "function": jnp.tanh,
         "string": "relu",
@@ -34,6 +33,7 @@ def everything():
 def test_cast_touches_real_floating_leaves_only(dtype):
     kept = everything()
     floats = {"w": jnp.ones(3), "numpy": np.ones(2, np.float32), "scalar": np.float16(1)}
+    floats["float64"] = np.ones(2)  # float32 to JAX, without x64
     out = mpjax.cast({**kept, **floats}, dtype)
     for name, value in kept.items():
         assert out[name] is value, name
@@ -55,6 +55,7 @@ def test_cast_works_under_jit_and_on_an_equinox_module(rng):
 def test_cast_leaves_float64_alone_unless_asked_for():
     tree = {"double": jnp.ones(2, jnp.float64), "single": jnp.ones(2, jnp.float32)}
     assert mpjax.cast(tree, "float16")["double"].dtype == jnp.float64
+    assert mpjax.cast(np.ones(2), "float16").dtype == jnp.float64
     assert mpjax.cast(tree, "float64")["single"].dtype == jnp.float64
     assert cast_like(tree["double"], tree["single"]).dtype == jnp.float32
 

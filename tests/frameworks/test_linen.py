@@ -13,6 +13,8 @@ import optax
 import pytest
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
+from jax.sharding import PartitionSpec as P
+from problems import mesh
 from support import normal, thorough_but
 
 import mpjax.linen
@@ -185,3 +187,29 @@ def test_linen_train_state_refuses_bad_arguments():
         state.value_and_grad(3)
     with pytest.raises(TypeError, match="has_aux=True"):
         state.value_and_grad(lambda params: (jnp.float32(1), params))(state.params)
+
+
+def test_value_and_grad_averages_over_replicas_by_axis_name():
+    model = nn.Dense(8)
+    params = {"kernel": np.asarray(normal(3, 4, 8)), "bias": np.zeros(8, np.float32)}
+    state = mpjax.linen.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.sgd(0.1), policy="mixed_float16"
+    )
+
+    def step(state, x, y, axis_name=None):
+        def loss_fn(params):
+            return jnp.mean((state.apply_fn({"params": params}, x) - y) ** 2)
+
+        loss, grads = state.value_and_grad(loss_fn, axis_name=axis_name)(state.params)
+        return loss, grads, state.apply_gradients(grads=grads)
+
+    replica = functools.partial(step, axis_name="data")
+    specs = P(), P("data"), P("data")
+    run = jax.jit(jax.shard_map(replica, mesh=mesh(), in_specs=specs, out_specs=P()))
+    for got, want in zip(run(state, X, Y)[:2], jax.jit(step)(state, X, Y)[:2], strict=True):
+        # Each replica sums half of the rows in float16 matmuls.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3), got, want)
+    loss, _, after = run(state, BAD, Y)  # NaN on one replica
+    assert not jnp.isfinite(loss) and int(after.skipped_steps) == 1
+    with pytest.raises(ValueError, match="no axis 'data' is mapped"):
+        replica(state, X, Y)

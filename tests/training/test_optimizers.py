@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from problems import run_updates
 from support import thorough_but
@@ -85,6 +86,48 @@ def test_the_verdict_passes_through_a_chain_and_other_arguments_reach_inner():
     params = jnp.ones(2)
     updates, _ = optimizer.update(params, optimizer.init(params), params, finite=False, value=1.0)
     assert (updates == 0).all() and seen == {"value": 1.0}
+
+
+def sam(learning_rate=0.1):
+    """Knows no value=, unlike reduce_on_plateau, and raises a TypeError if it is passed one."""
+    return optax.contrib.sam(optax.sgd(learning_rate), optax.sgd(0.1))
+
+
+def plateau():
+    return optax.contrib.reduce_on_plateau(patience=1)
+
+
+CHOOSY = {
+    "alone": sam,
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), sam(), plateau()),
+    "named_chain": lambda: optax.named_chain(("sam", sam()), ("plateau", plateau())),
+    "masked": lambda: optax.masked(optax.chain(sam(), plateau()), {"w": True, "v": False}),
+    "partition": lambda: optax.partition({"w": sam(), "v": plateau()}, {"w": "w", "v": "v"}),
+    "MultiSteps": lambda: optax.MultiSteps(optax.chain(sam(), plateau()), 2),
+    "functions": lambda: optax.MultiSteps(
+        optax.chain(sam(), plateau()), 2
+    ).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(sam)(0.1),
+    "apply_if_finite": lambda: optax.chain(optax.apply_if_finite(sam(), 3), plateau()),
+    "skip_nonfinite": lambda: mpjax.optim.skip_nonfinite(optax.chain(sam(), plateau())),
+}
+
+
+@pytest.mark.parametrize("name", thorough_but(CHOOSY, "chain", "functions", "inject_hyperparams"))
+def test_extra_arguments_reach_the_parts_that_take_them_and_no_others(name):
+    params = {"w": np.ones(3, np.float32), "v": np.ones(2, np.float32)}
+    optimizer = mpjax.mixed_precision(CHOOSY[name](), "float32")
+    update = jax.jit(
+        lambda grads, state, value: optimizer.update(grads, state, params, value=value)
+    )
+    updates, state = update(params, optimizer.init(params), np.float32(3))
+    if name not in ("alone", "inject_hyperparams", "MultiSteps", "functions"):
+        assert float(optax.tree.get(state, "best_value")) == 3
+    assert int(state.skipped_steps) == 0 and mpjax.all_finite(updates)
+    loss_fn = lambda params, batch: jnp.sum(params["w"] ** 2) + jnp.sum(params["v"] ** 2)  # noqa: E731
+    init, step = mpjax.build_train_step(loss_fn, CHOOSY[name](), "float32")
+    state, metrics = jax.jit(step)(init(params), None)
+    assert metrics["grads_finite"]
 
 
 def test_skip_nonfinite_state_of_bfloat16_does_not_drift():

@@ -98,14 +98,6 @@ def test_committed_parameters_make_one_compilation(place, rng):
     assert counts[0] >= 1 and counts[1:] == counts[:1] * 2
 
 
-def test_the_loss_is_handed_only_to_optimizers_that_take_it(rng):
-    """SAM's update knows no value=."""
-    params, batch = linear_problem(rng)
-    sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=2)
-    init, step = mpjax.build_train_step(linear_loss, sam, "mixed_bfloat16")
-    jax.jit(step)(init(params), batch)
-
-
 def test_train_state_is_a_pytree_of_arrays(rng):
     params, model_state, _ = net_problem(rng)
     init, _ = mpjax.build_train_step(net_loss, optax.adam(1e-2), "mixed_float16", has_aux=True)

@@ -117,17 +117,22 @@ def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype, float64: bool = False) -> Any:
-    """Casts a leaf if it is a floating array. A float64 leaf is cast only if ``float64`` is set."""
-    if not is_floating(leaf) or leaf.dtype == dtype or (leaf.dtype == FLOAT64 and not float64):
+    """Casts a leaf if it is a floating array. A float64 leaf is cast only if ``float64`` is set.
+
+    Without x64, NumPy's float64 is float32 to JAX.
+    """
+    if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
-    return leaf.astype(dtype)
+    double = leaf.dtype == FLOAT64 and not isinstance(leaf, jax.Array)
+    wide = jax.dtypes.canonicalize_dtype(leaf.dtype) if double else leaf.dtype
+    return leaf if wide == FLOAT64 and not float64 else leaf.astype(dtype)
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
     """Casts the real floating leaves of a pytree, including NumPy arrays, to a dtype.
 
-    Float64 leaves are unchanged, because JAX creates them only on request. Casting *to*
-    float64 works.
+    Float64 leaves are unchanged, because JAX creates them only on request (without x64, those of
+    NumPy are float32 to JAX, and are cast). Casting *to* float64 works.
 
     Args:
         tree: Any pytree. Leaves that are not real floating arrays pass through unchanged.

@@ -185,14 +185,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with self._reading(optimizer_variables):
             finite = all_finite(grads)
             counters = {name: getattr(self, name).value for name in COUNTERS}
-            counts = counted(types.SimpleNamespace(**counters), finite)
 
         def applied(before):
             trained, inner = self.inner_optimizer.stateless_apply(before[1], grads, before[0])
             return list(trained), list(inner)
 
         inner = list(optimizer_variables[len(own) :])
-        trained, inner = gated(finite, applied, (list(trainable_variables), inner))
+        (trained, inner), good = gated(finite, applied, (list(trainable_variables), inner))
+        finite = finite & good
+        counts = counted(types.SimpleNamespace(**counters), finite)
         new = jax.tree.leaves(adjusted(scale, finite, True, True))
         with self._reading(optimizer_variables) as scope:
             for v, value in zip(self._scale, new, strict=True):

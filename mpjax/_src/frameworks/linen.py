@@ -21,7 +21,9 @@ from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
+from mpjax._src.training.replicas import averaged, axes_of, local_to
 from mpjax._src.training.serialization import known_to_flax
+from mpjax._src.training.shards import warn_if_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,7 +130,10 @@ class TrainState(train_state.TrainState, repr=False):
         return state.replace(step=jnp.zeros((), jnp.int32))
 
     def value_and_grad(
-        self, loss_fn: Callable[P, R], has_aux: bool = False
+        self,
+        loss_fn: Callable[P, R],
+        has_aux: bool = False,
+        axis_name: str | tuple[str, ...] | None = None,
     ) -> Callable[P, tuple[R, Any]]:
         """Returns ``jax.value_and_grad(loss_fn)`` under the policy and the loss scale.
 
@@ -136,6 +141,8 @@ class TrainState(train_state.TrainState, repr=False):
             loss_fn: A function whose first argument is the parameters, and which returns a real
                 scalar loss, or ``(loss, aux)``.
             has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.
+            axis_name: The mapped axis or axes of replicas, as for `scaled_value_and_grad`. Each
+                replica keeps its own ``aux``: average new batch statistics yourself.
 
         Returns:
             A function of the same arguments that returns ``(value, grads)``: ``value`` as
@@ -146,18 +153,24 @@ class TrainState(train_state.TrainState, repr=False):
         Raises:
             TypeError: If ``loss_fn`` is not a function; while tracing, if it does not return a real
                 scalar loss.
+            ValueError: If ``axis_name`` is invalid, or no axis of that name is mapped where the
+                function is called.
         """
         check_callable(loss_fn, "loss_fn")
+        axes = axes_of(axis_name)
         run = with_float32_loss(loss_fn, self.policy)
         scaled = with_scaled_loss(run, self.loss_scale, has_aux)
 
         @functools.wraps(loss_fn)
         def wrapped(*args, **kwargs):
-            floating, rest = differentiable(args[0])
+            floating, rest = differentiable(local_to(axes, axis_name, args[:1])[0])
             run = lambda params: scaled(joined(params, rest), *args[1:], **kwargs)  # noqa: E731
             (_, (loss, aux)), grads = jax.value_and_grad(run, has_aux=True)(floating)
             trained, overwritten = _split(grads)
             grads = _join(self.loss_scale.unscale(widen(trained)), overwritten)
+            if axes:
+                loss, grads = averaged((loss, grads), axis_name)
+                warn_if_unknown(axis_name, axes)
             return ((loss, aux) if has_aux else loss), grads
 
         return wrapped

@@ -13,7 +13,7 @@ from flax import nnx
 
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, select, stays_finite, widen
+from mpjax._src.base.trees import all_finite, cast_like, select, stays_finite, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program.gradient import positions
 from mpjax._src.program.modules import has_modules
@@ -22,6 +22,8 @@ from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale, smallest
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
+from mpjax._src.training.replicas import averaged, axes_of, local_to
+from mpjax._src.training.shards import warn_if_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,6 +152,7 @@ def value_and_grad(
     *,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> Callable[P, tuple[R, Any]]:
     """Returns ``nnx.value_and_grad(f)`` under an optimizer's policy and loss scale.
 
@@ -167,6 +170,9 @@ def value_and_grad(
         argnums: The arguments to differentiate, as for ``nnx.value_and_grad``. A plain number
             selects the variables that the optimizer trains.
         has_aux: Whether ``f`` returns ``(loss, aux)``.
+        axis_name: The mapped axis or axes of replicas, within ``jax.shard_map`` or ``jax.pmap``.
+            Loss, gradients and changed variables, such as batch statistics, are averaged over them
+            in float32. Each replica keeps its own ``aux``.
 
     Returns:
         A function of the same arguments that returns ``(value, grads)``: ``value`` as ``f``
@@ -175,7 +181,8 @@ def value_and_grad(
     Raises:
         TypeError: If ``f`` is not a function or ``optimizer`` is not an `Optimizer`; while tracing,
             if ``f`` does not return a real scalar loss.
-        ValueError: If ``argnums`` are not positions of the function's arguments.
+        ValueError: If ``argnums`` are not positions of the function's arguments, ``axis_name`` is
+            invalid, or no axis of that name is mapped where the function is called.
 
     Example:
         >>> import jax.numpy as jnp, mpjax.nnx, optax
@@ -190,6 +197,7 @@ def value_and_grad(
     It does the work of torch.amp's ``autocast`` and ``GradScaler``.
     """
     check_callable(f, "f")
+    axes = axes_of(axis_name)
     optimizers = _optimizers(optimizer, "optimizer")
     run = with_float32_loss(f, optimizers[0].policy)
 
@@ -215,6 +223,9 @@ def value_and_grad(
             else tuple(map(each_trained, argnums, itertools.count()))  # type: ignore[arg-type]
         )
         old = {path: v.get_value() for path, v in _variables((args, kwargs))}
+        local = dict(zip(old, local_to(axes, axis_name, [*old.values()]), strict=True))
+        for path, variable in _variables((args, kwargs)) if axes else ():
+            variable.set_value(local[path])
         gradient = nnx.value_and_grad(
             with_scaled_loss(run, scale, has_aux),
             argnums=wanted,
@@ -222,10 +233,15 @@ def value_and_grad(
         )
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         grads = scale.unscale(widen(grads))
+        if axes:
+            loss, grads = averaged((loss, grads), axis_name)
+            warn_if_unknown(axis_name, axes)
         # Looked up again, because the function may have replaced variables by others. Those that it
         # added have no value to go back to.
-        state = [(v, old[path]) for path, v in _variables((args, kwargs)) if path in old]
-        new, before = [v.get_value() for v, _ in state], [value for _, value in state]
+        state = [(v, path) for path, v in _variables((args, kwargs)) if path in old]
+        new, before = [v.get_value() for v, _ in state], [old[path] for _, path in state]
+        if axes:
+            new = _averaged(new, [local[path] for _, path in state], before, axis_name)
         checks = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}
         finite = checks["loss"] & checks["state"] & all_finite(grads)
         for (variable, _), value in zip(state, select(finite, new, before), strict=True):
@@ -253,6 +269,14 @@ def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:
             "the loss scale, or a tuple of several."
         )
     return optimizers
+
+
+def _averaged(new: list[Any], local: list[Any], before: list[Any], axis_name: Any) -> list[Any]:
+    """Returns the values of variables, the same on all replicas; unchanged ones as before."""
+    changed = [x for x, y in zip(new, local, strict=True) if x is not y]
+    means = iter(cast_like(averaged(changed, axis_name), changed))
+    rows = zip(new, local, before, strict=True)
+    return [old if x is y else next(means) for x, y, old in rows]
 
 
 def _variables(tree: Any) -> list[tuple[Any, nnx.Variable]]:

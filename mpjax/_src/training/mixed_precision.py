@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mpjax._src.base.called import CALLED, CASTS, SCALES
@@ -14,7 +15,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misplaced, warn_user
 from mpjax._src.base.patterns import name_of
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, is_array, is_one_bool
+from mpjax._src.base.trees import all_finite, is_array, is_one_bool, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
@@ -30,6 +31,7 @@ from mpjax._src.training.optimizers import (
     as_optimizer,
     check_kind,
     check_params,
+    check_state,
     check_value,
     of_ours,
     read_grads,
@@ -56,8 +58,8 @@ class MixedPrecisionState(NamedTuple):
         loss_scale: The loss scale.
         skipped_steps: The total number of skipped updates, an int32 scalar.
         consecutive_skips: The number of updates skipped in a row up to now, an int32 scalar.
-        grads_finite: Whether the last gradients that the optimizer reads were finite, a bool
-            scalar.
+        grads_finite: Whether the last gradients that the optimizer reads were finite, and what it
+            made of them, a bool scalar.
         loss_finite: Whether the last loss was finite, a bool scalar; true if ``update`` was not
             given the loss.
         state_finite: The last ``finite`` argument of ``update``, a bool scalar; true if it was not
@@ -173,6 +175,65 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
         return lambda *args, **kwargs: gradient(*args, **kwargs)[:2]
 
+    def from_optax(self, opt_state: optax.OptState, params: Any) -> MixedPrecisionState:
+        """Returns the state that continues a run of the wrapped optimizer itself, with its moments.
+
+        Args:
+            opt_state: The state of the optimizer that was passed to `mixed_precision`, of a run
+                without mpjax. From a checkpoint, restore it in the form of that optimizer's
+                ``init(params)``.
+            params: The parameters of that run, in the dtypes that the policy stores. Master weights
+                start at their values.
+
+        Returns:
+            The state, with the first loss scale and without skips.
+
+        Raises:
+            ValueError: If ``opt_state`` is not a state of that optimizer for ``params``, or as for
+                ``init``.
+
+        Example:
+            >>> import jax.numpy as jnp, mpjax, optax
+            >>> adam, params = optax.adam(1e-3), jnp.ones(2)
+            >>> _, opt_state = adam.update(params, adam.init(params), params)
+            >>> optimizer = mpjax.mixed_precision(adam, "mixed_float16")
+            >>> state = optimizer.from_optax(opt_state, params)
+            >>> back = optimizer.to_optax(state, params)
+            >>> int(back[0].count), bool((back[0].mu == opt_state[0].mu).all())
+            (1, True)
+        """
+        rules, wide = self._rules, widen(opt_state)
+        check_state(rules.optimizer.init, opt_state, widen(params), "opt_state")
+        given = optax.GradientTransformationExtraArgs(lambda _: wide, rules.optimizer.update)
+        inner = under_policy(rules.policy, given, "optimizer")
+        return dataclasses.replace(rules, inner=inner).init(params)
+
+    def to_optax(self, state: MixedPrecisionState, params: Any) -> optax.OptState:
+        """Returns the state with which the wrapped optimizer itself continues a run: in float32.
+
+        Args:
+            state: The state of this optimizer.
+            params: The parameters, as they are stored. Go on with those of
+                `mpjax.optim.master_params`, which are float32.
+
+        Returns:
+            The state of the optimizer that was passed to `mixed_precision`, with its moments.
+
+        Raises:
+            ValueError: If the state was created by a different optimizer.
+        """
+        rules, seen = self._rules, []
+
+        def update(updates, opt_state, params=None):
+            seen.append(opt_state)
+            return updates, opt_state
+
+        check_kind(state, MixedPrecisionState, "mixed_precision")
+        reader = optax.GradientTransformation(rules.optimizer.init, update)
+        reader = under_policy(rules.policy, reader, "optimizer")
+        reader.update(jax.tree.map(jnp.zeros_like, params), state.inner_state, params)
+        return seen[0]
+
 
 def mixed_precision(
     optimizer: optax.GradientTransformation,
@@ -182,8 +243,12 @@ def mixed_precision(
     """Wraps an optax optimizer so that your own training loop runs in mixed precision.
 
     The optimizer's state contains the loss scale, the float32 master weights of 16-bit parameters
-    and the skip counters, so the loop needs no additional state. If a gradient is non-finite, the
-    update is zero, the inner state is unchanged, bit for bit, and the loss scale is lowered.
+    and the skip counters, so the loop needs no additional state. If a gradient is non-finite, or
+    the update that the optimizer makes of it, as for `build_train_step`, the update is zero, the
+    inner state is unchanged, bit for bit, and the loss scale is lowered.
+
+    Extra arguments of ``update``, such as ``value=``, ``value_fn=`` or ``grad_fn=``, are passed to
+    those parts of the optimizer that take them.
 
     Parameters whose update is always zero (``optax.set_to_zero`` by labels or masks) are frozen:
     they keep any dtype, also an integer one, they have no master, and nothing reads their
@@ -279,6 +344,7 @@ class Rules:
         """Returns the initial state for parameters."""
         known_to_flax(*KINDS)
         check_params(params)
+        _check_numbers(self.policy, params)
         _check_stored(
             self.policy,
             self.inner.reads(params).trained(params, params),
@@ -327,11 +393,13 @@ class Rules:
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
-        verdicts = {name: agreed(each, state.skipped_steps) for name, each in verdicts.items()}
+        agree = functools.partial(agreed, count=state.skipped_steps)
+        verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
-        updates, inner_state = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args, reads
+        updates, inner_state, good = updated_if(
+            finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
         )
+        verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)
         return updates, MixedPrecisionState(
@@ -392,8 +460,21 @@ def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
     stored = policy.cast_to_param(params)
     pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(stored), strict=True)
     for (keys, leaf), wanted in pairs:
-        if is_array(leaf) and leaf.dtype != wanted.dtype:
+        if is_array(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != wanted.dtype:
             raise ValueError(
                 f"{name_of('params', keys)} is {leaf.dtype}, but policy={str(policy)!r} stores it "
                 f"in {wanted.dtype}. {remedy}"
+            )
+
+
+def _check_numbers(policy: Policy, params: Any) -> None:
+    """Refuses Python's numbers as parameters that the policy stores in 16 bits."""
+    numbers = jax.tree.map(lambda x: np.float32(x) if type(x) is float else None, params)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(policy.cast_to_param(numbers)):
+        if leaf.dtype in HALVES:
+            raise ValueError(
+                f"{name_of('params', keys)} is a Python number, which has no dtype, but "
+                f"policy={str(policy)!r} stores it in {leaf.dtype}. Make arrays of the parameters "
+                "before init: params = optimizer.policy.cast_to_param(jax.tree.map(jnp.asarray, "
+                "params))."
             )

@@ -1,7 +1,10 @@
 """Optax transformations: `skip_nonfinite`, and checks of what an optimizer is called with."""
 
 import contextlib
+import copy
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -22,7 +25,8 @@ from mpjax._src.base.trees import (
     is_one_bool,
 )
 from mpjax._src.training.frozen import Reader, Reads
-from mpjax._src.training.transaction import counted, gated_update
+from mpjax._src.training.shards import agreed
+from mpjax._src.training.transaction import counted, gated_update, may_overflow
 
 C = TypeVar("C", bound=type)
 
@@ -76,7 +80,7 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips the updates of an optimizer when its gradients are non-finite.
+    """Skips the updates of an optimizer when its gradients, or they themselves, are non-finite.
 
     A skipped update is zero and leaves the inner state unchanged, bit for bit. Skips are counted. A
     non-finite gradient is never applied, whereas ``optax.apply_if_finite`` applies it after
@@ -123,10 +127,11 @@ def skip_nonfinite(
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         reads = reader(updates if params is None else params, extra_args)
         finite = jnp.logical_and(all_finite(read_grads(reads, updates, params)), finite)
-        updates, inner_state = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args, reads
+        agree = functools.partial(agreed, count=state.skipped_steps)
+        updates, inner_state, good = updated_if(
+            finite, inner, updates, state.inner_state, params, extra_args, reads, agree
         )
-        return updates, SkipNonfiniteState(inner_state, **counted(state, finite))
+        return updates, SkipNonfiniteState(inner_state, **counted(state, finite & good))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -139,8 +144,11 @@ def updated_if(
     params: Any,
     extra_args: dict[str, Any],
     reads: Reads,
-) -> tuple[Any, optax.OptState]:
-    """Returns an optimizer's updates and new state if ``finite``, else zeros and the old state.
+    agree: Callable[[jax.Array], jax.Array],
+) -> tuple[Any, optax.OptState, jax.Array]:
+    """Returns an optimizer's updates and new state, or zeros and the old state.
+
+    The third result is the verdict on the updates and the new state; see `gated_update`.
 
     Gradients that are not read, and updates of frozen parameters, do not pass through the choice.
 
@@ -155,13 +163,17 @@ def updated_if(
         updates, new = inner.update(reads.completed(grads, tree), state, params, **extra_args)
         return reads.trained(updates, tree), new
 
+    # What evaluates a function is not plain arithmetic, whatever its operations are.
+    wholly = any(map(callable, extra_args.values())) or may_overflow(state)
     with for_state(inner, state, params, grads):
-        updates, new = gated_update(finite, update, state, read, params)
+        (updates, new), good = gated_update(
+            finite, update, state, read, params, agree=agree, wholly=wholly
+        )
         updates = reads.held(updates, tree)
     if params is not None and _forms(updates) != _forms(params):
         # Equinox trains a part of a module.
         _check_updates(updates, params, lacking=updates is None)
-    return updates, new
+    return updates, new, good
 
 
 def read_grads(reads: Reads, grads: Any, params: Any) -> Any:
@@ -314,7 +326,7 @@ def shown(update: Any) -> str:
             if "update" in getattr(part, "__name__", ""):
                 parts.append(shown(part))
     name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
-    if name == "with_extra_args_support":
+    if name in ("with_extra_args_support", "as_optimizer"):
         return parts[0] if parts else name
     return f"{name}({', '.join(parts)})" if parts else name
 
@@ -328,10 +340,67 @@ def _uncalled(value: Any) -> str:
 def as_optimizer(
     optimizer: optax.GradientTransformation, argument: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose ``update`` ignores unknown extra arguments."""
+    """Returns an optimizer that passes each of its parts those extra arguments that it takes."""
     if isinstance(optimizer, type) or not is_optimizer(optimizer):
         raise TypeError(
             f"{argument}={brief(optimizer)} must be an optax optimizer with init and update, such "
             f"as optax.adamw(1e-3).{_uncalled(optimizer) or misplaced(optimizer)}"
         )
-    return optax.with_extra_args_support(optimizer)
+    inner, taken = optimizer.update, _taken_by(optimizer.update)
+
+    def update(updates, state, params=None, **extra_args):
+        known = {k: v for k, v in extra_args.items() if taken is None or k in taken}
+        try:
+            return inner(updates, state, params, **known)
+        except TypeError as error:
+            # optax's chain, masked and their like pass every argument to every part.
+            if not any(f"unexpected keyword argument '{name}'" in str(error) for name in known):
+                raise
+        return _lenient(inner, frozenset(known), {})(updates, state, params, **known)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _taken_by(function: Callable[..., Any]) -> set[str] | None:
+    """Returns the names of the arguments that a function takes, or None for every name."""
+    parameters = inspect.signature(function).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return None if every else {*parameters}
+
+
+def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
+    """Returns an optimizer, a function of one or a container of them, of lenient parts.
+
+    They ignore the extra arguments of these names that they do not take. The functions are copied
+    with other closures, because the parts of an optimizer are known to these alone.
+    """
+    if id(value) in done:
+        return done[id(value)]
+    again = functools.partial(_lenient, names=names, done=done)
+    if inspect.ismethod(value):
+        return value.__func__.__get__(again(value.__self__))
+    if isinstance(value, optax.GradientTransformation):
+        return optax.GradientTransformationExtraArgs(value.init, again(value.update))
+    if isinstance(value, (list, tuple, dict)):
+        return jax.tree.map(again, value, is_leaf=lambda x: x is not value)
+    if is_optimizer(value) and not isinstance(value, type):  # such as optax.MultiSteps
+        done[id(value)] = new = copy.copy(value)
+        vars(new).update({k: again(v) for k, v in vars(value).items()})
+        return new
+    if not inspect.isfunction(value):
+        return value
+    taken = _taken_by(value)
+
+    @functools.wraps(value)
+    def lenient(*args, **kwargs):
+        drop = names - taken if taken is not None else ()
+        out = new(*args, **{k: v for k, v in kwargs.items() if k not in drop})
+        return again(out) if is_optimizer(out) else out  # of what inject_hyperparams is given
+
+    done[id(value)] = lenient
+    cells = tuple(types.CellType(again(c.cell_contents)) for c in value.__closure__ or ())
+    new = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+    )
+    new.__kwdefaults__ = value.__kwdefaults__
+    return lenient

@@ -44,6 +44,13 @@ def localized(tree: Any, axis_name: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
 
 
+def local_to(axes: tuple[str, ...], axis_name: Any, tree: Any) -> Any:
+    """Checks that these axes of ``axis_name`` are mapped, and marks arrays as local to them."""
+    for name in axes:
+        check_axis(name, axis_name)
+    return localized(tree, axis_name) if axes else tree
+
+
 def averaged(tree: Any, axis_name: Any) -> Any:
     """Averages floating leaves over replicas in float32 or wider; copies others from the first."""
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -60,7 +60,7 @@ from mpjax._src.training.replicas import (
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
-from mpjax._src.training.transaction import adjusted, counted, gated
+from mpjax._src.training.transaction import adjusted, counted, gated, may_overflow
 from mpjax._src.training.watch import first_overflow, observer, underflow
 
 # The fields that a step changes together, or not at all.
@@ -158,8 +158,11 @@ def build_train_step(
     or counted in ``grad_norm``, they have no master, and they are never stored in a wider dtype
     than their own, which may be an integer one. Nor is a gradient computed that nothing reads.
 
-    Updated parameters are not checked, because that would read and write the whole state once more.
-    If an update overflows them (far too high a learning rate, a float16 weight beyond
+    If the optimizer makes non-finite updates or states of finite gradients, because it divides by
+    zero, evaluates a function itself (SAM, line searches) or has a learning rate of NaN, the step
+    is skipped too, and counts as one of non-finite gradients. Of an optimizer of plain arithmetic,
+    as most are, only the scalars are checked, because to check the rest would read the whole state
+    once more. If such an update overflows (far too high a learning rate, a float16 weight beyond
     65504), the step is applied, and all later steps are skipped; `raise_if_diverged` reports that.
 
     Args:
@@ -221,7 +224,7 @@ def build_train_step(
     https://arxiv.org/abs/1710.03740.
     """
     _check_loss_fn(loss_fn)
-    taken = _taken_by(as_optimizer(optimizer, "optimizer"))
+    as_optimizer(optimizer, "optimizer")  # refused before the policy is, which may stand there
     policy = training_policy(policy)
     _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
@@ -251,23 +254,26 @@ def build_train_step(
 
         shards = shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
         verdict = _verdict(passes, state, shards)
-        finite = verdict.finite()
 
-        extra_args = _extra_args(taken, passes, verdict, shards)
+        # Without shards, an optimizer that clips by the norm computes it itself, as in plain optax.
+        extra_args = {"value": passes.loss} | ({"grad_norm": verdict[0]} if shards.all else {})
         check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads)
         before = {name: getattr(state, name) for name in CHANGED}
         before["params"] = reads.trained(state.params, state.params)
         before["stalled"] = reports.none_stalled(state)
         args = state.params, passes.grads, passes.model_state, extra_args
-        after = gated(finite, update, before, *args)
+        wholly = may_overflow(state.opt_state)
+        run = functools.partial(gated, agree=shards.agreed, wholly=wholly)
+        after, good = run(verdict.finite(), update, before, *args)
+        verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
         stalled_shares = after.pop("stalled")
         after["params"] = joined(after["params"], state.params)
         new = TrainState(
             **after,
             loss_scale=adjusted(state.loss_scale, *verdict[1:]),
             rng=next_rng,
-            **counted(state, finite),
+            **counted(state, verdict.finite()),
         )
         metrics = _metrics(new, passes, verdict)
         metrics |= reports.of_step(state, passes, verdict, stalled_shares)
@@ -431,15 +437,6 @@ def _verdict(passes: Passes, state: TrainState, shards: Shards) -> Verdict:
     )
 
 
-def _extra_args(
-    taken: Container[str], passes: Passes, verdict: Verdict, shards: Shards
-) -> dict[str, jax.Array]:
-    """Returns what the optimizer is passed by name, of what it takes."""
-    # Without shards, an optimizer that clips by the norm computes it itself, as under plain optax.
-    arguments = {"value": passes.loss} | ({"grad_norm": verdict.grad_norm} if shards.all else {})
-    return {name: value for name, value in arguments.items() if name in taken}
-
-
 def _updated(
     optimizer: Any,
     reads: Reads,
@@ -498,7 +495,8 @@ OF_STATE = (
     "compute the statistics in float32."
 )
 OF_GRADIENTS = (
-    "The loss was finite, but its gradients were not. Usual causes: too high a learning rate, "
+    "The loss was finite, but its gradients were not, or the update that the optimizer made of "
+    "them (then grad_norm is finite). Usual causes: too high a learning rate, "
     "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
     "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
     "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
@@ -722,14 +720,6 @@ def _owned(tree: Any, argument: str) -> Any:
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree_util.tree_map_with_path(own, tree)
-
-
-def _taken_by(optimizer: optax.GradientTransformationExtraArgs) -> list[str]:
-    """Returns what ``update`` takes of a step: reduce_on_plateau takes ``value=``."""
-    parameters = inspect.signature(optimizer.update).parameters.values()
-    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters}
-    return [name for name in ("value", "grad_norm") if every or name in names]
 
 
 def _warn_if_unused(policy: Policy) -> None:

@@ -16,64 +16,128 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.base.trees import cast_like, select
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT16
+from mpjax._src.base.trees import all_finite, cast_like, is_array, select, stays_finite
+from mpjax._src.training.judge import judged
 from mpjax._src.training.loss_scale import adjust_shared
 
 T = TypeVar("T")
 
 
-def by_select(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
+def by_select(finite: jax.Array, new: Callable[..., Any], before: T, *args: Any) -> Any:
     """Always computes the new state, and selects one of the two."""
-    return select(finite, new(before, *args), before)
+    after, good = new(before, *args)
+    return select(finite & good, after, before), good | ~finite
 
 
-def by_cond(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
-    """Computes the new state only if it is used."""
+def by_cond(finite: jax.Array, new: Callable[..., Any], before: T, *args: Any) -> Any:
+    """Computes the new state only if it may be used."""
 
     def applied(before, *args):
-        return select(True, new(before, *args), before)  # refuses what `select` refuses
+        after, good = new(before, *args)
+        return select(good, after, before), good  # refuses what `select` refuses
 
     def skipped(before, *_):
-        return before
+        return before, jnp.ones((), bool)
 
     return jax.lax.cond(finite, applied, skipped, before, *args)
 
 
-def gated(finite: jax.Array, new: Callable[..., T], before: T, *args: Any) -> T:
-    """Returns ``new(before, *args)`` where ``finite`` is true, else ``before``, bit for bit.
+def gated(
+    finite: jax.Array,
+    new: Callable[..., T],
+    before: T,
+    *args: Any,
+    agree: Callable[[jax.Array], jax.Array] = lambda good: good,
+    wholly: bool = False,
+) -> tuple[T, jax.Array]:
+    """Returns ``new(before, *args)`` if ``finite`` and the result is finite, else ``before``.
+
+    Args:
+        finite: Whether everything that the new state is computed of is finite.
+        new: Returns the new state. A leaf may be non-finite if it was before.
+        before: The state before, returned bit for bit.
+        *args: The other arguments of ``new``.
+        agree: Makes a verdict the same on all shards.
+        wholly: Whether all of the result is judged, even if it seems to be plain arithmetic.
+
+    Returns:
+        The state, and whether the new one was finite; true if it was not computed.
 
     Raises:
         ValueError: If the two differ in structure, or two leaves in shape or dtype.
     """
+    if not _is_chosen(finite):
+        new = jax.jit(new, inline=True)  # traced once for all that follows
+    wholly = wholly or not isinstance(finite, jax.core.Tracer)
+    good, run = _with_verdict(new, before, args, agree, wholly)
+    may = finite & good
     if _is_chosen(finite):
-        return by_select(finite, new, before, *args)
-    new = jax.jit(new, inline=True)  # traced once for both
-    return jax.lax.platform_dependent(
-        finite,
-        before,
-        *args,
-        cpu=lambda finite, *args: by_cond(finite, new, *args),
-        default=lambda finite, *args: by_select(finite, new, *args),
-    )
+        after, fine = by_select(may, run, before, *args)
+    else:
+        after, fine = jax.lax.platform_dependent(
+            may,
+            before,
+            *args,
+            cpu=lambda may, *args: by_cond(may, run, *args),
+            default=lambda may, *args: by_select(may, run, *args),
+        )
+    return after, (good & fine) | ~finite
 
 
-def gated_update(finite: jax.Array, update: Callable[..., Any], state: T, *args: Any) -> Any:
-    """Returns ``update(state, *args)``, a pair (updates, new state), or (zeros, ``state``)."""
+def _with_verdict(
+    new: Callable[..., Any], before: Any, args: Any, agree: Callable[..., Any], wholly: bool
+) -> tuple[jax.Array, Callable[..., Any]]:
+    """Returns the verdict on the scalars of an update, and the update with one on the rest."""
+    if not wholly and all(map(is_array, jax.tree.leaves((before, args)))):
+        jaxpr, shapes = jax.make_jaxpr(new, return_shape=True)(before, *args)
+        old = jax.tree.leaves(before)
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (before, shapes)]
+        if structures[0] == structures[1] and (found := judged(jaxpr, len(old))):
+            program, own, nonzero = found
+            results = _jax.eval_closed(program, *old, *jax.tree.leaves(args))
+            scalars = results[len(own) :]
+            inverse = [1 / x for x, divides in zip(scalars, nonzero, strict=True) if divides]
+            verdict = stays_finite(results[: len(own)], [old[i] for i in own])
+            verdict &= all_finite([*scalars, *inverse])
+            return agree(verdict), lambda *args: (new(*args), jnp.ones((), bool))
 
-    def zeros(updates):
-        # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
-        return jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), updates)
+    def run(before, *args):
+        after = new(before, *args)
+        return after, agree(stays_finite(after, before))
+
+    return jnp.ones((), bool), run
+
+
+def gated_update(
+    finite: jax.Array,
+    update: Callable[..., Any],
+    state: T,
+    *args: Any,
+    agree: Callable[[jax.Array], jax.Array] = lambda good: good,
+    wholly: bool = False,
+) -> Any:
+    """Returns ``update(state, *args)``, or (zeros, ``state``), and the verdict of `gated`."""
 
     def run(before, *args):
         updates, new = update(before[1], *args)
         return updates, cast_like(new, before[1])
 
-    if _is_chosen(finite):
-        updates, new = run((None, state), *args)
-        return select(finite, updates, zeros(updates)), select(finite, new, state)
-    run = jax.jit(run, inline=True)
-    shapes, _ = jax.eval_shape(run, (None, state), *args)
-    return gated(finite, run, (zeros(shapes), state), *args)
+    if isinstance(finite, jax.core.Tracer):
+        run = run if _is_chosen(finite) else jax.jit(run, inline=True)
+        shapes, _ = jax.eval_shape(run, (None, state), *args)
+    else:
+        result = shapes, _ = run((None, state), *args)
+        run = lambda *_: result  # noqa: E731
+    # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
+    zeros = jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), shapes)
+    return gated(finite, run, (zeros, state), *args, agree=agree, wholly=wholly)
+
+
+def may_overflow(state: Any) -> bool:
+    """Returns whether a state of an optimizer has float16 arrays, such as moments."""
+    return any(getattr(leaf, "dtype", None) == FLOAT16 for leaf in jax.tree.leaves(state))
 
 
 def _is_chosen(finite: jax.Array) -> bool:

@@ -61,6 +61,7 @@ from mpjax._src.base._jax.programs import (
     trace,
     tracing_key,
     typed_as,
+    with_equations,
 )
 from mpjax._src.base._jax.recurrences import drive, recurrence, scanned
 from mpjax._src.base._jax.rules import (
@@ -182,5 +183,6 @@ __all__ = (
     "tracing_key",
     "transforms",
     "typed_as",
+    "with_equations",
     "zero_tangent",
 )

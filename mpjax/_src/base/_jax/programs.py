@@ -212,6 +212,12 @@ def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return with_consts(consts) if with_consts else ClosedJaxpr(jaxpr, consts)
 
 
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Returns a closed jaxpr of some of its equations, and with other results."""
+    inner, consts = open_jaxpr(jaxpr)
+    return close(inner.replace(eqns=list(eqns), outvars=list(outvars)), consts)
+
+
 def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
     """Returns an open jaxpr whose constants are its first arguments, and these constants."""
     inner, consts = open_jaxpr(jaxpr)
