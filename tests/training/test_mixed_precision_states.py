@@ -92,3 +92,17 @@ def test_training_step_goes_on_with_the_state_of_optax(rng):
     state = dataclasses.replace(state, opt_state=optimizer.from_optax(plain, params).inner_state)
     state, _ = jax.jit(step)(state, batch)
     assert int(optax.tree.get(state.opt_state, "count")) == 2
+
+
+@pytest.mark.parametrize("policy", thorough_but(WAYS, 1))
+def test_frozen_parameters_have_no_master_in_a_run_that_goes_on(policy):
+    params = {"w": np.ones((2, 2), np.float32), "base": np.ones(3, np.int8)}
+    labels = {"w": "train", "base": "frozen"}
+    tx = optax.multi_transform({"train": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels)
+    optimizer = mpjax.mixed_precision(tx, policy)
+    stored = {**params, "w": optimizer.policy.cast_to_param(params["w"])}
+    plain = tx.init(params)
+    state = optimizer.from_optax(plain, stored)
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(stored))
+    back = optimizer.to_optax(state, stored)
+    assert jax.tree.structure(back) == jax.tree.structure(plain)

@@ -223,16 +223,17 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             ValueError: If the state was created by a different optimizer.
         """
         rules, seen = self._rules, []
+        reads = rules.inner.reads(params)
 
         def update(updates, opt_state, params=None):
             seen.append(opt_state)
-            return updates, opt_state
+            return reads.held(updates, updates), opt_state  # the same parameters are frozen
 
         check_kind(state, MixedPrecisionState, "mixed_precision")
         reader = optax.GradientTransformation(rules.optimizer.init, update)
         reader = under_policy(rules.policy, reader, "optimizer")
         reader.update(jax.tree.map(jnp.zeros_like, params), state.inner_state, params)
-        return seen[0]
+        return seen[-1]  # the first ones are traced, to find what is frozen
 
 
 def mixed_precision(
