@@ -116,7 +116,7 @@ def test_manager_save_numbers_must_rise_and_follow_every(tmp_path):
         {"keep_best": None},
         {"best_mode": "mni"},
         {"policy": "O9"},
-        {"best": object()},
+        {"best": range(3)},
         {"best": ""},
         {"best_mode": []},
         {"catch_sigterm": "yes"},
