@@ -103,7 +103,8 @@ UNTRIED = {
     "ppermute psum psum_invariant pvary reduce_scatter reshard shard_map sharding_constraint "
     "layout_constraint unreduced_psum vary_unreduced_cast vary_unreduced_cast_p",
     KERNEL: "custom_partitioning ffi_call pallas_call linear_call closed_call reduce "
-    "reduce_window cpu_barrier gpu_barrier again_barrier row_major linear_recurrence",
+    "reduce_window cpu_barrier gpu_barrier again_barrier row_major float16_gradient "
+    "linear_recurrence",
     BITS: "random_gamma rng_uniform",
     LACKING: "log2 one_minus_square stack unstack bitcast_convert_type",
     PARTS: "cholesky_update eig geqp3 geqrf hessenberg householder_product ormqr schur "

@@ -53,7 +53,8 @@ def test_explain_refuses_argnums_of_a_function_that_is_no_loss(name):
     message = r"explain: .*one real floating number of shape \(\), but.*pass argnums=None"
     with pytest.raises(TypeError, match=message):
         mpjax.explain(NO_LOSS[name], "mixed_bfloat16", 0)(W, X)
-    assert mpjax.explain(NO_LOSS[name], "mixed_bfloat16")(W, X).stored_after is None
+    if name not in ("nothing", "a Python number"):  # of these nothing can be reported
+        assert mpjax.explain(NO_LOSS[name], "mixed_bfloat16")(W, X).stored_after is None
 
 
 @pytest.mark.parametrize("tool", [mpjax.explain, mpjax.compare])

@@ -370,7 +370,7 @@ def _full(sweep: Sweep, op: Op, joined: Fact, out: Value) -> Fact:
         # What a mean subtracts, `level` says.
         offset=0 if span == BOUNDED or op.name == "reduce_sum" else joined.offset,
         spread=joined.spread and len(op.ins) == 1,
-        level=_level_after(op, op.ins[0], joined.level),
+        level=_level_after(op, op.ins[0], joined.level) if op.ins else 0,
         mean=sweep.bit(op.ins[0]) if op.name == "reduce_sum" else 0,
     )
 

@@ -97,7 +97,7 @@ def at(op: Op, stack: Any, env: Env) -> contextlib.AbstractContextManager[Any]:
 
 
 def _location(op: Op, stack: Any, env: Env) -> Any:
-    return _jax.location(op.eqn, _jax.below(stack, env.depth), op.callers[::-1])
+    return _jax.location(op.eqn, _jax.below(stack, env.depth), lambda: op.callers[::-1])
 
 
 # ---- one op -------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         if place != name:
             return pkgutil.resolve_name(f"mpjax.{place}")
         if name not in places:
-            if module == "mpjax" and name[0] != "_" and find_spec(f"mpjax.{name}"):  # by an extra
+            own = Path(file).with_name(f"{name}.py")
+            if module == "mpjax" and name[0] != "_" and own.exists():  # needs an extra
                 return importlib.import_module(f"mpjax.{name}")
             from mpjax._src.base.absent import missing  # importing mpjax loads next to nothing
 

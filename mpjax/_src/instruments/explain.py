@@ -383,8 +383,8 @@ def explain(
         traced = trace(fun, policy, args, kwargs)
         forward = list(_rows(traced.plan))
         written = _jax.open_jaxpr(traced.jaxpr)[0]
-        check_result("explain", traced.returned(), written.outvars)
         if argnums is None:
+            check_result("explain", traced.returned(), written.outvars)
             new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
             inserted = _casts(_jax.open_jaxpr(new)[0]) - _casts(written)
             return CastReport(

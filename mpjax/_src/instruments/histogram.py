@@ -74,13 +74,13 @@ class GradientHistogram(Report):
             last axis: zeros; ``2**e <= |g| < 2**(e + 1)`` for e from -149 to 127; Inf and NaN.
         paths: The paths of the parameters.
         sizes: The number of entries of each parameter.
-        dtypes: The dtype of each parameter's first gradients.
+        narrow: The paths of the parameters whose first gradients were float16.
     """
 
     counts: jax.Array
     paths: tuple[str, ...]
     sizes: tuple[int, ...]
-    dtypes: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
 
     _array = ("histogram", "counts", 3)
 
@@ -275,15 +275,15 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
     low = jnp.stack([_count(jnp.asarray(leaf)) for leaf in leaves])
     sizes = tuple(int(np.prod(np.shape(leaf))) for leaf in leaves)
     if histogram is None:
-        dtypes = tuple(dtype_of(leaf).name for leaf in leaves)
-        return GradientHistogram(jnp.stack([low, jnp.zeros_like(low)]), paths, sizes, dtypes)
+        narrow = tuple(path for path, leaf in pairs if dtype_of(leaf) == FLOAT16)
+        return GradientHistogram(jnp.stack([low, jnp.zeros_like(low)]), paths, sizes, narrow)
     check_histogram(histogram)
     if (histogram.paths, histogram.sizes) != (paths, sizes):
         raise ValueError(
             f"histogram belongs to other parameters than grads: {histogram.paths} with "
             f"{histogram.sizes} entries, not {paths} with {sizes}. Start a new one."
         )
-    # The dtypes stay those of the first gradients: a loop's carry may not change its structure.
+    # `narrow` stays that of the first gradients: a loop's carry may not change its structure.
     return dataclasses.replace(histogram, counts=_added(histogram.counts, low))
 
 
@@ -334,20 +334,15 @@ def recommend_loss_scale(
         f"The largest gradient is at 2^{whole.largest}; {name} overflows at 2^{limits.overflow}, "
         f"and a factor of {headroom:g} is left as headroom."
     ]
-    narrow = [
-        path
-        for path, dtype in zip(histogram.paths, histogram.dtypes, strict=False)
-        if dtype == FLOAT16
-    ]
     if whole.smallest is not None and whole.smallest >= limits.normal and power >= 0:
         which = "No gradient that is not zero" if whole.zeros else "No gradient"
         reasons.append(f"{which} is lost in {name} without a scale: 1 would be enough.")
     if whole.zeros:
         reasons.append(f"{whole.zeros:.2%} of the entries are zero already. {RECOUNT}")
-    if narrow:
+    if histogram.narrow:
         reasons.append(
-            f"{', '.join(narrow[:3])} came in float16, which has no number below 2^-24: count "
-            "gradients before they are cast to it."
+            f"{', '.join(histogram.narrow[:3])} came in float16, which has no number below 2^-24: "
+            "count gradients before they are cast to it."
         )
     scale = 2.0 ** max(-126, min(power, 126))
     scaled = histogram.total(dtype, scale)

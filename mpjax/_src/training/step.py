@@ -223,8 +223,7 @@ def build_train_step(
     The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training",
     https://arxiv.org/abs/1710.03740.
     """
-    _check_loss_fn(loss_fn)
-    as_optimizer(optimizer, "optimizer")  # refused before the policy is, which may stand there
+    _check_functions(loss_fn, optimizer)  # before the policy, which may stand in their place
     policy = training_policy(policy)
     _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
@@ -263,8 +262,7 @@ def build_train_step(
         before["params"] = reads.trained(state.params, state.params)
         before["stalled"] = reports.none_stalled(state)
         args = state.params, passes.grads, passes.model_state, extra_args
-        wholly = may_overflow(state.opt_state)
-        run = functools.partial(gated, agree=shards.agreed, wholly=wholly)
+        run = functools.partial(gated, agree=shards.agreed, wholly=may_overflow(state.opt_state))
         after, good = run(verdict.finite(), update, before, *args)
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
         stalled_shares = after.pop("stalled")
@@ -733,12 +731,13 @@ def _warn_if_unused(policy: Policy) -> None:
         )
 
 
-def _check_loss_fn(loss_fn: Any) -> None:
+def _check_functions(loss_fn: Any, optimizer: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
             f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
             f"{misplaced(loss_fn)}"
         )
+    as_optimizer(optimizer, "optimizer")
 
 
 def _check_arguments(has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:

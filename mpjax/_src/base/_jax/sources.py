@@ -134,7 +134,7 @@ def line_key(eqn: Any) -> Any:
 
 
 @contextlib.contextmanager
-def location(eqn: Any, stack: Any, callers: Sequence[Any] = ()):
+def location(eqn: Any, stack: Any, callers: Callable[[], Sequence[Any]] = tuple):
     """Returns a context in which traced equations get the source and scopes of an equation.
 
     Under jax_debug_nans, the error of one that runs says its line. JAX handles its internal error,
@@ -147,9 +147,9 @@ def location(eqn: Any, stack: Any, callers: Sequence[Any] = ()):
             yield
         except InternalFloatingPointError as error:
             what = f"invalid value ({error.ty}) encountered in {eqn.primitive.name}"
-            raise _at_line(FloatingPointError(what), eqn, *callers) from None
+            raise _at_line(FloatingPointError(what), eqn, *callers()) from None
         except FloatingPointError as error:
-            _at_line(error, eqn, *callers)
+            _at_line(error, eqn, *callers())
             raise
 
 
