@@ -74,7 +74,8 @@ def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
             f"state is a {type(state).__name__} without params. Pass the TrainState, or "
             "{'params': params, 'opt_state': opt_state}."
         )
-    full = master_params(part_of(state, "opt_state"), params)
+    opt_state = part_of(state, "opt_state")
+    full = params if opt_state is None else master_params(opt_state, params)
     half = jax.tree.map(lambda leaf: cast_leaf(leaf, to), full)
     if lost := _overflown(full, half):
         raise ValueError(

@@ -65,6 +65,7 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
         A program that returns the scalars, of which the first are results of the update; the
         indices of these results; and for each of the others whether it must not be zero.
     """
+    jaxpr = _jax.flattened(jaxpr)  # scalars may be computed in a jit
     inner, _ = _jax.open_jaxpr(jaxpr)
     scalars, eqns = _of_scalars(inner)
     levels, before = [NONNEGATIVE] * states, None

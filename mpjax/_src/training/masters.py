@@ -300,9 +300,9 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
             "opt_state is the parameters, which have no master weights. Pass the state that "
             "optimizer.init(params) or the last update returned."
         )
-    # A state of an optimizer of the user's, or of a run without one.
-    may_be = opt_state is None or is_state(opt_state) or any(hasattr(x, "shape") for x in leaves)
-    if not may_be and misplaced(opt_state):
+    # A state of an optimizer of the user's has arrays.
+    may_be = is_state(opt_state) or any(hasattr(x, "shape") for x in leaves)
+    if not may_be and (opt_state is None or misplaced(opt_state)):
         raise TypeError(
             f"opt_state={brief(opt_state)} must be the state of an optimizer.{misplaced(opt_state)}"
         )

@@ -14,7 +14,7 @@ from jax._src.lax.lax import canonicalize_precision
 from jax._src.named_sharding import UnspecifiedValue
 from jax.api_util import debug_info, shaped_abstractify
 from jax.extend import linear_util as lu
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
@@ -106,6 +106,22 @@ def inlined(eqn: Any) -> Any:
         or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
     )
     return None if asks else p["jaxpr"]
+
+
+def flattened(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr without the calls that `inlined` finds."""
+    return trace(lambda *args: _evaluated(jaxpr, args), in_avals(jaxpr), "flattened")
+
+
+def _evaluated(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    inner, consts = open_jaxpr(jaxpr)
+    env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
+    for eqn in inner.eqns:
+        operands, body = list(map(read, eqn.invars)), inlined(eqn)
+        outs = bind(eqn, operands) if body is None else _evaluated(body, operands)
+        env |= zip(eqn.outvars, outs, strict=True)
+    return list(map(read, inner.outvars))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
