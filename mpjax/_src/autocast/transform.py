@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr
 
 from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
@@ -196,7 +195,7 @@ class Autocast(Wrapped):
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         flat = Flat.of((args, kwargs))
         make = functools.partial(_traced, flat, fun, self.policy)
-        names = functools.partial(_spelled_out, flat, fun, args)
+        names = lambda: flat.names(parameters_of(fun, args))  # noqa: E731
         traced = make()
         entry = self.kept.entry(traced, flat.arrays)
         if entry is None:
@@ -230,11 +229,6 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
     """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
     make = functools.partial(_traced, Flat.of((args, kwargs)), fun, policy)
     return _checked(make(), make)[0]
-
-
-def _spelled_out(flat: Flat, fun: Callable[..., Any], args: Any) -> Any:
-    """Returns the arguments' names as in ``batch['x']``."""
-    return flat.names(parameters_of(fun, args), lambda name, keys: name + keystr(keys))
 
 
 def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = None) -> Traced:

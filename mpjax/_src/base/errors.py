@@ -10,7 +10,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -152,6 +152,12 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?``, or "" if no choice is similar."""
     near = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Returns ``a, b, c and 2 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:

@@ -1,13 +1,13 @@
 """A rule of one real step: gradients that float16 flushes to zero, for want of a loss scale."""
 
-import collections
-import itertools
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT16, limits_of
+from mpjax._src.base.errors import first_of
 from mpjax._src.lint.program import Program
 from mpjax._src.lint.rule import VALUES, Hit, Rule
 from mpjax._src.lint.states import carried
@@ -89,14 +89,13 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
         names = dict.fromkeys(_gradients_of(program, op.outs[0]))
         gradients.setdefault(next(iter(names), "a result"), op)
         behind |= names
-    behind = {name: None for name in behind if name not in gradients}
+    more = [name for name in behind if name not in gradients]
     first, *others = ((name, *_told(lossy[op])) for name, op in gradients.items())
     told = "of the nonzero entries behind the gradient of {} to zero and makes {} subnormal"
     told = f"{first[1]} {told.format(first[0], first[2])}"
     told += "".join(f"; for {name} {zero} and {small}" for name, zero, small in others[: NAMED - 1])
     told += f"; and {len(others) - NAMED + 1} more" if len(others) >= NAMED else ""
-    more = f" and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
-    told += f". Those of {', '.join([*behind][:NAMED])}{more} depend on them" if behind else ""
+    told += f". Those of {first_of(more, NAMED)} depend on them" if more else ""
     total = np.sum([*lossy.values()], axis=0)
     least = next((k for k in range(1, most) if _lost(total, k) < CURED), most)
     # Between the two: what is flushed now says nothing of smaller cotangents behind it.
@@ -121,34 +120,16 @@ def _told(counts: np.ndarray) -> tuple[str, str]:
 
 def _gradients_of(program: Program, value: Value) -> Iterator[str]:
     """Yields the arguments whose gradients depend on a cotangent, by name, the nearest first."""
-    results = {*program.block.outvars}
-
-    def backward(v: Value, op: Op) -> bool:
-        return program.is_backward(op)
-
-    def entry_by_entry(v: Value, op: Op) -> bool:
-        return v.size > 1 and max(out.size for out in op.outs) == v.size
-
-    names = _ends(program)
-    for v in _ahead(program, value, backward):
+    results, names = {*program.block.outvars}, _ends(program)
+    for v in program.forward(value, program.is_backward):
         leaves = any(not program.is_backward(op) for op in program.readers(v))
         if leaves or not results.isdisjoint(program.forward(v, ())):
-            moved = _ahead(program, v, entry_by_entry)
-            yield from itertools.islice((names[each] for each in moved if each in names), 1)
+            entries = functools.partial(_entry_by_entry, v.size)
+            yield from [names[each] for each in program.forward(v, entries) if each in names][:1]
 
 
-def _ahead(program: Program, start: Value, goes: Callable[[Value, Op], bool]) -> Iterator[Value]:
-    """Yields a value and those that are computed from it, the nearest first."""
-    seen, waiting = {start}, collections.deque([start])
-    while waiting:
-        value = waiting.popleft()
-        yield value
-        same = program.forward(value, ())
-        after = [out for op in program.readers(value) if goes(value, op) for out in op.outs]
-        for v in (*same, *after):
-            if v not in seen:
-                seen.add(v)
-                waiting.append(v)
+def _entry_by_entry(size: int, op: Op) -> bool:
+    return size > 1 and max((out.size for out in op.outs), default=0) == size
 
 
 def _ends(program: Program) -> dict[Value, str]:
