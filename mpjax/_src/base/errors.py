@@ -70,8 +70,17 @@ def check_callable(fun: Any, argument: str) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Raises a ValueError if a setting is not True or False."""
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}={brief(value)} must be True or False.{misplaced(value)}")
+
+
+def check_choice(name: str, value: Any, *choices: str) -> None:
+    """Raises a ValueError if a setting is neither None nor one of the choices."""
+    if not (value is None or (isinstance(value, str) and value in choices)):
+        raise ValueError(
+            f"Unknown {name} {brief(value)}. Choose one of {', '.join(map(repr, choices))} and "
+            f"None.{did_you_mean(value, choices)}"
+        )
 
 
 def _is_dtype(value: Any) -> bool:
@@ -138,6 +147,21 @@ def as_array(name: str, value: Any, kind: str = "an array") -> jax.Array:
         if isinstance(value, jax.core.Tracer):
             raise  # what JAX says of it
         raise TypeError(f"{name}={brief(value)} must be {kind}.{misplaced(value)}") from None
+
+
+def optional_array(name: str, value: Any, kind: str = "an array") -> jax.Array | None:
+    """Returns an argument that may be None, and else as `as_array`."""
+    return None if value is None else as_array(name, value, f"None or {kind}")
+
+
+def check_broadcasts(name: str, x: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raises a ValueError if an array, which may be None, does not broadcast to a shape."""
+    try:
+        fits = x is None or jnp.broadcast_shapes(x.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} has shape {x.shape}. It must broadcast to {what}, {shape}.")
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:
