@@ -21,7 +21,6 @@ from mpjax._src.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
 from mpjax._src.autocast.unscaled import watched
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
-from mpjax._src.base.contexts import is_checked_by_jax
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
@@ -294,19 +293,16 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
         # JAX takes apart a jit that returned NaN by calling its function, but this one has none.
-        if traced.as_written and not rows and not is_checked_by_jax():
+        checked = jax.debug_nans.value or jax.debug_infs.value
+        if traced.as_written and not rows and not checked:
             results = _run_as_written(traced, arrays)
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
             if traced.computes_in_float16 and not rows:
-                results = [watched(x) if _is_traced_float(x) else x for x in results]
+                results = [*map(watched, results)]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
-
-
-def _is_traced_float(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer) and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
