@@ -1,6 +1,7 @@
 """A rule of one real step: gradients that float16 flushes to zero, for want of a loss scale."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,8 +86,9 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
     worst = sorted(lossy, key=lambda op: -_lost(lossy[op]) * lossy[op].sum())
     gradients: dict[str, Op] = {}
     behind: dict[str, None] = {}
+    ends = _ends(program)
     for op in worst:
-        names = dict.fromkeys(_gradients_of(program, op.outs[0]))
+        names = dict.fromkeys(_gradients_of(program, op.outs[0], ends))
         gradients.setdefault(next(iter(names), "a result"), op)
         behind |= names
     more = [name for name in behind if name not in gradients]
@@ -118,14 +120,14 @@ def _told(counts: np.ndarray) -> tuple[str, str]:
 # ---- whose gradient it is -----------------------------------------------------------------------
 
 
-def _gradients_of(program: Program, value: Value) -> Iterator[str]:
+def _gradients_of(program: Program, value: Value, ends: dict[Value, str]) -> Iterator[str]:
     """Yields the arguments whose gradients depend on a cotangent, by name, the nearest first."""
-    results, names = {*program.block.outvars}, _ends(program)
+    results = {*program.block.outvars}
     for v in program.forward(value, program.is_backward):
         leaves = any(not program.is_backward(op) for op in program.readers(v))
         if leaves or not results.isdisjoint(program.forward(v, ())):
             entries = functools.partial(_entry_by_entry, v.size)
-            yield from [names[each] for each in program.forward(v, entries) if each in names][:1]
+            yield from [ends[each] for each in program.forward(v, entries) if each in ends][:1]
 
 
 def _entry_by_entry(size: int, op: Op) -> bool:
@@ -138,17 +140,14 @@ def _ends(program: Program) -> dict[Value, str]:
     These are the results of lint's own gradient, or the states of a step that are read before its
     backward pass. The moments of an optimizer are not.
     """
-    if "ends" not in program.notes:
-        outs = zip(program.traced.out.keys, program.block.outvars, strict=True)
-        named = {v: getattr(keys[-1], "key", None) for keys, v in outs if keys}
-        ends = {v: name for v, name in named.items() if name in program.names}
-        place = {op: i for i, op in enumerate(program.ops)}
-        first = min((i for op, i in place.items() if program.is_backward(op)), default=0)
-        for each in carried(program):
-            if any(place[op] < first for op in program.readers(each.before)):
-                ends.setdefault(each.after, each.name)
-        program.notes["ends"] = ends
-    return program.notes["ends"]
+    outs = zip(program.traced.out.keys, program.block.outvars, strict=True)
+    named = {v: getattr(keys[-1], "key", None) for keys, v in outs if keys}
+    ends = {v: name for v, name in named.items() if name in program.names}
+    forward = {*itertools.takewhile(lambda op: not program.is_backward(op), program.ops)}
+    for each in carried(program):
+        if not forward.isdisjoint(program.readers(each.before)):
+            ends.setdefault(each.after, each.name)
+    return ends
 
 
 RULES = (
