@@ -145,17 +145,23 @@ def location(eqn: Any, stack: Any, callers: Sequence[Any] = ()):
     with user_context(traceback, name_stack=stack), eqn.ctx.manager:
         try:
             yield
-        except (InternalFloatingPointError, FloatingPointError) as error:
-            if isinstance(error, InternalFloatingPointError):
-                what = f"invalid value ({error.ty}) encountered in {eqn.primitive.name}"
-                error = FloatingPointError(what)
-            line, library = source_lines(eqn, *callers)
-            if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
-            raise error from None
+        except InternalFloatingPointError as error:
+            what = f"invalid value ({error.ty}) encountered in {eqn.primitive.name}"
+            raise _at_line(FloatingPointError(what), eqn, *callers) from None
+        except FloatingPointError as error:
+            _at_line(error, eqn, *callers)
+            raise
 
 
 AT = "The operation is at "
+
+
+def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
+    """Adds the line of an equation, or of the calls around it, to an error that names none."""
+    line, library = source_lines(*eqns)
+    if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
+    return error
 
 
 def inside(stack: Any) -> Any:
