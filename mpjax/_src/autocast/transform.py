@@ -211,6 +211,7 @@ def _compiled(traced: Traced, known: dict[int, Any]) -> Callable[[Any, Any], lis
     """Returns a program as a function of its constants, without those known, and its arguments."""
     inner, _ = _jax.open_jaxpr(traced.jaxpr)
     count = len(inner.constvars)
+    inner, _ = _jax.open_jaxpr(_jax.close(inner, [None] * count))  # from 0.12 on it has constants
     bare = dataclasses.replace(traced, jaxpr=None, out=Flat.of(()))  # keeps no array alive
 
     def filled(others):
