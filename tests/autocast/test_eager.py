@@ -5,6 +5,7 @@ import enum
 import functools
 import gc
 import threading
+import types
 import weakref
 
 import jax
@@ -230,6 +231,19 @@ def test_callbacks_are_compiled_once(monkeypatch, capfd):
     jax.effects_barrier()
     assert seen == [0, 2, 4, 3] and auto.plans == 2
     assert capfd.readouterr().out.count("x = ") == 4
+
+
+def test_callbacks_of_any_kind_are_called():
+    def unset(x):
+        return x if True else later(x)
+
+    if False:
+        later = None  # a cell that is empty
+    nowhere = types.FunctionType(unset.__code__, {}, closure=unset.__closure__)  # in no module
+    for callback in (unset, nowhere, types.FunctionType((lambda x: x).__code__, {})):
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        auto = mpjax.autocast(lambda x, f=callback, s=shape: jax.pure_callback(f, s, x))
+        assert [float(auto(jnp.float32(2))) for _ in range(2)] == [2, 2]
 
 
 def test_derivatives_of_a_program_do_not_make_it_another(monkeypatch):

@@ -76,7 +76,13 @@ STEPS = {
     "gradient": lambda params, x: jax.grad(PLANNED)(params, x),
     "jitted": jax.jit(descend(jax.grad(PLANNED))),
     "grad of jit": descend(jax.grad(jax.jit(PLANNED))),
+    "printed": descend(lambda params, x: printed(jax.grad(PLANNED)(params, x))),
 }
+
+
+def printed(grads):
+    jax.debug.callback(lambda grads: None, grads)
+    return grads
 
 
 @pytest.mark.parametrize("name", STEPS)

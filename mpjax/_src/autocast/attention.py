@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax._src.autocast import fused_kernels
 from mpjax._src.autocast.kernels import given_dtype, half_inputs
@@ -14,9 +13,12 @@ from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import (
     as_array,
     brief,
-    did_you_mean,
+    check_broadcasts,
+    check_choice,
+    check_flag,
     finite_number,
     is_number,
+    optional_array,
     refuse_traced,
     whole_number,
 )
@@ -107,16 +109,18 @@ def dot_product_attention(
     query, key, value = map(as_array, ("query", "key", "value"), (query, key, value))
     if dtype is not None:
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    bias = None if bias is None else as_array("bias", bias, "None or an array")
-    mask = None if mask is None else as_array("mask", mask, "None or an array")
+    bias, mask = optional_array("bias", bias), optional_array("mask", mask)
     if mask is not None and mask.dtype != bool:  # flax makes masks of floats
         mask = mask != 0
     _check_settings(scale, is_causal, local_window_size, implementation, dropout_rate)
+    lengths = {
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
     options = {
         "scale": scale,
         "is_causal": is_causal,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
+        **lengths,
         "local_window_size": local_window_size,
         "return_residual": return_residual,
     }
@@ -132,10 +136,8 @@ def dot_product_attention(
             precision=precision,
             module=module,
         )
-    _check_shapes(query, key, value, {"bias": bias, "mask": mask})
-    _check_lengths(query, query_seq_lengths=query_seq_lengths)
-    _check_lengths(query, key_value_seq_lengths=key_value_seq_lengths)
     arrays = query, key, value, bias, mask
+    _check_shapes(*arrays, lengths)
     if implementation is not None:
         return _chosen(arrays, options, implementation)
     return _fused_if_possible(arrays, options)
@@ -198,26 +200,23 @@ def _check_settings(
 ) -> None:
     if not (scale is None or is_number(scale)):
         raise ValueError(f"scale={brief(scale)} must be a number or None.")
-    if not isinstance(is_causal, bool | np.bool_):
-        raise ValueError(f"is_causal={brief(is_causal)} must be True or False.")
+    check_flag("is_causal", is_causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
     if window is not None and (len(sides) != 2 or any(whole_number(x) is None for x in sides)):
         raise ValueError(
             f"local_window_size={brief(window)} must be a number of positions, a pair of these "
             "for the left and the right, or None."
         )
-    if implementation not in (None, "cudnn", "xla"):
-        raise ValueError(
-            f"Unknown implementation {brief(implementation)}. Choose one of 'cudnn', 'xla' and "
-            f"None.{did_you_mean(implementation, ('cudnn', 'xla'))}"
-        )
+    check_choice("implementation", implementation, "cudnn", "xla")
     refuse_traced("dropout_rate", dropout_rate)
     rate = finite_number(dropout_rate)
     if rate is None or not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate={brief(dropout_rate)} must be a number from 0 to 1.")
 
 
-def _check_shapes(query: Any, key: Any, value: Any, others: dict[str, Any]) -> None:
+def _check_shapes(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, lengths: dict[str, Any]
+) -> None:
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if x.ndim not in (3, 4):
@@ -240,25 +239,12 @@ def _check_shapes(query: Any, key: Any, value: Any, others: dict[str, Any]) -> N
     if (1, *value.shape)[-4:] != whole:
         raise ValueError(f"value has shape {value.shape}. It must be that of key, {key.shape}.")
     scores = batch, heads, length, whole[1]
-    for name, x in others.items():
-        if x is not None and not _broadcasts(x.shape, scores):
+    for name, x in {"bias": bias, "mask": mask}.items():
+        check_broadcasts(name, x, scores, "[batch, heads, length, source length]")
+    for name, x in lengths.items():
+        x = optional_array(name, x, "an array of integers")
+        if x is not None and (x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer)):
             raise ValueError(
-                f"{name} has shape {x.shape}. It must broadcast to [batch, heads, length, source "
-                f"length], which is {scores}."
+                f"{name} is {x.dtype}{list(x.shape)}. It must be int32[{batch}]: the number of "
+                "valid positions of each sequence."
             )
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    last = to[len(to) - len(shape) :]
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
-
-
-def _check_lengths(query: Any, **lengths: Any) -> None:
-    ((name, x),) = lengths.items()
-    x = None if x is None else as_array(name, x, "None or an array of integers")
-    batch = query.shape[0] if query.ndim == 4 else 1
-    if x is not None and (x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer)):
-        raise ValueError(
-            f"{name} is {x.dtype}{list(x.shape)}. It must be int32[{batch}]: the number of valid "
-            "positions of each sequence."
-        )

@@ -25,14 +25,14 @@ from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import (
     as_array,
     brief,
+    check_broadcasts,
+    check_choice,
     check_count,
-    did_you_mean,
     finite_number,
+    optional_array,
     refuse_traced,
 )
 from mpjax._src.program.graph import LOSS
-
-REDUCTIONS = ("mean", "sum", None)
 
 
 def linear_cross_entropy(
@@ -104,15 +104,10 @@ def linear_cross_entropy(
         Hsu et al., Liger Kernel, 2024; Wijmans et al., Cut Your Losses in Large-Vocabulary Language
         Models, 2025. z_loss: Chowdhery et al., PaLM, 2022.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"Unknown reduction {brief(reduction)}. Choose one of 'mean', 'sum' and None."
-            f"{did_you_mean(reduction, ('mean', 'sum'))}"
-        )
+    check_choice("reduction", reduction, "mean", "sum")
     hidden, weight = as_array("hidden", hidden), as_array("weight", weight)
     labels = as_array("labels", labels, "an array of integers")
-    bias = None if bias is None else as_array("bias", bias, "None or an array")
-    where = None if where is None else as_array("where", where, "None or an array")
+    bias, where = optional_array("bias", bias), optional_array("where", where)
     _check_dtypes(hidden=hidden, weight=weight, bias=bias, labels=labels)
     _check_shapes(hidden, weight, bias, labels, transposed)
     words, rows = weight.shape[0 if transposed else 1], math.prod(labels.shape)
@@ -125,7 +120,8 @@ def linear_cross_entropy(
         blocks_of(rows, hidden.shape[-1], chunk),
     )
     if where is not None:
-        where = _broadcast(where, labels.shape)
+        check_broadcasts("where", where, labels.shape, "the shape of labels")
+        where = jnp.broadcast_to(where, labels.shape)
     return in_blocks(hidden, weight, bias, labels, where, form, reduction)
 
 
@@ -216,12 +212,3 @@ def _factor(name: str, value: Any, below: float = math.inf) -> float:
         top = f" and below {below:g}" if below < math.inf else ""
         raise ValueError(f"{name}={brief(value)} must be a number of at least 0{top}.")
     return number
-
-
-def _broadcast(where: Any, shape: tuple[int, ...]) -> Any:
-    try:
-        return jnp.broadcast_to(where, shape)
-    except ValueError:
-        raise ValueError(
-            f"where has shape {where.shape}. It must broadcast to the shape of labels, {shape}."
-        ) from None

@@ -61,7 +61,7 @@ class Kept:
         settings = traced.avals, traced.paths, traced.out_dtypes, _jax.tracing_key()
         try:
             return self.entries((_jax.program_key(traced.jaxpr), *settings))
-        except TypeError:  # a part of it cannot be hashed, or is traced
+        except Exception:  # of a part that is traced, and of __hash__, __eq__ and closures of users
             return None
 
 

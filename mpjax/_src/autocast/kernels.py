@@ -172,9 +172,8 @@ class HalfInputs(Wrapped):
 
     def __init__(self, kernel: Callable[..., Any], float32: Any) -> None:
         check_callable(kernel, "kernel")
-        kept = _positions_and_names(kernel, float32)
         super().__init__(kernel, float32)
-        self.kept = kept
+        self.kept = _positions_and_names(kernel, float32)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kernel, kept = self.fun, self.kept

@@ -12,7 +12,6 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr
 
 from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
@@ -22,7 +21,6 @@ from mpjax._src.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
 from mpjax._src.autocast.unscaled import watched
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, CASTS
-from mpjax._src.base.contexts import is_checked_by_jax
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
@@ -196,7 +194,7 @@ class Autocast(Wrapped):
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         flat = Flat.of((args, kwargs))
         make = functools.partial(_traced, flat, fun, self.policy)
-        names = functools.partial(_spelled_out, flat, fun, args)
+        names = lambda: flat.names(parameters_of(fun, args))  # noqa: E731
         traced = make()
         entry = self.kept.entry(traced, flat.arrays)
         if entry is None:
@@ -213,6 +211,7 @@ def _compiled(traced: Traced, known: dict[int, Any]) -> Callable[[Any, Any], lis
     """Returns a program as a function of its constants, without those known, and its arguments."""
     inner, _ = _jax.open_jaxpr(traced.jaxpr)
     count = len(inner.constvars)
+    inner, _ = _jax.open_jaxpr(_jax.close(inner, [None] * count))  # from 0.12 on it has constants
     bare = dataclasses.replace(traced, jaxpr=None, out=Flat.of(()))  # keeps no array alive
 
     def filled(others):
@@ -230,11 +229,6 @@ def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Tr
     """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
     make = functools.partial(_traced, Flat.of((args, kwargs)), fun, policy)
     return _checked(make(), make)[0]
-
-
-def _spelled_out(flat: Flat, fun: Callable[..., Any], args: Any) -> Any:
-    """Returns the arguments' names as in ``batch['x']``."""
-    return flat.names(parameters_of(fun, args), lambda name, keys: name + keystr(keys))
 
 
 def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = None) -> Traced:
@@ -300,19 +294,16 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
         # JAX takes apart a jit that returned NaN by calling its function, but this one has none.
-        if traced.as_written and not rows and not is_checked_by_jax():
+        checked = jax.debug_nans.value or jax.debug_infs.value
+        if traced.as_written and not rows and not checked:
             results = _run_as_written(traced, arrays)
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
             if traced.computes_in_float16 and not rows:
-                results = [watched(x) if _is_traced_float(x) else x for x in results]
+                results = [*map(watched, results)]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
-
-
-def _is_traced_float(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer) and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:

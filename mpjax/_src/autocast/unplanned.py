@@ -6,7 +6,7 @@ import numpy as np
 
 from mpjax._src.autocast.tables import Reason, Rulings
 from mpjax._src.base import _jax, rules
-from mpjax._src.base.errors import PrecisionWarning, warn_user
+from mpjax._src.base.errors import PrecisionWarning, first_of, warn_user
 from mpjax._src.policy.policy import Policy, short_name
 from mpjax._src.program.graph import Block, Value
 
@@ -48,11 +48,7 @@ def warn_if_wide(
 ) -> None:
     """Warns if most matmul FLOPs are float64: one float64 operand makes float32 ones float64 too.
 
-    Args:
-        block: The program.
-        rulings: The rules of its operations.
-        policy: The policy.
-        names: Returns the name of each argument.
+    ``names`` returns the name of each argument.
     """
     matmuls = [op for op in block.walk() if op.spec.need == rules.HALF]
     wide = [op for op in matmuls if any(map(_is_wide, op.ins))]
@@ -61,11 +57,10 @@ def warn_if_wide(
     if flops_of_wide <= flops:
         return
     causes = [*_wide_sources(block, names())]
-    more = f" and {len(causes) - NAMED} more" if len(causes) > NAMED else ""
     half = policy.compute_dtype.name
     warn_user(
         f"{len(wide)} of {len(matmuls)} matmuls run in float64 and not in {half}, because of "
-        f"{', '.join(causes[:NAMED])}{more}. The first is at {wide[0].source}. NumPy's numbers are "
+        f"{first_of(causes, NAMED)}. The first is at {wide[0].source}. NumPy's numbers are "
         "float64, and under jax_enable_x64 they make float32 arrays float64. Cast them before the "
         'call, such as x.astype("float32"), or turn jax_enable_x64 off. If float64 is meant, use '
         'policy="float32", which changes no dtype.',

@@ -21,11 +21,6 @@ COMPILED_FOR = jax.make_user_context(default_value="")
 LINTED = jax.make_user_context(default_value=False)
 
 
-def is_checked_by_jax() -> bool:
-    """Returns whether JAX raises at the first NaN or Inf: jax_debug_nans, jax_debug_infs."""
-    return bool(jax.debug_nans.value or jax.debug_infs.value)
-
-
 # Whether a report runs: it says itself what it finds, so nothing warns of it.
 IN_REPORT = contextvars.ContextVar("in_report", default=False)
 

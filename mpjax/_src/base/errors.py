@@ -10,7 +10,7 @@ import math
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -70,8 +70,17 @@ def check_callable(fun: Any, argument: str) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Raises a ValueError if a setting is not True or False."""
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}={brief(value)} must be True or False.{misplaced(value)}")
+
+
+def check_choice(name: str, value: Any, *choices: str) -> None:
+    """Raises a ValueError if a setting is neither None nor one of the choices."""
+    if not (value is None or (isinstance(value, str) and value in choices)):
+        raise ValueError(
+            f"Unknown {name} {brief(value)}. Choose one of {', '.join(map(repr, choices))} and "
+            f"None.{did_you_mean(value, choices)}"
+        )
 
 
 def _is_dtype(value: Any) -> bool:
@@ -140,6 +149,21 @@ def as_array(name: str, value: Any, kind: str = "an array") -> jax.Array:
         raise TypeError(f"{name}={brief(value)} must be {kind}.{misplaced(value)}") from None
 
 
+def optional_array(name: str, value: Any, kind: str = "an array") -> jax.Array | None:
+    """Returns an argument that may be None, and else as `as_array`."""
+    return None if value is None else as_array(name, value, f"None or {kind}")
+
+
+def check_broadcasts(name: str, x: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raises a ValueError if an array, which may be None, does not broadcast to a shape."""
+    try:
+        fits = x is None or jnp.broadcast_shapes(x.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} has shape {x.shape}. It must broadcast to {what}, {shape}.")
+
+
 def nearest(word: str, choices: Iterable[str], count: int = 5, cutoff: float = 0.6) -> list[str]:
     """Returns the ``choices`` most similar to ``word`` (case-insensitive), best first."""
     folded: dict[str, str] = {}
@@ -152,6 +176,12 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?``, or "" if no choice is similar."""
     near = nearest(word if isinstance(word, str) else brief(word), choices, count=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Returns ``a, b, c and 2 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:

@@ -8,6 +8,7 @@ its error is inherited from its operands.
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -429,12 +430,15 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
         for name, v in zip(program.results, results, strict=True)
         if is_float(v.array) and np.size(v.array)
     }
-    errors = {name: float(stats_of(v.array, v.shadow, v.shadow)[0]) for name, v in named.items()}
+    pairs = {name: (v.array, v.shadow) for name, v in named.items()}
+    errors = _errors(pairs, {})
     terms = _terms_of_noise(program, arrays, scale, named, errors)
-    errors |= {
-        name: _distance(named[name].array, named[name].shadow) / size
-        for name, size in terms.items()
-    }
+    errors |= _errors({name: pairs[name] for name in terms}, terms)
+    unscaled = {}
+    if scale != 1 and any(program.gradients):
+        outs = program.compiled(*arrays, jnp.float32(1))
+        gradients = itertools.compress(zip(program.results, outs, strict=True), program.gradients)
+        unscaled = {name: (out, named[name].shadow) for name, out in gradients if name in named}
     return Comparison(
         tuple(comparer.rows[key] for key in keys),
         errors,
@@ -442,32 +446,19 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
         tuple(comparer.diverged),
         tuple(comparer.order[key] for key in keys),
         tuple(terms),
-        _unscaled(program, arrays, named, terms) if scale != 1 else {},
+        _errors(unscaled, terms),
     )
 
 
-def _unscaled(
-    program: Program,
-    arrays: Sequence[jax.Array],
-    named: dict[str, Shadowed],
-    terms: dict[str, float],
-) -> dict[str, float]:
-    """Returns the error of each gradient of the compiled program without a loss scale."""
-    gradients = {name for name, yes in zip(program.results, program.gradients, strict=True) if yes}
-    if not gradients:
-        return {}
-    outs = zip(program.results, program.compiled(*arrays, jnp.float32(1)), strict=True)
-    pairs = {n: (out, named[n].shadow) for n, out in outs if n in gradients and n in named}
-    return {
-        name: _distance(*pair) / terms[name]
-        if name in terms
-        else float(stats_of(*pair, pair[1])[0])
-        for name, pair in pairs.items()
-    }
+def _errors(pairs: dict[str, tuple[Any, Any]], terms: dict[str, float]) -> dict[str, float]:
+    """Returns the relative errors of results, of those that are noise relative to their terms."""
 
+    def error(name: str, one: Any, exact: Any) -> float:
+        if name in terms:
+            return float(jnp.linalg.norm(jnp.ravel(one - exact))) / terms[name]
+        return float(stats_of(one, exact, exact)[0])
 
-def _distance(one: Any, other: Any) -> float:
-    return float(jnp.linalg.norm(jnp.ravel(one - other)))
+    return {name: error(name, *pair) for name, pair in pairs.items()}
 
 
 def _terms_of_noise(

@@ -1,13 +1,14 @@
 """A rule of one real step: gradients that float16 flushes to zero, for want of a loss scale."""
 
-import collections
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT16, limits_of
+from mpjax._src.base.errors import first_of
 from mpjax._src.lint.program import Program
 from mpjax._src.lint.rule import VALUES, Hit, Rule
 from mpjax._src.lint.states import carried
@@ -85,18 +86,18 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
     worst = sorted(lossy, key=lambda op: -_lost(lossy[op]) * lossy[op].sum())
     gradients: dict[str, Op] = {}
     behind: dict[str, None] = {}
+    ends = _ends(program)
     for op in worst:
-        names = dict.fromkeys(_gradients_of(program, op.outs[0]))
+        names = dict.fromkeys(_gradients_of(program, op.outs[0], ends))
         gradients.setdefault(next(iter(names), "a result"), op)
         behind |= names
-    behind = {name: None for name in behind if name not in gradients}
+    more = [name for name in behind if name not in gradients]
     first, *others = ((name, *_told(lossy[op])) for name, op in gradients.items())
     told = "of the nonzero entries behind the gradient of {} to zero and makes {} subnormal"
     told = f"{first[1]} {told.format(first[0], first[2])}"
     told += "".join(f"; for {name} {zero} and {small}" for name, zero, small in others[: NAMED - 1])
     told += f"; and {len(others) - NAMED + 1} more" if len(others) >= NAMED else ""
-    more = f" and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
-    told += f". Those of {', '.join([*behind][:NAMED])}{more} depend on them" if behind else ""
+    told += f". Those of {first_of(more, NAMED)} depend on them" if more else ""
     total = np.sum([*lossy.values()], axis=0)
     least = next((k for k in range(1, most) if _lost(total, k) < CURED), most)
     # Between the two: what is flushed now says nothing of smaller cotangents behind it.
@@ -119,36 +120,18 @@ def _told(counts: np.ndarray) -> tuple[str, str]:
 # ---- whose gradient it is -----------------------------------------------------------------------
 
 
-def _gradients_of(program: Program, value: Value) -> Iterator[str]:
+def _gradients_of(program: Program, value: Value, ends: dict[Value, str]) -> Iterator[str]:
     """Yields the arguments whose gradients depend on a cotangent, by name, the nearest first."""
     results = {*program.block.outvars}
-
-    def backward(v: Value, op: Op) -> bool:
-        return program.is_backward(op)
-
-    def entry_by_entry(v: Value, op: Op) -> bool:
-        return v.size > 1 and max(out.size for out in op.outs) == v.size
-
-    names = _ends(program)
-    for v in _ahead(program, value, backward):
+    for v in program.forward(value, program.is_backward):
         leaves = any(not program.is_backward(op) for op in program.readers(v))
         if leaves or not results.isdisjoint(program.forward(v, ())):
-            moved = _ahead(program, v, entry_by_entry)
-            yield from itertools.islice((names[each] for each in moved if each in names), 1)
+            entries = functools.partial(_entry_by_entry, v.size)
+            yield from [ends[each] for each in program.forward(v, entries) if each in ends][:1]
 
 
-def _ahead(program: Program, start: Value, goes: Callable[[Value, Op], bool]) -> Iterator[Value]:
-    """Yields a value and those that are computed from it, the nearest first."""
-    seen, waiting = {start}, collections.deque([start])
-    while waiting:
-        value = waiting.popleft()
-        yield value
-        same = program.forward(value, ())
-        after = [out for op in program.readers(value) if goes(value, op) for out in op.outs]
-        for v in (*same, *after):
-            if v not in seen:
-                seen.add(v)
-                waiting.append(v)
+def _entry_by_entry(size: int, op: Op) -> bool:
+    return size > 1 and max((out.size for out in op.outs), default=0) == size
 
 
 def _ends(program: Program) -> dict[Value, str]:
@@ -157,17 +140,14 @@ def _ends(program: Program) -> dict[Value, str]:
     These are the results of lint's own gradient, or the states of a step that are read before its
     backward pass. The moments of an optimizer are not.
     """
-    if "ends" not in program.notes:
-        outs = zip(program.traced.out.keys, program.block.outvars, strict=True)
-        named = {v: getattr(keys[-1], "key", None) for keys, v in outs if keys}
-        ends = {v: name for v, name in named.items() if name in program.names}
-        place = {op: i for i, op in enumerate(program.ops)}
-        first = min((i for op, i in place.items() if program.is_backward(op)), default=0)
-        for each in carried(program):
-            if any(place[op] < first for op in program.readers(each.before)):
-                ends.setdefault(each.after, each.name)
-        program.notes["ends"] = ends
-    return program.notes["ends"]
+    outs = zip(program.traced.out.keys, program.block.outvars, strict=True)
+    named = {v: getattr(keys[-1], "key", None) for keys, v in outs if keys}
+    ends = {v: name for v, name in named.items() if name in program.names}
+    forward = {*itertools.takewhile(lambda op: not program.is_backward(op), program.ops)}
+    for each in carried(program):
+        if not forward.isdisjoint(program.readers(each.before)):
+            ends.setdefault(each.after, each.name)
+    return ends
 
 
 RULES = (

@@ -278,7 +278,7 @@ def make_program(
             flat = call.on(fun)
             if argnums is not None:
                 active = differentiated("lint", args, kwargs, argnums)
-                flat = _with_gradients(flat, active, call.names(parameters, _spelled), has_aux)
+                flat = _with_gradients(flat, active, call.names(parameters), has_aux)
             return _program(fun, args, kwargs, call, flat, parameters)
         programs: list[Program] = []
 
@@ -299,10 +299,6 @@ def _stands_for(x: Any) -> Any:
     return x
 
 
-def _spelled(name: str, keys: Any) -> str:
-    return name + jax.tree_util.keystr(keys)
-
-
 def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
     def derived(*arrays):
         check_loss("lint", jax.eval_shape(flat, *arrays), has_aux)
@@ -319,7 +315,7 @@ def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(
         *(fun, args, kwargs, call, traced),
-        call.names(parameters, _spelled),
+        call.names(parameters),
         tuple(f"result{jax.tree_util.keystr(keys)}" for keys in traced.out.keys),
         build(*_jax.open_jaxpr(traced.jaxpr)),
     )

@@ -108,37 +108,34 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
 def static_scale(program: Program) -> str:
     """Returns as text the constant that multiplies the cotangent of a scalar, or ""."""
     if "scale" not in program.notes:
-        program.notes["scale"] = next(
-            (scale for op in program.named("mul") if (scale := _scale(program, op))), ""
-        )
+        program.notes["scale"] = _scale(program)
     return program.notes["scale"]
 
 
-def _scale(program: Program, op: Op) -> str:
-    if not op.outs[0].is_one or not program.is_backward(op):
-        return ""
+def _scale(program: Program) -> str:
     kept = {each.before: each.name for each in carried(program) if each.before is each.after}
-    for value in op.ins:
-        for v in program.back(value, MOVES | CASTS):
-            constant = program.constant(v)
-            if constant is not None and np.size(constant) == 1 and float(constant) >= LEAST:
-                return f"{float(constant):g}"
-            if v in kept:
-                given = program.call.arrays[program.block.invars.index(v)]
-                return f"{float(given):g} ({kept[v]})"
+    for v in _factors(program):
+        constant = program.constant(v)
+        if constant is not None and np.size(constant) == 1 and float(constant) >= LEAST:
+            return f"{float(constant):g}"
+        if v in kept:
+            given = program.call.arrays[program.block.invars.index(v)]
+            return f"{float(given):g} ({kept[v]})"
     return ""
+
+
+def _factors(program: Program) -> Iterator[Value]:
+    """Yields what the backward pass multiplies scalars by, and where that comes from."""
+    for op in program.named("mul"):
+        if op.outs[0].is_one and program.is_backward(op):
+            for value in op.ins:
+                yield from program.back(value, MOVES | CASTS)
 
 
 def is_adjusted(program: Program) -> bool:
     """Returns whether the cotangent of a scalar is multiplied by a state that the step changes."""
     changed = {each.before for each in carried(program) if each.before is not each.after}
-    return any(
-        v in changed
-        for op in program.named("mul")
-        if op.outs[0].is_one and program.is_backward(op)
-        for value in op.ins
-        for v in program.back(value, MOVES | CASTS)
-    )
+    return any(v in changed for v in _factors(program))
 
 
 def _is_number(x: Any) -> bool:

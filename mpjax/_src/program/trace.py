@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
 from mpjax._src.base import _jax
 from mpjax._src.base.patterns import path_of
@@ -79,7 +80,9 @@ class Flat:
         return flat
 
     def names(
-        self, parameters: Sequence[str], spelled: Callable[[str, Any], str]
+        self,
+        parameters: Sequence[str],
+        spelled: Callable[[str, Any], str] = lambda name, keys: name + keystr(keys),
     ) -> tuple[str, ...]:
         """Returns the name of each array, spelled from its parameter and its keys in it."""
         return tuple(

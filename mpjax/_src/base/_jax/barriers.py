@@ -81,20 +81,20 @@ def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any
     return primitive.bind(*args, order=(dim, *(d + (d >= dim) for d in order))), dim
 
 
-def told(name: str, tell: Callable[[Any], None]) -> Callable[[jax.Array], jax.Array]:
+def told(name: str, tell: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns an identity that calls ``tell`` with its cotangent while the backward pass is traced.
 
     It sees the backward pass of a function that is traced first and differentiated later, in a jit,
-    a loop or a checkpoint.
+    a loop or a checkpoint. What is not traced, or has no floating dtype, has no backward pass.
     """
     primitive = _barrier(name)
+    ad.deflinear2(primitive, lambda ct, _: tell(ct) or [ct])
 
-    def transposed(ct: Any, _: Any) -> list[Any]:
-        tell(ct)
-        return [ct]
+    def identity(x: Any) -> Any:
+        differs = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
+        return primitive.bind(x) if differs else x
 
-    ad.deflinear2(primitive, transposed)
-    return primitive.bind
+    return identity
 
 
 def is_multiplied(ct: Any) -> bool:

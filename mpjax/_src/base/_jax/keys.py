@@ -83,7 +83,7 @@ def _key(x: Any, depth: int = 0) -> Any:
         read = [cell.cell_contents for cell in x.__closure__ or ()]
         read += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         # A list that the user's callback appends to is another one even if it is equal.
-        by_value = x.__module__.startswith("jax.")
+        by_value = (x.__module__ or "").startswith("jax.")
         return x.__code__, *(
             _key(y, depth + 1) if by_value or _lasts(y) else _Same(y) for y in read
         )
