@@ -41,7 +41,8 @@ from mpjax._src.document.model import (
 )
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.kept import Kept, kept_by, storage_of
-from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import PolicyLike
 from mpjax._src.program.gradient import check_loss, check_result, differentiated, pull_back
 from mpjax._src.program.graph import ATTENTION, LOSS, Op, Value
 from mpjax._src.program.site import equations
