@@ -61,8 +61,7 @@ CHOICES = {
         "'nearest' (small updates are lost), 'stochastic' or 'kahan' (compensated summation).",
     ),
     "moments": Choice(
-        ("float32", "8bit"),
-        "'float32' or '8bit' (8-bit codes, with a scale for each block).",
+        ("float32", "8bit"), "'float32' or '8bit' (8-bit codes, with a scale for each block)."
     ),
 }
 

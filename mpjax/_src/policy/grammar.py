@@ -1,6 +1,5 @@
 """The grammar of policies: reads strings, and the settings of configuration files."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -22,16 +21,7 @@ from mpjax._src.base.dtypes import (
 )
 from mpjax._src.base.errors import LONGEST, brief, did_you_mean, misplaced
 from mpjax._src.policy.fields import CHOICES, FLAGS, pairs_of
-from mpjax._src.policy.policy import (
-    ALIASES,
-    KEYS,
-    LEVELS,
-    LIGHTNING,
-    NAMES,
-    Policy,
-    PolicyLike,
-    of_level,
-)
+from mpjax._src.policy.policy import ALIASES, KEYS, LEVELS, NAMES, Policy, PolicyLike, of_level
 from mpjax._src.policy.words import NAMES_ELSEWHERE, rewritten
 
 
@@ -86,9 +76,7 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None, **settings: Any) 
     """
     half = None if half is None else _as_half(half)
     if isinstance(x, jmp.Policy):
-        base = (
-            x if isinstance(x, Policy) else Policy(x.param_dtype, x.compute_dtype, x.output_dtype)
-        )
+        base = x if isinstance(x, Policy) else Policy(**vars(x))
         return _refined(base, _added({}, settings.items(), x), x, half) if settings else base
     text, pairs = _text_of(x)
     pairs += settings.items()
@@ -144,15 +132,14 @@ def _meant(text: str | None) -> str:
     valid = {name: row.values[1:] for name, row in CHOICES.items()}
     valid |= {f"{name}=true": (name,) for name in FLAGS}
     meant = rewritten(text, KEYS, valid) if text and len(text) < LONGEST else ""
-    if not meant or meant == text:
-        return ""
-    with contextlib.suppress(ValueError):
-        _parsed(meant, [], meant, None)
-        try:
-            _parsed(text, [], text, None)
-        except ValueError:
-            return meant
-    return ""
+    return meant if meant != text and _is_valid(meant) and not _is_valid(text) else ""
+
+
+def _is_valid(text: str | None) -> bool:
+    try:
+        return bool(_parsed(text, [], text, None))
+    except ValueError:
+        return False
 
 
 def _parsed(text: str | None, pairs: Iterable[tuple[Any, Any]], x: Any, half: Any) -> Policy:
@@ -220,7 +207,7 @@ def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
 
 
 def _unknown_name(name: str, text: str) -> ValueError:
-    choices = [*NAMES, *LEVELS, *LIGHTNING, *BY_NAME, "half"]
+    choices = [*NAMES, *LEVELS, *ALIASES, *BY_NAME, "half"]
     meant = _mixed(name) or NAMES_ELSEWHERE.get(name.lower())
     hint = f" Did you mean {meant!r}?" if meant else elsewhere(name) or did_you_mean(name, choices)
     if name.lower() in ("auto", "default", "best"):
@@ -331,9 +318,8 @@ def _value(text: str, position: int) -> tuple[Any, int]:
 
 def _word(text: str, position: int) -> tuple[str, int]:
     """Returns the text up to the next comma, and the position of the comma."""
-    end = text.find(",", position)
-    end = len(text) if end < 0 else end
-    return text[position:end].strip(), end
+    word = text[position:].partition(",")[0]
+    return word.strip(), position + len(word)
 
 
 def _grammar(word: str) -> str:

@@ -15,14 +15,7 @@ import numpy as np
 
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.deprecations import deprecated
-from mpjax._src.base.dtypes import (
-    FLOAT16,
-    FLOAT32,
-    HALVES,
-    DTypeLike,
-    default_half,
-    short_name,
-)
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES, DTypeLike, default_half, short_name
 from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import matches, nearest_paths, path_of, paths
 from mpjax._src.base.public import public
@@ -221,12 +214,7 @@ class Policy(jmp.Policy):
         """
         return self.replace(overrides=(*pairs_of(patterns), *self.overrides))
 
-    def with_ops(
-        self,
-        half: Any = (),
-        full: Any = (),
-        follow: Any = (),
-    ) -> "Policy":
+    def with_ops(self, half: Any = (), full: Any = (), follow: Any = ()) -> "Policy":
         """Returns a copy of this policy with primitives added to its op lists.
 
         The lists apply to op-level casting (`autocast`). They take precedence over mpjax's own
@@ -271,10 +259,7 @@ class Policy(jmp.Policy):
 
     @deprecated("policy.replace(masters=..., rounding=..., moments=...)")
     def with_optimizer_state(
-        self,
-        masters: str | None = None,
-        rounding: str | None = None,
-        moments: str | None = None,
+        self, masters: str | None = None, rounding: str | None = None, moments: str | None = None
     ) -> "Policy":
         """Deprecated: use ``replace(masters=..., ...)``. None leaves a setting as it is."""
         return self.replace(**_given(masters=masters, rounding=rounding, moments=moments))
