@@ -392,7 +392,7 @@ def explain(
                 tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
             )
         active = differentiated("explain", args, kwargs, argnums)
-        check_loss("explain", traced.returned(), has_aux)
+        check_loss(traced.returned(), has_aux, "explain")
         return _with_gradients(traced, forward, active, has_aux)
 
     return wrapped
