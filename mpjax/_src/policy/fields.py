@@ -117,23 +117,16 @@ def _share(value: Any) -> float | None:
     return number if 0 <= number <= 1 else None
 
 
-def _list_of_each(lists: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Returns the list that each primitive is in."""
-    listed: dict[str, str] = {}
-    for names, members in lists.items():
-        for name in members:
-            if name in listed:
-                raise ValueError(
-                    f"{names}: {brief(name)} is also in {listed[name]}. Name a primitive in one "
-                    "list only."
-                )
-            listed[name] = names
-    return listed
-
-
 def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
     """Refuses what the lists of operations name if it is no primitive, or one without a dtype."""
-    listed = _list_of_each(lists)
+    listed = {name: names for names, members in lists.items() for name in members}
+    for names in OP_LISTS:
+        for name in lists[names]:
+            if listed[name] != names:
+                raise ValueError(
+                    f"{listed[name]}: {brief(name)} is also in {names}. Name a primitive in one "
+                    "list only."
+                )
     unknown = set(listed) - _jax.primitive_names() if listed else set()
     for name in sorted(unknown, key=str):
         hint = primitives_of(name) or did_you_mean(name, _jax.primitive_names())
