@@ -20,7 +20,8 @@ from ._src.instruments.compare import compare
 from ._src.instruments.explain import explain
 from ._src.instruments.nonfinite import find_nonfinite
 from ._src.lint.linter import lint
-from ._src.policy.policy import Policy, get_policy
+from ._src.policy.grammar import get_policy
+from ._src.policy.policy import Policy
 from ._src.policy.recommend import recommend_policy
 from ._src.training.gradients import scaled_value_and_grad
 from ._src.training.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale

@@ -23,7 +23,7 @@ from benchmarks import HERE
 from benchmarks.models import MODELS, SMALL
 from benchmarks.on_cpu.steps import concrete
 from mpjax._src.instruments.programs import make_program
-from mpjax._src.policy.policy import get_policy
+from mpjax._src.policy.grammar import get_policy
 from mpjax._src.program.interpret import Plain, interpret
 
 RUNS = ("compiled", "operation by operation", "find_nonfinite", "compare")

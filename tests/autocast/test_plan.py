@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from support import calls_of, normal
 
 from mpjax._src.autocast.plan import make_plan
-from mpjax._src.policy.policy import get_policy
+from mpjax._src.policy.grammar import get_policy
 
 
 def test_planning_calls_few_functions_for_each_operation():

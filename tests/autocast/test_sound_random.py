@@ -13,7 +13,7 @@ from random_programs import arguments, build, fault, generate, names_in, report,
 from support import equations, seed_of_run, thorough_but
 
 from mpjax._src.base import rules
-from mpjax._src.policy.policy import CHOICES
+from mpjax._src.policy.fields import CHOICES
 
 PROGRAMS, CHUNK = 255, 15
 FEW = range(5, PROGRAMS, 25)  # those of the quick tier: of each kind, in both 16-bit dtypes

@@ -138,6 +138,12 @@ MISTAKES = {
         lambda: mpjax.raise_if_diverged(10, METRICS),
         "limit=.*is a dict.*raise_if_diverged.metrics, limit",
     ),
+    "an optimizer among keywords": (
+        lambda: mpjax.linen.TrainState.create(
+            apply_fn=loss, params=PARAMS, tx=OPTIMIZER, policy=OPTIMIZER
+        ),
+        "policy=.*It is an optax optimizer.$",
+    ),
     "a dtype for a function": (lambda: mpjax.autocast(np.float32), "fun=.*is a dtype"),
     "arguments with the function": (
         lambda: mpjax.explain(loss, PARAMS["w"], BATCH),

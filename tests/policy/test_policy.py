@@ -16,7 +16,8 @@ import mpjax
 from mpjax._src.base._jax import primitive_names
 from mpjax._src.base.patterns import paths
 from mpjax._src.base.trees import is_floating
-from mpjax._src.policy.policy import ALIASES, CHOICES, LEVELS, NAMES, NORM_PATTERNS
+from mpjax._src.policy.fields import CHOICES
+from mpjax._src.policy.policy import ALIASES, LEVELS, NAMES, NORM_PATTERNS
 
 HALVES = ("float16", "bfloat16")
 DTYPES = (*HALVES, "float32", "float64")

@@ -13,7 +13,7 @@ import mpjax
 from mpjax._src.base import _jax
 from mpjax._src.instruments.programs import make_program
 from mpjax._src.instruments.shadows import Comparer
-from mpjax._src.policy.policy import get_policy
+from mpjax._src.policy.grammar import get_policy
 from mpjax._src.program.interpret import Plain, interpret, operations_in
 
 

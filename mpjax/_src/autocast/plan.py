@@ -56,7 +56,8 @@ from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storag
 from mpjax._src.base.devices import current_facts
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import NONE, SCAN, THEIRS, Inside, turns_of
-from mpjax._src.policy.policy import CHOICES, Policy
+from mpjax._src.policy.fields import CHOICES
+from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op, Value, build
 
 

@@ -25,7 +25,8 @@ from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.wrapped import Decorator, Wrapped
-from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays

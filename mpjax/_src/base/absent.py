@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mpjax._src.base.errors import nearest, no_attribute
+from mpjax._src.base.patterns import matches
 
 # What to use instead of the names of torch.amp, Apex, Paddle, MindSpore, Keras, Flax, Lightning,
-# Accelerate, DeepSpeed and jmp; letter case does not matter.
+# Accelerate, DeepSpeed and jmp.
 _LOSS_SCALE = (
     'mpjax.mixed_precision(optimizer, "mixed_float16"), which scales the loss and skips '
     "non-finite steps, or mpjax.DynamicLossScale in a loop of your own"
@@ -34,46 +35,35 @@ _CUSTOM = (
     'jax.custom_vjp as it is; @mpjax.precision("float32") or @mpjax.half_inputs chooses the dtype '
     "of its inputs"
 )
+# The first pattern that fits counts; one with * does not for names that are nearly public ones.
 INSTEAD = {
-    _LOSS_SCALE: """GradScaler AmpScaler LossScaler LossScaleOptimizer LossScaleManager DynamicScale
-        DynamicLossScaleManager FixedLossScaleManager DynamicLossScaler StaticLossScaler scale_loss
-        scaler scale unscale unscale_ dynamic_loss_scale loss_scale LossScale DynamicScaler
-        ShardedGradScaler get_scaled_loss loss_scaler adjust loss_scaling""",
+    _LOSS_SCALE: """LossScaleOptimizer DynamicLossScaler StaticLossScaler dynamic_loss_scale *scale
+        *scaler *lossscale* unscale_ scale_loss *scaled_loss *scaling adjust""",
     _GRADIENT: "value_and_grad grad filter_grad filter_value_and_grad backward",
-    _BUILT: """amp initialize prepare Accelerator MixedPrecisionPlugin MixedPrecisionPolicy
-        MixedPrecisionOptimizer auto_mixed_precision build_train_network FP16_Optimizer
-        amp_optimizer enable_mixed_precision_graph_rewrite wrap_optimizer Trainer fit
-        make_train_step train_step build_step wrap mixed FusedAdam BF16Optimizer""",
-    _CAST: """half bfloat16 float16 float32 half_precision to_half to_bf16 to_fp16 to_bfloat16
-        to_float16 network_to_half convert_network cast_to_compute cast_to_param cast_to_half
-        cast_tree tree_cast cast_params cast_inputs cast_floating to_dtype astype""",
-    "mpjax.autocast(fun, policy), a function transformation": """auto_cast autocast_mode amp_guard
-        auto_mixed_precision_rewrite half_function decorate autocast_fn amp_decorate
-        mixed_precision_wrapper autocast_ctx auto_precision""",
-    _POLICY: """set_global_policy set_policy set_dtype_policy global_policy set_global_dtype_policy
-        set_default_policy use_policy policy_scope set_mixed_precision push_policy pop_policy
-        with_policy set_compute_dtype""",
-    _REGION: """float_function disable_autocast disable_casts fp32_function
-        no_autocast float32_function force_float32 force_fp32 keep_float32""",
+    "mpjax.current_policy()": """is_autocast_* get_autocast_* global_dtype_policy
+        current_dtype get_*_policy""",
+    "the op lists of a policy, mpjax.get_policy(...).with_ops(half=..., full=...)": """*white_list
+        *black_list op_lists register_*_function promote_function""",
+    "mpjax.get_policy and mpjax.Policy": "DTypePolicy dtype_policy MixedPrecisionConfig Precision",
+    _POLICY: """set_policy set_*policy set_mixed_precision set_compute_dtype use_policy push_policy
+        pop_policy with_policy policy_scope global_policy""",
+    "mpjax.autocast(fun, policy), a function transformation": """auto_cast autocast_* amp_guard
+        *decorate half_function *_precision_rewrite *_precision_wrapper auto_precision""",
+    _BUILT: """amp initialize prepare Accelerator MixedPrecision* *mixed_precision* *_optimizer
+        BF16Optimizer build_train_network *train_step build_step Trainer fit wrap mixed
+        FusedAdam""",
+    _REGION: "float_function *32_function disable_*cast* no_autocast force_*32 keep_float32",
+    _CAST: """half bfloat16 float16 float32 half_precision to_half to_*16 to_dtype network_to_half
+        convert_network cast_* tree_cast astype""",
     _CUSTOM: "custom_fwd custom_bwd custom_vjp custom_jvp",
-    "mpjax.current_policy()": """is_autocast_enabled get_autocast_dtype is_autocast_available
-        global_dtype_policy current_dtype get_global_policy get_current_policy""",
-    "the op lists of a policy, mpjax.get_policy(...).with_ops(half=..., full=...)": """white_list
-        black_list custom_white_list custom_black_list register_half_function op_lists
-        register_float_function register_promote_function promote_function""",
-    "mpjax.get_policy and mpjax.Policy": "DTypePolicy MixedPrecisionConfig Precision dtype_policy",
-    "mpjax.all_finite(tree)": "isfinite is_finite all_isfinite has_inf_or_nan check_finite isnan",
+    "mpjax.all_finite(tree)": "*isfinite all_isfinite is_finite has_inf_or_nan check_finite isnan",
     "mpjax.select(pred, on_true, on_false)": "select_tree tree_select where tree_where",
-    "moments=8bit in the policy, or mpjax.optim.with_8bit_moments(optimizer)": """Adam8bit
-        AdamW8bit eight_bit_adam""",
-    "storage=lean in the policy, or jax.checkpoint": """checkpoint_wrapper remat
-        activation_checkpoint""",
-    "accumulate_steps= of mpjax.build_train_step": "accumulate accumulate_gradients MultiSteps",
-    "mpjax.find_nonfinite(fun, policy)": "debug_nans find_nan find_nans detect_anomaly nan_report",
-    "mpjax.recommend_policy()": """is_bfloat16_supported is_float16_supported is_bf16_supported
-        best_policy auto_policy default_policy""",
+    "moments=8bit in the policy, or mpjax.optim.with_8bit_moments(optimizer)": "*8bit eight_bit_*",
+    "storage=lean in the policy, or jax.checkpoint": "checkpoint_wrapper *_checkpoint* remat",
+    "accumulate_steps= of mpjax.build_train_step": "accumulate* MultiSteps",
+    "mpjax.find_nonfinite(fun, policy)": "debug_nans find_nan* detect_anomaly nan_report",
+    "mpjax.recommend_policy()": "is_*16_supported best_policy auto_policy default_policy",
 }
-_INSTEAD = {name.lower(): instead for instead, names in INSTEAD.items() for name in names.split()}
 
 
 @functools.cache
@@ -127,7 +117,9 @@ def hint_for(module: str, name: str) -> str:
     if not module.startswith("mpjax") or "._src" in module:
         return ""
     here = " or ".join(public_names().get(name, ()))
-    instead = _INSTEAD.get(name.lower())
+    typo = nearest(name, public_names(), count=1, cutoff=0.9)
+    rows = ((i, n) for i, names in INSTEAD.items() for n in names.split() if matches(n, name))
+    instead = next((i for i, n in rows if not ("*" in n and typo)), None)
     if instead:
         return f" Use {instead}{', or ' * bool(here)}{here}."
     return f" It is {here}." if here else ""

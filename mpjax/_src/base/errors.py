@@ -128,10 +128,10 @@ def _order() -> str:
     frame, code = inspect.currentframe(), _order.__code__
     while frame and frame.f_globals.get("__name__", "").split(".")[0] == "mpjax":
         code, frame = frame.f_code, frame.f_back
-    if code.co_name.startswith(("_", "<")):
-        return ""
     names = code.co_varnames[: code.co_argcount]
     names = names[1:] if names[:1] in (("self",), ("cls",)) else names
+    if not names or code.co_name.startswith(("_", "<")):  # no names: keywords alone
+        return ""
     return f" The order is {code.co_name}({', '.join(names)})."
 
 

@@ -7,7 +7,8 @@ from mpjax._src.base.public import public
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.convert import converted, place_of
 from mpjax._src.checkpoint.match import match
-from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import PolicyLike
 
 
 @public("mpjax.checkpoint")

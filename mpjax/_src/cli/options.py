@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mpjax._src.cli.advice import PLATFORMS
-from mpjax._src.policy.policy import get_policy
+from mpjax._src.policy.grammar import get_policy
 from mpjax._src.training.loss_scale import resolve_loss_scale
 
 EXIT_CODES = (

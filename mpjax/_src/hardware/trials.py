@@ -18,7 +18,8 @@ from mpjax._src.hardware.compiler import Options, compilers
 from mpjax._src.hardware.ladder import Setting, checkpoints, each_alone, rungs
 from mpjax._src.hardware.report import CompileReport
 from mpjax._src.hardware.targets import Target
-from mpjax._src.policy.policy import Policy, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import Policy
 
 TRY = "compiled"  # what progress counts
 

@@ -61,7 +61,8 @@ from mpjax._src.instruments.shadows import (
     norm,
     stats_of,
 )
-from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import PolicyLike
 from mpjax._src.program.interpret import OPERATION, Wide, interpret, operations_in, widen
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 

@@ -41,7 +41,8 @@ from mpjax._src.document.model import (
 )
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.kept import Kept, kept_by, storage_of
-from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import PolicyLike
 from mpjax._src.program.gradient import check_loss, check_result, differentiated, pull_back
 from mpjax._src.program.graph import ATTENTION, LOSS, Op, Value
 from mpjax._src.program.site import equations
@@ -391,7 +392,7 @@ def explain(
                 tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
             )
         active = differentiated("explain", args, kwargs, argnums)
-        check_loss("explain", traced.returned(), has_aux)
+        check_loss(traced.returned(), has_aux, "explain")
         return _with_gradients(traced, forward, active, has_aux)
 
     return wrapped

@@ -46,7 +46,8 @@ from mpjax._src.instruments.ranges import (
     range_of,
     turns_of,
 )
-from mpjax._src.policy.policy import Policy, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import Policy
 from mpjax._src.program.interpret import Watcher, interpret, run, run_in_float32, take, touches_half
 from mpjax._src.program.site import Site, shown
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale

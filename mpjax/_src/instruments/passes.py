@@ -23,7 +23,8 @@ from mpjax._src.base.lines import short
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.text import text_of
 from mpjax._src.instruments.explain import words
-from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import PolicyLike
 from mpjax._src.program.graph import Op
 
 # The facts that are sets of values or axes, as bit masks.

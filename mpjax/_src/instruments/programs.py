@@ -143,7 +143,7 @@ def make_program(
     def run(*arrays):
         return traced.rebuild(evaluate(*arrays))
 
-    follows = argnums is not None and is_loss(tool, outs, has_aux)
+    follows = argnums is not None and is_loss(outs, has_aux, tool)
     if argnums is not None and not has_aux and is_pair_of_loss(outs):
         _warn_of_pair(tool, fun)
     if follows:

@@ -27,7 +27,8 @@ from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.places import Place, Places
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.search import Search
-from mpjax._src.policy.policy import Policy, PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The error of a gradient is relative to at least this share of the norm of all gradients together.

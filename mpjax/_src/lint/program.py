@@ -301,7 +301,7 @@ def _stands_for(x: Any) -> Any:
 
 def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
     def derived(*arrays):
-        check_loss("lint", jax.eval_shape(flat, *arrays), has_aux)
+        check_loss(jax.eval_shape(flat, *arrays), has_aux, "lint")
         pulled = pull_back(flat, active, arrays, has_aux)
         moving = itertools.compress(names, active)
         gradients = dict(zip(moving, pulled.gradients(), strict=True))

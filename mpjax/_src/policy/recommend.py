@@ -6,7 +6,8 @@ import numpy as np
 from mpjax._src.base.devices import device_facts
 from mpjax._src.base.dtypes import HALVES, default_device, half_of
 from mpjax._src.base.errors import warn_user
-from mpjax._src.policy.policy import Policy, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import Policy
 
 
 def recommend_policy(device: jax.Device | str | None = None) -> Policy:

@@ -26,19 +26,16 @@ def positions(tool: str, argnums: Any, count: int) -> set[int]:
             "Pass the arguments to differentiate by position, not by name."
         )
     if not (numbers and all(_is_position(i, count) for i in numbers)):
+        is_policy = isinstance(argnums, str) or hasattr(argnums, "compute_dtype")
+        hint = " For a policy, pass mpjax.autocast(fun, policy) as the function." * is_policy
         raise ValueError(
             f"{tool}: argnums={brief(argnums)} must be positions of arguments, from 0 to "
-            f"{count - 1}, because the function was called with {count}.{_policy_hint(argnums)}"
+            f"{count - 1}, because the function was called with {count}.{hint}"
         )
     chosen = {int(i) % count for i in numbers}
     if len(chosen) < len(numbers):
         raise ValueError(f"{tool}: argnums={brief(argnums)} names an argument twice. Name it once.")
     return chosen
-
-
-def _policy_hint(argnums: Any) -> str:
-    named = isinstance(argnums, str) or hasattr(argnums, "compute_dtype")
-    return " For a policy, pass mpjax.autocast(fun, policy) as the function." if named else ""
 
 
 def differentiated(tool: str, args: Any, kwargs: Any, argnums: Any) -> list[bool]:
@@ -64,34 +61,49 @@ def _is_position(i: Any, count: int) -> bool:
     return whole and -count <= i < count
 
 
-def is_loss(tool: str, outs: Any, has_aux: bool) -> bool:
-    """Returns whether an abstract result is a loss: one real floating number of shape ()."""
-    if has_aux and not (isinstance(outs, (tuple, list)) and len(outs) == 2):
-        raise TypeError(
-            f"{tool}: has_aux=True, so the function must return (loss, aux), but it returned a "
-            f"{type(outs).__name__}.{loss_hint(outs, True)}"
-        )
-    loss = outs[0] if has_aux else outs
-    return is_array_or_shape(loss) and loss.shape == () and is_float(loss)
+def loss_of(outs: Any, has_aux: bool, tool: str = "") -> Any:
+    """Returns the loss of what a function returned: all of it, or the first of ``(loss, aux)``."""
+    if not has_aux:
+        return outs
+    if isinstance(outs, (tuple, list)) and len(outs) == 2:
+        return outs[0]
+    raise TypeError(
+        f"{tool}{': ' * bool(tool)}has_aux=True, so the function must return (loss, aux), but it "
+        f"returned {_kind(outs)}.{loss_hint(outs, True)}"
+    )
+
+
+def is_loss(outs: Any, has_aux: bool, tool: str = "") -> bool:
+    """Returns whether a result, or its shape, is a loss: one real floating number."""
+    loss = loss_of(outs, has_aux, tool)
+    return is_float(loss) and loss.shape == ()
 
 
 def is_pair_of_loss(outs: Any) -> bool:
     """Returns whether an abstract result may be ``(loss, aux)``."""
-    return isinstance(outs, tuple) and len(outs) == 2 and is_loss("", outs, True)
+    return isinstance(outs, tuple) and len(outs) == 2 and is_loss(outs, True)
 
 
-def check_loss(tool: str, outs: Any, has_aux: bool) -> None:
+def check_loss(outs: Any, has_aux: bool, tool: str = "") -> None:
     """Raises a TypeError if a function that is to be differentiated does not return a loss."""
-    if is_loss(tool, outs, has_aux):
+    loss = loss_of(outs, has_aux, tool)
+    if is_loss(loss, False) or (isinstance(loss, float) and not tool):
         return
-    loss = outs[0] if has_aux else outs
-    kind = "None" if loss is None else f"a {type(loss).__name__}"
-    returned = f"{loss.dtype}{list(loss.shape)}" if is_array_or_shape(loss) else kind
+    number, hint = "one real floating number of shape (), but it", loss_hint(loss, has_aux)
     raise TypeError(
-        f"{tool}: to be differentiated, the function must return one real floating number of shape "
-        f"(), but it returned {returned}.{loss_hint(loss, has_aux)} For the forward pass alone, "
-        "pass argnums=None."
+        f"{tool}: to be differentiated, the function must return {number} returned {_kind(loss)}."
+        f"{hint} For the forward pass alone, pass argnums=None."
+        if tool
+        else f"The loss must be {number} is {_kind(loss)}.{hint}"
     )
+
+
+def _kind(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, (tuple, list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{brief(value)} ({type(value).__name__})"
 
 
 def loss_hint(loss: Any, has_aux: bool) -> str:

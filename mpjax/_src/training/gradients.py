@@ -15,11 +15,11 @@ from mpjax._src.base.dtypes import FLOAT16, FLOAT32
 from mpjax._src.base.errors import brief, check_callable, check_flag, misplaced, warn_at
 from mpjax._src.base.trees import all_finite, is_array, widen
 from mpjax._src.policy.policy import Policy
-from mpjax._src.program.gradient import loss_hint, positions
+from mpjax._src.program.gradient import check_loss, positions
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.frozen import joined
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
-from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
+from mpjax._src.training.replicas import averaged, axes_of, local_to
 from mpjax._src.training.shards import agreed, warn_if_unknown
 
 P = ParamSpec("P")
@@ -88,8 +88,6 @@ def scaled_value_and_grad(
 
 def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kwargs):
     axes = axes_of(axis_name)
-    for name in axes:
-        check_axis(name, axis_name)
     if has_modules((args, kwargs)):
         raise TypeError(
             "scaled_value_and_grad takes trees of arrays, not Flax NNX modules, because the "
@@ -101,8 +99,8 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
     rest: dict[int, Any] = {}
     for i in positions("value_and_grad", argnums, len(args)):
         trained[i], rest[i] = differentiable(args[i])
-        if axes:  # makes gradients local, so that they are averaged once, and here
-            trained[i] = localized(trained[i], axis_name)
+        # Gradients are local, so that they are averaged once, and here.
+        trained[i] = local_to(axes, axis_name, trained[i])
 
     def run(*args, **kwargs):
         whole = (joined(arg, rest.get(i)) for i, arg in enumerate(args))
@@ -177,9 +175,9 @@ def with_scaled_loss(
 
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
-        loss, aux = _split_aux(out) if has_aux else (out, None)
         called.CALLED.add(called.SCALES)  # the module: cloudpickle would copy the set
-        _check_loss(loss, has_aux)
+        check_loss(out, has_aux)
+        loss, aux = out if has_aux else (out, None)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:
             warn_at(
@@ -192,30 +190,3 @@ def with_scaled_loss(
         return loss_scale.scale(widen(jnp.asarray(loss))), (loss, aux)
 
     return scaled
-
-
-def _split_aux(out: Any) -> tuple[Any, Any]:
-    if isinstance(out, (tuple, list)) and len(out) == 2:
-        return out[0], out[1]
-    raise TypeError(
-        f"has_aux=True, so the function must return (loss, aux), but it returned {_kind(out)}."
-        f"{loss_hint(out, True)}"
-    )
-
-
-def _check_loss(loss: Any, has_aux: bool) -> None:
-    number = isinstance(loss, float) or hasattr(loss, "dtype")
-    if number and jnp.shape(loss) == () and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        return
-    raise TypeError(
-        f"The loss must be one real floating number of shape (), but it is {_kind(loss)}."
-        f"{loss_hint(loss, has_aux)}"
-    )
-
-
-def _kind(value: Any) -> str:
-    if hasattr(value, "dtype"):
-        return f"{value.dtype}{list(jnp.shape(value))}"
-    if isinstance(value, (tuple, list, dict)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"{brief(value)} ({type(value).__name__})"

@@ -8,7 +8,9 @@ import optax
 
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import PrecisionWarning, warn_user
-from mpjax._src.policy.policy import CHOICES, Policy, PolicyLike, get_policy, means_another_policy
+from mpjax._src.policy.fields import CHOICES
+from mpjax._src.policy.grammar import get_policy, means_another_policy
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.policy.recommend import warn_if_unfit
 from mpjax._src.training.loss_scale import has_protocol
 from mpjax._src.training.masters import with_kahan_summation, with_master_weights

@@ -29,7 +29,8 @@ from mpjax._src.base.errors import (
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_array, is_one_bool, pytree_of, widen
-from mpjax._src.policy.policy import PolicyLike, get_policy
+from mpjax._src.policy.grammar import get_policy
+from mpjax._src.policy.policy import PolicyLike
 
 T = TypeVar("T")
 LossScale = Any  # one of the three classes below, one of jmp's, or any object with their protocol

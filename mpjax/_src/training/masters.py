@@ -18,7 +18,7 @@ from mpjax._src.base.errors import brief, did_you_mean, is_state, misplaced
 from mpjax._src.base.patterns import name_of, path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_narrow_array, widen
-from mpjax._src.policy.policy import CHOICES
+from mpjax._src.policy.fields import CHOICES
 from mpjax._src.training import residuals
 from mpjax._src.training.frozen import Reads
 from mpjax._src.training.optimizers import (

@@ -345,7 +345,6 @@ class Rules:
         """Returns the initial state for parameters."""
         known_to_flax(*KINDS)
         check_params(params)
-        _check_numbers(self.policy, params)
         _check_stored(
             self.policy,
             self.inner.reads(params).trained(params, params),
@@ -457,25 +456,17 @@ def _scales_in(opt_state: Any, argument: str = "opt_state") -> list[LossScale]:
 
 
 def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
-    """Refuses parameters that the policy stores in another dtype."""
-    stored = policy.cast_to_param(params)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(stored), strict=True)
-    for (keys, leaf), wanted in pairs:
-        if is_array(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != wanted.dtype:
+    """Refuses parameters that the policy stores in another dtype, also numbers without one."""
+    arrays = jax.tree.map(lambda x: np.float32(x) if type(x) is float else x, params)
+    stored = jax.tree.leaves(policy.cast_to_param(arrays))
+    for (keys, leaf), new in zip(jax.tree_util.tree_leaves_with_path(params), stored, strict=True):
+        kind = getattr(leaf, "dtype", "a Python number (jnp.asarray makes an array)")
+        if type(leaf) is float:
+            wrong = new.dtype in HALVES
+        else:
+            wrong = is_array(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
+        if wrong:
             raise ValueError(
-                f"{name_of('params', keys)} is {leaf.dtype}, but policy={str(policy)!r} stores it "
-                f"in {wanted.dtype}. {remedy}"
-            )
-
-
-def _check_numbers(policy: Policy, params: Any) -> None:
-    """Refuses Python's numbers as parameters that the policy stores in 16 bits."""
-    numbers = jax.tree.map(lambda x: np.float32(x) if type(x) is float else None, params)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(policy.cast_to_param(numbers)):
-        if leaf.dtype in HALVES:
-            raise ValueError(
-                f"{name_of('params', keys)} is a Python number, which has no dtype, but "
-                f"policy={str(policy)!r} stores it in {leaf.dtype}. Make arrays of the parameters "
-                "before init: params = optimizer.policy.cast_to_param(jax.tree.map(jnp.asarray, "
-                "params))."
+                f"{name_of('params', keys)} is {kind}, but policy={str(policy)!r} stores it in "
+                f"{new.dtype}. {remedy}"
             )

@@ -17,6 +17,7 @@ from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import (
+    NUMBER,
     all_finite,
     check_fits,
     is_array,
@@ -250,16 +251,12 @@ def check_params(params: Any, argument: str = "params") -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for keys, leaf in leaves:
         check_fits(argument, keys, leaf)
-    if leaves and not any(_may_train(leaf) for _, leaf in leaves):
+    if leaves and not any(hasattr(x, "shape") or isinstance(x, NUMBER) for _, x in leaves):
         keys, leaf = leaves[0]
         raise TypeError(
             f"{name_of(argument, keys)} is {brief(leaf)}, not an array, and {argument} contains "
             f"none. Pass the trained arrays, or their gradients.{misplaced(params)}"
         )
-
-
-def _may_train(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float, complex))
 
 
 def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str) -> None:

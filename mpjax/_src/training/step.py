@@ -41,7 +41,8 @@ from mpjax._src.base.trees import (
     vary_like,
     widen,
 )
-from mpjax._src.policy.policy import OP_LISTS, Policy, PolicyLike
+from mpjax._src.policy.fields import OP_LISTS
+from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.frozen import Reader, Reads, joined
 from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
