@@ -19,19 +19,14 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT16
 from mpjax._src.base.higher_order import BRANCH, CALL, SCAN, higher_order
-from mpjax._src.base.rules import COMPARE, MOVE, rule_of
+from mpjax._src.base.rules import COMPARE, MOVE, POLE, PROGRAM, rule_of
 
 # What is known of the entries of an array. Scalars of an unknown value are taken to be positive.
 ANY, NONNEGATIVE, POSITIVE = range(3)
 UNSAFE, COMPARED = "unsafe", "compared"
 
-# Float operations, besides moves, that are finite wherever their operands are, up to overflow.
-FINITE = {
-    *("abs", "add", "add_any", "bitcast_convert_type", "ceil", "clamp", "conv_general_dilated"),
-    *("cos", "cumsum", "dot_general", "erf", "floor", "iota", "logistic", "max", "min", "mul"),
-    *("neg", "psum", "psum_invariant", "reduce_precision", "reduce_sum", "round", "scatter-add"),
-    *("sign", "sin", "square", "sub", "tanh"),
-}
+# Float operations that amplify errors, or have no row, but are finite wherever their operands are.
+FINITE = {"bitcast_convert_type", "cos", "reduce_precision", "sin"}
 
 
 class Fact(NamedTuple):
@@ -57,9 +52,7 @@ def _unsafe(root: Any) -> frozenset[Any]:
 def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
     """Returns which scalars of an update are judged, or None if all of its results are.
 
-    Args:
-        jaxpr: The closed jaxpr of an update. Its first arguments and its results are a state.
-        states: The number of its results.
+    The first arguments of the update and all of its results are a state of ``states`` arrays.
 
     Returns:
         A program that returns the scalars, of which the first are results of the update; the
@@ -194,7 +187,9 @@ def _both(facts: Sequence[Fact]) -> Fact:
 def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int, frozenset[Any]]:
     """Returns the level of an operation's result, and what else makes it finite."""
     name, levels, risky = eqn.primitive.name, [fact.level for fact in ins], ins[0].root
-    first, least, most, safe = levels[0], min(levels), max(levels), name in FINITE
+    first, least, most, rule = levels[0], min(levels), max(levels), rule_of(name)
+    wild = rule.need == PROGRAM or POLE in rule.traits or rule.amplifies(eqn.params)
+    safe = name in FINITE or not wild
     match name:
         case "add" | "add_any":
             level = most if least >= NONNEGATIVE else ANY
