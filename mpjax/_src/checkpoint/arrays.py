@@ -110,9 +110,7 @@ def check_stored(path: Any, table: Mapping[str, Any]) -> None:
             _check(path, name, table[name], stored)
             shape = stored.chunk_layout.write_chunk.shape or ()
             expected = math.prod(-(-n // part) for n, part in zip(stored.shape, shape, strict=True))
-            found = (
-                pieces[stored.kvstore.path.removesuffix("/").encode()] - 1
-            )  # without its metadata
+            found = pieces[stored.kvstore.path.removesuffix("/").encode()] - 1  # its metadata
             if found != expected:
                 raise ValueError(f"{found} of its {expected} shards were stored")
 
