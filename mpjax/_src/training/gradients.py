@@ -19,7 +19,7 @@ from mpjax._src.program.gradient import loss_hint, positions
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.frozen import joined
 from mpjax._src.training.loss_scale import LossScale, NoOpLossScale, has_protocol
-from mpjax._src.training.replicas import averaged, axes_of, check_axis, localized
+from mpjax._src.training.replicas import averaged, axes_of, local_to
 from mpjax._src.training.shards import agreed, warn_if_unknown
 
 P = ParamSpec("P")
@@ -83,13 +83,13 @@ def scaled_value_and_grad(
             f"adjusts it after each step.{misplaced(loss_scale)}"
         )
     axes_of(axis_name)
-    return functools.partial(_value_and_grad, fun, loss_scale, argnums, has_aux, axis_name)
+    unscale = loss_scale.unscale
+    return functools.partial(value_and_grad, fun, loss_scale, unscale, argnums, has_aux, axis_name)
 
 
-def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kwargs):
+def value_and_grad(fun, loss_scale, unscale, argnums, has_aux, axis_name, /, *args, **kwargs):
+    """Returns what the function that `scaled_value_and_grad` makes returns."""
     axes = axes_of(axis_name)
-    for name in axes:
-        check_axis(name, axis_name)
     if has_modules((args, kwargs)):
         raise TypeError(
             "scaled_value_and_grad takes trees of arrays, not Flax NNX modules, because the "
@@ -100,9 +100,9 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
     trained: list[Any] = list(args)
     rest: dict[int, Any] = {}
     for i in positions("value_and_grad", argnums, len(args)):
-        trained[i], rest[i] = differentiable(args[i])
-        if axes:  # makes gradients local, so that they are averaged once, and here
-            trained[i] = localized(trained[i], axis_name)
+        floating, rest[i] = differentiable(args[i])
+        # Local, so that gradients are averaged once, and here.
+        trained[i] = local_to(axes, axis_name, floating)
 
     def run(*args, **kwargs):
         whole = (joined(arg, rest.get(i)) for i, arg in enumerate(args))
@@ -110,7 +110,7 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
 
     gradient = jax.value_and_grad(run, argnums, has_aux=True)
     (_, (loss, aux)), grads = gradient(*trained, **kwargs)
-    grads = loss_scale.unscale(widen(grads))
+    grads = unscale(widen(grads))
     if axes:
         loss, grads = averaged((loss, grads), axis_name)
         warn_if_unknown(axis_name, axes)
