@@ -17,6 +17,7 @@ from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import (
+    NUMBER,
     all_finite,
     check_fits,
     is_array,
@@ -155,7 +156,6 @@ def updated_if(
     Raises:
         ValueError: If the state belongs to another optimizer, or the gradients to other parameters.
     """
-
     tree = grads if params is None else params
     read = read_grads(reads, grads, params)
 
@@ -170,8 +170,7 @@ def updated_if(
             finite, update, state, read, params, agree=agree, wholly=wholly
         )
         updates = reads.held(updates, tree)
-    if params is not None and _forms(updates) != _forms(params):
-        # Equinox trains a part of a module.
+    if params is not None:  # Equinox trains a part of a module
         _check_updates(updates, params, lacking=updates is None)
     return updates, new, good
 
@@ -189,17 +188,11 @@ def read_grads(reads: Reads, grads: Any, params: Any) -> Any:
         raise
 
 
-def _forms(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [getattr(leaf, "shape", ()) for leaf in leaves]
-
-
 def check_value(value: Any) -> None:
     """Refuses a loss that is not one number: optimizers compare it with one."""
     fits = isinstance(value, int) and abs(value) < 2**127
-    if value is None or fits or isinstance(value, float):
-        return
-    if not (is_array(value) and jnp.ndim(value) == 0):
+    scalar = is_array(value) and jnp.ndim(value) == 0
+    if not (value is None or fits or isinstance(value, float) or scalar):
         kind = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
         raise ValueError(
             f"value is {kind}, but must be the loss: one number, of shape (). Losses of several "
@@ -250,16 +243,12 @@ def check_params(params: Any, argument: str = "params") -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for keys, leaf in leaves:
         check_fits(argument, keys, leaf)
-    if leaves and not any(_may_train(leaf) for _, leaf in leaves):
+    if leaves and not any(hasattr(x, "shape") or isinstance(x, NUMBER) for _, x in leaves):
         keys, leaf = leaves[0]
         raise TypeError(
             f"{name_of(argument, keys)} is {brief(leaf)}, not an array, and {argument} contains "
             f"none. Pass the trained arrays, or their gradients.{misplaced(params)}"
         )
-
-
-def _may_train(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float, complex))
 
 
 def check_state(init: Callable[..., Any], state: Any, params: Any, argument: str) -> None:
@@ -379,8 +368,6 @@ def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
     again = functools.partial(_lenient, names=names, done=done)
     if inspect.ismethod(value):
         return value.__func__.__get__(again(value.__self__))
-    if isinstance(value, optax.GradientTransformation):
-        return optax.GradientTransformationExtraArgs(value.init, again(value.update))
     if isinstance(value, (list, tuple, dict)):
         return jax.tree.map(again, value, is_leaf=lambda x: x is not value)
     if is_optimizer(value) and not isinstance(value, type):  # such as optax.MultiSteps

@@ -473,20 +473,21 @@ def _metrics(new: TrainState, passes: Passes, verdict: Verdict) -> Metrics:
 
 # After so many skipped steps any usual loss scale has come down to 1: from 2**24 by halves.
 AT_FLOOR = 25
+DERIVATIVE = (
+    "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
+    "narrow for this backward pass"
+)
+FIND = "mpjax.find_nonfinite names the operation."
 FLOOR = (
     "if the gradient was scaled by another optimizer's loss scale (a GAN's generator and "
     "discriminator), pass the states of both to value_and_grad and to each update as scaled_by=. "
-    "Otherwise an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 "
-    "is too narrow for this backward pass: try 'mixed_bfloat16'. mpjax.find_nonfinite names the "
-    "operation."
+    f"Otherwise {DERIVATIVE}: try 'mixed_bfloat16'. {FIND}"
 )
-
-
 OF_LOSS = (
     "The loss itself was non-finite. No loss scale can prevent that. Usual causes: NaN or infinity "
     "in the data, an overflow in the float16 forward pass (attention scores, large activations), "
     "or weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
-    "learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite names the operation."
+    f"learning rate, or try 'mixed_bfloat16'. {FIND}"
 )
 OF_STATE = (
     "The loss was finite, but the new model_state was not. No loss scale can prevent that. Usual "
@@ -496,10 +497,9 @@ OF_STATE = (
 )
 OF_GRADIENTS = (
     "The loss was finite, but its gradients were not, or the update that the optimizer made of "
-    "them (then grad_norm is finite). Usual causes: too high a learning rate, "
-    "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
-    "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
-    "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
+    f"them (then grad_norm is finite). Usual causes: too high a learning rate, {DERIVATIVE}. Lower "
+    "the learning rate, try 'mixed_bfloat16', or add a float32 override for the part that "
+    f"overflows. {FIND}"
 )
 
 

@@ -54,16 +54,9 @@ def gated(
 ) -> tuple[T, jax.Array]:
     """Returns ``new(before, *args)`` if ``finite`` and the result is finite, else ``before``.
 
-    Args:
-        finite: Whether everything that the new state is computed of is finite.
-        new: Returns the new state. A leaf may be non-finite if it was before.
-        before: The state before, returned bit for bit.
-        *args: The other arguments of ``new``.
-        agree: Makes a verdict the same on all shards.
-        wholly: Whether all of the result is judged, even if it seems to be plain arithmetic.
-
-    Returns:
-        The state, and whether the new one was finite; true if it was not computed.
+    A leaf of the result may be non-finite if it was before. The second result is whether the new
+    state was finite; true if it was not computed. ``agree`` makes a verdict the same on all shards.
+    With ``wholly`` all of the result is judged, even if it seems to be plain arithmetic.
 
     Raises:
         ValueError: If the two differ in structure, or two leaves in shape or dtype.
