@@ -40,7 +40,7 @@ from mpjax._src.training.optimizers import (
 )
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import agreed
-from mpjax._src.training.transaction import adjusted, counted
+from mpjax._src.training.transaction import VERDICTS, adjusted, counted, metrics_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,14 +81,7 @@ class MixedPrecisionState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns the metrics of the last update, named as those of `build_train_step`."""
-        return {
-            "grads_finite": self.grads_finite,
-            "loss_finite": self.loss_finite,
-            "state_finite": self.state_finite,
-            "loss_scale": jnp.asarray(self.loss_scale.loss_scale, jnp.float32),
-            "skipped_steps": self.skipped_steps,
-            "consecutive_skips": self.consecutive_skips,
-        }
+        return metrics_of(self, **{name: getattr(self, name) for name in VERDICTS})
 
 
 @public("mpjax.optim")

@@ -60,7 +60,7 @@ from mpjax._src.training.replicas import (
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
-from mpjax._src.training.transaction import adjusted, counted, gated, may_overflow
+from mpjax._src.training.transaction import adjusted, counted, gated, may_overflow, metrics_of
 from mpjax._src.training.watch import first_overflow, observer, underflow
 
 # The fields that a step changes together, or not at all.
@@ -275,7 +275,7 @@ def build_train_step(
             rng=next_rng,
             **counted(state, verdict.finite()),
         )
-        metrics = _metrics(new, passes, verdict)
+        metrics = {"loss": passes.loss, **metrics_of(new, **verdict._asdict())}
         metrics |= reports.of_step(state, passes, verdict, stalled_shares)
         return new, {**metrics, "aux": passes.aux} if has_aux else metrics
 
@@ -458,16 +458,6 @@ def _updated(
         "opt_state": cast_like(new.state, opt_state),
         "model_state": model_state,
         "stalled": shares,
-    }
-
-
-def _metrics(new: TrainState, passes: Passes, verdict: Verdict) -> Metrics:
-    return {
-        "loss": passes.loss,
-        **verdict._asdict(),
-        "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
-        "skipped_steps": new.skipped_steps,
-        "consecutive_skips": new.consecutive_skips,
     }
 
 

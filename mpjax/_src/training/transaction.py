@@ -23,6 +23,8 @@ from mpjax._src.training.judge import judged
 from mpjax._src.training.loss_scale import adjust_shared
 
 T = TypeVar("T")
+# What must be finite, in the metrics of a step.
+VERDICTS = "grads_finite", "loss_finite", "state_finite"
 
 
 def by_select(finite: jax.Array, new: Callable[..., Any], before: T, *args: Any) -> Any:
@@ -145,6 +147,16 @@ def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
     return {
         "skipped_steps": before.skipped_steps + skipped,
         "consecutive_skips": (before.consecutive_skips + 1) * skipped,
+    }
+
+
+def metrics_of(state: Any, **verdicts: jax.Array) -> dict[str, jax.Array]:
+    """Returns the metrics of a step: verdicts, the next loss scale, and the skips so far."""
+    return {
+        **verdicts,
+        "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
+        "skipped_steps": state.skipped_steps,
+        "consecutive_skips": state.consecutive_skips,
     }
 
 
