@@ -365,6 +365,8 @@ def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
     """
     if id(value) in done:
         return done[id(value)]
+    if type(value).__module__.startswith("mpjax"):  # made of lenient parts by `as_optimizer`
+        return value
     again = functools.partial(_lenient, names=names, done=done)
     if inspect.ismethod(value):
         return value.__func__.__get__(again(value.__self__))
