@@ -206,12 +206,10 @@ def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int
         case "integer_pow":
             level = first if eqn.params["y"] % 2 else max(first, NONNEGATIVE)
             safe = eqn.params["y"] >= 0 or first == POSITIVE
-        case "sqrt" | "rsqrt" | "log":
-            level = ANY if name == "log" else first
-            safe = first >= (NONNEGATIVE if name == "sqrt" else POSITIVE)
-        case "pow":
-            level, exponent = first, eqn.invars[1]
-            root = isinstance(exponent, _jax.Literal) and exponent.val >= 0
+        case "sqrt" | "rsqrt" | "log" | "pow":
+            level, exponent = ANY if name == "log" else first, eqn.invars[-1]
+            known = isinstance(exponent, _jax.Literal) and exponent.val >= 0
+            root = known if name == "pow" else name == "sqrt"
             safe = first >= (NONNEGATIVE if root else POSITIVE)
         case "div":
             level, divisor, risky = least, eqn.invars[1], ins[1].root
