@@ -49,14 +49,8 @@ def read(
 ) -> dict[str, Any]:
     """Reads arrays by their names; random keys as their data.
 
-    Args:
-        path: The directory of the arrays.
-        table: The dtype and shape that each array should have.
-        shardings: The sharding of each array to read, or None for a NumPy array.
-        sums: The checksums of the arrays; without them, nothing is compared.
-
-    Returns:
-        The arrays by name: of JAX if they have a sharding, and JAX supports their dtype.
+    Each has the dtype and shape in ``table``, and is compared with its checksum in ``sums``, if
+    there is one. It is one of JAX if it has a sharding, and JAX supports its dtype.
 
     Raises:
         CheckpointError: If a file is damaged. The message names the array.

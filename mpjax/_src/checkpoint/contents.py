@@ -60,11 +60,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """Returns the leaves of a state, in the order of `jax.tree.leaves`.
-
-    Args:
-        tree: A `TrainState`, or any pytree of arrays or of their shapes. Its parameters are under
-            "params".
+    """Returns the leaves of a state (arrays or their shapes), in the order of `jax.tree.leaves`.
 
     Raises:
         TypeError: If a leaf is not an array.

@@ -14,13 +14,7 @@ from mpjax._src.training import codes, residuals
 
 
 def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:
-    """Returns a tree like ``like``, made of the arrays that were read.
-
-    Args:
-        sources: The source of each leaf, in the order of the leaves of ``like``.
-        arrays: The arrays that were read, by path.
-        like: A tree with the structure, shapes and dtypes to restore.
-        where: The name of the checkpoint, for messages.
+    """Returns a tree like ``like``, made of the arrays that were read, by path.
 
     Raises:
         ValueError: If a finite value would become infinite, or a leaf would be narrowed by JAX.

@@ -56,12 +56,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
 
     A leaf that was saved with the same path, meaning and dtype is restored bit for bit. Any other
     leaf comes from the most precise saved copy: the master of a parameter, if it has one.
-
-    Args:
-        about: The description of the checkpoint.
-        like: The state to restore, or a dict of some of its parts.
-        allow_narrowing: Whether leaves may lose precision.
-        where: The name of the checkpoint, for messages.
+    ``like`` may be a dict of some parts of the state. ``where`` is the checkpoint, for messages.
 
     Raises:
         ValueError: If the checkpoint was written by a different model or optimizer, or precision
@@ -244,12 +239,9 @@ def _check_width(sources: list[Source]) -> None:
 
 
 def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
-    """Returns whether one dtype can represent every value of another dtype of its kind.
+    """Returns whether ``wide`` can represent every value of ``narrow``, a dtype of its kind.
 
-    Args:
-        wide: The name of the dtype that has to represent the values.
-        narrow: The name of the dtype of the values.
-        *beside: The dtypes of residuals or scales that belong to the two, or None.
+    ``beside`` are the dtypes of residuals or scales that belong to the two, or None.
     """
     if wide == narrow and len({*beside}) < 2:
         return True

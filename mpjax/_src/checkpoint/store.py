@@ -202,9 +202,7 @@ def write(directory: str | Path, args: Any) -> None:
 def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
     """Words the errors of writing a checkpoint, and removes what was half written.
 
-    Args:
-        directory: The directory of the checkpoint, which is locked.
-        inside: Whether the checkpoint is one of those inside the directory.
+    The directory, which is locked, is that of the checkpoint, or of the one with it ``inside``.
 
     Raises:
         CheckpointError: If anything was raised.
@@ -236,10 +234,7 @@ def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
 
 
 def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
-    """Keeps orbax from logging the tracebacks of errors that are raised too.
-
-    Args:
-        least: The least level of what it still logs.
+    """Keeps orbax from logging errors that are raised too, and what is below a level.
 
     Returns:
         A function that ends this.
@@ -352,15 +347,8 @@ def read_arrays(
 ) -> dict[str, Any]:
     """Reads leaves by their paths, in the dtypes they were saved in.
 
-    Args:
-        directory: The directory of the checkpoint.
-        about: The description of the checkpoint.
-        shardings: The sharding of each leaf, by path; None for an array that is not committed to a
-            device.
-        verify: Whether to compare the checksums, if the checkpoint has any.
-
-    Returns:
-        The arrays by path: of JAX, or of NumPy if JAX does not support the dtype.
+    ``shardings`` has None for an array that is not committed to a device. The arrays are of JAX, or
+    of NumPy if JAX does not support the dtype.
 
     Raises:
         CheckpointError: If a file is damaged.

@@ -83,8 +83,8 @@ def scaled_value_and_grad(
             f"adjusts it after each step.{misplaced(loss_scale)}"
         )
     axes_of(axis_name)
-    unscale = loss_scale.unscale
-    return functools.partial(value_and_grad, fun, loss_scale, unscale, argnums, has_aux, axis_name)
+    settings = loss_scale, loss_scale.unscale, argnums, has_aux, axis_name
+    return functools.partial(value_and_grad, fun, *settings)
 
 
 def value_and_grad(fun, loss_scale, unscale, argnums, has_aux, axis_name, /, *args, **kwargs):

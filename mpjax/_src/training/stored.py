@@ -49,12 +49,6 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
 
     The state of ``inner`` and its updates are float32, so their dtypes do not change during
     training. Only the sum in ``optax.apply_updates`` is rounded to 16 bits.
-
-    Args:
-        inner: Any optax optimizer.
-
-    Returns:
-        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
     """
     inner = as_optimizer(inner, "inner")
 
