@@ -115,20 +115,12 @@ def no_values(value: Any) -> str | None:
 
 
 class _Beside(NamedTuple):
-    """A master or residual whose parameter is not found yet.
-
-    Attributes:
-        path: Its position in the tree.
-        kind: `MASTER` or `RESIDUAL`.
-        node: The path of the node of its policy.
-        of: The path of its parameter, from where all parameters of the node are.
-        value: The array, or its shape.
-    """
+    """A master or residual whose parameter is not found yet."""
 
     path: str
-    kind: str
-    node: str
-    of: str
+    kind: str  # MASTER or RESIDUAL
+    node: str  # the path of the node of its policy
+    of: str  # the path of its parameter, from where all parameters of the node are
     value: Any
 
 

@@ -249,7 +249,7 @@ class Manager:
         return saved
 
     def _check_free(self, number: int) -> None:
-        if store.exists(f"{self.directory}/{number}"):
+        if store.for_orbax(f"{self.directory}/{number}").exists():
             raise CheckpointError(
                 f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
                 "it, or not completely. It is not overwritten: remove it, or use another directory."

@@ -143,11 +143,6 @@ def _checked(data: Any) -> Any:
     return data
 
 
-def exists(directory: str | Path) -> bool:
-    """Returns whether a file or directory of this name exists."""
-    return for_orbax(directory).exists()
-
-
 @contextlib.contextmanager
 def new(directory: str | Path) -> Iterator[None]:
     """Makes sure that no one else writes a directory, and that it does not exist.
@@ -157,7 +152,7 @@ def new(directory: str | Path) -> Iterator[None]:
     """
     free, holder = claim(directory, f".{Path(absolute(directory)).name}.lock")
     try:
-        there = told("yes" if exists(directory) else None)
+        there = told("yes" if for_orbax(directory).exists() else None)
         if there or holder:
             what = f"is being written by {holder}" if holder else "exists"
             raise FileExistsError(

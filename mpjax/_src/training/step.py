@@ -50,13 +50,7 @@ from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
 from mpjax._src.training.optimizers import as_optimizer, check_params, check_state
 from mpjax._src.training.placement import commit_like
-from mpjax._src.training.replicas import (
-    average_gradients,
-    averaged,
-    axes_of,
-    check_axis,
-    localized,
-)
+from mpjax._src.training.replicas import average_gradients, averaged, axes_of, local_to
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
@@ -243,9 +237,9 @@ def build_train_step(
         return commit_like(_owned(state, "state"), params)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        _check_call(state, optimizer, axes, axis_name)
+        _check_call(state, optimizer)
         reads = optimizer.reads(state.params)
-        local, unread, next_rng = _local(state, axis_name, reads)
+        local, unread, next_rng = _local(state, axes, axis_name, reads)
         # grad_fn casts, runs the forward pass, scales, runs the backward pass and unscales.
         grad_fn = observed_value_and_grad(_around(forward, unread), state.loss_scale, observe)
         passes = _accumulate(grad_fn, accumulate_steps, local, batch)
@@ -379,19 +373,17 @@ def _first_state(
     )
 
 
-def _check_call(state: Any, optimizer: Any, axes: Sequence[str], axis_name: Any) -> None:
+def _check_call(state: Any, optimizer: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state is a {type(state).__name__}, not a TrainState. The order is "
             "step(state, batch), with the state that init(params) returned."
         )
     check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
-    for name in axes:
-        check_axis(name, axis_name)
 
 
 def _local(
-    state: TrainState, axis_name: Any, reads: Reads
+    state: TrainState, axes: tuple[str, ...], axis_name: Any, reads: Reads
 ) -> tuple[TrainState, Any, jax.Array | None]:
     """Returns the state as the loss of one step on one replica reads it, and the next step's key.
 
@@ -400,11 +392,9 @@ def _local(
     whose gradients nothing reads.
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-    params, model_state = state.params, state.model_state
-    if axis_name is not None:
-        params, model_state = localized((params, model_state), axis_name)
-        if rng is not None:
-            rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
+    params, model_state = local_to(axes, axis_name, (state.params, state.model_state))
+    if axes and rng is not None:
+        rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
     return (
         dataclasses.replace(state, params=read, model_state=model_state, rng=rng),
