@@ -124,19 +124,13 @@ def differentiable(tree: Any) -> tuple[Any, Any]:
 
     The rest is None if JAX can differentiate the tree as it is, or refuses it as a whole.
     """
+    floats = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
     leaves = jax.tree.leaves(tree)
-    floating = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    differentiable = [
-        yes or isinstance(x, (float, complex)) for x, yes in zip(leaves, floating, strict=True)
-    ]
-    if all(differentiable) or not any(floating):
+    numbers = (floats(x) or isinstance(x, (float, complex)) for x in leaves)
+    if all(numbers) or not any(map(floats, leaves)):
         return tree, None
-    parts = (
-        [x if yes == wanted else None for x, yes in zip(leaves, floating, strict=True)]
-        for wanted in (True, False)
-    )
-    arrays, rest = (jax.tree.unflatten(jax.tree.structure(tree), part) for part in parts)
-    return arrays, rest
+    arrays = jax.tree.map(lambda x: x if floats(x) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if floats(x) else x, tree)
 
 
 def observed_value_and_grad(
