@@ -29,19 +29,12 @@ DAMAGED = "it is damaged, incomplete or has another format"
 
 
 class Wanted(NamedTuple):
-    """An array to read.
+    """An array to read."""
 
-    Attributes:
-        stored: The array of tensorstore.
-        sharding: Its sharding here, or None for a NumPy array.
-        parts: A NumPy array for each box that the devices of this process need.
-        shards: The boxes that are read, each with its checksum or None.
-    """
-
-    stored: Any
-    sharding: Any
-    parts: dict[Box, np.ndarray]
-    shards: list[tuple[Box, str | None]]
+    stored: Any  # the array of tensorstore
+    sharding: Any  # its sharding here, or None for a NumPy array
+    parts: dict[Box, np.ndarray]  # an array for each box that the devices of this process need
+    shards: list[tuple[Box, str | None]]  # the boxes that are read, each with its checksum or None
 
 
 def read(

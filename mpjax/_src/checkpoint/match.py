@@ -35,19 +35,12 @@ NAMED = 5
 
 
 class Source(NamedTuple):
-    """The source of a leaf of the restored state.
+    """The source of a leaf of the restored state."""
 
-    Attributes:
-        target: The leaf of ``like``.
-        path: The path of the saved leaf, or None if the leaf is read from ``like``.
-        beside: The path of the saved leaf's residual or scales, or None.
-        kind: The dtypes of the leaf and of its residual or scales in ``like``, or None if it has
-            none there.
-    """
-
-    target: Leaf
-    path: str | None
-    beside: str | None = None
+    target: Leaf  # of ``like``
+    path: str | None  # of the saved leaf, or None if the leaf is read from ``like``
+    beside: str | None = None  # the path of the saved leaf's residual or scales
+    # The dtypes of the leaf and of its residual or scales in ``like``, if it has them there.
     kind: tuple[str, str] | None = None
 
 
