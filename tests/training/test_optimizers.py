@@ -130,6 +130,14 @@ def test_extra_arguments_reach_the_parts_that_take_them_and_no_others(name):
     assert metrics["grads_finite"]
 
 
+def test_extra_arguments_reach_no_part_beside_mixed_precision_that_takes_none():
+    inner = mpjax.mixed_precision(optax.sgd(0.1), "float32")
+    optimizer = mpjax.optim.skip_nonfinite(optax.chain(inner, sam()))
+    params = {"w": np.ones(3, np.float32)}
+    updates, state = optimizer.update(params, optimizer.init(params), params, value=np.float32(3))
+    assert mpjax.all_finite(updates) and int(state.skipped_steps) == 0
+
+
 def test_skip_nonfinite_state_of_bfloat16_does_not_drift():
     params = jnp.ones(2, jnp.bfloat16)
     run_updates(

@@ -29,19 +29,12 @@ DAMAGED = "it is damaged, incomplete or has another format"
 
 
 class Wanted(NamedTuple):
-    """An array to read.
+    """An array to read."""
 
-    Attributes:
-        stored: The array of tensorstore.
-        sharding: Its sharding here, or None for a NumPy array.
-        parts: A NumPy array for each box that the devices of this process need.
-        shards: The boxes that are read, each with its checksum or None.
-    """
-
-    stored: Any
-    sharding: Any
-    parts: dict[Box, np.ndarray]
-    shards: list[tuple[Box, str | None]]
+    stored: Any  # the array of tensorstore
+    sharding: Any  # its sharding here, or None for a NumPy array
+    parts: dict[Box, np.ndarray]  # an array for each box that the devices of this process need
+    shards: list[tuple[Box, str | None]]  # the boxes that are read, each with its checksum or None
 
 
 def read(
@@ -49,14 +42,8 @@ def read(
 ) -> dict[str, Any]:
     """Reads arrays by their names; random keys as their data.
 
-    Args:
-        path: The directory of the arrays.
-        table: The dtype and shape that each array should have.
-        shardings: The sharding of each array to read, or None for a NumPy array.
-        sums: The checksums of the arrays; without them, nothing is compared.
-
-    Returns:
-        The arrays by name: of JAX if they have a sharding, and JAX supports their dtype.
+    Each has the dtype and shape in ``table``, and is compared with its checksum in ``sums``, if
+    there is one. It is one of JAX if it has a sharding, and JAX supports its dtype.
 
     Raises:
         CheckpointError: If a file is damaged. The message names the array.
@@ -110,9 +97,7 @@ def check_stored(path: Any, table: Mapping[str, Any]) -> None:
             _check(path, name, table[name], stored)
             shape = stored.chunk_layout.write_chunk.shape or ()
             expected = math.prod(-(-n // part) for n, part in zip(stored.shape, shape, strict=True))
-            found = (
-                pieces[stored.kvstore.path.removesuffix("/").encode()] - 1
-            )  # without its metadata
+            found = pieces[stored.kvstore.path.removesuffix("/").encode()] - 1  # its metadata
             if found != expected:
                 raise ValueError(f"{found} of its {expected} shards were stored")
 

@@ -60,11 +60,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """Returns the leaves of a state, in the order of `jax.tree.leaves`.
-
-    Args:
-        tree: A `TrainState`, or any pytree of arrays or of their shapes. Its parameters are under
-            "params".
+    """Returns the leaves of a state (arrays or their shapes), in the order of `jax.tree.leaves`.
 
     Raises:
         TypeError: If a leaf is not an array.
@@ -119,20 +115,12 @@ def no_values(value: Any) -> str | None:
 
 
 class _Beside(NamedTuple):
-    """A master or residual whose parameter is not found yet.
-
-    Attributes:
-        path: Its position in the tree.
-        kind: `MASTER` or `RESIDUAL`.
-        node: The path of the node of its policy.
-        of: The path of its parameter, from where all parameters of the node are.
-        value: The array, or its shape.
-    """
+    """A master or residual whose parameter is not found yet."""
 
     path: str
-    kind: str
-    node: str
-    of: str
+    kind: str  # MASTER or RESIDUAL
+    node: str  # the path of the node of its policy
+    of: str  # the path of its parameter, from where all parameters of the node are
     value: Any
 
 

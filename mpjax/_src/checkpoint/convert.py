@@ -8,25 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.checkpoint.contents import (
-    Leaf,
-    is_beside,
-    is_draws,
-    is_held,
-    shaped,
-)
-from mpjax._src.checkpoint.match import NAMED, Source
+from mpjax._src.checkpoint.contents import Leaf, is_beside, is_draws, is_held, shaped
+from mpjax._src.checkpoint.match import Source, listed
 from mpjax._src.training import codes, residuals
 
 
 def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:
-    """Returns a tree like ``like``, made of the arrays that were read.
-
-    Args:
-        sources: The source of each leaf, in the order of the leaves of ``like``.
-        arrays: The arrays that were read, by path.
-        like: A tree with the structure, shapes and dtypes to restore.
-        where: The name of the checkpoint, for messages.
+    """Returns a tree like ``like``, made of the arrays that were read, by path.
 
     Raises:
         ValueError: If a finite value would become infinite, or a leaf would be narrowed by JAX.
@@ -53,8 +41,8 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
     if overflown:
         raise ValueError(
             f"like: the checkpoint {where} has finite values that would become infinite in "
-            + ", ".join(overflown[:NAMED])
-            + ". Restore these leaves in bfloat16 or float32, by another policy or an override."
+            f"{listed(overflown)}. Restore these leaves in bfloat16 or float32, by another policy "
+            "or an override."
         )
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

@@ -19,6 +19,7 @@ from mpjax._src.base.trees import cast_leaf, is_array, is_key
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import NAMED, differences, match
+from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import absolute, reason
 from mpjax._src.training.masters import master_params
 
@@ -121,14 +122,18 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
         >>> sorted(mpjax.checkpoint.load_safetensors(file))
         ['Dense_0.kernel']
     """
-    safetensors, file = _safetensors(), absolute(file, "file")
+    safetensors, file = needed("safetensors"), absolute(file, "file")
     arrays = dict(_readable(params))
     if not arrays:
         raise CheckpointError(f"params={brief(params)} contains no arrays, so nothing is written.")
-    metadata = {"format": "flax", **_checked(metadata)}
+    if not isinstance(metadata, Mapping | None) or not all(
+        isinstance(text, str) for pair in (metadata or {}).items() for text in pair
+    ):
+        raise ValueError(f"metadata={brief(metadata)} must be a dict of strings by name.")
+    metadata = {"format": "flax", **(metadata or {})}
     temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
     try:
-        safetensors.numpy.save_file(arrays, temporary, metadata)
+        needed("safetensors.numpy").save_file(arrays, temporary, metadata)
         with safetensors.safe_open(temporary, "np"):
             pass  # it can be read
         os.replace(temporary, file)
@@ -168,7 +173,7 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
         >>> str(mpjax.checkpoint.load_safetensors(file, like={"w": jnp.zeros(3)})["w"].dtype)
         'float32'
     """
-    safetensors, file = _safetensors(), absolute(file, "file")
+    safetensors, file = needed("safetensors"), absolute(file, "file")
     if not Path(file).is_file():
         raise FileNotFoundError(f"file={str(file)!r} does not exist.")
     try:
@@ -210,7 +215,9 @@ def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: b
     """Returns what was read as a tree like ``like``, or by name without it."""
     if like is None:
         return {name: held(value) for name, value in read.items()}
-    paths = {name: path for (name, _), path in zip(_named(like), _paths(like), strict=True)}
+    wanted = {PARAMS: like}
+    pairs = zip(_named(like), jax.tree_util.tree_leaves_with_path(wanted), strict=True)
+    paths = {name: path_of(keys) for (name, _), (keys, _) in pairs}
     if paths.keys() != read.keys():
         missing = (name for name in paths if name not in read)
         extra = (name for name in read if name not in paths)
@@ -218,7 +225,6 @@ def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: b
             f"like: the file {file} has other parameters. {differences(missing, extra)}Names are "
             "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
-    wanted = {PARAMS: like}
     by_path = {paths[name]: value for name, value in read.items()}
     sources = match(_described(by_path), wanted, allow_narrowing, str(file))
     arrays = {path: held(value) for path, value in by_path.items()}
@@ -237,30 +243,6 @@ def _named(params: Any) -> list[tuple[str, Any]]:
                 "a key that contains '.': rename it."
             )
     return named
-
-
-def _paths(params: Any) -> list[str]:
-    nodes = jax.tree_util.tree_leaves_with_path({PARAMS: params})
-    return [path_of(keys) for keys, _ in nodes]
-
-
-def _checked(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, Mapping | None) or not all(
-        isinstance(text, str) for pair in (metadata or {}).items() for text in pair
-    ):
-        raise ValueError(f"metadata={brief(metadata)} must be a dict of strings by name.")
-    return dict(metadata or {})
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "save_safetensors and load_safetensors need the package safetensors, which is not "
-            "installed: pip install 'mpjax[safetensors]'."
-        ) from error
-    return safetensors
 
 
 def _readable(params: Any) -> Iterator[tuple[str, np.ndarray]]:

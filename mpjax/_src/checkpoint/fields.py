@@ -64,19 +64,13 @@ def check(about: Any, file: Any, verify: bool) -> None:
             f"{FORMAT_VERSION}."
         )
     for name, is_right in {**REQUIRED, **OPTIONAL}.items():
-        if name not in about and name in OPTIONAL:
-            continue
-        if name not in about or not is_right(about[name]):
+        if not is_right(about[name]) if name in about else name in REQUIRED:
             raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
     for path, entry in about["leaves"].items():
         if not _is_leaf(entry):
             raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
-    if verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys():
-        _check_sum(about, file)
-
-
-def _check_sum(about: Mapping[str, Any], file: Any) -> None:
-    if about.get(checksums.ABOUT) != checksums.of_about(about):
+    summed = verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys()
+    if summed and about.get(checksums.ABOUT) != checksums.of_about(about):
         raise CheckpointError(
             f"{file}: its checksum does not match. The file was damaged or edited after it was "
             f"written. {UNVERIFIED}"
@@ -84,14 +78,10 @@ def _check_sum(about: Mapping[str, Any], file: Any) -> None:
 
 
 def _is_leaf(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("means"), str):
-        return False
-    shape = entry.get("shape")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        return False
     try:
-        if "key" in entry:
-            return str(jax.random.key(0, impl=entry["key"]).dtype) == entry["dtype"]
-        return isinstance(entry["dtype"], str) and str(jnp.dtype(entry["dtype"])) == entry["dtype"]
+        shape, dtype = entry["shape"], entry["dtype"]
+        own = jax.random.key(0, impl=entry["key"]).dtype if "key" in entry else jnp.dtype(dtype)
+        whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        return whole and isinstance(entry["means"], str) and str(own) == dtype
     except (KeyError, TypeError, ValueError):
         return False

@@ -19,6 +19,7 @@ from mpjax._src.base.errors import (
     CheckpointError,
     as_float,
     brief,
+    check_flag,
     did_you_mean,
     warn_user,
     whole_number,
@@ -248,7 +249,7 @@ class Manager:
         return saved
 
     def _check_free(self, number: int) -> None:
-        if store.exists(f"{self.directory}/{number}"):
+        if store.for_orbax(f"{self.directory}/{number}").exists():
             raise CheckpointError(
                 f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
                 "it, or not completely. It is not overwritten: remove it, or use another directory."
@@ -441,9 +442,8 @@ def _check_arguments(
 ) -> None:
     for name, value in counts.items():
         _check_count(name, value, optional=name in ("keep", "keep_period"))
-    for name, value in {"catch_sigterm": catch_sigterm, "read_only": read_only}.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={brief(value)} must be True or False.")
+    check_flag("catch_sigterm", catch_sigterm)
+    check_flag("read_only", read_only)
     if best is not None and not (isinstance(best, str) and best):
         raise ValueError(f"best={brief(best)} must be the name of a metric, such as 'loss'.")
     if best_mode not in [*WORST]:
@@ -461,7 +461,6 @@ def _check_arguments(
 def _check_count(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:
     if optional and value is None:
         return
-    count = whole_number(value)
-    if count is None or count < least:
+    if (count := whole_number(value)) is None or count < least:
         also = " or None" if optional else ""
         raise ValueError(f"{name}={brief(value)} must be an integer >= {least}{also}.")

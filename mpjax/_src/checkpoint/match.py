@@ -3,7 +3,7 @@
 The plan is computed from the checkpoint's description, before any array is read.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,19 +35,12 @@ NAMED = 5
 
 
 class Source(NamedTuple):
-    """The source of a leaf of the restored state.
+    """The source of a leaf of the restored state."""
 
-    Attributes:
-        target: The leaf of ``like``.
-        path: The path of the saved leaf, or None if the leaf is read from ``like``.
-        beside: The path of the saved leaf's residual or scales, or None.
-        kind: The dtypes of the leaf and of its residual or scales in ``like``, or None if it has
-            none there.
-    """
-
-    target: Leaf
-    path: str | None
-    beside: str | None = None
+    target: Leaf  # of ``like``
+    path: str | None  # of the saved leaf, or None if the leaf is read from ``like``
+    beside: str | None = None  # the path of the saved leaf's residual or scales
+    # The dtypes of the leaf and of its residual or scales in ``like``, if it has them there.
     kind: tuple[str, str] | None = None
 
 
@@ -56,12 +49,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
 
     A leaf that was saved with the same path, meaning and dtype is restored bit for bit. Any other
     leaf comes from the most precise saved copy: the master of a parameter, if it has one.
-
-    Args:
-        about: The description of the checkpoint.
-        like: The state to restore, or a dict of some of its parts.
-        allow_narrowing: Whether leaves may lose precision.
-        where: The name of the checkpoint, for messages.
+    ``like`` may be a dict of some parts of the state. ``where`` is the checkpoint, for messages.
 
     Raises:
         ValueError: If the checkpoint was written by a different model or optimizer, or precision
@@ -105,8 +93,9 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     kept = [s for s in sources if not _is_in(s.target.path, fresh) and s not in begin]
     _check_same_leaves(saved, kept, parts, fresh, where)
     _check_kinds(about["kinds"], kinds_of(like), where)
-    _check_shapes(saved, kept, where)
-    _check_one_kind(saved, kept, where)
+    pairs = [(s, saved[s.path]) for s in kept if s.path is not None]
+    _check_shapes(pairs, where)
+    _check_one_kind(pairs, where)
     if not allow_narrowing:
         _check_precision(saved, kept, where)
     _check_width(kept)
@@ -154,14 +143,17 @@ def _check_same_leaves(
         and not is_draws(entry["means"])
         and not _is_in(path, fresh)
     ]
-    if not (missing or extra):
-        return
-    raise ValueError(
-        f"like: the checkpoint {where} was written by a different model or optimizer. "
-        + differences(missing, extra)
-        + "Restore it with the model and the optimizer that it was saved with. To restore only "
-        "the parameters, pass like={'params': params}."
-    )
+    if missing or extra:
+        raise ValueError(
+            f"like: the checkpoint {where} was written by a different model or optimizer. "
+            f"{differences(missing, extra)}Restore it with the model and the optimizer that it was "
+            "saved with. To restore only the parameters, pass like={'params': params}."
+        )
+
+
+def _refuse(wrong: Sequence[str], before: str, after: str, apart: str = "; ") -> None:
+    if wrong:
+        raise ValueError(f"like: {before} {listed(wrong, apart)}. {after}".rstrip())
 
 
 def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> None:
@@ -170,48 +162,38 @@ def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> Non
         for path, kind in like.items()
         if path in saved and saved[path] != kind
     ]
-    if other:
-        raise ValueError(
-            f"like: the checkpoint {where} was written by a different optimizer: "
-            + "; ".join(other[:NAMED])
-            + ". The leaves have the same names and shapes, but another meaning. Restore it with "
-            "the optimizer that it was saved with."
-        )
+    _refuse(
+        other,
+        f"the checkpoint {where} was written by a different optimizer:",
+        "The leaves have the same names and shapes, but another meaning. Restore it with the "
+        "optimizer that it was saved with.",
+    )
 
 
-def _check_shapes(saved: dict[str, Any], sources: list[Source], where: str) -> None:
+def _check_shapes(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
     other = [
-        f"{s.target.path} has shape {tuple(saved[s.path]['shape'])} in the checkpoint, but "
+        f"{s.target.path} has shape {tuple(was['shape'])} in the checkpoint, but "
         f"{shaped(s.target.value)[0]} in like"
-        for s in sources
-        if s.path is not None
-        and tuple(saved[s.path]["shape"]) != shaped(s.target.value)[0]
+        for s, was in pairs
+        if tuple(was["shape"]) != shaped(s.target.value)[0]
         and not (s.kind and is_beside(s.target.means))  # scales are checked with their codes
     ]
-    if other:
-        raise ValueError(
-            f"like: the checkpoint {where} was written by a different model: "
-            + "; ".join(other[:NAMED])
-            + "."
-        )
+    _refuse(other, f"the checkpoint {where} was written by a different model:", "")
 
 
-def _check_one_kind(saved: dict[str, Any], sources: list[Source], where: str) -> None:
+def _check_one_kind(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
     unlike = [
-        f"{s.target.path} is {saved[s.path]['dtype']} in the checkpoint, but "
+        f"{s.target.path} is {was['dtype']} in the checkpoint, but "
         f"{shaped(s.target.value)[1]} in like"
-        for s in sources
-        if s.path is not None
-        and not _one_kind(saved[s.path]["dtype"], shaped(s.target.value)[1])
-        and not (s.kind or s.beside)
+        for s, was in pairs
+        if not (_one_kind(was["dtype"], shaped(s.target.value)[1]) or s.kind or s.beside)
     ]
-    if unlike:
-        raise ValueError(
-            f"like: leaves of the checkpoint {where} are of another kind: "
-            + "; ".join(unlike[:NAMED])
-            + ". A leaf is only cast within its kind: floating to floating, integer to integer, "
-            "complex to complex; a key must have the same implementation."
-        )
+    _refuse(
+        unlike,
+        f"leaves of the checkpoint {where} are of another kind:",
+        "A leaf is only cast within its kind: floating to floating, integer to integer, complex to "
+        "complex; a key must have the same implementation.",
+    )
 
 
 def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -> None:
@@ -228,16 +210,14 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
         was, now = of(best, s.target.means), of(wanted, s.target.means)
         if not can_hold(now[0], was[0], now[1], was[1]):
             lost.append(f"{s.target.path} from {_spelled(*was)} to {_spelled(*now)}")
-    if lost:
-        more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
-        raise ValueError(
-            f"like: restoring the checkpoint {where} would narrow "
-            + ", ".join(lost[:NAMED])
-            + more
-            + ". The lost bits cannot be recovered: without their float32 masters, weights stay "
-            "rounded. If you want that, pass allow_narrowing=True. If not, restore under a policy "
-            "that stores float32 parameters or masters."
-        )
+    _refuse(
+        lost,
+        f"restoring the checkpoint {where} would narrow",
+        "The lost bits cannot be recovered: without their float32 masters, weights stay rounded. "
+        "If you want that, pass allow_narrowing=True. If not, restore under a policy that stores "
+        "float32 parameters or masters.",
+        ", ",
+    )
 
 
 def _check_width(sources: list[Source]) -> None:
@@ -252,12 +232,9 @@ def _check_width(sources: list[Source]) -> None:
 
 
 def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
-    """Returns whether one dtype can represent every value of another dtype of its kind.
+    """Returns whether ``wide`` can represent every value of ``narrow``, a dtype of its kind.
 
-    Args:
-        wide: The name of the dtype that has to represent the values.
-        narrow: The name of the dtype of the values.
-        *beside: The dtypes of residuals or scales that belong to the two, or None.
+    ``beside`` are the dtypes of residuals or scales that belong to the two, or None.
     """
     if wide == narrow and len({*beside}) < 2:
         return True
@@ -294,13 +271,11 @@ def _one_kind(a: str, b: str) -> bool:
 
 def differences(missing: Iterable[str], extra: Iterable[str]) -> str:
     """Returns in words the names that the checkpoint lacks, and those that ``like`` lacks."""
-    lacks = _listed("It lacks ", missing, ". ")
-    return lacks + _listed("like lacks ", extra, ". ")
+    lacks = (("It", [*map(repr, missing)]), ("like", [*map(repr, extra)]))
+    return "".join(f"{who} lacks {listed(names)}. " for who, names in lacks if names)
 
 
-def _listed(before: str, names: Iterable[str], after: str) -> str:
-    names = list(names)
-    if not names:
-        return ""
+def listed(names: Sequence[str], apart: str = ", ") -> str:
+    """Returns the first of some names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return before + ", ".join(map(repr, names[:NAMED])) + more + after
+    return apart.join(names[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""Packages of the extra ``checkpoint``: imported when they are used, and not always installed."""
+"""Packages of extras: imported when they are used, and not always installed."""
 
 import importlib
 from typing import Any
@@ -19,7 +19,8 @@ def needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        extra = "safetensors" if module.startswith("safetensors") else "checkpoint"
         raise ImportError(
             f"mpjax.checkpoint needs the package {INSTALLED_AS.get(module, module)}, which is not "
-            "installed: pip install 'mpjax[checkpoint]'."
+            f"installed: pip install 'mpjax[{extra}]'."
         ) from error

@@ -19,13 +19,7 @@ import numpy as np
 from mpjax._src.base.errors import CheckpointError, brief
 from mpjax._src.base.trees import is_key
 from mpjax._src.checkpoint import arrays, checksums, fields
-from mpjax._src.checkpoint.contents import (
-    Leaf,
-    describe,
-    leaves_of,
-    no_values,
-    shaped,
-)
+from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
 from mpjax._src.checkpoint.packages import all_needed, needed
@@ -149,11 +143,6 @@ def _checked(data: Any) -> Any:
     return data
 
 
-def exists(directory: str | Path) -> bool:
-    """Returns whether a file or directory of this name exists."""
-    return for_orbax(directory).exists()
-
-
 @contextlib.contextmanager
 def new(directory: str | Path) -> Iterator[None]:
     """Makes sure that no one else writes a directory, and that it does not exist.
@@ -163,7 +152,7 @@ def new(directory: str | Path) -> Iterator[None]:
     """
     free, holder = claim(directory, f".{Path(absolute(directory)).name}.lock")
     try:
-        there = told("yes" if exists(directory) else None)
+        there = told("yes" if for_orbax(directory).exists() else None)
         if there or holder:
             what = f"is being written by {holder}" if holder else "exists"
             raise FileExistsError(
@@ -197,12 +186,8 @@ def write(directory: str | Path, args: Any) -> None:
     ocp = orbax()
     loud = quiet()
     try:
-        with (
-            writing(directory),
-            ocp.Checkpointer(
-                ocp.CompositeCheckpointHandler(handler_registry=handlers())
-            ) as checkpointer,
-        ):
+        handler = ocp.CompositeCheckpointHandler(handler_registry=handlers())
+        with writing(directory), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(for_orbax(directory), args=args)
     finally:
         loud()
@@ -212,9 +197,7 @@ def write(directory: str | Path, args: Any) -> None:
 def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
     """Words the errors of writing a checkpoint, and removes what was half written.
 
-    Args:
-        directory: The directory of the checkpoint, which is locked.
-        inside: Whether the checkpoint is one of those inside the directory.
+    The directory, which is locked, is that of the checkpoint, or of the one with it ``inside``.
 
     Raises:
         CheckpointError: If anything was raised.
@@ -246,10 +229,7 @@ def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
 
 
 def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
-    """Keeps orbax from logging the tracebacks of errors that are raised too.
-
-    Args:
-        least: The least level of what it still logs.
+    """Keeps orbax from logging errors that are raised too, and what is below a level.
 
     Returns:
         A function that ends this.
@@ -290,19 +270,19 @@ def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
 def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
-    steps = [p.name for p in path.iterdir() if p.name.isdecimal()]
-    if steps and not (path / "about").exists():
-        raise CheckpointError(
-            f"directory={str(directory)!r} is the directory of a Manager, with the checkpoints "
-            f"{', '.join(sorted(steps, key=int)[:10])}. Pass one of them, such as "
-            f"{str(path / max(steps, key=int))!r}."
+    if (path / "about").exists():
+        return
+    names = sorted(p.name for p in path.iterdir())
+    wrong = (
+        "is not a checkpoint of mpjax, or its file about/metadata is missing. It contains "
+        f"{names[:10]}."
+    )
+    if steps := sorted(filter(str.isdecimal, names), key=int):
+        wrong = (
+            f"is the directory of a Manager, with the checkpoints {', '.join(steps[:10])}. Pass "
+            f"one of them, such as {str(path / steps[-1])!r}."
         )
-    if not (path / "about").exists():
-        raise CheckpointError(
-            f"directory={str(directory)!r} is not a checkpoint of mpjax, or its file "
-            "about/metadata is missing. It contains "
-            f"{sorted(p.name for p in path.iterdir())[:10]}."
-        )
+    raise CheckpointError(f"directory={str(directory)!r} {wrong}")
 
 
 def numbers() -> Any:
@@ -323,9 +303,12 @@ def numbers() -> Any:
 
 def foreign(directory: str | Path) -> list[str]:
     """Returns what has a number for a name in the directory of a Manager, but is no checkpoint."""
+    return [p.name for p in _numbered(directory) if not (p / "about" / "metadata").exists()]
+
+
+def _numbered(directory: str | Path) -> list[Any]:
     path = for_orbax(directory)
-    found = path.iterdir() if path.is_dir() else ()
-    return [p.name for p in found if p.name.isdecimal() and not (p / "about" / "metadata").exists()]
+    return [p for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
 def check_metrics(directory: str | Path) -> None:
@@ -334,8 +317,7 @@ def check_metrics(directory: str | Path) -> None:
     Raises:
         CheckpointError: If a file is damaged.
     """
-    path = for_orbax(directory)
-    for step in (p for p in path.iterdir() if p.name.isdecimal()) if path.is_dir() else ():
+    for step in _numbered(directory):
         file = step / "metrics" / "metrics"
         try:
             expected, data = read_about(step).get("metrics"), file.read_bytes()
@@ -360,15 +342,8 @@ def read_arrays(
 ) -> dict[str, Any]:
     """Reads leaves by their paths, in the dtypes they were saved in.
 
-    Args:
-        directory: The directory of the checkpoint.
-        about: The description of the checkpoint.
-        shardings: The sharding of each leaf, by path; None for an array that is not committed to a
-            device.
-        verify: Whether to compare the checksums, if the checkpoint has any.
-
-    Returns:
-        The arrays by path: of JAX, or of NumPy if JAX does not support the dtype.
+    ``shardings`` has None for an array that is not committed to a device. The arrays are of JAX, or
+    of NumPy if JAX does not support the dtype.
 
     Raises:
         CheckpointError: If a file is damaged.

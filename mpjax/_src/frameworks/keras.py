@@ -340,10 +340,8 @@ def _check(model: Any, policy: Policy) -> None:
                 f"the layer with dtype='float32'. If {own.name!r} comes from "
                 "keras.config.set_dtype_policy, set 'float32' there instead."
             )
-    optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(
-        optimizer, LossScaleOptimizer
-    ):
+    optimizer, theirs = getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer
+    if isinstance(optimizer, theirs) and not isinstance(optimizer, LossScaleOptimizer):
         raise ValueError(
             "model.optimizer is Keras's LossScaleOptimizer, so the loss would be scaled twice. "
             "Compile the model with its inner optimizer."

@@ -2,9 +2,9 @@
 
 import contextvars
 import dataclasses
+import operator
 import os
 import sys
-import types
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ from mpjax._src.training.loss_scale import (
 )
 from mpjax._src.training.transaction import adjusted, counted, gated
 
-COUNTERS = ("skipped_steps", "consecutive_skips")
 SCALE_IT = (
     "In the loss function, after the model, write: loss = optimizer.scale_loss(loss, "
     "optimizer_variables), with optimizer = mpjax.keras.LossScaleOptimizer(...)."
@@ -87,9 +86,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: str | None = None,
     ):
         super().__init__(inner_optimizer, name=name)
-        first = resolve_loss_scale(loss_scale, True)
-        self._first = [jnp.asarray(leaf) for leaf in jax.tree.leaves(first)]
-        self._structure: Any = jax.tree.structure(first)
+        self._first = jax.tree.map(jnp.asarray, resolve_loss_scale(loss_scale, True))
         self._read = False  # whether anyone has asked for the loss scale
 
     def build(self, var_list: Any) -> None:
@@ -102,7 +99,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
 
         zero = jnp.zeros((), jnp.int32)
-        self._scale = tuple(variable(f"loss_scale_{i}", x) for i, x in enumerate(self._first))
+        leaves = enumerate(jax.tree.leaves(self._first))
+        self._scale = tuple(variable(f"loss_scale_{i}", x) for i, x in leaves)
         self.skipped_steps = variable("skipped_steps", zero)
         self.consecutive_skips = variable("consecutive_skips", zero)
         self.inner_optimizer.build(var_list)
@@ -117,8 +115,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if optimizer_variables is not None:
             with self._reading(optimizer_variables):
                 return self._now()
-        leaves = [v.value for v in self._scale] if self.built else self._first
-        return jax.tree.unflatten(self._structure, leaves)
+        if not self.built:
+            return self._first
+        return jax.tree.unflatten(jax.tree.structure(self._first), [v.value for v in self._scale])
 
     @property
     def _step(self) -> "Step | None":
@@ -182,9 +181,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             g if g is None or v.overwrite_with_gradient is (step is None) else change(g)
             for g, v in zip(grads, self._trainable_variables, strict=True)
         ]
-        with self._reading(optimizer_variables):
-            finite = all_finite(grads)
-            counters = {name: getattr(self, name).value for name in COUNTERS}
+        finite = all_finite(grads)
 
         def applied(before):
             trained, inner = self.inner_optimizer.stateless_apply(before[1], grads, before[0])
@@ -193,12 +190,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = list(optimizer_variables[len(own) :])
         (trained, inner), good = gated(finite, applied, (list(trainable_variables), inner))
         finite = finite & good
-        counts = counted(types.SimpleNamespace(**counters), finite)
         new = jax.tree.leaves(adjusted(scale, finite, True, True))
         with self._reading(optimizer_variables) as scope:
             for v, value in zip(self._scale, new, strict=True):
                 v.assign(value)
-            for name, value in counts.items():
+            for name, value in counted(self, finite).items():
                 getattr(self, name).assign(value)
         return trained, [scope.get_current_value(v) for v in own] + inner
 
@@ -219,9 +215,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _starts_at(self, scale: LossScale) -> bool:
         """Returns whether the loss scale had the same settings and value at first."""
-        leaves, structure = jax.tree.flatten(scale)
-        same = structure == self._structure
-        return same and all(bool(a == b) for a, b in zip(leaves, self._first, strict=True))
+        same = jax.tree.structure(scale) == jax.tree.structure(self._first)  # type: ignore[operator]
+        return same and jax.tree.all(jax.tree.map(operator.eq, scale, self._first))
 
     def finite(self, optimizer_variables: Any, before: Any = None) -> jax.Array:
         """Returns whether the step that returned these optimizer variables was applied.
@@ -240,7 +235,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {"name": self.name, "inner_optimizer": inner, "loss_scale": self._saved_scale()}
 
     def _saved_scale(self) -> list[Any]:
-        first = jax.tree.unflatten(self._structure, self._first)
+        first = self._first
         if type(first) not in SCALES:
             raise ValueError(
                 f"loss_scale={brief(first)} cannot be saved by Keras, because its class is not one "

@@ -13,17 +13,15 @@ from flax.training import train_state
 from mpjax._src.base.errors import check_callable
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import cast_like, select, stays_finite, widen
+from mpjax._src.base.trees import cast_like, select, stays_finite
 from mpjax._src.policy.policy import Policy, PolicyLike
-from mpjax._src.training.frozen import joined
-from mpjax._src.training.gradients import differentiable, with_float32_loss, with_scaled_loss
+from mpjax._src.training.gradients import value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
-from mpjax._src.training.replicas import averaged, axes_of, local_to
+from mpjax._src.training.replicas import axes_of
 from mpjax._src.training.serialization import known_to_flax
-from mpjax._src.training.shards import warn_if_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,23 +155,16 @@ class TrainState(train_state.TrainState, repr=False):
                 function is called.
         """
         check_callable(loss_fn, "loss_fn")
-        axes = axes_of(axis_name)
-        run = with_float32_loss(loss_fn, self.policy)
-        scaled = with_scaled_loss(run, self.loss_scale, has_aux)
+        axes_of(axis_name)
 
-        @functools.wraps(loss_fn)
-        def wrapped(*args, **kwargs):
-            floating, rest = differentiable(local_to(axes, axis_name, args[:1])[0])
-            run = lambda params: scaled(joined(params, rest), *args[1:], **kwargs)  # noqa: E731
-            (_, (loss, aux)), grads = jax.value_and_grad(run, has_aux=True)(floating)
+        def unscale(grads):
             trained, overwritten = _split(grads)
-            grads = _join(self.loss_scale.unscale(widen(trained)), overwritten)
-            if axes:
-                loss, grads = averaged((loss, grads), axis_name)
-                warn_if_unknown(axis_name, axes)
-            return ((loss, aux) if has_aux else loss), grads
+            return _join(self.loss_scale.unscale(trained), overwritten)
 
-        return wrapped
+        run = with_float32_loss(loss_fn, self.policy)
+        settings = run, self.loss_scale, unscale, 0, has_aux, axis_name
+        wrapped = lambda *args, **kwargs: value_and_grad(*settings, *args, **kwargs)[:2]  # noqa: E731
+        return functools.wraps(loss_fn)(wrapped)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
         """Returns the state after a step. The step is skipped if anything is non-finite.

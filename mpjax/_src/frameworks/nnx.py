@@ -1,7 +1,6 @@
 """Flax NNX: an optimizer with loss scale and master weights, and gradients under its policy."""
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -201,7 +200,7 @@ def value_and_grad(
     optimizers = _optimizers(optimizer, "optimizer")
     run = with_float32_loss(f, optimizers[0].policy)
 
-    def trained(args, argnum, place=0):
+    def trained(args, argnum, place):
         its = optimizers[min(place, len(optimizers) - 1)]
         if not isinstance(argnum, int):
             return argnum
@@ -216,21 +215,14 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         positions("mpjax.nnx.value_and_grad", numbers, len(args))
         scale = smallest([each.loss_scale for each in optimizers])
-        each_trained = functools.partial(trained, args)
-        wanted: Any = (
-            each_trained(argnums)
-            if single
-            else tuple(map(each_trained, argnums, itertools.count()))  # type: ignore[arg-type]
-        )
+        listed: Any = [argnums] if single else argnums
+        wanted = tuple(trained(args, argnum, place) for place, argnum in enumerate(listed))
         old = {path: v.get_value() for path, v in _variables((args, kwargs))}
         local = dict(zip(old, local_to(axes, axis_name, [*old.values()]), strict=True))
         for path, variable in _variables((args, kwargs)) if axes else ():
             variable.set_value(local[path])
-        gradient = nnx.value_and_grad(
-            with_scaled_loss(run, scale, has_aux),
-            argnums=wanted,
-            has_aux=True,
-        )
+        scaled, wanted = with_scaled_loss(run, scale, has_aux), wanted[0] if single else wanted
+        gradient = nnx.value_and_grad(scaled, argnums=wanted, has_aux=True)
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
         grads = scale.unscale(widen(grads))
         if axes:

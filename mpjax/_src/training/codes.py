@@ -108,10 +108,7 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
     A block with an entry that the code cannot represent (Inf, NaN, a negative entry of an unsigned
     code) has the unit infinity, so that all of it decodes to Inf or NaN.
 
-    Args:
-        x: A floating array of at least one axis.
-        code: The code.
-        number: An int32 scalar that seeds the random bits; different for each update.
+    ``number`` seeds the random bits; it is an int32 scalar, different for each update.
     """
     x = split(x.astype(jnp.float32), _block(x.shape))
     bits = bits_of(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
@@ -131,14 +128,7 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
 
 
 def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> jax.Array:
-    """Returns the codes of an array, of its shape.
-
-    Args:
-        x: A floating array of at least one axis.
-        scales: The scales of its blocks.
-        code: The code.
-        number: The number that the scales were computed with.
-    """
+    """Returns the codes of an array, of its shape; ``number`` is that of its scales."""
     # Read once, because XLA:GPU stores a value that is read often instead of recomputing it.
     bits = bits_of(x.astype(jnp.float32))
     sign, size = bits >> 31, float_of(bits & 0x7FFFFFFF)

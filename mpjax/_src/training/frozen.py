@@ -16,6 +16,7 @@ import optax
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import BRANCH, higher_order
+from mpjax._src.base.rules import FOLLOW, FULL, MOVE, names_where
 from mpjax._src.base.trees import is_array, varies_over, widen
 from mpjax._src.policy.policy import Policy
 
@@ -26,17 +27,11 @@ OPERANDS = {
     **dict.fromkeys(("div", "rem", "dynamic_slice", "gather", "integer_pow"), slice(1)),
     "select_n": slice(1, None),
 }
-KEEPS_ZERO = {
-    *("add", "add_any", "sub", "max", "min", "neg", "sign", "abs", "sqrt", "cbrt", "square"),
-    *("tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh", "erf", "expm1", "log1p"),
-    *("floor", "ceil", "round", "real", "imag", "conj", "or", "xor", "nextafter"),
-    *("convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient"),
-    *("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "rev", "pad", "concatenate"),
-    *("dynamic_update_slice", "scatter", "scatter-add", "sort", "cumsum", "cummax", "cummin"),
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "psum", "psum_invariant", "pmax"),
-    *("pmin", "pvary", "pcast", "all_gather", "ppermute", "reduce_scatter", "device_put"),
-    *("sharding_constraint", "reshard", "mesh_cast"),
-    *(ANY | OPERANDS.keys()),
+LINEAR = names_where(lambda rule: rule.linear and rule.need in (FULL, FOLLOW, MOVE))
+KEEPS_ZERO = ({*LINEAR, *ANY, *OPERANDS} - {"top_k"}) | {  # which returns indices too
+    *("sqrt", "cbrt", "square", "tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh"),
+    *("erf", "expm1", "log1p", "real", "imag", "conj", "or", "xor", "reduce_or", "nextafter"),
+    *("convert_element_type", "reduce_precision", "copy_p", "pcast", "device_put", "mesh_cast"),
 }
 BARRIERS = {"optimization_barrier", *_jax.BARRIERS}
 # What a value is made of: None if it is always zero, else a bit for each argument that it depends
@@ -62,21 +57,21 @@ class Reads(NamedTuple):
 
     def trained(self, tree: Any, like: Any) -> Any:
         """Returns a tree without the frozen leaves of ``tree``: None in their place."""
-        return _without(self.frozen, tree, like)
+        return _replaced(self.frozen, tree, like)
 
     def read(self, grads: Any, like: Any) -> Any:
         """Returns gradients without those that are not read: None in their place."""
-        return _without(self.unread, grads, like)
+        return _replaced(self.unread, grads, like)
 
     def completed(self, grads: Any, like: Any) -> Any:
         """Returns gradients in which those that are not read are zeros."""
-        return _replaced(self.unread, _zeros, grads, like)
+        return _replaced(self.unread, grads, like, _zeros)
 
     def held(self, updates: Any, like: Any) -> Any:
         """Returns updates in which those of frozen leaves are zeros, in the dtype of the leaf."""
         # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
         zeros = lambda x: jnp.full(jnp.shape(x), -0.0, jnp.result_type(x))  # noqa: E731
-        return _replaced(self.frozen, zeros, updates, like)
+        return _replaced(self.frozen, updates, like, zeros)
 
     def widened(self, params: Any) -> Any:
         """Returns the parameters as the inner optimizer sees them: frozen ones as they are.
@@ -85,7 +80,7 @@ class Reads(NamedTuple):
         parameter, and norms of floating gradients alone.
         """
         frozen = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _zeros(x)  # noqa: E731
-        return _replaced(self.frozen, frozen, widen(self.trained(params, params)), params)
+        return _replaced(self.frozen, widen(self.trained(params, params)), params, frozen)
 
     def stored(self, params: Any, policy: Policy) -> Any:
         """Casts parameters to the dtypes that a policy stores, but frozen ones never to wider."""
@@ -110,16 +105,15 @@ def _zeros(x: Any) -> Any:
     return jnp.zeros(x.shape, dtype) if traced else np.broadcast_to(np.zeros((), dtype), x.shape)
 
 
-def _replaced(flags: Sequence[bool], new: Callable[[Any], Any], tree: Any, like: Any) -> Any:
+def _replaced(
+    flags: Sequence[bool], tree: Any, like: Any, new: Callable[[Any], Any] = lambda _: None
+) -> Any:
+    """Returns a tree in which leaves with a flag are made of those of another tree."""
     if not any(flags):
         return tree
     structure: Any = jax.tree.structure(like)
     rows = zip(flags, jax.tree.leaves(like), structure.flatten_up_to(tree), strict=True)
     return structure.unflatten(new(leaf) if flag else old for flag, leaf, old in rows)
-
-
-def _without(flags: Sequence[bool], tree: Any, like: Any) -> Any:
-    return _replaced(flags, lambda _: None, tree, like)
 
 
 class Reader:
@@ -199,6 +193,7 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) ->
     first, states = jax.make_jaxpr(init, return_shape=True)(shapes)
     program = jax.make_jaxpr(update)(shapes, states, shapes, loss)
     places = {form[0] for form in forms if form}
+    # Not of single numbers: a user may set a learning rate in the state that was zero at first.
     zeros = [
         made is None and shape.shape != () and shape.shape in places
         for made, shape in zip(
@@ -216,12 +211,9 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) ->
 def _judged(program: Any, count: int, zeros: list[bool]) -> tuple[list[bool], list[bool]]:
     """Returns for each gradient whether its leaf is frozen, and whether it is unread.
 
-    Args:
-        program: The jaxpr of ``(grads, state, params, loss) -> (updates, state)``.
-        count: The number of gradients.
-        zeros: For each array of the state, whether it is zero at first. Moments of gradients that
-            are always zero stay zero. Single numbers are left out: a user may set a learning rate
-            in the state that was zero at first.
+    ``program`` is that of ``(grads, state, params, loss) -> (updates, state)``. ``zeros`` says for
+    each array of the state whether it is zero at first: moments of gradients that are always zero
+    stay zero.
     """
     bits = [1 << i for i in range(count + len(zeros))]
     while True:  # in each turn at least one array turns out to change

@@ -83,10 +83,12 @@ def scaled_value_and_grad(
             f"adjusts it after each step.{misplaced(loss_scale)}"
         )
     axes_of(axis_name)
-    return functools.partial(_value_and_grad, fun, loss_scale, argnums, has_aux, axis_name)
+    settings = loss_scale, loss_scale.unscale, argnums, has_aux, axis_name
+    return functools.partial(value_and_grad, fun, *settings)
 
 
-def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kwargs):
+def value_and_grad(fun, loss_scale, unscale, argnums, has_aux, axis_name, /, *args, **kwargs):
+    """Returns what the function that `scaled_value_and_grad` makes returns."""
     axes = axes_of(axis_name)
     if has_modules((args, kwargs)):
         raise TypeError(
@@ -98,9 +100,9 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
     trained: list[Any] = list(args)
     rest: dict[int, Any] = {}
     for i in positions("value_and_grad", argnums, len(args)):
-        trained[i], rest[i] = differentiable(args[i])
-        # Gradients are local, so that they are averaged once, and here.
-        trained[i] = local_to(axes, axis_name, trained[i])
+        floating, rest[i] = differentiable(args[i])
+        # Local, so that gradients are averaged once, and here.
+        trained[i] = local_to(axes, axis_name, floating)
 
     def run(*args, **kwargs):
         whole = (joined(arg, rest.get(i)) for i, arg in enumerate(args))
@@ -108,7 +110,7 @@ def _value_and_grad(fun, loss_scale, argnums, has_aux, axis_name, /, *args, **kw
 
     gradient = jax.value_and_grad(run, argnums, has_aux=True)
     (_, (loss, aux)), grads = gradient(*trained, **kwargs)
-    grads = loss_scale.unscale(widen(grads))
+    grads = unscale(widen(grads))
     if axes:
         loss, grads = averaged((loss, grads), axis_name)
         warn_if_unknown(axis_name, axes)
@@ -122,19 +124,13 @@ def differentiable(tree: Any) -> tuple[Any, Any]:
 
     The rest is None if JAX can differentiate the tree as it is, or refuses it as a whole.
     """
+    floats = lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
     leaves = jax.tree.leaves(tree)
-    floating = [is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-    differentiable = [
-        yes or isinstance(x, (float, complex)) for x, yes in zip(leaves, floating, strict=True)
-    ]
-    if all(differentiable) or not any(floating):
+    numbers = (floats(x) or isinstance(x, (float, complex)) for x in leaves)
+    if all(numbers) or not any(map(floats, leaves)):
         return tree, None
-    parts = (
-        [x if yes == wanted else None for x, yes in zip(leaves, floating, strict=True)]
-        for wanted in (True, False)
-    )
-    arrays, rest = (jax.tree.unflatten(jax.tree.structure(tree), part) for part in parts)
-    return arrays, rest
+    arrays = jax.tree.map(lambda x: x if floats(x) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if floats(x) else x, tree)
 
 
 def observed_value_and_grad(

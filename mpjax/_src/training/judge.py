@@ -19,19 +19,14 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT16
 from mpjax._src.base.higher_order import BRANCH, CALL, SCAN, higher_order
-from mpjax._src.base.rules import COMPARE, MOVE, rule_of
+from mpjax._src.base.rules import COMPARE, MOVE, POLE, PROGRAM, rule_of
 
 # What is known of the entries of an array. Scalars of an unknown value are taken to be positive.
 ANY, NONNEGATIVE, POSITIVE = range(3)
 UNSAFE, COMPARED = "unsafe", "compared"
 
-# Float operations, besides moves, that are finite wherever their operands are, up to overflow.
-FINITE = {
-    *("abs", "add", "add_any", "bitcast_convert_type", "ceil", "clamp", "conv_general_dilated"),
-    *("cos", "cumsum", "dot_general", "erf", "floor", "iota", "logistic", "max", "min", "mul"),
-    *("neg", "psum", "psum_invariant", "reduce_precision", "reduce_sum", "round", "scatter-add"),
-    *("sign", "sin", "square", "sub", "tanh"),
-}
+# Float operations that amplify errors, or have no row, but are finite wherever their operands are.
+FINITE = {"bitcast_convert_type", "cos", "reduce_precision", "sin"}
 
 
 class Fact(NamedTuple):
@@ -57,9 +52,7 @@ def _unsafe(root: Any) -> frozenset[Any]:
 def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
     """Returns which scalars of an update are judged, or None if all of its results are.
 
-    Args:
-        jaxpr: The closed jaxpr of an update. Its first arguments and its results are a state.
-        states: The number of its results.
+    The first arguments of the update and all of its results are a state of ``states`` arrays.
 
     Returns:
         A program that returns the scalars, of which the first are results of the update; the
@@ -195,7 +188,9 @@ def _both(facts: Sequence[Fact]) -> Fact:
 def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int, frozenset[Any]]:
     """Returns the level of an operation's result, and what else makes it finite."""
     name, levels, risky = eqn.primitive.name, [fact.level for fact in ins], ins[0].root
-    first, least, most, safe = levels[0], min(levels), max(levels), name in FINITE
+    first, least, most, rule = levels[0], min(levels), max(levels), rule_of(name)
+    wild = rule.need == PROGRAM or POLE in rule.traits or rule.amplifies(eqn.params)
+    safe = name in FINITE or not wild
     match name:
         case "add" | "add_any":
             level = most if least >= NONNEGATIVE else ANY
@@ -212,12 +207,10 @@ def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int
         case "integer_pow":
             level = first if eqn.params["y"] % 2 else max(first, NONNEGATIVE)
             safe = eqn.params["y"] >= 0 or first == POSITIVE
-        case "sqrt" | "rsqrt" | "log":
-            level = ANY if name == "log" else first
-            safe = first >= (NONNEGATIVE if name == "sqrt" else POSITIVE)
-        case "pow":
-            level, exponent = first, eqn.invars[1]
-            root = isinstance(exponent, _jax.Literal) and exponent.val >= 0
+        case "sqrt" | "rsqrt" | "log" | "pow":
+            level, exponent = ANY if name == "log" else first, eqn.invars[-1]
+            known = isinstance(exponent, _jax.Literal) and exponent.val >= 0
+            root = known if name == "pow" else name == "sqrt"
             safe = first >= (NONNEGATIVE if root else POSITIVE)
         case "div":
             level, divisor, risky = least, eqn.invars[1], ins[1].root

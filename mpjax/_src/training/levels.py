@@ -47,10 +47,7 @@ def under_policy(
 ) -> Optimizer:
     """Returns an optimizer that works in float32, with the masters and moments of a policy.
 
-    Args:
-        policy: The policy.
-        optimizer: Any optax optimizer.
-        argument: The name of ``optimizer`` in errors.
+    Errors call the optimizer ``argument``.
 
     Raises:
         TypeError: If ``optimizer`` is not an optax optimizer.

@@ -316,19 +316,9 @@ def adjust_shared(scale: LossScale, grads_finite: Any, used: LossScale) -> LossS
 def get_loss_scale(
     policy: "PolicyLike", loss_scale: LossScale | str | float | None = "auto"
 ) -> LossScale:
-    """Returns the loss scale object for a policy and a ``loss_scale`` argument.
+    """Returns what `resolve_loss_scale` does; "auto" is dynamic if the policy needs it.
 
-    Args:
-        policy: A policy or its name.
-        loss_scale: "auto" (dynamic if the policy computes in float16, whose range is narrow, and
-            none otherwise), "dynamic", "none" or None, a number (a static scale), or a loss scale
-            object.
-
-    Returns:
-        A `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`, or the given object.
-
-    Raises:
-        ValueError: If ``policy`` or ``loss_scale`` is invalid.
+    It does if it computes in float16, whose range is narrow.
     """
     return resolve_loss_scale(loss_scale, get_policy(policy).needs_loss_scaling)
 

@@ -317,12 +317,8 @@ def _states_in(tree: Any) -> list[MasterWeightsState]:
 def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
     """Returns the updated parameters, exactly equal to their rounded float32 masters.
 
-    Without float32 masters it returns what ``optax.apply_updates`` returns.
-
-    Args:
-        params: Parameters in the dtypes that they are stored in.
-        updates: The updates that the optimizer returned.
-        opt_state: The state that the optimizer returned with them.
+    Without float32 masters it returns what ``optax.apply_updates`` returns. The updates and the
+    state are those that the optimizer returned.
     """
 
     def exact(param, beside):

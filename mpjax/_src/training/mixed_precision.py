@@ -40,7 +40,7 @@ from mpjax._src.training.optimizers import (
 )
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import agreed
-from mpjax._src.training.transaction import adjusted, counted
+from mpjax._src.training.transaction import VERDICTS, adjusted, counted, metrics_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,14 +81,7 @@ class MixedPrecisionState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns the metrics of the last update, named as those of `build_train_step`."""
-        return {
-            "grads_finite": self.grads_finite,
-            "loss_finite": self.loss_finite,
-            "state_finite": self.state_finite,
-            "loss_scale": jnp.asarray(self.loss_scale.loss_scale, jnp.float32),
-            "skipped_steps": self.skipped_steps,
-            "consecutive_skips": self.consecutive_skips,
-        }
+        return metrics_of(self, **{name: getattr(self, name) for name in VERDICTS})
 
 
 @public("mpjax.optim")
@@ -333,13 +326,8 @@ class Rules:
     inner: Any
 
     def __reduce__(self) -> Any:  # pickled without `inner`, whose functions are local
-        return _make_rules, (
-            self.optimizer,
-            self.policy,
-            self.loss_scale,
-            "optimizer",
-            self.gradient,
-        )
+        settings = self.optimizer, self.policy, self.loss_scale
+        return _make_rules, (*settings, "optimizer", self.gradient)
 
     def init(self, params: Any) -> MixedPrecisionState:
         """Returns the initial state for parameters."""
@@ -414,14 +402,6 @@ def _make_rules(
     return Rules(optimizer, policy, get_loss_scale(policy, loss_scale), gradient, inner)
 
 
-def _never_called(policy: Policy, loss_scale: LossScale) -> list[str]:
-    """Says what the process has not done yet, of what gradients under a policy need."""
-    facts = [(CASTS, f"nothing has run in {policy.compute_dtype.name}")]
-    if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
-        facts.append((SCALES, "no loss has been scaled"))
-    return [what for fact, what in facts if fact not in CALLED]
-
-
 def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:
     """Warns once at each line if nothing that the process called can have made these gradients.
 
@@ -430,7 +410,10 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
     leaves = jax.tree.leaves(grads)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     wide = all(x.dtype == FLOAT32 for x in leaves if is_array(x))
-    missing = _never_called(policy, loss_scale)
+    facts = {CASTS: f"nothing has run in {policy.compute_dtype.name}"}
+    if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
+        facts[SCALES] = "no loss has been scaled"
+    missing = [what for fact, what in facts.items() if fact not in CALLED]
     if policy.compute_dtype in HALVES and traced and wide and missing:
         warn_user(
             f"policy={str(policy)!r}, but {' and '.join(missing)} in this process so far: these "

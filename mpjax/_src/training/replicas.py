@@ -39,16 +39,13 @@ def check_axis(name: str, axis_name: Any) -> None:
         ) from None
 
 
-def localized(tree: Any, axis_name: Any) -> Any:
-    """Marks replicated arrays as local to each replica."""
-    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
-
-
 def local_to(axes: tuple[str, ...], axis_name: Any, tree: Any) -> Any:
     """Checks that these axes of ``axis_name`` are mapped, and marks arrays as local to them."""
     for name in axes:
         check_axis(name, axis_name)
-    return localized(tree, axis_name) if axes else tree
+    if not axes:
+        return tree
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
 
 
 def averaged(tree: Any, axis_name: Any) -> Any:

@@ -16,10 +16,8 @@ CONVERT = "mpjax.checkpoint.save and restore convert between policies."
 def known_to_flax(*classes: type) -> None:
     """Registers pytree classes with flax.serialization, if flax is imported.
 
-    flax is not imported here, because that takes a second. A class may be registered twice.
-
-    Args:
-        classes: Registered pytree classes whose children have names.
+    flax is not imported here, because that takes a second. A class may be registered twice. Its
+    children have names.
     """
     flax = sys.modules.get("flax.serialization")
     for cls in classes if flax else ():

@@ -78,12 +78,8 @@ def _on_all(verdict: jax.Array, axes: Axes) -> jax.Array:
 def shards_of(grads: Any, specs: Any, count: Any, axis_name: Any, replicas: Axes) -> Shards:
     """Returns the axes over which gradients are split, after their average over replicas.
 
-    Args:
-        grads: The gradients.
-        specs: The user's ``param_specs``, or None.
-        count: A counter of the state, which varies where the state does.
-        axis_name: The user's ``axis_name``.
-        replicas: Its axes.
+    ``specs`` is the user's ``param_specs``, ``axis_name`` is too, and ``replicas`` are its axes.
+    ``count`` is a counter of the state, which varies where the state does.
 
     Raises:
         ValueError: If ``specs`` does not fit.

@@ -51,17 +51,11 @@ from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
 from mpjax._src.training.optimizers import as_optimizer, check_params, check_state
 from mpjax._src.training.placement import commit_like
-from mpjax._src.training.replicas import (
-    average_gradients,
-    averaged,
-    axes_of,
-    check_axis,
-    localized,
-)
+from mpjax._src.training.replicas import average_gradients, averaged, axes_of, local_to
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
-from mpjax._src.training.transaction import adjusted, counted, gated, may_overflow
+from mpjax._src.training.transaction import adjusted, counted, gated, may_overflow, metrics_of
 from mpjax._src.training.watch import first_overflow, observer, underflow
 
 # The fields that a step changes together, or not at all.
@@ -243,9 +237,9 @@ def build_train_step(
         return commit_like(_owned(state, "state"), params)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        _check_call(state, optimizer, axes, axis_name)
+        _check_call(state, optimizer)
         reads = optimizer.reads(state.params)
-        local, unread, next_rng = _local(state, axis_name, reads)
+        local, unread, next_rng = _local(state, axes, axis_name, reads)
         # grad_fn casts, runs the forward pass, scales, runs the backward pass and unscales.
         grad_fn = observed_value_and_grad(_around(forward, unread), state.loss_scale, observe)
         passes = _accumulate(grad_fn, accumulate_steps, local, batch)
@@ -274,7 +268,7 @@ def build_train_step(
             rng=next_rng,
             **counted(state, verdict.finite()),
         )
-        metrics = _metrics(new, passes, verdict)
+        metrics = {"loss": passes.loss, **metrics_of(new, **verdict._asdict())}
         metrics |= reports.of_step(state, passes, verdict, stalled_shares)
         return new, {**metrics, "aux": passes.aux} if has_aux else metrics
 
@@ -378,19 +372,17 @@ def _first_state(
     )
 
 
-def _check_call(state: Any, optimizer: Any, axes: Sequence[str], axis_name: Any) -> None:
+def _check_call(state: Any, optimizer: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state is a {type(state).__name__}, not a TrainState. The order is "
             "step(state, batch), with the state that init(params) returned."
         )
     check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
-    for name in axes:
-        check_axis(name, axis_name)
 
 
 def _local(
-    state: TrainState, axis_name: Any, reads: Reads
+    state: TrainState, axes: tuple[str, ...], axis_name: Any, reads: Reads
 ) -> tuple[TrainState, Any, jax.Array | None]:
     """Returns the state as the loss of one step on one replica reads it, and the next step's key.
 
@@ -399,11 +391,9 @@ def _local(
     whose gradients nothing reads.
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-    params, model_state = state.params, state.model_state
-    if axis_name is not None:
-        params, model_state = localized((params, model_state), axis_name)
-        if rng is not None:
-            rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
+    params, model_state = local_to(axes, axis_name, (state.params, state.model_state))
+    if axes and rng is not None:
+        rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
     return (
         dataclasses.replace(state, params=read, model_state=model_state, rng=rng),
@@ -460,32 +450,23 @@ def _updated(
     }
 
 
-def _metrics(new: TrainState, passes: Passes, verdict: Verdict) -> Metrics:
-    return {
-        "loss": passes.loss,
-        **verdict._asdict(),
-        "loss_scale": jnp.asarray(new.loss_scale.loss_scale, jnp.float32),
-        "skipped_steps": new.skipped_steps,
-        "consecutive_skips": new.consecutive_skips,
-    }
-
-
 # After so many skipped steps any usual loss scale has come down to 1: from 2**24 by halves.
 AT_FLOOR = 25
+DERIVATIVE = (
+    "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
+    "narrow for this backward pass"
+)
+FIND = "mpjax.find_nonfinite names the operation."
 FLOOR = (
     "if the gradient was scaled by another optimizer's loss scale (a GAN's generator and "
     "discriminator), pass the states of both to value_and_grad and to each update as scaled_by=. "
-    "Otherwise an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 "
-    "is too narrow for this backward pass: try 'mixed_bfloat16'. mpjax.find_nonfinite names the "
-    "operation."
+    f"Otherwise {DERIVATIVE}: try 'mixed_bfloat16'. {FIND}"
 )
-
-
 OF_LOSS = (
     "The loss itself was non-finite. No loss scale can prevent that. Usual causes: NaN or infinity "
     "in the data, an overflow in the float16 forward pass (attention scores, large activations), "
     "or weights that have diverged (float16 overflows above 65504). Check the batch, lower the "
-    "learning rate, or try 'mixed_bfloat16'. mpjax.find_nonfinite names the operation."
+    f"learning rate, or try 'mixed_bfloat16'. {FIND}"
 )
 OF_STATE = (
     "The loss was finite, but the new model_state was not. No loss scale can prevent that. Usual "
@@ -495,10 +476,9 @@ OF_STATE = (
 )
 OF_GRADIENTS = (
     "The loss was finite, but its gradients were not, or the update that the optimizer made of "
-    "them (then grad_norm is finite). Usual causes: too high a learning rate, "
-    "an operation has an infinite derivative (sqrt or norm at 0, log near 0), or float16 is too "
-    "narrow for this backward pass. Lower the learning rate, try 'mixed_bfloat16', or add a "
-    "float32 override for the part that overflows. mpjax.find_nonfinite names the operation."
+    f"them (then grad_norm is finite). Usual causes: too high a learning rate, {DERIVATIVE}. Lower "
+    "the learning rate, try 'mixed_bfloat16', or add a float32 override for the part that "
+    f"overflows. {FIND}"
 )
 
 

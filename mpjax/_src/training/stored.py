@@ -49,12 +49,6 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
 
     The state of ``inner`` and its updates are float32, so their dtypes do not change during
     training. Only the sum in ``optax.apply_updates`` is rounded to 16 bits.
-
-    Args:
-        inner: Any optax optimizer.
-
-    Returns:
-        An optax transformation. Extra arguments of ``update`` are passed to ``inner``.
     """
     inner = as_optimizer(inner, "inner")
 
@@ -74,15 +68,11 @@ def made(
     init: Callable[..., Any],
     core: Callable[..., Any],
 ) -> Optimizer:
-    """Returns an `Optimizer`.
+    """Returns an `Optimizer`; ``reads`` are the `Reads` of the one inside.
 
-    Args:
-        inner: The optimizer inside.
-        init: ``init(params, reads)`` returns the first state. ``reads`` are the `Reads` of
-            ``inner``.
-        core: ``core(grads, state, params, extra_args, reads)`` returns a triple: the updates of the
-            inner optimizer; a list of the new parameters, with None for a parameter that is the sum
-            with its update, or None if all are such sums; and the new state.
+    ``init(params, reads)`` returns the first state. ``core(grads, state, params, extra_args,
+    reads)`` returns the updates of the inner optimizer; a list of the new parameters, with None for
+    a parameter that is the sum with its update, or None if all are such sums; and the new state.
     """
     reader = Reader(inner)
 

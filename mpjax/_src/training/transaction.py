@@ -23,6 +23,8 @@ from mpjax._src.training.judge import judged
 from mpjax._src.training.loss_scale import adjust_shared
 
 T = TypeVar("T")
+# What must be finite, in the metrics of a step.
+VERDICTS = "grads_finite", "loss_finite", "state_finite"
 
 
 def by_select(finite: jax.Array, new: Callable[..., Any], before: T, *args: Any) -> Any:
@@ -54,16 +56,9 @@ def gated(
 ) -> tuple[T, jax.Array]:
     """Returns ``new(before, *args)`` if ``finite`` and the result is finite, else ``before``.
 
-    Args:
-        finite: Whether everything that the new state is computed of is finite.
-        new: Returns the new state. A leaf may be non-finite if it was before.
-        before: The state before, returned bit for bit.
-        *args: The other arguments of ``new``.
-        agree: Makes a verdict the same on all shards.
-        wholly: Whether all of the result is judged, even if it seems to be plain arithmetic.
-
-    Returns:
-        The state, and whether the new one was finite; true if it was not computed.
+    A leaf of the result may be non-finite if it was before. The second result is whether the new
+    state was finite; true if it was not computed. ``agree`` makes a verdict the same on all shards.
+    With ``wholly`` all of the result is judged, even if it seems to be plain arithmetic.
 
     Raises:
         ValueError: If the two differ in structure, or two leaves in shape or dtype.
@@ -152,6 +147,16 @@ def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
     return {
         "skipped_steps": before.skipped_steps + skipped,
         "consecutive_skips": (before.consecutive_skips + 1) * skipped,
+    }
+
+
+def metrics_of(state: Any, **verdicts: jax.Array) -> dict[str, jax.Array]:
+    """Returns the metrics of a step: verdicts, the next loss scale, and the skips so far."""
+    return {
+        **verdicts,
+        "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
+        "skipped_steps": state.skipped_steps,
+        "consecutive_skips": state.consecutive_skips,
     }
 
 
