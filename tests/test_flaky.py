@@ -45,3 +45,10 @@ def test_runs_that_were_made_are_not_repeated(runs, monkeypatch, capsys):
     assert end_of(monkeypatch, "--sets", "SSE4_2") == 0
     assert end_of(monkeypatch, "--sets", "SSE4_2") == 0
     assert len(runs) == 2
+
+
+def test_further_seeds_run_the_files_that_draw():
+    assert flaky.drawing(["tests/training/test_step.py", "tests/test_flaky.py"]) == [
+        "tests/training/test_step.py"
+    ]
+    assert "tests/autocast/test_sound_random.py" in flaky.drawing([])
