@@ -258,7 +258,7 @@ WRONG = {
     r"bias='b' must be None or an array": {"bias": "b"},
     r"bias has shape \(7, 7\)": {"bias": np.ones((7, 7), np.float32)},
     r"mask has shape \(1, 1, 1, 1, 1\)": {"mask": np.ones((1, 1, 1, 1, 1), bool)},
-    r"scale='x' must be a number": {"scale": "x"},
+    r"scale='x' must be a finite number": {"scale": "x"},
     r"is_causal=1 must be True or False": {"is_causal": 1},
     r"local_window_size='a'": {"local_window_size": "a"},
     r"local_window_size=\(1, 2, 3\)": {"local_window_size": (1, 2, 3)},

@@ -33,6 +33,13 @@ TRIED = {
     "Manager": "It is mpjax.checkpoint.Manager",
     "master_parms": "Did you mean mpjax.optim.master_params",
     "fit_memry": "Did you mean mpjax.hardware.fit_memory",
+    "no_grad": "jax.lax.stop_gradient",
+    "clip_grad_norm_": "optax.clip_by_global_norm",
+    "initialise": "mpjax.mixed_precision",
+    "recompute": "storage=lean",
+    "fp8_autocast": "Transformer Engine",
+    "load_state": "mpjax.checkpoint.restore",
+    "FSDP": "NamedSharding",
     "autocats": "Did you mean 'autocast'",
 }
 

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import mpjax
+import mpjax.checkpoint
 import mpjax.linen
 import mpjax.nnx
 
@@ -181,6 +182,22 @@ MISTAKES = {
         lambda: MIXED.value_and_grad(loss, STATE, has_aux="yes"),
         "has_aux='yes' must be True or False",
     ),
+    "swapped, save": (
+        lambda: mpjax.checkpoint.save(PARAMS, "runs/1"),
+        "state is 'runs/1'.*is a string.*save.directory, state",
+    ),
+    "swapped, save_safetensors": (
+        lambda: mpjax.checkpoint.save_safetensors(PARAMS, "a.safetensors"),
+        "file=.*must be a path.*is a dict.*save_safetensors.file, params",
+    ),
+    "swapped, restore": (
+        lambda: mpjax.checkpoint.restore(PARAMS, "runs/1"),
+        "directory=.*must be a path.*is a dict.*restore.directory, like",
+    ),
+    "metrics without the loss scale": (
+        lambda: mpjax.raise_if_diverged({"consecutive_skips": 3}, 10),
+        "metrics=.*that a training step returned",
+    ),
     "an array of text": (
         lambda: mpjax.linear_cross_entropy("x", BATCH, BATCH),
         "hidden='x' must be an array.*linear_cross_entropy.hidden, weight, labels",
@@ -225,6 +242,7 @@ NUMBERS = {
     "hidden": lambda n: mpjax.linear_cross_entropy(n, BATCH, BATCH),
     "chunk": lambda n: mpjax.linear_cross_entropy(BATCH, BATCH.T, np.zeros(4, int), chunk=n),
     "z_loss": lambda n: mpjax.linear_cross_entropy(BATCH, BATCH.T, np.zeros(4, int), z_loss=n),
+    "scale": lambda n: mpjax.dot_product_attention(*[BATCH[None, None]] * 3, scale=n),
     "argnums": lambda n: MIXED.value_and_grad(loss, STATE, argnums=n)(PARAMS, BATCH),
     "policy": mpjax.get_policy,
     "storage": lambda n: mpjax.get_policy("mixed_bfloat16", storage=n),

@@ -20,6 +20,12 @@ def layer(module):
     return lambda x: module.init_with_output(jax.random.key(0), x)[0]
 
 
+def lstm(x):
+    cell = nn.LSTMCell(4)
+    carry = x, x
+    return cell.init_with_output(jax.random.key(0), carry, x)[0]
+
+
 # A function for each row of the table, and its operand.
 PROGRAMS = {
     "matmul": (lambda x: jnp.einsum("ij,jk->ik", x, x), X),
@@ -38,6 +44,10 @@ PROGRAMS = {
     "maxpool": (lambda x: nn.max_pool(x, (2, 2)), IMAGE),
     "sigmoid": (jax.nn.sigmoid, X),
     "gelu": (jax.nn.gelu, X),
+    "lstm": (lstm, X),
+    "leakyrelu": (lambda x: nn.leaky_relu(x - 0.5), X),
+    "cat": (lambda x: jnp.concatenate([x, x]), X),
+    "where": (lambda x: jnp.where(x > 0, x, 1), X),
     "power": (lambda x: jnp.power(x, 2.5), X),
     "ln": (jnp.log, X),
     "biasadd": (lambda x: x + 1, X),
@@ -78,6 +88,8 @@ def test_no_name_of_the_table_is_a_primitive_or_twice_there():
         ("softmax_with_cross_entropy", "'exp'.*'log'"),
         ("layer_norm", "'rsqrt'.*mpjax.precision"),
         ("exp_p", "Did you mean 'exp'"),
+        ("LSTMCell", "'dot_general', 'logistic'"),
+        ("interpolate", "Write 'dot_general'"),
         ("nothing_like_it", "jax.make_jaxpr prints"),
     ],
 )
@@ -101,5 +113,6 @@ def test_primitives_are_taken_as_they_are():
     policy = mpjax.get_policy("mixed_bfloat16")
     for given in (jax.lax.exp_p, [jax.lax.exp_p], "exp", ("exp",)):
         assert policy.with_ops(full=given).full_ops == ("exp",)
-    with pytest.raises(ValueError, match="full=.* must be a sequence of strings.*make_jaxpr"):
-        policy.with_ops(full=jnp.exp)
+    for fun, words in ((jnp.exp, "make_jaxpr"), (jnp.matmul, "Write 'dot_general'.*make_jaxpr")):
+        with pytest.raises(ValueError, match=f"full=.* must be a sequence of strings.*{words}"):
+            policy.with_ops(full=fun)

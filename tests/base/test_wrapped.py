@@ -88,10 +88,17 @@ def test_it_wraps_what_wraps_already(way):
     assert inspect.signature(made) == inspect.signature(loss)
 
 
-@pytest.mark.parametrize("made", [mpjax.autocast, mpjax.half_inputs])
-def test_a_with_block_around_a_decorator_names_the_ways(made):
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(mpjax.autocast(), mpjax.half_inputs(), mpjax.autocast(loss), mpjax.half_inputs(loss)),
+        *(mpjax.precision("float32")(loss), mpjax.get_policy("mixed_bfloat16")),
+        mpjax.mixed_precision(optax.sgd(0.1)),
+    ],
+)
+def test_a_with_block_around_what_sets_a_precision_names_the_ways(made):
     ways = r"(?s)no `with` block.*@mpjax.autocast.*mpjax.precision"
-    with pytest.raises(TypeError, match=ways), made():
+    with pytest.raises(TypeError, match=ways), made:
         pass
 
 

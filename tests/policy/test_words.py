@@ -59,10 +59,14 @@ def test_an_invalid_string_is_answered_with_the_valid_one(text):
     [
         *(
             (name, "Qwix")
-            for name in ("mixed_fp8", "fp8", "float8_e4m3fn", "nvfp4", "int8", "c=fp8")
+            for name in ("mixed_fp8", "fp8", "float8_e4m3fn", "nvfp4", "nf4", "int8", "c=fp8")
         ),
         *((name, "in TF32 by default.*'float32'") for name in ("tf32", "TensorFloat32", "O1:tf32")),
         ("auto", "recommend_policy"),
+        *((f"O1{sep}loss_scale=128", "mpjax.build_train_step: loss_scale=") for sep in ",; "),
+        ("mixed_float16,dtype=bf16", "name of a policy alone"),
+        ("mixed_float16,custom_white_list=[]", "Did you mean 'half_ops'"),
+        ("mixed_float16,use_amp=false", "'float32' turns"),
         ("storage=lean", "no name and no dtype.*'mixed_bfloat16,storage=lean'"),
         ("mixed_bfloat16,overrides=" + "9" * 400, "must map patterns to dtypes"),
         ("mixed_bfloat16,storage=" + "9" * 400, "a number from 0"),
@@ -153,3 +157,14 @@ def test_a_mapping_is_a_policy_wherever_one_is_asked_for():
 def test_a_policy_made_of_a_name_says_what_makes_one():
     with pytest.raises(TypeError, match="mpjax.get_policy.'mixed_bfloat16'. returns"):
         mpjax.Policy("mixed_bfloat16")
+
+
+@pytest.mark.parametrize("text", ["{norm: f32}", "{'norm': 'f32'}", "norm=f32", '{"norm": "f32"}'])
+def test_overrides_in_a_string_are_answered_with_a_mapping(text):
+    for ask in (
+        lambda: mpjax.get_policy("O1", overrides=text),
+        lambda: mpjax.get_policy("O1").override(text),
+        lambda: mpjax.get_policy({"policy": "O1", "overrides": text}),
+    ):
+        with pytest.raises(ValueError, match='overrides=.*Did you mean {"norm": "f32"}'):
+            ask()

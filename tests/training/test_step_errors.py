@@ -19,8 +19,9 @@ from mpjax._src.training.step import TrainState
 
 
 def test_raise_if_diverged_is_called_outside_of_jit():
+    metrics = {"consecutive_skips": 4, "loss_scale": 1.0, "loss_finite": True}
     with pytest.raises(TypeError, match="metrics are traced.*outside of jit"):
-        jax.eval_shape(lambda m: mpjax.raise_if_diverged(m, 3), {"consecutive_skips": 4})
+        jax.eval_shape(lambda m: mpjax.raise_if_diverged(m, 3), metrics)
 
 
 def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
@@ -52,7 +53,7 @@ def test_raise_if_diverged_says_how_many_at_what_scale_and_why():
         with pytest.raises(TypeError, match="metrics=.*must be the metrics"):
             mpjax.raise_if_diverged(wrong, 2)
     with pytest.raises(ValueError, match="several steps"):
-        mpjax.raise_if_diverged({"consecutive_skips": np.zeros(3)}, np.int64(2))
+        mpjax.raise_if_diverged({**metrics, "consecutive_skips": np.zeros(3)}, np.int64(2))
     for limit in (0, 1.5, True):
         with pytest.raises(ValueError, match="limit=.*must be an integer"):
             mpjax.raise_if_diverged(metrics, limit)

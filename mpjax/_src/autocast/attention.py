@@ -17,7 +17,7 @@ from mpjax._src.base.errors import (
     check_choice,
     check_flag,
     finite_number,
-    is_number,
+    is_traced,
     optional_array,
     refuse_traced,
     whole_number,
@@ -198,8 +198,8 @@ def _named(kernel: str, why: str = "") -> Any:
 def _check_settings(
     scale: Any, is_causal: Any, window: Any, implementation: Any, dropout_rate: Any
 ) -> None:
-    if not (scale is None or is_number(scale)):
-        raise ValueError(f"scale={brief(scale)} must be a number or None.")
+    if not (scale is None or is_traced(scale) or finite_number(scale) is not None):
+        raise ValueError(f"scale={brief(scale)} must be a finite number or None.")
     check_flag("is_causal", is_causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
     if window is not None and (len(sides) != 2 or any(whole_number(x) is None for x in sides)):

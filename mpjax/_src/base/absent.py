@@ -45,11 +45,11 @@ INSTEAD = {
     "the op lists of a policy, mpjax.get_policy(...).with_ops(half=..., full=...)": """*white_list
         *black_list op_lists register_*_function promote_function""",
     "mpjax.get_policy and mpjax.Policy": "DTypePolicy dtype_policy MixedPrecisionConfig Precision",
-    _POLICY: """set_policy set_*policy set_mixed_precision set_compute_dtype use_policy push_policy
+    _POLICY: """set_policy set_*policy set_mixed_precision set_*_dtype use_policy push_policy
         pop_policy with_policy policy_scope global_policy""",
     "mpjax.autocast(fun, policy), a function transformation": """auto_cast autocast_* amp_guard
         *decorate half_function *_precision_rewrite *_precision_wrapper auto_precision""",
-    _BUILT: """amp initialize prepare Accelerator MixedPrecision* *mixed_precision* *_optimizer
+    _BUILT: """amp initiali?e* prepare Accelerator MixedPrecision* *mixed_precision* *_optimizer
         BF16Optimizer build_train_network *train_step build_step Trainer fit wrap mixed
         FusedAdam""",
     _REGION: "float_function *32_function disable_*cast* no_autocast force_*32 keep_float32",
@@ -59,9 +59,16 @@ INSTEAD = {
     "mpjax.all_finite(tree)": "*isfinite all_isfinite is_finite has_inf_or_nan check_finite isnan",
     "mpjax.select(pred, on_true, on_false)": "select_tree tree_select where tree_where",
     "moments=8bit in the policy, or mpjax.optim.with_8bit_moments(optimizer)": "*8bit eight_bit_*",
-    "storage=lean in the policy, or jax.checkpoint": "checkpoint_wrapper *_checkpoint* remat",
+    "storage=lean in the policy, or jax.checkpoint": """checkpoint_wrapper *_checkpoint* remat
+        recompute*""",
     "accumulate_steps= of mpjax.build_train_step": "accumulate* MultiSteps",
     "mpjax.find_nonfinite(fun, policy)": "debug_nans find_nan* detect_anomaly nan_report",
+    "mpjax.checkpoint.restore(directory, like)": "load load_* restore_* from_checkpoint",
+    "optax.clip_by_global_norm in the optimizer that mpjax.mixed_precision wraps": "clip_*",
+    "jax.lax.stop_gradient": "no_grad* inference_mode detach",
+    "jax.jit around the function that mpjax returns": "jit compile",
+    "Transformer Engine, Qwix or AQT in a function under mpjax.autocast": "*fp8* *int8* *quantize*",
+    "parameters with a jax.sharding.NamedSharding: mpjax follows it": "FSDP* *data_parallel shard*",
     "mpjax.recommend_policy()": "is_*16_supported best_policy auto_policy default_policy",
 }
 

@@ -30,7 +30,7 @@ ELSEWHERE = {
         " JAX's float32 matmuls run in TF32 by default, on NVIDIA GPUs from Ampere on: use "
         "'float32'. jax.default_matmul_precision('highest') or ('tensorfloat32') changes that."
     ),
-    r"fp[468]|float[468](?!\d)|f[468]e|e[45]m[32]|u?int\d|transformer.?engine": (
+    r"fp[468]|nf4|float[468](?!\d)|f[468]e|e[45]m[32]|u?int\d|transformer.?engine": (
         " Policies have 16, 32 and 64 bits. For matmuls of fewer bits call Transformer Engine, "
         "Qwix or AQT in the function, under 'mixed_bfloat16'."
     ),

@@ -8,7 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Wrapped:
+class NoBlock:
+    """What chooses a precision and is no context manager, and says so."""
+
+    def __enter__(self) -> Any:
+        raise TypeError(
+            "mpjax has no `with` block that sets a policy: a function is traced and planned as a "
+            "whole. Write fun = mpjax.autocast(fun, policy), or @mpjax.autocast(policy=policy) "
+            "above the function. `with mpjax.precision(dtype):` sets the dtype of a part of it."
+        )
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class Wrapped(NoBlock):
     """A function that is made of another one and of settings.
 
     It has the name, the documentation and the signature of the other, and becomes a method in a
@@ -43,14 +56,5 @@ class Wrapped:
         return name if by_name else (type(self), (self.fun, *self.settings))
 
 
-class Decorator(functools.partial):
-    """A decorator that is not a context manager, and says so."""
-
-    def __enter__(self) -> Any:
-        raise TypeError(
-            "mpjax has no `with` block that sets a policy: a function is traced and planned as a "
-            "whole. Write fun = mpjax.autocast(fun, policy), or @mpjax.autocast(policy=policy) "
-            "above the function. `with mpjax.precision(dtype):` sets the dtype of a part of it."
-        )
-
-    def __exit__(self, *error: Any) -> None: ...
+class Decorator(NoBlock, functools.partial):
+    """A decorator of settings that were given without a function."""

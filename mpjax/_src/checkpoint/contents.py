@@ -18,7 +18,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from mpjax._src.base.dtypes import FLOAT32, is_narrow
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, misplaced
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import NUMBER, is_array_or_shape, is_key
 from mpjax._src.training.loss_scale import has_protocol
@@ -69,10 +69,11 @@ def leaves_of(tree: Any) -> list[Leaf]:
     leaves = _at_home(list(_leaves(tree, (), ())))
     for leaf in leaves:
         if not is_stored(leaf.value):
+            place = f"[{leaf.path!r}]" if leaf.path else ""
             raise TypeError(
-                f"state[{leaf.path!r}] is {brief(leaf.value)}, not an array that JAX "
+                f"state{place} is {brief(leaf.value)}, not an array that JAX "
                 "supports. Leave functions and settings out of the state. A checkpoint stores "
-                "arrays, and plain data that is passed as data=."
+                f"arrays, and plain data that is passed as data=.{'' if place else misplaced(tree)}"
             )
     for kind in ("path", "means"):
         # tensorstore takes "a/" for "a".

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, misplaced
 from mpjax._src.checkpoint.packages import needed
 
 # What orbax appends to the name of a directory that it has not finished. A Manager removes such
@@ -36,7 +36,7 @@ def absolute(path: str | os.PathLike, argument: str = "directory") -> str:
         numbered = " Manager(directory).save(number, state) numbers checkpoints."
         raise TypeError(
             f"{argument}={brief(path)} must be a path: a string or a pathlib.Path."
-            + numbered * (argument == "directory")
+            f"{misplaced(path)}" + numbered * (argument == "directory")
         )
     wrong = _refused(text)
     if wrong:

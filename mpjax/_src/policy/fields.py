@@ -1,6 +1,7 @@
 """The fields of a policy: which values they take, and the checks of what is given."""
 
 import numbers
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,9 +9,10 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT16, HALVES, canonical
-from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.errors import LONGEST, brief, did_you_mean
 from mpjax._src.base.operations import primitives_of
 from mpjax._src.base.rules import NO_HALF_FORM, PROGRAM, rule_of
+from mpjax._src.policy.words import as_json
 
 OP_LISTS = ("half_ops", "full_ops", "follow_ops")
 FLAGS = ("master_weights", "fused_attention", "chunked_loss")
@@ -176,8 +178,11 @@ def strings_of(value: Any, argument: str) -> tuple[str, ...]:
     strings = tuple(getattr(string, "name", string) for string in strings)
     if all(isinstance(string, str) for string in strings):
         return strings
-    ops = argument.removesuffix("_ops") in ("half", "full", "follow")
-    hint = " jax.make_jaxpr(fun)(*args) prints the primitives of a function." if ops else ""
+    hint = ""
+    if argument.removesuffix("_ops") in ("half", "full", "follow"):
+        names = (getattr(string, "__name__", "") for string in strings)  # such as jnp.matmul
+        hint = "".join(map(primitives_of, names))
+        hint += " jax.make_jaxpr(fun)(*args) prints the primitives of a function."
     raise ValueError(f"{argument}={brief(value)} must be a sequence of strings.{hint}")
 
 
@@ -186,9 +191,11 @@ def pairs_of(overrides: Any) -> tuple[tuple[Any, Any], ...]:
     try:
         return tuple((pattern, dtype) for pattern, dtype in pairs)
     except (TypeError, ValueError):
+        text = overrides if isinstance(overrides, str) and len(overrides) < LONGEST else ""
+        meant = f" Did you mean {as_json(text, True)}?" if re.search("[:=]", text) else ""
         raise ValueError(
             f"overrides={brief(overrides)} must map patterns to dtypes, such as "
-            '{"*/head/*": "float32"}.'
+            f'{{"*/head/*": "float32"}}.{meant}'
         ) from None
 
 

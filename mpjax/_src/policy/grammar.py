@@ -22,7 +22,7 @@ from mpjax._src.base.dtypes import (
 from mpjax._src.base.errors import LONGEST, brief, did_you_mean, misplaced
 from mpjax._src.policy.fields import CHOICES, FLAGS, pairs_of
 from mpjax._src.policy.policy import ALIASES, KEYS, LEVELS, NAMES, Policy, PolicyLike, of_level
-from mpjax._src.policy.words import NAMES_ELSEWHERE, rewritten
+from mpjax._src.policy.words import NAMES_ELSEWHERE, key_elsewhere, rewritten
 
 
 def get_policy(x: "PolicyLike", half: DTypeLike | None = None, **settings: Any) -> Policy:
@@ -209,7 +209,8 @@ def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
 def _unknown_name(name: str, text: str) -> ValueError:
     choices = [*NAMES, *LEVELS, *ALIASES, *BY_NAME, "half"]
     meant = _mixed(name) or NAMES_ELSEWHERE.get(name.lower())
-    hint = f" Did you mean {meant!r}?" if meant else elsewhere(name) or did_you_mean(name, choices)
+    hint = elsewhere(name) or key_elsewhere(name) or did_you_mean(name, choices)
+    hint = f" Did you mean {meant!r}?" if meant else hint
     if name.lower() in ("auto", "default", "best"):
         hint = " mpjax.recommend_policy() returns the one that suits this device."
     return ValueError(
@@ -324,4 +325,4 @@ def _word(text: str, position: int) -> tuple[str, int]:
 
 def _grammar(word: str) -> str:
     valid = ", ".join(key for key in KEYS if len(key) > 1)
-    return f"Choose one of {valid}.{did_you_mean(word, KEYS)}"
+    return f"Choose one of {valid}.{key_elsewhere(word) or did_you_mean(word, KEYS)}"

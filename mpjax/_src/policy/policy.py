@@ -20,6 +20,7 @@ from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import matches, nearest_paths, path_of, paths
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import cast, cast_leaf
+from mpjax._src.base.wrapped import NoBlock
 from mpjax._src.policy.fields import CHOICES, OP_LISTS, canonical_fields, pairs_of, strings_of
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ _UNSET: Any = None  # of a dtype that was not given
 
 @public("mpjax")
 @dataclasses.dataclass(frozen=True, repr=False)
-class Policy(jmp.Policy):
+class Policy(NoBlock, jmp.Policy):
     """The dtypes that a program stores, computes and returns its floating values in.
 
     A policy is frozen and hashable, and it is a `jmp.Policy`. `get_policy` makes one from a string

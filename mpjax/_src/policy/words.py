@@ -1,5 +1,6 @@
 """What others write for a policy, and what it is here. Only errors read it."""
 
+import fnmatch
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -15,7 +16,31 @@ NAMES_ELSEWHERE = {
 
 _SEPARATORS = r"[\s;,|&/+]+"
 _AROUND = " \t\n;,|&/+'\""
+# What others set by a key, and where it is set here.
+KEYS_ELSEWHERE = {
+    "*scale* *scaling* growth* backoff* hysteresis": (
+        " Pass a loss scale to mpjax.mixed_precision or mpjax.build_train_step: "
+        "loss_scale=mpjax.DynamicLossScale()."
+    ),
+    "*level dtype a*_dtype *precision": (
+        " Write the name of a policy alone, such as 'O1' or 'mixed_bfloat16'."
+    ),
+    "enabled *_amp *_autocast": " The policy 'float32' turns mixed precision off.",
+    "*white_list *allow_list fp16_ops": " Did you mean 'half_ops'?",
+    "*black_list *deny_list fp32_ops": " Did you mean 'full_ops'?",
+    "keep_*": " Did you mean 'keep_full'?",
+    "*reduce*": " Did you mean 'reduce'?",
+    "remat *checkpointing *recompute*": " Did you mean 'storage'?",
+}
+
 _MAPPING, _LISTS = "overrides", ("keep_full", "half_ops", "full_ops", "follow_ops")
+
+
+def key_elsewhere(text: str) -> str:
+    """Returns where a key is set, or the first one in a string that is none here, or ""."""
+    said = re.findall(r"(\w+)\s*(?:[=:]|$)", text.lower())
+    rows = ((hint, p) for patterns, hint in KEYS_ELSEWHERE.items() for p in patterns.split())
+    return next((hint for hint, p in rows for key in said if fnmatch.fnmatchcase(key, p)), "")
 
 
 def rewritten(text: str, keys: Mapping[str, str], values: Mapping[str, Collection[str]]) -> str:
@@ -37,7 +62,7 @@ def rewritten(text: str, keys: Mapping[str, str], values: Mapping[str, Collectio
     for name, value in zip(rest[::2], rest[1::2], strict=True):
         field = keys[name.lower()]
         if field == _MAPPING or field in _LISTS:
-            settings.append(f"{name}={_as_json(value, field == _MAPPING)}")
+            settings.append(f"{name}={as_json(value, field == _MAPPING)}")
         else:
             first, *more = _words(value) or [""]
             settings.append(f"{name}={first}")
@@ -54,7 +79,7 @@ def _words(text: str) -> list[str]:
     return [w.strip("'\"") for w in re.split(_SEPARATORS, text.strip(_AROUND)) if w]
 
 
-def _as_json(text: str, mapping: bool) -> str:
+def as_json(text: str, mapping: bool) -> str:
     """Returns a mapping or a list as JSON, however it is written."""
     inside = text.strip(_AROUND.replace("/", "")).strip("{}[] \n")
     items = [item.strip() for item in re.split(r"[,;\n]", inside) if item.strip(" \t-")]

@@ -16,6 +16,7 @@ from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misp
 from mpjax._src.base.patterns import name_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, is_array, is_one_bool, widen
+from mpjax._src.base.wrapped import NoBlock
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
@@ -85,7 +86,7 @@ class MixedPrecisionState(NamedTuple):
 
 
 @public("mpjax.optim")
-class MixedPrecision(optax.GradientTransformationExtraArgs):
+class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
     """An optax optimizer that also computes gradients; `mixed_precision` returns it.
 
     ``optax.chain``, ``optax.MultiSteps``, ``optax.inject_hyperparams`` and their like return

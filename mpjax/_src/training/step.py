@@ -524,7 +524,8 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
 
 def _check_metrics(metrics: Any) -> None:
     """Raises an error if these are not the metrics of one step, outside of jit."""
-    if not (isinstance(metrics, dict) and "consecutive_skips" in metrics):
+    read = {"consecutive_skips", "loss_scale", "loss_finite"}
+    if not (isinstance(metrics, dict) and read <= metrics.keys()):
         raise TypeError(
             f"metrics={brief(metrics)} must be the metrics that a training step returned."
         )
