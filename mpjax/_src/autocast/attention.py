@@ -112,7 +112,11 @@ def dot_product_attention(
     bias, mask = optional_array("bias", bias), optional_array("mask", mask)
     if mask is not None and mask.dtype != bool:  # flax makes masks of floats
         mask = mask != 0
-    _check_settings(scale, is_causal, local_window_size, implementation, dropout_rate)
+    flags = {"is_causal": is_causal, "return_residual": return_residual}
+    flags |= {"broadcast_dropout": broadcast_dropout, "deterministic": deterministic}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    _check_settings(scale, local_window_size, implementation, dropout_rate)
     lengths = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
@@ -195,12 +199,9 @@ def _named(kernel: str, why: str = "") -> Any:
 # ---- checks -------------------------------------------------------------------------------------
 
 
-def _check_settings(
-    scale: Any, is_causal: Any, window: Any, implementation: Any, dropout_rate: Any
-) -> None:
+def _check_settings(scale: Any, window: Any, implementation: Any, dropout_rate: Any) -> None:
     if not (scale is None or is_traced(scale) or finite_number(scale) is not None):
         raise ValueError(f"scale={brief(scale)} must be a finite number or None.")
-    check_flag("is_causal", is_causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
     if window is not None and (len(sides) != 2 or any(whole_number(x) is None for x in sides)):
         raise ValueError(

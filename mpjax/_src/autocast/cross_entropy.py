@@ -28,6 +28,7 @@ from mpjax._src.base.errors import (
     check_broadcasts,
     check_choice,
     check_count,
+    check_flag,
     finite_number,
     optional_array,
     refuse_traced,
@@ -109,6 +110,7 @@ def linear_cross_entropy(
     labels = as_array("labels", labels, "an array of integers")
     bias, where = optional_array("bias", bias), optional_array("where", where)
     _check_dtypes(hidden=hidden, weight=weight, bias=bias, labels=labels)
+    check_flag("transposed", transposed)
     _check_shapes(hidden, weight, bias, labels, transposed)
     words, rows = weight.shape[0 if transposed else 1], math.prod(labels.shape)
     chunk = None if chunk is None else check_count("chunk", chunk)

@@ -219,6 +219,7 @@ class Manager:
             ValueError: If a later number is saved already, or ``data`` or ``metrics`` is invalid.
         """
         _check_count("number", number, least=0)
+        check_flag("force", force)
         if self._read_only:
             raise CheckpointError(
                 f"directory={self.directory!r} is only read by this Manager, which was created "

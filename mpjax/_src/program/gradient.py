@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import is_float
-from mpjax._src.base.errors import brief
+from mpjax._src.base.errors import brief, check_flag
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import is_array, is_array_or_shape
 from mpjax._src.program.modules import leaves_trained
@@ -63,6 +63,7 @@ def _is_position(i: Any, count: int) -> bool:
 
 def loss_of(outs: Any, has_aux: bool, tool: str = "") -> Any:
     """Returns the loss of what a function returned: all of it, or the first of ``(loss, aux)``."""
+    check_flag("has_aux", has_aux)
     if not has_aux:
         return outs
     if isinstance(outs, (tuple, list)) and len(outs) == 2:
