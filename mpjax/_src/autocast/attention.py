@@ -114,9 +114,7 @@ def dot_product_attention(
         mask = mask != 0
     flags = {"is_causal": is_causal, "return_residual": return_residual}
     flags |= {"broadcast_dropout": broadcast_dropout, "deterministic": deterministic}
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    _check_settings(scale, local_window_size, implementation, dropout_rate)
+    _check_settings(scale, flags, local_window_size, implementation, dropout_rate)
     lengths = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
@@ -199,9 +197,13 @@ def _named(kernel: str, why: str = "") -> Any:
 # ---- checks -------------------------------------------------------------------------------------
 
 
-def _check_settings(scale: Any, window: Any, implementation: Any, dropout_rate: Any) -> None:
+def _check_settings(
+    scale: Any, flags: dict[str, Any], window: Any, implementation: Any, dropout_rate: Any
+) -> None:
     if not (scale is None or is_traced(scale) or finite_number(scale) is not None):
         raise ValueError(f"scale={brief(scale)} must be a finite number or None.")
+    for name, flag in flags.items():
+        check_flag(name, flag)
     sides = window if isinstance(window, tuple | list) else (window, window)
     if window is not None and (len(sides) != 2 or any(whole_number(x) is None for x in sides)):
         raise ValueError(
