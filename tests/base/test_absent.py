@@ -1,9 +1,13 @@
 """A name that mpjax lacks is an error that says where it is, or what replaces it."""
 
+import copy
 import importlib
 import importlib.util
 import re
 
+import jax
+import numpy as np
+import optax
 import pytest
 
 import mpjax
@@ -93,3 +97,43 @@ def test_names_that_python_asks_for_get_no_advice():
     for name in ("__wrapped__", "_half"):
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'.$"):
             getattr(mpjax, name)
+
+
+OPTIMIZER = mpjax.mixed_precision(optax.sgd(0.1), "mixed_float16")
+PARAMS = {"w": np.ones(2, np.float32)}
+OBJECTS = {
+    "policy": mpjax.get_policy("mixed_bfloat16"),
+    "optimizer": OPTIMIZER,
+    "scale": mpjax.DynamicLossScale(),
+    "static scale": mpjax.StaticLossScale(2.0),
+    "state": mpjax.build_train_step(lambda p, b: p["w"].sum(), optax.sgd(0.1))[0](PARAMS),
+}
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "words"),
+    [
+        ("policy", "dtype", "param_dtype, compute_dtype or"),
+        ("policy", "cast", "cast_to_compute"),
+        ("policy", "compute_dtyp", "Did you mean 'compute_dtype'"),
+        ("optimizer", "step", "optimizer.update.*optax.apply_updates"),
+        ("optimizer", "zero_grad", "value_and_grad, which returns new gradients"),
+        ("optimizer", "state_dict", "mpjax.checkpoint.save"),
+        ("scale", "update", "adjust"),
+        ("scale", "step", "mpjax.mixed_precision"),
+        ("static scale", "get_scale", "loss_scale"),
+        ("state", "apply_gradients", "state, metrics = step"),
+        ("state", "opt", "opt_state"),
+        ("state", "zzz", "$"),
+    ],
+)
+def test_an_attribute_of_other_libraries_is_answered(which, name, words):
+    with pytest.raises(AttributeError, match=f"object has no attribute '{name}'.*{words}"):
+        getattr(OBJECTS[which], name)
+
+
+@pytest.mark.parametrize("which", OBJECTS)
+def test_objects_that_answer_are_copied_and_have_no_protocol_of_others(which):
+    copied = copy.deepcopy(OBJECTS[which])
+    assert jax.tree.structure(copied) == jax.tree.structure(OBJECTS[which])
+    assert not hasattr(copied, "__array__") and not hasattr(copied, "_repr_html_")

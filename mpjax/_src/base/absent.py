@@ -7,12 +7,14 @@ import ast
 import functools
 import opcode
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpjax._src.base.errors import nearest, no_attribute
 from mpjax._src.base.patterns import matches
+
+C = TypeVar("C", bound=type)
 
 # What to use instead of the names of torch.amp, Apex, Paddle, MindSpore, Keras, Flax, Lightning,
 # Accelerate, DeepSpeed and jmp.
@@ -72,6 +74,36 @@ INSTEAD = {
     "mpjax.recommend_policy()": "is_*16_supported best_policy auto_policy default_policy",
 }
 
+# The same for attributes of our objects, by the pattern of their class.
+_SAVE = "mpjax.checkpoint.save(directory, state)"
+_UPDATE = (
+    "updates, state = optimizer.update(grads, state, params), then params = "
+    "optax.apply_updates(params, updates), of the optimizer that mpjax.mixed_precision returns"
+)
+ATTRIBUTES = {
+    "Policy": {
+        "param_dtype, compute_dtype or output_dtype": "*dtype *precision",
+        "cast_to_param(tree), cast_to_compute(tree) or cast_to_output(tree)": "cast* to astype",
+    },
+    "MixedPrecision": {
+        _UPDATE: "step apply* minimize",
+        "value_and_grad, which returns new gradients in each step": """zero_grad clear_grad*
+            backward grad compute_gradients scale* unscale*""",
+        _SAVE: "*state_dict save",
+    },
+    "*LossScale": {
+        _UPDATE: "step apply* minimize",
+        "adjust(grads_finite)": "update",
+        "loss_scale": "get_scale value current*",
+        _SAVE: "*state_dict save",
+    },
+    "TrainState": {
+        "state, metrics = step(state, batch), the step of mpjax.build_train_step": "apply*",
+        "opt_state": "opt optimizer* tx",
+        _SAVE: "*state_dict save",
+    },
+}
+
 
 @functools.cache
 def public_names() -> dict[str, list[str]]:
@@ -125,8 +157,26 @@ def hint_for(module: str, name: str) -> str:
         return ""
     here = " or ".join(public_names().get(name, ()))
     typo = nearest(name, public_names(), count=1, cutoff=0.9)
-    rows = ((i, n) for i, names in INSTEAD.items() for n in names.split() if matches(n, name))
-    instead = next((i for i, n in rows if not ("*" in n and typo)), None)
+    instead = next((i for i, n in _rows(INSTEAD, name) if not ("*" in n and typo)), None)
     if instead:
         return f" Use {instead}{', or ' * bool(here)}{here}."
     return f" It is {here}." if here else ""
+
+
+def _rows(table: dict[str, str], name: str) -> Iterator[tuple[str, str]]:
+    """Yields what to use instead of a name, and the pattern that it fits."""
+    return ((i, n) for i, names in table.items() for n in names.split() if matches(n, name))
+
+
+def answering(cls: C) -> C:
+    """Decorates a class whose objects say what to use instead of an attribute that they lack."""
+    table = next(table for pattern, table in ATTRIBUTES.items() if matches(pattern, cls.__name__))
+
+    def lacking(self: Any, name: str) -> Any:
+        asked = not name.startswith("_")  # else by Python and its tools
+        known = [n for n in dir(cls) if not n.startswith("_")] if asked else []
+        instead = next((f" Use {i}." for i, _ in _rows(table, name)), "") if asked else ""
+        raise no_attribute(f"{cls.__name__!r} object", name, known, instead)
+
+    setattr(cls, "__getattr__", lacking)  # noqa: B010  (type checkers need not know it)
+    return cls

@@ -13,6 +13,7 @@ import jax
 import jmp
 import numpy as np
 
+from mpjax._src.base.absent import answering
 from mpjax._src.base.called import CALLED, CASTS
 from mpjax._src.base.deprecations import deprecated
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES, DTypeLike, default_half, short_name
@@ -43,6 +44,7 @@ _UNSET: Any = None  # of a dtype that was not given
 
 
 @public("mpjax")
+@answering
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(NoBlock, jmp.Policy):
     """The dtypes that a program stores, computes and returns its floating values in.

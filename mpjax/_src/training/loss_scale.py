@@ -17,6 +17,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.base import called
+from mpjax._src.base.absent import answering
 from mpjax._src.base.errors import (
     as_float,
     brief,
@@ -56,6 +57,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
 
 @public("mpjax")
 @pytree_of()
+@answering
 @dataclasses.dataclass(frozen=True, repr=False)
 class NoOpLossScale:
     """A loss scale of 1 that never changes, for policies that need no loss scaling.
@@ -90,6 +92,7 @@ class NoOpLossScale:
 
 @public("mpjax")
 @pytree_of("loss_scale")
+@answering
 @dataclasses.dataclass(frozen=True, repr=False)
 class StaticLossScale:
     """A fixed loss scale.
@@ -130,6 +133,7 @@ class StaticLossScale:
 
 @public("mpjax")
 @pytree_of("loss_scale", "growth_tracker", "hysteresis_tracker")
+@answering
 @dataclasses.dataclass(frozen=True, repr=False)
 class DynamicLossScale:
     """A loss scale that grows while gradients are finite, and backs off when they overflow.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._src.base.absent import answering
 from mpjax._src.base.called import CALLED, CASTS, SCALES
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misplaced, warn_user
@@ -86,6 +87,7 @@ class MixedPrecisionState(NamedTuple):
 
 
 @public("mpjax.optim")
+@answering
 class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
     """An optax optimizer that also computes gradients; `mixed_precision` returns it.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._src.base.absent import answering
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import (
     DivergenceError,
@@ -73,6 +74,7 @@ T = TypeVar("T")
     *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
     *("skipped_steps", "consecutive_skips"),
 )
+@answering
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainState:
     """The complete state of training: everything that a step may change. All leaves are arrays.
