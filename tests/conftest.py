@@ -90,7 +90,27 @@ def pytest_configure(config):
     settings.load_profile(name)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--drawing", action="store_true", help="only tests that draw random numbers")
+
+
+DRAWS = re.compile(r"\brng\b|hypothesis|fresh_rng|seed_of_run")
+
+
+def pytest_ignore_collect(collection_path, config):
+    read = config.option.drawing and collection_path.match("test_*.py")
+    return True if read and not DRAWS.search(collection_path.read_text()) else None
+
+
+def draws(item):
+    """Returns whether a seed changes a test, by what it or its module asks for."""
+    ways = {"rng", "fresh_rng", "seed_of_run"} & {*item.fixturenames, *vars(item.module)}
+    return bool(ways) or hasattr(item.function, "hypothesis")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.drawing:
+        items[:] = filter(draws, items)
     for item in items:
         item.add_marker(kind_of(item.path))
 
@@ -205,7 +225,7 @@ def pytest_terminal_summary(terminalreporter):
 
 # A worker that has come to take so much (MB) is freed of its programs after a test. They would be
 # most of its memory; freeing them takes a third of a second, and some are compiled again.
-LIMIT = 1250
+LIMIT = 1150
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 # Tracing makes many objects and few cycles: with Python's own thresholds, a sixth of its time goes

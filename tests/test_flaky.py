@@ -1,6 +1,8 @@
 """Runs on fresh seeds and instruction sets: what fails in any of them is listed, and read again."""
 
 import subprocess
+import sys
+from pathlib import Path
 
 import flaky
 import pytest
@@ -14,8 +16,8 @@ def runs(monkeypatch, tmp_path):
     def run(command, env=None, **_):
         if command[0] == "git":
             return subprocess.CompletedProcess(command, 0, "abc\n", "")
-        made.append((env["XLA_FLAGS"], env["SEED"]))
-        failed = made[-1] == ("--xla_cpu_max_isa=AVX2", "2")
+        made.append((env["XLA_FLAGS"], env["SEED"], "--drawing" in command))
+        failed = made[-1][:2] == ("--xla_cpu_max_isa=AVX2", "2")
         said = (
             "FAILED tests/test_a.py::test_b[x - y] - assert 1 == 2\n1 failed"
             if failed
@@ -37,7 +39,7 @@ def end_of(monkeypatch, *arguments):
 
 def test_a_test_that_fails_for_one_seed_is_listed(runs, monkeypatch, capsys):
     assert end_of(monkeypatch, "--sets", "AVX2", "default") == 1
-    assert len(runs) == 4 and runs[1] == ("", "1")
+    assert len(runs) == 4 and runs[1] == ("", "1", False)
     assert capsys.readouterr().out.endswith("test_b[x - y]\n    AVX2 2\n")
 
 
@@ -47,8 +49,15 @@ def test_runs_that_were_made_are_not_repeated(runs, monkeypatch, capsys):
     assert len(runs) == 2
 
 
-def test_further_seeds_run_the_files_that_draw():
-    assert flaky.drawing(["tests/training/test_step.py", "tests/test_flaky.py"]) == [
-        "tests/training/test_step.py"
-    ]
-    assert "tests/autocast/test_sound_random.py" in flaky.drawing([])
+def test_further_seeds_run_the_tests_that_draw(runs, monkeypatch):
+    end_of(monkeypatch, "--sets", "default")
+    assert runs == [("", "1", False), ("", "2", True)]
+
+
+def test_tests_that_draw_are_found():
+    command = [sys.executable, "-m", "pytest", "--drawing", "--collect-only", "-q"]
+    folder = Path(__file__).parent
+    paths = [folder / "base" / "test_coded.py", folder / "test_sample.py", folder / "test_flaky.py"]
+    found = subprocess.run([*command, *paths], capture_output=True, text=True).stdout.splitlines()
+    tests = [line for line in found if "::" in line]
+    assert tests and all("test_coded.py::" in line for line in tests)

@@ -2,9 +2,9 @@
 
 XLA fuses and vectorizes a program in another way on another processor, so a test that compares two
 programs bit for bit, or with too small a tolerance, fails on some machines and for some inputs.
-The first seed runs every test, the others those of the files that draw: elsewhere a seed changes
-nothing. What each run printed lies in a folder of the commit; a run that is there is not repeated.
-Under SSE4.2, where XLA has no float16, the tests that need it are skipped.
+The first seed runs every test, the others those that draw: elsewhere a seed changes nothing. What
+each run printed lies in a folder of the commit; a run that is there is not repeated. Under SSE4.2,
+where XLA has no float16, the tests that need it are skipped.
 """
 
 import argparse
@@ -19,8 +19,6 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / ".flaky"
 # Each contains the one before. "default" is what XLA chooses for this processor.
 SETS = {"SSE4_2": "sse4_2", "AVX2": "avx2", "AVX512": "avx512f", "default": ""}
-# A module that draws: by the fixture `rng`, by hypothesis, or from the seed itself.
-DRAWS = re.compile(r"def \w+\([^)]*\brng\b|hypothesis|fresh_rng|seed_of_run")
 FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\[\n]+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -31,14 +29,6 @@ def available():
     return [name for name, flag in SETS.items() if not flag or flag in flags]
 
 
-def drawing(paths):
-    """Returns the files of tests under some paths (none: of all tests) that draw random numbers."""
-    folders = [ROOT / path for path in paths or ["tests"]]
-    files = {file for folder in folders for file in (folder, *folder.rglob("test_*.py"))}
-    found = [file for file in files if file.is_file() and DRAWS.search(file.read_text())]
-    return sorted(str(file.relative_to(ROOT)) for file in found)
-
-
 def run(instructions, seed, workers, paths, folder):
     """Returns the tests that fail under an instruction set for a seed."""
     printed = folder / f"{instructions}-{seed}.txt"
@@ -46,6 +36,7 @@ def run(instructions, seed, workers, paths, folder):
         flag = "" if instructions == "default" else f"--xla_cpu_max_isa={instructions}"
         env = {**os.environ, "SEED": str(seed), "XLA_FLAGS": flag}
         command = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "worksteal", *paths]
+        command += ["--drawing"] * (seed > 1)
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1):
             sys.exit(f"{done.stdout}{done.stderr}\npytest ended with {done.returncode}")
@@ -65,9 +56,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     failures = collections.defaultdict(list)
     for seed in range(1, args.seeds + 1):
-        paths = args.paths if seed == 1 else drawing(args.paths)
         for name in args.sets:
-            failed = run(name, seed, args.workers, paths, folder)
+            failed = run(name, seed, args.workers, args.paths, folder)
             print(f"{name:8} SEED={seed}: {len(failed)} failed", flush=True)
             for test in failed:
                 failures[test].append(f"{name} {seed}")
