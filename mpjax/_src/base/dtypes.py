@@ -132,19 +132,12 @@ def is_narrow(x: Any) -> bool:
 
 
 class Limits(NamedTuple):
-    """What a floating dtype can represent. All but the digits are exponents of two.
+    """What a floating dtype can represent. All but the digits are exponents of two."""
 
-    Attributes:
-        digits: The significant bits: bfloat16 has 8, float16 11, float32 24.
-        flush: The largest magnitude that is rounded to zero: half the smallest number.
-        normal: The smallest magnitude with all digits.
-        overflow: The power of two that follows the largest number.
-    """
-
-    digits: int
-    flush: int
-    normal: int
-    overflow: int
+    digits: int  # the significant bits: bfloat16 has 8, float16 11, float32 24
+    flush: int  # the largest magnitude that is rounded to zero: half the smallest number
+    normal: int  # the smallest magnitude with all digits
+    overflow: int  # the power of two that follows the largest number
 
 
 def limits_of(dtype: Any) -> Limits:

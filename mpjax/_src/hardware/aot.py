@@ -136,15 +136,10 @@ def checked_options(options: Any) -> Options:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program to compile.
+    """A program to compile."""
 
-    Attributes:
-        stablehlo: Its StableHLO, as bytecode.
-        lowered: The lowered function, which must stay alive until the program is compiled.
-    """
-
-    stablehlo: bytes
-    lowered: Any
+    stablehlo: bytes  # its StableHLO, as bytecode
+    lowered: Any  # the lowered function, which must stay alive until the program is compiled
 
 
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:

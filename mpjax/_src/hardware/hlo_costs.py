@@ -57,51 +57,31 @@ DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matmul or convolution of an HLO module.
+    """A matmul or convolution of an HLO module."""
 
-    Attributes:
-        name: The name of the JAX operation that it comes from.
-        operands: The wider dtype of its two operands, spelled as in HLO.
-        precision: "default", "high" or "highest".
-        algorithm: The dtype in which an explicit algorithm multiplies, or "".
-        passes: The number of products in which an explicit algorithm computes one.
-        library: Whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote.
-        times: How often it runs.
-        flops: Of one run, of one pass.
-    """
-
-    name: str
-    operands: str
-    precision: str
-    algorithm: str
-    passes: int
-    library: bool
-    times: int
-    flops: float
+    name: str  # the name of the JAX operation that it comes from
+    operands: str  # the wider dtype of its two operands, spelled as in HLO
+    precision: str  # "default", "high" or "highest"
+    algorithm: str  # the dtype in which an explicit algorithm multiplies, or ""
+    passes: int  # the number of products in which an explicit algorithm computes one
+    library: bool  # whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote
+    times: int  # how often it runs
+    flops: float  # of one run, of one pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The cost of one run of an HLO module.
+    """The cost of one run of an HLO module."""
 
-    Attributes:
-        matmuls: Every matmul and convolution.
-        other_flops: The FLOPs of everything else: one per element of an arithmetic result.
-        bytes: The bytes read from and written to main memory, assuming that no cache keeps arrays
-            between two kernels.
-        host_bytes: The bytes sent to the host's memory, and those read from it.
-        constant_bytes: The bytes of the arrays that are part of the program.
-        unknown_loops: The number of loops with an unknown number of iterations; each counts once.
-        unknown_calls: The names of custom calls whose FLOPs are not known.
-    """
-
-    matmuls: tuple[Matmul, ...]
-    other_flops: float
+    matmuls: tuple[Matmul, ...]  # every matmul and convolution
+    other_flops: float  # the FLOPs of everything else: one per element of an arithmetic result
+    # The bytes read from and written to main memory, assuming that no cache keeps arrays between
+    # two kernels.
     bytes: float
-    host_bytes: tuple[float, float]
-    constant_bytes: float
-    unknown_loops: int
-    unknown_calls: tuple[str, ...]
+    host_bytes: tuple[float, float]  # the bytes sent to the host's memory, and those read from it
+    constant_bytes: float  # the bytes of the arrays that are part of the program
+    unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
+    unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
 
 
 def costs(text: str) -> Costs:

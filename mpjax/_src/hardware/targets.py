@@ -32,37 +32,21 @@ GPUS_PER_HOST, MOST = 8, 4096
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One accelerator or several equal ones: the facts for the compiler and the roofline.
+    """One accelerator or several equal ones: the facts for the compiler and the roofline."""
 
-    Attributes:
-        name: The name in this table, with the number of devices if there are several: "h100 x 8".
-        platform: "cuda" or "tpu".
-        device: The name that the device reports.
-        capability: NVIDIA's compute capability; "" for TPUs.
-        memory: The memory of one device, in bytes.
-        bandwidth: The bandwidth of that memory, in bytes per second.
-        link: The bandwidth of the link to the host in each direction, in bytes per second.
-        peaks: The peak FLOP/s by dtype, of the matrix units if they support the dtype.
-        topology: XLA's name of the topology.
-        config: The text proto that XLA's GPU compiler needs; "" for TPUs.
-        reserve: The default share of the memory that programs cannot use.
-        chip: The name of one device.
-        devices: The number of devices.
-    """
-
-    name: str
-    platform: str
-    device: str
-    capability: str
-    memory: int
-    bandwidth: float
-    link: float
-    peaks: Peaks
-    topology: str
-    config: str
-    reserve: float
-    chip: str
-    devices: int = 1
+    name: str  # the name in this table, with the number of devices if there are several: "h100 x 8"
+    platform: str  # "cuda" or "tpu"
+    device: str  # the name that the device reports
+    capability: str  # NVIDIA's compute capability; "" for TPUs
+    memory: int  # the memory of one device, in bytes
+    bandwidth: float  # the bandwidth of that memory, in bytes per second
+    link: float  # the bandwidth of the link to the host in each direction, in bytes per second
+    peaks: Peaks  # the peak FLOP/s by dtype, of the matrix units if they support the dtype
+    topology: str  # XLA's name of the topology
+    config: str  # the text proto that XLA's GPU compiler needs; "" for TPUs
+    reserve: float  # the default share of the memory that programs cannot use
+    chip: str  # the name of one device
+    devices: int = 1  # the number of devices
 
 
 def find_target(name: str) -> Target:

@@ -31,42 +31,26 @@ LONGEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The derivative of an operation where it is non-finite.
+    """The derivative of an operation where it is non-finite."""
 
-    Attributes:
-        of: The name of the operation.
-        value: "Inf", "-Inf" or "NaN".
-        expression: How JAX computes it there, such as "0.5 / sqrt(0)", or "".
-        inputs: The ranges of the operation's operands.
-        result: The range of the expression for all entries.
-        largest: The largest magnitude of the expression in float32 if it is finite there.
-    """
-
-    of: str
-    value: str
-    expression: str
-    inputs: tuple[Range, ...]
-    result: Range
+    of: str  # the name of the operation
+    value: str  # "Inf", "-Inf" or "NaN"
+    expression: str  # how JAX computes it there, such as "0.5 / sqrt(0)", or ""
+    inputs: tuple[Range, ...]  # the ranges of the operation's operands
+    result: Range  # the range of the expression for all entries
+    # The largest magnitude of the expression in float32 if it is finite there.
     largest: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """An operation that produced NaN or Inf.
-
-    Attributes:
-        name: Its name.
-        inputs: The ranges of its operands.
-        result: The range of its result.
-        place: Its place.
-        lines: Its line, and that of the library that it calls there.
-    """
+    """An operation that produced NaN or Inf."""
 
     name: str
-    inputs: tuple[Range, ...]
-    result: Range
+    inputs: tuple[Range, ...]  # the ranges of its operands
+    result: Range  # the range of its result
     place: Site = dataclasses.field(default_factory=Site)
-    lines: tuple[str, str] = ("", "")
+    lines: tuple[str, str] = ("", "")  # its line, and that of the library that it calls there
 
     @property
     def alone(self) -> "Made":

@@ -21,15 +21,10 @@ FURTHEST = 100
 
 
 class Share(NamedTuple):
-    """The next value of a state as ``factor * state + rest * something``.
+    """The next value of a state as ``factor * state + rest * something``."""
 
-    Attributes:
-        factor: The factor of the state.
-        rest: The factor of the added term; 0 if there is none.
-    """
-
-    factor: float
-    rest: float = 0.0
+    factor: float  # the factor of the state
+    rest: float = 0.0  # the factor of the added term; 0 if there is none
 
 
 def half_averages(program: Program) -> Iterator[Hit]:

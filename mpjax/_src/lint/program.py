@@ -34,33 +34,20 @@ Readers = collections.defaultdict[Value, list[Op]]
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A function as a program.
+    """A function as a program."""
 
-    Attributes:
-        fun: The function.
-        args: Its positional arguments, as given.
-        kwargs: Its keyword arguments, as given.
-        call: The arguments that are traced: ``args`` and ``kwargs``, modules as their arrays.
-        traced: The program of the arrays of ``call``.
-        names: The name of each of them: "state.params['w']".
-        results: The name of each result: "result[0].params['w']".
-        block: The graph.
-        ops: All operations in program order, including those of inner programs.
-        around: The loops, branches and calls around each operation, the outermost first.
-        notes: A cache for rules.
-    """
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: Flat
-    traced: Traced
-    names: tuple[str, ...]
-    results: tuple[str, ...]
-    block: Block
-    ops: tuple[Op, ...] = ()
+    fun: Callable[..., Any]  # the function
+    args: tuple[Any, ...]  # its positional arguments, as given
+    kwargs: dict[str, Any]  # its keyword arguments, as given
+    call: Flat  # the arguments that are traced: ``args`` and ``kwargs``, modules as their arrays
+    traced: Traced  # the program of the arrays of ``call``
+    names: tuple[str, ...]  # the name of each of them: "state.params['w']"
+    results: tuple[str, ...]  # the name of each result: "result[0].params['w']"
+    block: Block  # the graph
+    ops: tuple[Op, ...] = ()  # all operations in program order, including those of inner programs
+    # The loops, branches and calls around each operation, the outermost first.
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
     _constants: dict[Value, Any] = dataclasses.field(default_factory=dict)
     _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))

@@ -127,18 +127,12 @@ def check_result(tool: str, outs: Any, arrays: Sequence[Any]) -> None:
 
 
 class Pullback(NamedTuple):
-    """A loss and its backward pass.
-
-    Attributes:
-        loss: The loss.
-        aux: The arrays of ``aux``, by their paths.
-        residuals: The values that the forward pass keeps for the backward pass, and its program.
-        gradients: A function that runs the backward pass and returns the gradients.
-    """
+    """A loss and its backward pass."""
 
     loss: Any
-    aux: dict[str, Any]
-    residuals: Any
+    aux: dict[str, Any]  # the arrays of ``aux``, by their paths
+    residuals: Any  # the values that the forward pass keeps for the backward pass, and its program
+    # A function that runs the backward pass and returns the gradients.
     gradients: Callable[[], list[Any]]
 
 

@@ -22,13 +22,10 @@ class Gains(NamedTuple):
     """Further results, which each program returns after its own, and the equation after its own.
 
     The condition of a loop returns none.
-
-    Attributes:
-        start: Their values before a loop turns.
-        add: ``add(total, gained, turn)`` returns their values after one more turn of a loop.
     """
 
-    start: Sequence[Any]
+    start: Sequence[Any]  # their values before a loop turns
+    # ``add(total, gained, turn)`` returns their values after one more turn of a loop.
     add: Callable[[Sequence[Any], Sequence[Any], jax.Array], Sequence[Any]]
 
 

@@ -22,17 +22,11 @@ ROWWISE = _jax.BARRIERS | {"convert_element_type", "copy", "mul", "div", "neg", 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The position of a gradient in the order, as a linear function of the layer.
+    """The position of a gradient in the order, as a linear function of the layer."""
 
-    Attributes:
-        first: The position, or the position of the first layer that the backward pass reaches.
-        stride: The difference between successive layers; 0 without a scan over layers.
-        descending: Whether the backward pass goes from the last layer to the first.
-    """
-
-    first: int
-    stride: int = 0
-    descending: bool = True
+    first: int  # the position, or the position of the first layer that the backward pass reaches
+    stride: int = 0  # the difference between successive layers; 0 without a scan over layers
+    descending: bool = True  # whether the backward pass goes from the last layer to the first
 
 
 @dataclasses.dataclass(frozen=True)

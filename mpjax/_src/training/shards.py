@@ -24,18 +24,13 @@ SUMS = "psum", "pmax", "pmin", "all_gather"
 
 
 class Shards(NamedTuple):
-    """The axes over which parameters are split.
+    """The axes over which parameters are split."""
 
-    Attributes:
-        each: The axes that split each parameter, in the order of the leaves.
-        held: The axes over which the state itself has several loss scales and counts: there each
-            member of an ensemble has its own check.
-        known: Whether arrays tell the axes over which they vary.
-    """
-
-    each: tuple[Axes, ...]
+    each: tuple[Axes, ...]  # the axes that split each parameter, in the order of the leaves
+    # The axes over which the state itself has several loss scales and counts: there each member of
+    # an ensemble has its own check.
     held: Axes
-    known: bool
+    known: bool  # whether arrays tell the axes over which they vary
 
     @property
     def all(self) -> Axes:

@@ -123,23 +123,14 @@ def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = N
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of a 16-bit dtype, as bits of float32 magnitudes.
+    """The limits of a 16-bit dtype, as bits of float32 magnitudes."""
 
-    Attributes:
-        mantissa: The number of float32 mantissa bits that the dtype drops.
-        lowest: The biased float32 exponent of its smallest normal number.
-        flush: The largest magnitude that is rounded to zero.
-        normal: The smallest normal magnitude.
-        near: The smallest magnitude that counts as near overflow.
-        overflow: The smallest magnitude that is rounded to infinity.
-    """
-
-    mantissa: int
-    lowest: int
-    flush: int
-    normal: int
-    near: int
-    overflow: int
+    mantissa: int  # the number of float32 mantissa bits that the dtype drops
+    lowest: int  # the biased float32 exponent of its smallest normal number
+    flush: int  # the largest magnitude that is rounded to zero
+    normal: int  # the smallest normal magnitude
+    near: int  # the smallest magnitude that counts as near overflow
+    overflow: int  # the smallest magnitude that is rounded to infinity
 
     @classmethod
     @functools.cache
