@@ -61,12 +61,9 @@ def choose(
 ) -> Chosen:
     """Chooses what is kept of some steps: what costs the least, in bytes.
 
-    Args:
-        analysis: What is known about the values.
-        part: The steps.
-        kinds: The kind of code in which values would be kept, for those that have one.
-        costs: For the steps that may run again although that is not free: the cost of each result.
-        there: Further values that are in memory anyway.
+    ``kinds`` has the kind of code in which values would be kept, ``costs`` the cost of each result
+    of the steps that may run again although that is not free, and ``there`` further values in
+    memory.
     """
     steps = part.steps
     again_too = {step for step in steps if step in costs or runs_again(analysis, step)}

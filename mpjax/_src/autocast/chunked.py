@@ -214,13 +214,8 @@ def _varying(operands: Operands) -> Operands:
 def anywhere(fun: Callable[[Operands], Any], operands: Operands, per_row: bool) -> Any:
     """Calls a function of operands. If types say how they are sharded, XLA places the blocks.
 
-    Args:
-        fun: The function.
-        operands: The arrays.
-        per_row: Whether the result has the shape of the labels, or else is a scalar.
-
-    Raises:
-        NotImplementedError: In Taylor mode.
+    The result is ``per_row``, of the shape of the labels, or else a scalar. In Taylor mode this
+    raises a NotImplementedError.
     """
     if _jax.in_taylor_mode(jax.tree.leaves(operands)):
         raise NotImplementedError(
@@ -249,10 +244,7 @@ def _moving(tangents: Operands) -> Operands:
 def weighted_sum(operands: Operands, form: Form, by_rows: bool = True) -> Any:
     """Returns the weighted sum of the losses of all rows. Rows of weight 0 do not count.
 
-    Args:
-        operands: The arrays.
-        form: The loss.
-        by_rows: Whether blocks are rows, where devices share no array.
+    Where devices share no array, blocks are rows if ``by_rows`` is set.
     """
 
     def with_slopes(operands, moving):

@@ -53,15 +53,7 @@ class Fusion(NamedTuple):
 
 
 def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
-    """Runs an attention by its fused kernel.
-
-    Args:
-        fusion: The description.
-        arrays: Queries, keys, values, and the arrays of its terms.
-
-    Returns:
-        The result, in 16 bits.
-    """
+    """Runs an attention by its fused kernel: queries, keys, values and the arrays of its terms."""
     inputs, options = arranged(fusion, arrays), dict(fusion.options)
     try:
         out = fused_kernels.kernel_of(fusion.kernel, options)(*inputs)

@@ -83,13 +83,7 @@ def fold(
     results: Sequence[Value],
     settings: Settings,
 ) -> "list[Step | Stretch]":
-    """Returns steps in which repeated ones are gathered into stretches.
-
-    Args:
-        steps: The steps of a block.
-        results: The results of the block.
-        settings: Those of the program.
-    """
+    """Returns the steps of a block, in which repeated ones are gathered into stretches."""
     if len(steps) < 2 * SHORTEST:
         return [*steps]
     code = _coder(settings)

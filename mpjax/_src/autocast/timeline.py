@@ -127,11 +127,8 @@ def _cotangents(
 ) -> Iterator[int]:
     """Yields the bytes of the cotangents that exist while the backward pass of each step runs.
 
-    Args:
-        analysis: What is known about the values.
-        steps: The steps, in order, and whether each is fused with its neighbors.
-        made: What they compute.
-        outs: What the block returns.
+    Each step comes with whether it is fused with its neighbors. ``made`` is what the steps compute,
+    and ``outs`` what the block returns.
     """
     last = {v: i for i, (step, _) in enumerate(steps) for v in step.ins}
     last.update(dict.fromkeys(outs, len(steps)))

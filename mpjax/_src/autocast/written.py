@@ -41,14 +41,9 @@ class Written(NamedTuple):
 
 
 def run(written: Written, arrays: Sequence[Any]) -> Any:
-    """Runs a loss.
+    """Runs a loss, in float32.
 
-    Args:
-        written: The description.
-        arrays: Hidden values, weight, labels, the bias if there is one, and weights of losses.
-
-    Returns:
-        The result, in float32.
+    The arrays are hidden values, weight, labels, the bias if there is one, and weights of losses.
     """
     hidden, weight, labels, *rest = arrays
     form = written.form

@@ -90,14 +90,10 @@ class Coded:
 def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True) -> Coded:
     """Returns a floating array of at most 32 bits as codes of a kind.
 
-    Args:
-        x: The array.
-        kind: One of `KINDS`.
-        rounded: Whether the array was computed in float32 and rounded. XLA:GPU would write the
-            float32 array to memory, and round it wherever it is read. So codes are computed from
-            the array behind a barrier.
-        in_order: Whether XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of
-            what a convolution reads or makes, it should choose the order.
+    Of one that was computed in float32 and ``rounded``, XLA:GPU would write the float32 array to
+    memory, and round it wherever it is read. So codes are computed from the array behind a barrier.
+    With ``in_order``, XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of what a
+    convolution reads or makes, it should choose the order.
     """
     code, there = KINDS[kind], _jax.again_barrier(x) if rounded else x
     if not code.blocks:

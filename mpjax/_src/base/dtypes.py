@@ -81,13 +81,8 @@ def short_name(dtype: Any) -> str:
 def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> np.dtype:
     """Returns the ``np.dtype`` that a name, scalar type or dtype represents.
 
-    Args:
-        dtype: A spelling in `BY_NAME`, "half", or anything that ``np.dtype`` accepts.
-        argument: The name of the user's argument, for the error message.
-        half: The dtype that "half" represents. If None, the one that suits the default device.
-
-    Raises:
-        ValueError: If it is not float16, bfloat16, float32 or float64.
+    "half" represents ``half``, by default the dtype that suits the default device. Any other than
+    float16, bfloat16, float32 and float64 raises a ValueError that names the user's ``argument``.
     """
     resolved: np.dtype | None = None
     if isinstance(dtype, str):

@@ -136,11 +136,7 @@ def _order() -> str:
 
 
 def as_array(name: str, value: Any, kind: str = "an array") -> jax.Array:
-    """Returns an argument as an array of JAX.
-
-    Raises:
-        TypeError: If it is none, such as a string, a function or None.
-    """
+    """Returns an argument as an array of JAX; a string, a function or None raises a TypeError."""
     try:
         return jnp.asarray(None if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):

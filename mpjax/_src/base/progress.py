@@ -25,11 +25,8 @@ def check_progress(progress: Any) -> None:
 def progress_bar(progress: bool, title: str, unit: str, total: int | None = None) -> Iterator[None]:
     """Shows a bar on stderr while an instrument runs, if ``progress`` and stderr is a terminal.
 
-    Args:
-        progress: Whether the caller wants one.
-        title: What runs.
-        unit: What `advance` counts, in the singular.
-        total: How many of them there are, or None if that is unknown.
+    ``unit`` is what `advance` counts, in the singular, ``total`` how many of them there are, if
+    known.
     """
     if not (progress and sys.stderr is not None and sys.stderr.isatty()):
         yield

@@ -206,14 +206,7 @@ def stays_finite(new: Any, old: Any) -> jax.Array:
     """Returns whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
 
     One -Inf anywhere in a leaf of ``old``, such as a mask or the start of a running maximum,
-    exempts the whole leaf.
-
-    Args:
-        new: A pytree of arrays, tested as by `all_finite`.
-        old: The previous values, a pytree of the same structure.
-
-    Returns:
-        A bool array of shape (); True for an empty tree.
+    exempts the whole leaf. It is a bool array of shape (); True for an empty tree.
     """
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]

@@ -99,9 +99,7 @@ PROBLEMS = (
 def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Yields the flags that are worth trying, with their current values.
 
-    Args:
-        devices: The number of devices of each platform to advise for; 0 if a platform is absent.
-        environment: The environment variables.
+    ``devices`` has the number of devices of each platform to advise for; 0 if a platform is absent.
     """
     for flag in FLAGS:
         if flag.platform in devices and not (flag.several and devices[flag.platform] == 1):

@@ -176,11 +176,8 @@ def place_of(row: Any) -> dict[str, str]:
 def shares(amounts: Mapping[str, float], most: int = 16) -> tuple[tuple[str, float], ...]:
     """Returns amounts by scope as parts of a bar, in their order.
 
-    The largest part is split into the boxes in it, as long as there are not too many parts.
-
-    Args:
-        amounts: The amounts by scope.
-        most: The largest number of parts. If there are more, the smallest are joined.
+    The largest part is split into the boxes in it, as long as there are at most ``most`` parts. If
+    there are more all the same, the smallest are joined.
     """
     whole = {(*name.split("/"), ""): amount for name, amount in amounts.items()}
 

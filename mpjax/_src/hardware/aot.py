@@ -169,11 +169,7 @@ def compiled_texts(
 ) -> tuple[str, str, CompileReport | None]:
     """Returns the HLO of a program before and after optimization, and the report.
 
-    Args:
-        target: As for `compile_for`, or "cpu" for this machine, which has no report.
-        fun: As for `compile_for`.
-        args: Its arguments.
-        timeout: The time limit of an accelerator's compiler, in seconds.
+    The target is one of `compile_for`, or "cpu" for this machine, which has no report.
     """
     if target == CPU:
         lowered = jax.jit(fun).lower(*args)

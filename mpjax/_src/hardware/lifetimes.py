@@ -35,11 +35,9 @@ def is_scheduled(text: str) -> bool:
 
 
 def most_at_once(module: Module, name: str) -> list[Buffer]:
-    """Returns the arrays in temporary memory at the moment of highest use.
+    """Returns the arrays in temporary memory at the moment of highest use in a computation.
 
-    Args:
-        module: The computations of a scheduled module.
-        name: The name of the entry computation. The computations that it calls are included.
+    Those of the computations that it calls are included.
     """
     buffers, inside = _lives(module, module[name])
     count = len(module[name].ops)

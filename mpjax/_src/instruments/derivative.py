@@ -63,15 +63,10 @@ def derivative_at(
 ) -> Derivative | None:
     """Returns the derivative that an operation belongs to, if this derivative is non-finite.
 
-    Args:
-        program: A program whose equations are numbered.
-        arrays: Its arguments, without the loss scale.
-        maker: An operation of the program that produced NaN or Inf.
-        before: The operations that produced NaN or Inf before it, and None for each bad argument.
-
-    Returns:
-        The derivative. None if the operation belongs to the function itself, or if the derivative
-        is finite, and only its product with a cotangent overflowed.
+    The equations of the program are numbered. The operation produced NaN or Inf; those that did
+    ``before`` it say which of the equal ones it is, with None for each bad argument. None is
+    returned if it belongs to the function itself, or if the derivative is finite, and only its
+    product with a cotangent overflowed.
     """
     place = maker.place
     eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None

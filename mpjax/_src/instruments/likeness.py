@@ -46,10 +46,7 @@ def pool_of(arrays: list[np.ndarray]) -> Pool:
 def alike(first: Pool, second: Pool, tolerance: float) -> bool:
     """Returns whether two values are the same numbers, or one is a part of the other.
 
-    Args:
-        first: A value.
-        second: Another value.
-        tolerance: The largest difference of entries, relative to their root mean square.
+    Entries may differ by the tolerance, relative to their root mean square.
     """
     if not first or not second:
         return first.size == second.size

@@ -34,9 +34,7 @@ def moved(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def size_of_terms(wanted: Any, again: Any) -> float:
     """Returns the size of the terms of a value that is only rounding error, and 0 for any other.
 
-    Args:
-        wanted: The value in float32.
-        again: The value for `moved` arguments.
+    ``wanted`` is the value in float32, ``again`` that for `moved` arguments.
     """
     noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (again - wanted, wanted))
     return noise / ROUNDING if noise > CHANGES * size else 0.0

@@ -435,11 +435,7 @@ def _as_derivative(
 ) -> NonfiniteReport:
     """Returns an event as that of the operation whose derivative it belongs to, if it does.
 
-    Args:
-        event: The event.
-        makers: The operations of the events up to this one.
-        program: The program.
-        arrays: Its arguments, without the loss scale.
+    ``makers`` are the operations of the events up to this one.
     """
     *before, last = makers
     derivative = last and derivative_at(program, arrays, last, before)

@@ -222,11 +222,9 @@ class Program:
     def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
         """Returns a value and all values that it comes from, the nearest first.
 
-        Args:
-            value: The value.
-            through: The primitives that are followed from their results to their operands, or a
-                predicate of operations. The boundaries of loops, branches and calls are always
-                followed; a loop's carry comes from its initial value and from the iteration.
+        Operations ``through`` which it came, some primitives or those of a predicate, are followed
+        from their results to their operands. The boundaries of loops, branches and calls are always
+        followed; a loop's carry comes from its initial value and from the iteration.
         """
         goes = through if callable(through) else lambda op: op.name in through
         return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))

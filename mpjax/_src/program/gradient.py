@@ -145,12 +145,8 @@ def pull_back(
 ) -> Pullback:
     """Runs the forward pass of a function, and returns the loss with its backward pass.
 
-    Args:
-        run: The function. It returns a loss, or ``(loss, aux)`` with ``has_aux``.
-        active: For each array, whether it is differentiated.
-        arrays: The arguments of the function.
-        has_aux: Whether the function returns ``(loss, aux)``.
-        scaled: A function applied to the loss before the backward pass, such as a loss scale.
+    ``active`` says which arrays are differentiated. ``scaled`` is applied to the loss before the
+    backward pass: a loss scale, say.
     """
     paths: list[str] = []
 

@@ -36,17 +36,9 @@ def rebuild(
     args: Sequence[Any],
     gains: Gains | None = None,
 ) -> list[Any]:
-    """Runs an equation with other programs inside.
+    """Runs an equation with other programs inside, in the order of `HigherOrder.wire`.
 
-    Args:
-        eqn: The equation.
-        bodies: Its new programs, in the order of `HigherOrder.wire`.
-        avals: The types of the arguments of each.
-        args: The operands.
-        gains: The results that the new programs have in addition to those of the old ones, or None.
-
-    Returns:
-        The results, with the gains after them.
+    ``avals`` are the types of each one's arguments. Gains follow the results of the equation.
     """
     return [*REBUILD[higher_order(eqn.primitive.name).kind](eqn, bodies, avals, args, gains)]
 

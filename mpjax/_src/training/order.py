@@ -52,13 +52,11 @@ class _Node:
 def backward_order(jaxpr: Any) -> tuple[Place, ...]:
     """Returns the place of every result of a backward pass.
 
-    Results are sorted by depth, which is the longest chain of arithmetic from the loss. They are
-    first sorted by the depth at which a gradient branches off: operations that only this gradient
-    needs (its matmul, its sum over the batch) do not count there. A parameter that is used twice is
-    finished at its first use in the forward pass.
-
-    Args:
-        jaxpr: An open jaxpr; its last argument is the cotangent of the loss.
+    The last argument of the open jaxpr is the cotangent of the loss. Results are sorted by depth,
+    which is the longest chain of arithmetic from the loss. They are first sorted by the depth at
+    which a gradient branches off: operations that only this gradient needs (its matmul, its sum
+    over the batch) do not count there. A parameter that is used twice is finished at its first use
+    in the forward pass.
     """
     nodes: list[_Node] = []
     seed = _add(nodes, [], 0)

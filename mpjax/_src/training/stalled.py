@@ -115,10 +115,7 @@ def stalled(
 ) -> jax.Array:
     """Returns for each parameter the share of non-zero updates that changed no stored array.
 
-    Args:
-        updates: The optimizer's updates, in float32.
-        before: For each parameter, the arrays that hold it before the update.
-        after: The same arrays after the update.
+    ``before`` and ``after`` have the arrays that hold each parameter. The updates are in float32.
     """
 
     def share(update, old, new):

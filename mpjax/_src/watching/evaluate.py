@@ -30,16 +30,9 @@ Result = tuple[list[Any], Figures]
 
 
 def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...] = ()) -> Result:
-    """Evaluates a program.
+    """Evaluates a program: returns its results, and the `Figures` of ``watch.tensors``.
 
-    Args:
-        jaxpr: The program, closed, or open without constants.
-        watch: Its watched values.
-        args: Its arguments.
-        axes: The mesh axes that are mapped around it.
-
-    Returns:
-        Its results, and the `Figures` of ``watch.tensors``.
+    ``axes`` are the mesh axes that are mapped around it.
     """
     inner, consts = _jax.open_jaxpr(jaxpr)
     env = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))

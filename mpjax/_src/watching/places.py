@@ -103,13 +103,9 @@ def is_entered(eqn: Any) -> bool:
 def _walk(
     jaxpr: Any, arguments: Sequence[Known], wanted: Sequence[bool], site: Site
 ) -> tuple[Watch, list[Known]]:
-    """Returns the watched values of an open jaxpr, and the tensors of its results.
+    """Returns the watched values of an open jaxpr at a site, and the tensors of its results.
 
-    Args:
-        jaxpr: The program.
-        arguments: The tensors of its arguments.
-        wanted: For each of its results, whether it is used outside.
-        site: Where it is.
+    ``arguments`` are the tensors of its arguments. Results are ``wanted`` if they are used outside.
     """
     tensors: dict[Any, Known] = collections.defaultdict(dict)
     tensors.update(zip(jaxpr.invars, arguments, strict=True))

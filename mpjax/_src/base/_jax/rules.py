@@ -48,14 +48,8 @@ def custom_vjp_rules(
 ) -> VjpRules:
     """Returns the programs of a custom_vjp's rules.
 
-    Args:
-        params: The parameters of the equation.
-        avals: The abstract values of its operands, including constants.
-        perturbed: For each operand, whether it is differentiated.
-        known: The operands whose values are known.
-
-    Raises:
-        CustomVJPException: As in JAX, if a constant is differentiated, which has no rule.
+    ``perturbed`` says which operands are differentiated, and ``known`` has those whose values are
+    known. If a constant is differentiated, which has no rule, it raises what JAX does.
     """
     num_consts = params["num_consts"]
     if any(perturbed[:num_consts]):
