@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import traced_for
-from mpjax._src.base.errors import CompileError, brief, check_callable
+from mpjax._src.base.errors import CompileError, brief, check_callable, finite_number
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.progress import advance, check_progress, progress_bar
 from mpjax._src.hardware.compiler import Compilers, Options, compilers, require
@@ -28,6 +28,7 @@ CPU = "cpu"
 STAGE = "stage"  # what progress counts: tracing, and compiling
 
 LONGEST = 1e6  # seconds; operating systems limit timeouts
+TIMEOUT = 600.0  # seconds, where the user sets none
 
 # What JAX lowers a callback into Python to, where a GPU is; elsewhere it refuses.
 CALLBACK = b"python_gpu_callback"
@@ -110,8 +111,7 @@ def compile_for(
 
 def check_timeout(timeout: float) -> None:
     """Raises a ValueError if a timeout is invalid."""
-    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not valid or not 0 < timeout <= LONGEST:
+    if not 0 < (finite_number(timeout) or 0.0) <= LONGEST:
         raise ValueError(
             f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "
             f"{LONGEST:g}."
@@ -165,7 +165,7 @@ def compile_program(
 
 
 def compiled_texts(
-    target: str, fun: Callable[..., Any], args: Sequence[Any], timeout: float = 600.0
+    target: str, fun: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[str, str, CompileReport | None]:
     """Returns the HLO of a program before and after optimization, and the report.
 
@@ -180,7 +180,7 @@ def compiled_texts(
     require(accelerator)
     program = lower(accelerator, fun, args)
     with compilers(accelerator) as child:
-        answer = child.compile(accelerator, program.stablehlo, timeout, {}, _partition(accelerator))
+        answer = child.compile(accelerator, program.stablehlo, TIMEOUT, {}, _partition(accelerator))
     return answer["asked"], answer["hlo"], report_of(accelerator, answer)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from mpjax._src.hardware.flow import DONE, START, UPDATE, Leaf
-from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, parameters
+from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, origin, parameters
 
 Module = dict[str, Computation]
 
@@ -137,15 +137,9 @@ def _in_kernel(kernel: Computation) -> dict[int, int]:
     numbers = {parameter.name: i for i, parameter in enumerate(parameters(kernel))}
     onto = {}
     for index, result in enumerate(results):
-        update = _behind_bitcasts(kernel, result)
+        update = origin(kernel, result.name, ("bitcast",))
         if update.opcode in ("dynamic-update-slice", "scatter"):
-            target = _behind_bitcasts(kernel, kernel.ops[update.operands[0]])
+            target = origin(kernel, update.operands[0], ("bitcast",))
             if target.name in numbers:
                 onto[index] = numbers[target.name]
     return onto
-
-
-def _behind_bitcasts(kernel: Computation, op: Op) -> Op:
-    while op.opcode == "bitcast":
-        op = kernel.ops[op.operands[0]]
-    return op

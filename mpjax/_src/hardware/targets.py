@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from mpjax._src.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
-from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.errors import brief, did_you_mean, finite_number
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
 GPU_PREALLOCATED = 0.75
@@ -103,14 +103,14 @@ def _alike(asked: Named) -> str:
 def checked_reserve(target: Target, reserve: Any) -> float:
     """Returns the share of the memory to leave free; None means the target's default."""
     share = target.reserve if reserve is None else reserve
-    valid = isinstance(share, int | float) and not isinstance(share, bool)
-    if not valid or not 0 <= share < 1:
+    number = finite_number(share)
+    if number is None or not 0 <= number < 1:
         raise ValueError(
             f"reserve={brief(share)} must be a share of the device's memory, from 0 to less "
             f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX leaves "
             "free, and 0.05 on TPUs."
         )
-    return share
+    return number
 
 
 def size(count: float) -> str:
