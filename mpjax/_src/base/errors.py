@@ -174,10 +174,10 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+def first_of(names: Sequence[str], most: int = 5, apart: str = ", ") -> str:
     """Returns ``a, b, c and 2 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return apart.join(names[:most]) + more
 
 
 def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:
