@@ -67,7 +67,7 @@ def test_select_and_ignore_choose_the_rules():
 def test_lint_names_wrong_arguments():
     with pytest.raises(TypeError, match="fun=3 must be a function"):
         mpjax.lint(3)
-    with pytest.raises(TypeError, match="run='no' must be True or False"):
+    with pytest.raises(ValueError, match="run='no' must be True or False"):
         mpjax.lint(summed, run="no")
     with pytest.raises(ValueError, match="h10000"):
         mpjax.lint(summed, target="h10000")

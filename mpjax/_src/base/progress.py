@@ -8,17 +8,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
-
-from mpjax._src.base.errors import brief
 
 _SHOWN = threading.local()  # the innermost bar of this thread, as `bar`
-
-
-def check_progress(progress: Any) -> None:
-    """Raises a TypeError if the argument ``progress`` of an instrument is not a bool."""
-    if not isinstance(progress, bool):
-        raise TypeError(f"progress={brief(progress)} must be True or False.")
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import traced_for
-from mpjax._src.base.errors import CompileError, brief, check_callable, finite_number
+from mpjax._src.base.errors import CompileError, brief, check_callable, check_flag, finite_number
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.hardware.compiler import Compilers, Options, compilers, require
 from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
@@ -96,7 +96,7 @@ def compile_for(
     accelerator = find_target(target)
     check_timeout(timeout)
     check_callable(fun, "fun")
-    check_progress(progress)
+    check_flag("progress", progress)
     options = checked_options(compiler_options)
     require(accelerator)
     with progress_bar(progress, f"compile for {accelerator.name}", STAGE, total=2):

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from mpjax._src.base.errors import OutOfMemoryError, brief, check_callable, check_count
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.errors import OutOfMemoryError, brief, check_callable, check_count, check_flag
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.base.public import public
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
@@ -158,7 +158,7 @@ def largest_batch(
         >>> mpjax.hardware.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
         7594
     """
-    check_progress(progress)
+    check_flag("progress", progress)
     accelerator = find_target(target)
     _check(make_args, fun, multiple_of, limit, timeout)
     reserve = checked_reserve(accelerator, reserve)

@@ -22,9 +22,9 @@ import numpy as np
 from mpjax._src.autocast.environment import constants_as_casts
 from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import is_float
-from mpjax._src.base.errors import check_callable, did_you_mean
+from mpjax._src.base.errors import check_callable, check_flag, did_you_mean
 from mpjax._src.base.lines import short, where
-from mpjax._src.base.progress import check_progress, progress_bar
+from mpjax._src.base.progress import progress_bar
 from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.document import plots
@@ -297,7 +297,7 @@ def compare(
     Training-Inference Mismatch via FP16".
     """
     check_callable(fun, "compare: fun")
-    check_progress(progress)
+    check_flag("progress", progress)
     if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
         _check_agreement(results, argnums, has_aux, loss_scale)
 

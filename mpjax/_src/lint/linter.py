@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from mpjax._src.base import _jax
 from mpjax._src.base.contexts import unchecked
-from mpjax._src.base.errors import brief, check_callable
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.errors import check_callable, check_flag
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.hardware.aot import CPU, compiled_texts
 from mpjax._src.hardware.targets import find_target
 from mpjax._src.lint.comments import is_silenced
@@ -80,9 +80,8 @@ def lint(
     """
     check_callable(fun, "fun")
     rules = chosen(select, ignore)
-    if not isinstance(run, bool):
-        raise TypeError(f"run={brief(run)} must be True or False.")
-    check_progress(progress)
+    check_flag("run", run)
+    check_flag("progress", progress)
     if target not in (None, CPU):
         find_target(target)
 
