@@ -111,8 +111,12 @@ def varies_over(x: Any) -> tuple[str, ...]:
 
 def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
     """Marks an array as varying over the manual mesh axes that another one varies over."""
-    already = varies_over(leaf)
-    missing = tuple(axis for axis in varies_over(like) if axis not in already)
+    return vary_over(leaf, varies_over(like))
+
+
+def vary_over(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks an array as varying over manual mesh axes."""
+    missing = tuple(axis for axis in axes if axis not in varies_over(leaf))
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 

@@ -176,9 +176,6 @@ class _Search(Watcher):
     def constant(self, array: Any) -> _Moving:
         return _Moving(array)
 
-    def decide(self, value: _Moving, eqn: Any, place: Site) -> int:
-        return int(value.array)
-
     def slice(self, value: _Moving, index: int) -> _Moving:
         return _Moving(take(value.array, index), value.moves)
 
@@ -383,9 +380,6 @@ class _Terms(Watcher):
 
     def constant(self, array: Any) -> _Term:
         return _Term(array)
-
-    def decide(self, value: _Term, eqn: Any, place: Site) -> int:
-        return int(value.array)
 
     def slice(self, value: _Term, index: int) -> _Term:
         return _Term(take(value.array, index))

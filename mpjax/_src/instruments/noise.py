@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.program.interpret import Wide, interpret, widen
+
 # The relative rounding error of float32.
 ROUNDING = 2.0**-23
 
@@ -29,6 +31,14 @@ SUSPICIOUS = 0.25
 def moved(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays whose floating entries are changed in the last bit, up or down at random."""
     return [_moved(x, i) for i, x in enumerate(arrays)]
+
+
+def results_of_moved(jaxpr: Any, arrays: Sequence[jax.Array], *more: Any) -> list[Any] | None:
+    """Returns the float32 results for `moved` arrays, or None if something has no float32 form."""
+    try:
+        return interpret(jaxpr, [*moved([widen(x) for x in arrays]), *more], Wide())
+    except NotImplementedError:
+        return None
 
 
 def size_of_terms(wanted: Any, again: Any) -> float:

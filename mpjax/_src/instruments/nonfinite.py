@@ -384,9 +384,6 @@ class _Finder(Watcher):
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
 
-    def decide(self, value: Watched, eqn: Any, place: Site) -> int:
-        return int(value.array)
-
     def slice(self, value: Watched, index: int) -> Watched:
         array = take(value.array, index)
         return dataclasses.replace(value, array=array, bad=value.bad and any(counts(array)))

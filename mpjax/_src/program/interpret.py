@@ -38,6 +38,7 @@ class Watcher(Protocol):
 
     def decide(self, value: Any, eqn: Any, place: Site) -> int:
         """Returns the predicate or index of a branch or loop, as an integer."""
+        return int(value.array)
 
     def slice(self, value: Any, index: int) -> Any:
         """Returns a slice along the first axis."""

@@ -14,6 +14,7 @@ import jax
 
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import BRANCH, MAP, WHILE, higher_order
+from mpjax._src.base.trees import vary_over
 from mpjax._src.program.rebuild import Gains, rebuild
 from mpjax._src.watching.figures import (
     Figures,
@@ -131,10 +132,4 @@ def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
 
 def _varying(figures: Figures, axes: tuple[str, ...]) -> Figures:
     """Marks figures as varying over mapped axes."""
-
-    def vary(x):
-        varying = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
-        missing = tuple(axis for axis in axes if axis not in varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, figures) if axes else figures
+    return jax.tree.map(lambda x: vary_over(x, axes), figures)
