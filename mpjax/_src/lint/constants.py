@@ -114,15 +114,12 @@ def half_phases(program: Program) -> Iterator[Hit]:
             and bounds.low < bounds.high
             and bounds.largest >= PHASE * 2 ** digits(dtype_of(value))
         ):
+            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - digits(dtype_of(value)))
             yield Hit(
                 f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
-                f"changes them by up to {_half_ulp(bounds.largest, dtype_of(value)):.2g} radians.",
+                f"changes them by up to {half_ulp:.2g} radians.",
                 op,
             )
-
-
-def _half_ulp(x: float, dtype) -> float:
-    return 2.0 ** (math.floor(math.log2(x)) - digits(dtype))
 
 
 def overflowing_masks(program: Program) -> Iterator[Hit]:

@@ -155,12 +155,7 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
 def _of_specs(specs: Any, structure: Any, replicas: Sequence[str], mapped: Any) -> list[Axes]:
     whole = jax.tree.unflatten(structure, [0] * structure.num_leaves)  # None: a gradient not read
     try:
-        full = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec, part),
-            specs,
-            whole,
-            is_leaf=_is_spec,
-        )
+        full = jax.tree.broadcast(specs, whole, is_leaf=_is_spec)
     except ValueError as error:
         raise ValueError(
             f"param_specs={brief(specs)} does not fit the parameters: {error}"
