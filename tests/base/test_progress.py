@@ -77,7 +77,7 @@ def test_compile_for_and_largest_batch_show_progress(monkeypatch):
     assert "compile for h100: " in seen[0] and "compiling" in seen[0]
     assert "batches for h100: 0 compiled [00:00, compiling a batch of 1]" in seen[1]
     for call in (mpjax.compile_for, lambda target, f, **shown: mpjax.lint(f, **shown)):
-        with pytest.raises(TypeError, match="progress='no' must be True or False"):
+        with pytest.raises(ValueError, match="progress='no' must be True or False"):
             call("h100", jnp.sin, progress="no")
 
 

@@ -1,5 +1,6 @@
 """Tables and data, as a terminal and a pipe get them."""
 
+import json
 import math
 import sys
 import textwrap
@@ -35,8 +36,9 @@ def test_plain_tables_are_as_wide_as_their_cells(capsys):
     assert textwrap.dedent(want).strip() in shown((("x" * 200, "1"), ("y", "")), capsys)
 
 
-def test_plain_turns_data_into_json_values():
-    found = printing.plain(
-        {"a": (math.nan, jax.numpy.ones(2)), 1: {Path("x")}, "n": None, "b": True}
+def test_json_has_no_number_that_json_lacks(capsys):
+    printing.json_to_stdout(
+        {"a": (math.nan, -math.inf, jax.numpy.ones(2)), 1: [Path("x")], "n": None, "b": True}
     )
-    assert found == {"a": ["nan", [1.0, 1.0]], "1": ["x"], "n": None, "b": True}
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"a": ["nan", "-inf", [1.0, 1.0]], "1": ["x"], "n": None, "b": True}

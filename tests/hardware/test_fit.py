@@ -126,7 +126,7 @@ def test_fit_memory_says_nothing_of_a_batch_that_it_does_not_know():
         ({"policy": 3}, TypeError, "policy=3 must be a string"),
         ({"reserve": 1.0}, ValueError, "reserve=1.0 must be a share"),
         ({"timeout": 0}, ValueError, "timeout=0 must be a number"),
-        ({"progress": 1}, TypeError, "progress=1 must be True or False"),
+        ({"progress": 1}, ValueError, "progress=1 must be True or False"),
         ({"compiler_options": {"no": 1}}, ValueError, "compiler_options="),
     ],
 )

@@ -51,12 +51,8 @@ def within(
 ) -> Kept:
     """Returns what a program keeps within a budget.
 
-    Args:
-        analysis: What is known about its values.
-        block: The program.
-        parts: The steps of each of its blocks for which this is chosen.
-        number: The budget: 0 for the fewest bytes that are possible, 1 for those of `lean`.
-        run: Returns the steps of a part for what was chosen.
+    The budget is 0 for the fewest bytes that are possible, 1 for those of `lean`. ``run`` returns
+    the steps of a part for what was chosen.
     """
     prices = {b: dict(_prices(analysis, part.steps)) for b, part in parts.items()}
     found: list[tuple[Kept, Sequence[Moment]]] = []

@@ -85,15 +85,10 @@ def islands(groups: Iterable[Sequence[Op]], flow: Flow) -> list[Recomputed]:
 
 
 def unround_again(steps: Iterable[Step], flow: Flow, groups: Sequence[Collection[Op]]) -> None:
-    """Leaves values unrounded between the ops of a checkpoint that are computed again.
+    """Leaves values unrounded between the ops of a checkpoint that are computed again, in groups.
 
     The cotangent of a product with a broadcast array is read elementwise and by a sum, so XLA
     writes it: in 16 bits, if the product is rounded.
-
-    Args:
-        steps: The steps of a block.
-        flow: Its flow.
-        groups: Its chains.
     """
     for step in steps:
         if isinstance(step, Checkpoint):
@@ -110,10 +105,7 @@ def _sums_back(op: Op, flow: Flow) -> bool:
 def unrounded(ops: Collection[Op], flow: Flow, differentiated: bool = True) -> None:
     """Leaves float32 values between ops unrounded, where no derivative reads what the ops read.
 
-    Args:
-        ops: The ops.
-        flow: The flow of their block.
-        differentiated: Whether derivatives save values.
+    ``differentiated`` says whether derivatives save values.
     """
     plain = {op for op in ops if not differentiated or not _needed(flow.analysis, [op])}
     analysis = flow.analysis

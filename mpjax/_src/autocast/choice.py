@@ -17,19 +17,12 @@ from mpjax._src.program.graph import Op, Value
 
 
 class Part(NamedTuple):
-    """The steps of a block, for which the kept values are chosen.
+    """The steps of a block, for which the kept values are chosen."""
 
-    Attributes:
-        steps: The steps on which results or effects depend.
-        results: The results of the block.
-        alive: The arguments that are in memory anyway.
-        in_loop: Whether the block is the body of a loop, or inside one.
-    """
-
-    steps: Sequence[Step]
-    results: Sequence[Value]
-    alive: Collection[Value]
-    in_loop: bool
+    steps: Sequence[Step]  # the steps on which results or effects depend
+    results: Sequence[Value]  # the results of the block
+    alive: Collection[Value]  # the arguments that are in memory anyway
+    in_loop: bool  # whether the block is the body of a loop, or inside one
 
 
 def live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
@@ -48,17 +41,11 @@ def live(steps: Sequence[Step], results: Sequence[Value]) -> Sequence[Step]:
 
 
 class Chosen(NamedTuple):
-    """What is kept of some steps, and what is computed again.
+    """What is kept of some steps, and what is computed again."""
 
-    Attributes:
-        again: The values to compute again.
-        kept: The values to keep.
-        priced: The steps that may run again although that is not free.
-    """
-
-    again: frozenset[Value]
-    kept: frozenset[Value]
-    priced: Collection[Step] = ()
+    again: frozenset[Value]  # the values to compute again
+    kept: frozenset[Value]  # the values to keep
+    priced: Collection[Step] = ()  # the steps that may run again although that is not free
 
     def repeats(self, step: Step) -> bool:
         """Returns whether a step runs again although that is not free."""
@@ -74,12 +61,9 @@ def choose(
 ) -> Chosen:
     """Chooses what is kept of some steps: what costs the least, in bytes.
 
-    Args:
-        analysis: What is known about the values.
-        part: The steps.
-        kinds: The kind of code in which values would be kept, for those that have one.
-        costs: For the steps that may run again although that is not free: the cost of each result.
-        there: Further values that are in memory anyway.
+    ``kinds`` has the kind of code in which values would be kept, ``costs`` the cost of each result
+    of the steps that may run again although that is not free, and ``there`` further values in
+    memory.
     """
     steps = part.steps
     again_too = {step for step in steps if step in costs or runs_again(analysis, step)}
@@ -139,15 +123,10 @@ def _siblings(step: Step, result: Value) -> Collection[Value]:
 
 
 class Work(NamedTuple):
-    """What computes one result of a step, from its operands and its other results.
+    """What computes one result of a step, from its operands and its other results."""
 
-    Attributes:
-        ops: The operations.
-        reads: What they read.
-    """
-
-    ops: frozenset[Op]
-    reads: frozenset[Value]
+    ops: frozenset[Op]  # the operations
+    reads: frozenset[Value]  # what they read
 
 
 def work_of(step: Step, result: Value) -> Work:

@@ -50,26 +50,18 @@ NAN, SHARE, NORMALIZER = "NaN", "share", "normalizer"
 
 
 class Form(NamedTuple):
-    """What a loss is, and in how many blocks it is computed.
+    """What a loss is, and in how many blocks it is computed."""
 
-    Attributes:
-        words: The size of the vocabulary.
-        transposed: Whether the weight is [vocabulary, features], or else [features, vocabulary].
-        z_loss: The factor of the squared log-sum-exp.
-        label_smoothing: The probability that all words share.
-        blocks: The number of blocks.
-        unknown: The loss of a label that is no word: NAN; that of its SHARE of the targets, which
-            are one-hot before they are smoothed; or the NORMALIZER alone.
-        scale: What ``hidden @ weight`` is multiplied by.
-    """
-
-    words: int
+    words: int  # the size of the vocabulary
+    # Whether the weight is [vocabulary, features], or else [features, vocabulary].
     transposed: bool = False
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
-    blocks: int = 1
+    z_loss: float = 0.0  # the factor of the squared log-sum-exp
+    label_smoothing: float = 0.0  # the probability that all words share
+    blocks: int = 1  # the number of blocks
+    # The loss of a label that is no word: NAN; that of its SHARE of the targets, which are one-hot
+    # before they are smoothed; or the NORMALIZER alone.
     unknown: str = NAN
-    scale: float = 1.0
+    scale: float = 1.0  # what ``hidden @ weight`` is multiplied by
 
     @property
     def axis(self) -> int:
@@ -118,21 +110,14 @@ class Statistics(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a loss.
+    """The arrays of a loss."""
 
-    Attributes:
-        hidden: [..., features], with at least one more axis. Matmuls compute in its dtype.
-        weight: [features, vocabulary] or [vocabulary, features].
-        labels: [...], signed integers.
-        bias: [vocabulary], or None.
-        weights: The weights of the losses, [...], in the dtype `wide`.
-    """
-
+    # [..., features], with at least one more axis. Matmuls compute in its dtype.
     hidden: Any
-    weight: Any
-    labels: Any
-    bias: Any = None
-    weights: Any = None
+    weight: Any  # [features, vocabulary] or [vocabulary, features]
+    labels: Any  # [...], signed integers
+    bias: Any = None  # [vocabulary], or None
+    weights: Any = None  # the weights of the losses, [...], in the dtype `wide`
 
     @property
     def wide(self) -> Any:
@@ -229,13 +214,8 @@ def _varying(operands: Operands) -> Operands:
 def anywhere(fun: Callable[[Operands], Any], operands: Operands, per_row: bool) -> Any:
     """Calls a function of operands. If types say how they are sharded, XLA places the blocks.
 
-    Args:
-        fun: The function.
-        operands: The arrays.
-        per_row: Whether the result has the shape of the labels, or else is a scalar.
-
-    Raises:
-        NotImplementedError: In Taylor mode.
+    The result is ``per_row``, of the shape of the labels, or else a scalar. In Taylor mode this
+    raises a NotImplementedError.
     """
     if _jax.in_taylor_mode(jax.tree.leaves(operands)):
         raise NotImplementedError(
@@ -264,10 +244,7 @@ def _moving(tangents: Operands) -> Operands:
 def weighted_sum(operands: Operands, form: Form, by_rows: bool = True) -> Any:
     """Returns the weighted sum of the losses of all rows. Rows of weight 0 do not count.
 
-    Args:
-        operands: The arrays.
-        form: The loss.
-        by_rows: Whether blocks are rows, where devices share no array.
+    Where devices share no array, blocks are rows if ``by_rows`` is set.
     """
 
     def with_slopes(operands, moving):

@@ -41,23 +41,14 @@ class Unfit(Exception):
 
 
 class Root(NamedTuple):
-    """A matmul whose result, after changes of its rows, are the logits.
-
-    Attributes:
-        matmul: The matmul.
-        hidden: The position of the operand whose rows the logits have.
-        logits: The logits.
-        scale: What the result is multiplied by.
-        bias: What is added then, [vocabulary], or None.
-        moves: The changes of rows, for `Written`.
-    """
+    """A matmul whose result, after changes of its rows, are the logits."""
 
     matmul: Op
-    hidden: int
+    hidden: int  # the position of the operand whose rows the logits have
     logits: Value
-    scale: float
-    bias: Value | None
-    moves: tuple[Any, ...]
+    scale: float  # what the result is multiplied by
+    bias: Value | None  # what is added then, [vocabulary], or None
+    moves: tuple[Any, ...]  # the changes of rows, for `Written`
 
 
 # Operations between a matmul and the exponentials of its logits.
@@ -144,21 +135,13 @@ def _bias(op: Op, logits: Value, flow: Flow) -> Value | None:
 
 
 class Loss(NamedTuple):
-    """``factor`` times a loss of each row.
-
-    Attributes:
-        factor: The factor.
-        labels: The labels.
-        smoothing: The probability that all words share.
-        z_loss: The factor of the squared normalizer.
-        unknown: As of `chunked.Form`.
-    """
+    """``factor`` times a loss of each row."""
 
     factor: float
     labels: Labels
-    smoothing: float
-    z_loss: float
-    unknown: str
+    smoothing: float  # the probability that all words share
+    z_loss: float  # the factor of the squared normalizer
+    unknown: str  # as of `chunked.Form`
 
 
 def _loss(row: Row, words: int) -> Loss | None:
@@ -187,18 +170,12 @@ def _loss(row: Row, words: int) -> Loss | None:
 
 
 class Sum(NamedTuple):
-    """The result that is replaced: the losses, or their weighted sum.
+    """The result that is replaced: the losses, or their weighted sum."""
 
-    Attributes:
-        op: The op that computes it.
-        ops: All ops from the losses to it.
-        factor: The factor of the sum.
-        weights: Arrays that are multiplied, after how each is read (`Written`).
-    """
-
-    op: Op
-    ops: tuple[Op, ...]
-    factor: float = 1.0
+    op: Op  # the op that computes it
+    ops: tuple[Op, ...]  # all ops from the losses to it
+    factor: float = 1.0  # the factor of the sum
+    # Arrays that are multiplied, after how each is read (`Written`).
     weights: tuple[tuple[str, tuple[int, ...], Value], ...] = ()
 
 

@@ -32,22 +32,15 @@ def constants_as_casts() -> Iterator[None]:
 
 
 class Settings(NamedTuple):
-    """Settings for all blocks of a program that is evaluated.
-
-    Attributes:
-        policy: The policy.
-        analysis: The tables of the plan.
-        rows: The row numbers that ops get as scopes, for a report.
-        as_written: Whether every op runs as it was traced.
-        returned: The values that are returned, in float32.
-        fold: ``fold(steps, results, settings)`` gathers repeated steps (`repeats`).
-    """
+    """Settings for all blocks of a program that is evaluated."""
 
     policy: Policy
-    analysis: Analysis
+    analysis: Analysis  # the tables of the plan
+    # The row numbers that ops get as scopes, for a report.
     rows: Mapping[Op, int] = MappingProxyType({})
-    as_written: bool = False
-    returned: frozenset[Value] = frozenset()
+    as_written: bool = False  # whether every op runs as it was traced
+    returned: frozenset[Value] = frozenset()  # the values that are returned, in float32
+    # ``fold(steps, results, settings)`` gathers repeated steps (`repeats`).
     fold: Callable[..., Sequence[Any]] = lambda steps, results, settings: steps
 
 

@@ -67,20 +67,14 @@ DEPTH = 64
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """Reads values into the normal form, and records the operations that it passes.
+    """Reads values into the normal form, and records the operations that it passes."""
 
-    Attributes:
-        flow: The data flow of the block.
-        numbers: The number of each value; equal values have equal numbers.
-        end: The number of the exponent at which reading stops; None for no exponent.
-        ops: The operations that were passed.
-        values: The values of the terms.
-    """
-
-    flow: Flow
-    numbers: dict[Value, int]
+    flow: Flow  # the data flow of the block
+    numbers: dict[Value, int]  # the number of each value; equal values have equal numbers
+    # The number of the exponent at which reading stops; None for no exponent.
     end: int | None = None
-    ops: dict[Op, None] = dataclasses.field(default_factory=dict)
+    ops: dict[Op, None] = dataclasses.field(default_factory=dict)  # the operations that were passed
+    # The values of the terms.
     values: "dict[Term, list[Value]]" = dataclasses.field(default_factory=dict)
 
     def logarithm(self, value: Value, axes: Axes | None, depth: int = DEPTH) -> Form:

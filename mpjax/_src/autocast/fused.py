@@ -20,40 +20,25 @@ Labels = tuple[tuple[Atom, ...], ...]
 
 
 class Term(NamedTuple):
-    """A bias that is added to scores, or a mask.
+    """A bias that is added to scores, or a mask."""
 
-    Attributes:
-        labels: What its axes run over.
-        factor: The factor of a bias; None for a mask.
-        kept: For a mask, whether scores count where it is True, or where it is False.
-    """
-
-    labels: Labels
-    factor: float | None
-    kept: bool = True
+    labels: Labels  # what its axes run over
+    factor: float | None  # the factor of a bias; None for a mask
+    kept: bool = True  # for a mask, whether scores count where it is True, or where it is False
 
 
 class Fusion(NamedTuple):
-    """An attention as a fused kernel runs it. Plain data, equal for equal attentions.
+    """An attention as a fused kernel runs it. Plain data, equal for equal attentions."""
 
-    Attributes:
-        kernel: The name of the kernel.
-        half: The dtype of its operands.
-        operands: What the axes of queries, keys and values run over.
-        terms: The biases and masks of the scores, whose arrays follow the operands.
-        result: What the axes of the result run over.
-        groups: What the axes of the kernel run over: batch, queries, heads of keys, heads that
-            share keys, keys, the contracted axis of the scores, the features of the values.
-        options: The kernel's other arguments.
-    """
-
-    kernel: str
-    half: Any
-    operands: tuple[Labels, Labels, Labels]
-    terms: tuple[Term, ...]
-    result: Labels
+    kernel: str  # the name of the kernel
+    half: Any  # the dtype of its operands
+    operands: tuple[Labels, Labels, Labels]  # what the axes of queries, keys and values run over
+    terms: tuple[Term, ...]  # the biases and masks of the scores, whose arrays follow the operands
+    result: Labels  # what the axes of the result run over
+    # What the axes of the kernel run over: batch, queries, heads of keys, heads that share keys,
+    # keys, the contracted axis of the scores, the features of the values.
     groups: Labels
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]  # the kernel's other arguments
 
     def describe(self) -> str:
         """Returns the name of the kernel and its options, such as "cudnn, causal, a bias"."""
@@ -68,15 +53,7 @@ class Fusion(NamedTuple):
 
 
 def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
-    """Runs an attention by its fused kernel.
-
-    Args:
-        fusion: The description.
-        arrays: Queries, keys, values, and the arrays of its terms.
-
-    Returns:
-        The result, in 16 bits.
-    """
+    """Runs an attention by its fused kernel: queries, keys, values and the arrays of its terms."""
     inputs, options = arranged(fusion, arrays), dict(fusion.options)
     try:
         out = fused_kernels.kernel_of(fusion.kernel, options)(*inputs)

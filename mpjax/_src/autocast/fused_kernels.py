@@ -31,13 +31,9 @@ REFUSALS = NotImplementedError, ValueError, RuntimeError, TypeError
 def choose(arrays: Sequence[Any], options: Options) -> tuple[str, str]:
     """Returns the name of the fused kernel for some operands on this device, or why none runs them.
 
-    Args:
-        arrays: Abstract queries, keys, values, bias and mask, as for `dot_product_attention`. The
-            last two may be None.
-        options: The other arguments of `dot_product_attention`.
-
-    Returns:
-        The name and "", or "" and the reason.
+    It returns the name and "", or "" and the reason. The arrays are abstract queries, keys, values,
+    bias and mask, as for `dot_product_attention`, whose other arguments the options are. The last
+    two may be None.
     """
     query, key, value, bias, mask = arrays
     device = current_facts()

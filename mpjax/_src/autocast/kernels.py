@@ -27,18 +27,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Tracing(NamedTuple):
-    """The state of autocast while it traces a function.
+    """The state of autocast while it traces a function."""
 
-    Attributes:
-        half: The name of the 16-bit dtype that kernels get; "" for float32.
-        policy: The policy, with the dtype of the region around the code that is traced.
-        numbers: The counter of kernel calls, if an override gives some calls another dtype.
-        others: Pairs (number of a call, name of the dtype) for these calls.
-    """
-
-    half: str
-    policy: Policy
+    half: str  # the name of the 16-bit dtype that kernels get; "" for float32
+    policy: Policy  # the policy, with the dtype of the region around the code that is traced
+    # The counter of kernel calls, if an override gives some calls another dtype.
     numbers: "Numbers | None" = None
+    # Pairs (number of a call, name of the dtype) for these calls.
     others: tuple[tuple[int, str], ...] = ()
 
     def next_half(self) -> str:

@@ -49,11 +49,7 @@ def checkpoints(
 ) -> Sequence[Step]:
     """Returns the steps of a part, with those that run again in checkpoints.
 
-    Args:
-        analysis: What is known about the values.
-        part: The part.
-        chosen: What it keeps, and computes again.
-        kinds: The kind of code in which values would be kept, for those that have one.
+    ``kinds`` has the kind of code in which values would be kept, for those that have one.
     """
     steps, copied = part.steps, copies(analysis, part)
     alone = sum(1 << i for i, step in enumerate(steps) if stands_alone(analysis, step, kinds))

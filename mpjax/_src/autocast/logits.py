@@ -145,23 +145,16 @@ def _product(a: Any, b: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """Follows logits through a block.
+    """Follows logits through a block."""
 
-    Attributes:
-        flow: The data flow of the block.
-        root: The logits.
-        kinds: The expressions of the values that are computed from them.
-        ops: The operations that make these.
-        leaves: The row values that other operations read.
-        leak: Why the logits have to exist, or "".
-    """
-
-    flow: Flow
-    root: Value
+    flow: Flow  # the data flow of the block
+    root: Value  # the logits
+    # The expressions of the values that are computed from them.
     kinds: dict[Value, Any] = dataclasses.field(default_factory=dict)
-    ops: dict[Op, None] = dataclasses.field(default_factory=dict)
+    ops: dict[Op, None] = dataclasses.field(default_factory=dict)  # the operations that make these
+    # The row values that other operations read.
     leaves: dict[Value, None] = dataclasses.field(default_factory=dict)
-    leak: str = ""
+    leak: str = ""  # why the logits have to exist, or ""
 
     def __post_init__(self) -> None:
         self.kinds[self.root] = Wide(1.0, {})

@@ -45,22 +45,14 @@ Code = Callable[[Step], tuple[int, list[Value]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Repeated steps, which are rewritten once, then evaluated and differentiated whole.
+    """Repeated steps, which are rewritten once, then evaluated and differentiated whole."""
 
-    Attributes:
-        steps: The steps, after the operations from elsewhere that compute operands where they are
-            read.
-        key: A key of the computation, equal for equal stretches.
-        ins: The values that flow in.
-        outs: The values that flow out of this stretch or of an equal one.
-        stack: The names around all of the steps.
-    """
-
+    # The steps, after the operations from elsewhere that compute operands where they are read.
     steps: tuple[Step, ...]
-    key: Any
-    ins: tuple[Value, ...]
-    outs: tuple[Value, ...]
-    stack: Any
+    key: Any  # a key of the computation, equal for equal stretches
+    ins: tuple[Value, ...]  # the values that flow in
+    outs: tuple[Value, ...]  # the values that flow out of this stretch or of an equal one
+    stack: Any  # the names around all of the steps
 
     def run(self, env: Env) -> None:
         """Runs the steps, by the function of an equal stretch if there was one."""
@@ -91,13 +83,7 @@ def fold(
     results: Sequence[Value],
     settings: Settings,
 ) -> "list[Step | Stretch]":
-    """Returns steps in which repeated ones are gathered into stretches.
-
-    Args:
-        steps: The steps of a block.
-        results: The results of the block.
-        settings: Those of the program.
-    """
+    """Returns the steps of a block, in which repeated ones are gathered into stretches."""
     if len(steps) < 2 * SHORTEST:
         return [*steps]
     code = _coder(settings)

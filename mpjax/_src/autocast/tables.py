@@ -90,63 +90,42 @@ ADDED, SUBTRACTED = 1, 2
 
 
 class Fact(NamedTuple):
-    """The facts about a value.
+    """The facts about a value."""
 
-    Attributes:
-        half: It comes from a 16-bit operation, perhaps through elementwise operations.
-        exact: Rounding it for storage would lose information.
-        span: Its size: BOUNDED, FITS or BEYOND.
-        writes: The number of roundings of a state that it would contain if each sum were stored in
-            16 bits.
-        scaled: It may be small compared with the value that it is added to.
-        factor: The product of the known factors below 1 since the last matmul.
-        norm: "scale" if it is the reciprocal of a size, "unit" if it was multiplied by one.
-        counts: It contains integers of more than 8 bits as floats, which 16 bits would merge.
-        mask: It contains only zeros and ones.
-        spread: It is a broadcast argument.
-        linear: It depends on a tangent of the planned program.
-        made: The matmuls, sums and loop carries that it is computed from, as a bit mask. Empty for
-            arguments and values computed from arguments alone.
-        chain: The members of ``made`` of which it is the latest state.
-        peak: The values whose largest entry it is, as a bit mask.
-        negative: It is at most zero, because its largest entry was subtracted.
-        solved: It is the result of a loop left unchanged, up to sums and constant factors.
-        weights: The arguments that the matmuls before it multiplied by, as a bit mask.
-        shifted: Since the last matmul, a constant or an argument was added to it or multiplied it.
-        offset: The signs with which constants and arguments were added to it since the last
-            matmul: a bit mask of ADDED and SUBTRACTED.
-        block: Since the last matmul, a residual block was added to it.
-        level: The axes along which a term of it is constant, as a bit mask.
-        mean: The values whose mean it is, as a bit mask.
-        centered: It is an array minus its mean, which subtracts such a term.
-        huge: Some of its entries are, or contain, a constant beyond the range of float16.
-        data: It is computed from arguments alone, and perhaps from rows that were looked up in one.
-    """
-
-    half: bool = False
-    exact: bool = False
-    span: int = BOUNDED
+    half: bool = False  # it comes from a 16-bit operation, perhaps through elementwise operations
+    exact: bool = False  # rounding it for storage would lose information
+    span: int = BOUNDED  # its size: BOUNDED, FITS or BEYOND
+    # The number of roundings of a state that it would contain if each sum were stored in 16 bits.
     writes: int = 0
-    scaled: bool = False
-    factor: float = 1.0
-    norm: str = ""
+    scaled: bool = False  # it may be small compared with the value that it is added to
+    factor: float = 1.0  # the product of the known factors below 1 since the last matmul
+    norm: str = ""  # "scale" if it is the reciprocal of a size, "unit" if it was multiplied by one
+    # It contains integers of more than 8 bits as floats, which 16 bits would merge.
     counts: bool = False
-    mask: bool = False
-    spread: bool = False
-    linear: bool = False
-    negative: bool = False
+    mask: bool = False  # it contains only zeros and ones
+    spread: bool = False  # it is a broadcast argument
+    linear: bool = False  # it depends on a tangent of the planned program
+    negative: bool = False  # it is at most zero, because its largest entry was subtracted
+    # It is the result of a loop left unchanged, up to sums and constant factors.
     solved: bool = False
+    # The matmuls, sums and loop carries that it is computed from, as a bit mask. Empty for
+    # arguments and values computed from arguments alone.
     made: int = 0
-    peak: int = 0
-    chain: int = 0
-    weights: int = 0
+    peak: int = 0  # the values whose largest entry it is, as a bit mask
+    chain: int = 0  # the members of ``made`` of which it is the latest state
+    weights: int = 0  # the arguments that the matmuls before it multiplied by, as a bit mask
+    # Since the last matmul, a constant or an argument was added to it or multiplied it.
     shifted: bool = False
+    # The signs with which constants and arguments were added to it since the last matmul: a bit
+    # mask of ADDED and SUBTRACTED.
     offset: int = 0
-    block: bool = False
-    level: int = 0
-    mean: int = 0
-    centered: bool = False
+    block: bool = False  # since the last matmul, a residual block was added to it
+    level: int = 0  # the axes along which a term of it is constant, as a bit mask
+    mean: int = 0  # the values whose mean it is, as a bit mask
+    centered: bool = False  # it is an array minus its mean, which subtracts such a term
+    # Some of its entries are, or contain, a constant beyond the range of float16.
     huge: bool = False
+    # It is computed from arguments alone, and perhaps from rows that were looked up in one.
     data: bool = False
 
     @property
@@ -209,36 +188,21 @@ class Want(NamedTuple):
     """The demands of a value's readers, where layout operations count as their own readers.
 
     The defaults are those of a value without readers.
-
-    Attributes:
-        readers: The operations that read it.
-        full: Every reader computes in float32.
-        half: Every reader certainly computes in 16 bits.
-        needed: A reader would amplify a rounding error, or the value is returned.
-        amplified: A reader would amplify a rounding error.
-        phase: The largest factor by which an error enters a phase or a pole.
-        whole: A reader would notice a rounding between the last matmul and itself.
-        steep: The slope of a reader is unbounded near zero.
-        unrounded: A reader multiplies a state by it, so its distance from 1 matters.
-        beside: It is added to the result of a loop left unchanged.
-        outside: A reader computes in 16 bits.
-        kink: A relu or similar function reads it, outside of float32 operations.
-        returned: It is returned.
     """
 
-    readers: frozenset[object] = frozenset()
-    full: bool = True
-    half: bool = True
-    needed: bool = False
-    amplified: bool = False
-    phase: float = 0.0
-    whole: bool = False
-    steep: bool = False
-    unrounded: bool = False
-    beside: bool = False
-    outside: bool = False
-    kink: bool = False
-    returned: bool = False
+    readers: frozenset[object] = frozenset()  # the operations that read it
+    full: bool = True  # every reader computes in float32
+    half: bool = True  # every reader certainly computes in 16 bits
+    needed: bool = False  # a reader would amplify a rounding error, or the value is returned
+    amplified: bool = False  # a reader would amplify a rounding error
+    phase: float = 0.0  # the largest factor by which an error enters a phase or a pole
+    whole: bool = False  # a reader would notice a rounding between the last matmul and itself
+    steep: bool = False  # the slope of a reader is unbounded near zero
+    unrounded: bool = False  # a reader multiplies a state by it, so its distance from 1 matters
+    beside: bool = False  # it is added to the result of a loop left unchanged
+    outside: bool = False  # a reader computes in 16 bits
+    kink: bool = False  # a relu or similar function reads it, outside of float32 operations
+    returned: bool = False  # it is returned
 
     @property
     def held(self) -> bool:
@@ -277,19 +241,12 @@ def joined(wants: Iterable[Want]) -> Want:
 
 
 class Ruling(NamedTuple):
-    """The rule of an operation.
+    """The rule of an operation."""
 
-    Attributes:
-        rule: The rule by its primitive.
-        half: The 16-bit dtype that it uses if it computes in 16 bits.
-        forced: "half" or "full", whatever its operands are.
-        why: The reason.
-    """
-
-    rule: str = ""
-    half: Any = None
-    forced: str = ""
-    why: Why = NO_REASON
+    rule: str = ""  # the rule by its primitive
+    half: Any = None  # the 16-bit dtype that it uses if it computes in 16 bits
+    forced: str = ""  # "half" or "full", whatever its operands are
+    why: Why = NO_REASON  # the reason
 
     @property
     def in_force(self) -> str:
@@ -334,17 +291,11 @@ class Wants(dict[Value, Want]):
 
 
 class Choice(NamedTuple):
-    """The dtype of an operation.
+    """The dtype of an operation."""
 
-    Attributes:
-        compute: The dtype in which it reads float32 operands; None: as stored.
-        why: The reason, where its ruling does not say it.
-        sent_half: For a lookup in a parameter: devices may exchange it in 16 bits.
-    """
-
-    compute: Any = None
-    why: Why | None = None
-    sent_half: bool = False
+    compute: Any = None  # the dtype in which it reads float32 operands; None: as stored
+    why: Why | None = None  # the reason, where its ruling does not say it
+    sent_half: bool = False  # for a lookup in a parameter: devices may exchange it in 16 bits
 
 
 NO_CHOICE = Choice()
@@ -358,21 +309,14 @@ class Choices(dict[Op, Choice]):
 
 
 class Stored(NamedTuple):
-    """How a value is stored.
+    """How a value is stored."""
 
-    Attributes:
-        kind: "half", "full", "flexible"; "" if it is not float32.
-        dtype: Its storage dtype.
-        wide: It is made with a constant that 16 bits cannot represent: never rounded for storage.
-        lost: 16 bits would lose information of it (`facts`): not rounded either.
-        rounded: It is computed in float32, and stored in 16 bits.
-    """
-
-    kind: str = ""
-    dtype: Any = None
+    kind: str = ""  # "half", "full", "flexible"; "" if it is not float32
+    dtype: Any = None  # its storage dtype
+    # It is made with a constant that 16 bits cannot represent: never rounded for storage.
     wide: bool = False
-    lost: bool = False
-    rounded: bool = False
+    lost: bool = False  # 16 bits would lose information of it (`facts`): not rounded either
+    rounded: bool = False  # it is computed in float32, and stored in 16 bits
 
 
 NOT_STORED = Stored()
@@ -387,26 +331,23 @@ class Storage(dict[Value, Stored]):
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What derivatives do differently, besides the steps that run.
+    """What derivatives do differently, besides the steps that run."""
 
-    Attributes:
-        steady: Ops whose operands derivatives may hold constant.
-        centered: For a matmul, an operand and dimensions over which derivatives subtract its mean.
-        repeats: For a gather that repeats entries: the axis, and how often.
-        online: For a maximum, the exponential whose sums it also returns; for such a sum, the same.
-        attention: For a matmul that reads a softmax: the fused kernel, or why there is none.
-        losses: For the matmul of a loss's logits: its blocks, or why there are none.
-        kept_as: For a float32 value of which the backward pass reads a 16-bit copy, its dtype.
-        stands_for: For an op that reads or computes other values than one of the program, that one.
-    """
-
+    # Ops whose operands derivatives may hold constant.
     steady: set[Op] = dataclasses.field(default_factory=set)
+    # For a matmul, an operand and dimensions over which derivatives subtract its mean.
     centered: dict[Op, Place] = dataclasses.field(default_factory=dict)
+    # For a gather that repeats entries: the axis, and how often.
     repeats: dict[Op, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    # For a maximum, the exponential whose sums it also returns; for such a sum, the same.
     online: dict[Op, str] = dataclasses.field(default_factory=dict)
+    # For a matmul that reads a softmax: the fused kernel, or why there is none.
     attention: dict[Op, str] = dataclasses.field(default_factory=dict)
+    # For the matmul of a loss's logits: its blocks, or why there are none.
     losses: dict[Op, str] = dataclasses.field(default_factory=dict)
+    # For a float32 value of which the backward pass reads a 16-bit copy, its dtype.
     kept_as: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    # For an op that reads or computes other values than one of the program, that one.
     stands_for: dict[Op, Op] = dataclasses.field(default_factory=dict)
 
     def is_steady(self, op: Op) -> bool:
@@ -416,43 +357,37 @@ class Marks:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What the passes of a plan find out, as tables. A pass returns its own, and reads others.
+    """What the passes of a plan find out, as tables. A pass returns its own, and reads others."""
 
-    Attributes:
-        rulings: The rule of each operation: by `classify`. `facts` adds loops that are left as
-            written, and `demand` matmuls in float32.
-        small: The results of reductions, and values computed from such results alone: by
-            `classify`. `decide` adds results of programs.
-        arguments: The arguments of the program and of those inside it that arrive in float32.
-        facts: The fact of each value.
-        carries: Which arguments of loops are stored in 16 bits: by `facts`.
-        wants: The demand on each value: by `demand`.
-        choices: The dtype of each operation: by `decide`. `store` leaves more of them in float32.
-        stored: How each value is stored: by `decide`, and by `store` likewise.
-        marks: By `store`.
-        once: In loops, the values that are the same in all iterations: by `store`.
-        steps: The steps that run each block, in order: by `store`.
-        kept: The values that `storage=lean` and `storage=8bit` keep for the backward pass, which
-            computes those around them again.
-        codes: The kind of code of those that are kept in 8 bits.
-        convolved: The shapes of arrays whose layout convolutions choose: by `store`.
-        passing: The values that a backward pass which computes matmuls again keeps from then on.
-    """
-
+    # The rule of each operation: by `classify`. `facts` adds loops that are left as written, and
+    # `demand` matmuls in float32.
     rulings: Rulings = dataclasses.field(default_factory=Rulings)
+    # The results of reductions, and values computed from such results alone: by `classify`.
+    # `decide` adds results of programs.
     small: set[Value] = dataclasses.field(default_factory=set)
+    # The arguments of the program and of those inside it that arrive in float32.
     arguments: frozenset[Value] = frozenset()
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    facts: Facts = dataclasses.field(default_factory=Facts)  # the fact of each value
+    # Which arguments of loops are stored in 16 bits: by `facts`.
     carries: Carries = dataclasses.field(default_factory=dict)
-    wants: Wants = dataclasses.field(default_factory=Wants)
+    wants: Wants = dataclasses.field(default_factory=Wants)  # the demand on each value: by `demand`
+    # The dtype of each operation: by `decide`. `store` leaves more of them in float32.
     choices: Choices = dataclasses.field(default_factory=Choices)
+    # How each value is stored: by `decide`, and by `store` likewise.
     stored: Storage = dataclasses.field(default_factory=Storage)
-    marks: Marks = dataclasses.field(default_factory=Marks)
+    marks: Marks = dataclasses.field(default_factory=Marks)  # by `store`
+    # In loops, the values that are the same in all iterations: by `store`.
     once: set[Value] = dataclasses.field(default_factory=set)
+    # The steps that run each block, in order: by `store`.
     steps: dict[Block, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    # The values that `storage=lean` and `storage=8bit` keep for the backward pass, which computes
+    # those around them again.
     kept: set[Value] = dataclasses.field(default_factory=set)
+    # The kind of code of those that are kept in 8 bits.
     codes: dict[Value, str] = dataclasses.field(default_factory=dict)
+    # The shapes of arrays whose layout convolutions choose: by `store`.
     convolved: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+    # The values that a backward pass which computes matmuls again keeps from then on.
     passing: set[Value] = dataclasses.field(default_factory=set)
 
     def is_beyond(self, value: Value, half: Any) -> bool:

@@ -36,36 +36,22 @@ class Group(Protocol):
 
 
 class Order(NamedTuple):
-    """What a block keeps, and its steps in order, each with its group, if it runs again.
+    """What a block keeps, and its steps in order, each with its group, if it runs again."""
 
-    Attributes:
-        kept: The values that it keeps.
-        steps: The steps.
-        prices: The prices of those that may run again.
-    """
-
-    kept: frozenset[Value]
+    kept: frozenset[Value]  # the values that it keeps
     steps: Sequence[tuple[Step, Group | None]]
-    prices: Prices
+    prices: Prices  # the prices of those that may run again
 
 
 class Moment(NamedTuple):
-    """A step, or a program inside, in the order of the forward pass.
+    """A step, or a program inside, in the order of the forward pass."""
 
-    Attributes:
-        kept: The bytes that it keeps from the forward pass on.
-        again: The bytes that it keeps once it has run again, until its backward pass.
-        beside: The bytes that exist in addition while it runs, forward or backward.
-        moved: The bytes that are moved to compute its values again, with FLOPs in bytes, or to keep
-            them.
-        group: The steps with which it runs again, if they compute matmuls again.
-    """
-
-    kept: int
-    again: int = 0
-    beside: int = 0
+    kept: int  # the bytes that it keeps from the forward pass on
+    again: int = 0  # the bytes that it keeps once it has run again, until its backward pass
+    beside: int = 0  # the bytes that exist in addition while it runs, forward or backward
+    # The bytes that are moved to compute its values again, with FLOPs in bytes, or to keep them.
     moved: int = 0
-    group: Group | None = None
+    group: Group | None = None  # the steps with which it runs again, if they compute matmuls again
 
 
 def moments(analysis: Analysis, block: Block, orders: Mapping[Block, Order]) -> Iterator[Moment]:
@@ -141,11 +127,8 @@ def _cotangents(
 ) -> Iterator[int]:
     """Yields the bytes of the cotangents that exist while the backward pass of each step runs.
 
-    Args:
-        analysis: What is known about the values.
-        steps: The steps, in order, and whether each is fused with its neighbors.
-        made: What they compute.
-        outs: What the block returns.
+    Each step comes with whether it is fused with its neighbors. ``made`` is what the steps compute,
+    and ``outs`` what the block returns.
     """
     last = {v: i for i, (step, _) in enumerate(steps) for v in step.ins}
     last.update(dict.fromkeys(outs, len(steps)))

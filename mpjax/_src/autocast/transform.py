@@ -42,18 +42,12 @@ class Traced(programs.Traced):
     """A function, traced for one signature, and its plan, which is made when it is needed.
 
     The program is as written, without casts.
-
-    Attributes:
-        policy: The policy.
-        avals: The abstract values of the array arguments, as the caller passes them.
-        paths: The path of each of them.
-        out_dtypes: For each float32 result, the dtype in which it is returned.
     """
 
     policy: Policy
-    avals: tuple[Any, ...]
-    paths: tuple[str, ...]
-    out_dtypes: tuple[Any, ...]
+    avals: tuple[Any, ...]  # the abstract values of the array arguments, as the caller passes them
+    paths: tuple[str, ...]  # the path of each of them
+    out_dtypes: tuple[Any, ...]  # for each float32 result, the dtype in which it is returned
 
     @functools.cached_property
     def outline(self) -> Plan:

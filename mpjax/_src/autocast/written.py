@@ -18,34 +18,22 @@ from mpjax._src.autocast.derivatives import cast
 
 
 class Written(NamedTuple):
-    """A loss as it runs. Plain data, equal for equal losses.
+    """A loss as it runs. Plain data, equal for equal losses."""
 
-    Attributes:
-        form: The loss of a row, and its blocks.
-        dtype: The dtype of the operands of its matmuls.
-        features: The axis of the hidden values that is summed over.
-        moves: Changes of the rows: ("reshape", shape) and ("slice", starts, limits, strides).
-        clipped: Whether labels are clipped to the words.
-        has_bias: Whether a bias follows the labels.
-        factor: What the result is multiplied by.
-        weights: How arrays that follow are read, and the shape that they are broadcast to: "times"
-            them, losses are "kept" where they are true, or "dropped" there.
-        shape: The shape of the result.
-        is_sum: Whether that is the weighted sum of the losses, or else each of them.
-        by_rows: Whether blocks are rows.
-    """
-
-    form: Form
-    dtype: Any
-    features: int
+    form: Form  # the loss of a row, and its blocks
+    dtype: Any  # the dtype of the operands of its matmuls
+    features: int  # the axis of the hidden values that is summed over
+    # Changes of the rows: ("reshape", shape) and ("slice", starts, limits, strides).
     moves: tuple[Any, ...]
-    clipped: bool
-    has_bias: bool
-    factor: float
+    clipped: bool  # whether labels are clipped to the words
+    has_bias: bool  # whether a bias follows the labels
+    factor: float  # what the result is multiplied by
+    # How arrays that follow are read, and the shape that they are broadcast to: "times" them,
+    # losses are "kept" where they are true, or "dropped" there.
     weights: tuple[tuple[str, tuple[int, ...]], ...]
-    shape: tuple[int, ...]
-    is_sum: bool
-    by_rows: bool
+    shape: tuple[int, ...]  # the shape of the result
+    is_sum: bool  # whether that is the weighted sum of the losses, or else each of them
+    by_rows: bool  # whether blocks are rows
 
     def describe(self) -> str:
         """Returns its blocks in words."""
@@ -53,14 +41,9 @@ class Written(NamedTuple):
 
 
 def run(written: Written, arrays: Sequence[Any]) -> Any:
-    """Runs a loss.
+    """Runs a loss, in float32.
 
-    Args:
-        written: The description.
-        arrays: Hidden values, weight, labels, the bias if there is one, and weights of losses.
-
-    Returns:
-        The result, in float32.
+    The arrays are hidden values, weight, labels, the bias if there is one, and weights of losses.
     """
     hidden, weight, labels, *rest = arrays
     form = written.form

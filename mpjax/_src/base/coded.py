@@ -48,19 +48,12 @@ DEVICES = 8  # a long axis has at least as many blocks
 
 
 class Code(NamedTuple):
-    """A code of 8 bits.
+    """A code of 8 bits."""
 
-    Attributes:
-        dtype: The dtype of the codes.
-        top: The largest number of units that a code represents.
-        squarings: How often a code is squared to give units.
-        blocks: Whether each block has its own unit; else the unit is 1.
-    """
-
-    dtype: np.dtype
-    top: float
-    squarings: int
-    blocks: bool
+    dtype: np.dtype  # the dtype of the codes
+    top: float  # the largest number of units that a code represents
+    squarings: int  # how often a code is squared to give units
+    blocks: bool  # whether each block has its own unit; else the unit is 1
 
     @property
     def reach(self) -> np.float32:
@@ -85,31 +78,22 @@ LEVELS = 254.0  # of shares; the code 255 represents Inf and NaN
 )
 @dataclasses.dataclass(frozen=True)
 class Coded:
-    """An array in 8 bits.
+    """An array in 8 bits."""
 
-    Attributes:
-        codes: The codes, of the array's shape.
-        scales: The exponent field of each block's unit, as uint8, of shape ``shape[:-1] +
-            (blocks,)``; None for a kind without blocks.
-        kind: One of `KINDS`.
-    """
-
-    codes: jax.Array
+    codes: jax.Array  # the codes, of the array's shape
+    # The exponent field of each block's unit, as uint8, of shape ``shape[:-1] + (blocks,)``; None
+    # for a kind without blocks.
     scales: Any
-    kind: str
+    kind: str  # one of `KINDS`
 
 
 def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True) -> Coded:
     """Returns a floating array of at most 32 bits as codes of a kind.
 
-    Args:
-        x: The array.
-        kind: One of `KINDS`.
-        rounded: Whether the array was computed in float32 and rounded. XLA:GPU would write the
-            float32 array to memory, and round it wherever it is read. So codes are computed from
-            the array behind a barrier.
-        in_order: Whether XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of
-            what a convolution reads or makes, it should choose the order.
+    Of one that was computed in float32 and ``rounded``, XLA:GPU would write the float32 array to
+    memory, and round it wherever it is read. So codes are computed from the array behind a barrier.
+    With ``in_order``, XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of what a
+    convolution reads or makes, it should choose the order.
     """
     code, there = KINDS[kind], _jax.again_barrier(x) if rounded else x
     if not code.blocks:

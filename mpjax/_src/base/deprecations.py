@@ -15,19 +15,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Deprecated(NamedTuple):
-    """A public name that is going away.
+    """A public name that is going away."""
 
-    Attributes:
-        instead: Where in `mpjax` the object is, such as "cast" or "optim.master_params".
-        since: The date of the first release that warned.
-        removal: The first date on which a release may lack the name.
-        advice: What to write, if it is not ``instead``.
-    """
-
-    instead: str
-    since: datetime.date
-    removal: datetime.date
-    advice: str = ""
+    instead: str  # where in `mpjax` the object is, such as "cast" or "optim.master_params"
+    since: datetime.date  # the date of the first release that warned
+    removal: datetime.date  # the first date on which a release may lack the name
+    advice: str = ""  # what to write, if it is not ``instead``
 
 
 # Names that were in `mpjax` itself, by the module that has them now.

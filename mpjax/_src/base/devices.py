@@ -28,54 +28,35 @@ class Sheet(NamedTuple):
     target_config/specs, Apache-2.0). Those of the T4 are from its datasheet; its clock and L2 cache
     are approximate. Peak rates are from NVIDIA's datasheets: dense (no sparsity), at boost clock;
     of V100 SXM2, T4, A100 SXM, RTX A6000, H100 SXM, H200 SXM, HGX B200 / 8.
-
-    Attributes:
-        device: What it calls itself.
-        memory: In bytes.
-        bandwidth: In bytes per second.
-        peaks: By dtype.
-        facts: As in `hardware.targets.CARD_FIELDS`.
     """
 
-    device: str
-    memory: int
-    bandwidth: float
-    peaks: Peaks
-    facts: tuple[float, ...]
+    device: str  # what it calls itself
+    memory: int  # in bytes
+    bandwidth: float  # in bytes per second
+    peaks: Peaks  # by dtype
+    facts: tuple[float, ...]  # as in `hardware.targets.CARD_FIELDS`
 
 
 class Chip(NamedTuple):
     """What `compile_for` needs of a TPU, from cloud.google.com/tpu/docs, one page per version.
 
     The link is from "How to scale your model" (jax-ml.github.io/scaling-book/tpus).
-
-    Attributes:
-        axes: The axes of the torus.
-        memory: In bytes.
-        bandwidth: In bytes per second.
-        half: The peak of bfloat16, in TFLOP/s.
-        byte: The peak of int8.
-        link: The bandwidth of the link to the host in each direction, in bytes per second.
     """
 
-    axes: int
-    memory: int
-    bandwidth: float
-    half: float
-    byte: float
+    axes: int  # the axes of the torus
+    memory: int  # in bytes
+    bandwidth: float  # in bytes per second
+    half: float  # the peak of bfloat16, in TFLOP/s
+    byte: float  # the peak of int8
+    # The bandwidth of the link to the host in each direction, in bytes per second.
     link: float = 16e9
 
 
 class Card(NamedTuple):
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        capability: NVIDIA's compute capability, or AMD's architecture.
-        sheet: None for those that `compile_for` has no details of.
-    """
-
-    capability: str
-    sheet: Sheet | None = None
+    capability: str  # NVIDIA's compute capability, or AMD's architecture
+    sheet: Sheet | None = None  # None for those that `compile_for` has no details of
 
 
 A100: Peaks = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
@@ -264,17 +245,11 @@ def device_facts(device: Any) -> DeviceFacts:
 
 
 class Named(NamedTuple):
-    """What a user's name of a device says.
+    """What a user's name of a device says."""
 
-    Attributes:
-        key: A name in `CARDS`, `TPUS` or `KINDS`; or what is left of an unknown name.
-        memory: The memory in the name, in GB; None if it has none.
-        variant: Other words that tell cards of one name apart, such as "pcie".
-    """
-
-    key: str
-    memory: int | None
-    variant: tuple[str, ...]
+    key: str  # a name in `CARDS`, `TPUS` or `KINDS`; or what is left of an unknown name
+    memory: int | None  # the memory in the name, in GB; None if it has none
+    variant: tuple[str, ...]  # other words that tell cards of one name apart, such as "pcie"
 
     @property
     def known(self) -> bool:

@@ -81,13 +81,8 @@ def short_name(dtype: Any) -> str:
 def canonical(dtype: DTypeLike, argument: str, half: np.dtype | None = None) -> np.dtype:
     """Returns the ``np.dtype`` that a name, scalar type or dtype represents.
 
-    Args:
-        dtype: A spelling in `BY_NAME`, "half", or anything that ``np.dtype`` accepts.
-        argument: The name of the user's argument, for the error message.
-        half: The dtype that "half" represents. If None, the one that suits the default device.
-
-    Raises:
-        ValueError: If it is not float16, bfloat16, float32 or float64.
+    "half" represents ``half``, by default the dtype that suits the default device. Any other than
+    float16, bfloat16, float32 and float64 raises a ValueError that names the user's ``argument``.
     """
     resolved: np.dtype | None = None
     if isinstance(dtype, str):
@@ -132,19 +127,12 @@ def is_narrow(x: Any) -> bool:
 
 
 class Limits(NamedTuple):
-    """What a floating dtype can represent. All but the digits are exponents of two.
+    """What a floating dtype can represent. All but the digits are exponents of two."""
 
-    Attributes:
-        digits: The significant bits: bfloat16 has 8, float16 11, float32 24.
-        flush: The largest magnitude that is rounded to zero: half the smallest number.
-        normal: The smallest magnitude with all digits.
-        overflow: The power of two that follows the largest number.
-    """
-
-    digits: int
-    flush: int
-    normal: int
-    overflow: int
+    digits: int  # the significant bits: bfloat16 has 8, float16 11, float32 24
+    flush: int  # the largest magnitude that is rounded to zero: half the smallest number
+    normal: int  # the smallest magnitude with all digits
+    overflow: int  # the power of two that follows the largest number
 
 
 def limits_of(dtype: Any) -> Limits:

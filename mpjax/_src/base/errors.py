@@ -136,11 +136,7 @@ def _order() -> str:
 
 
 def as_array(name: str, value: Any, kind: str = "an array") -> jax.Array:
-    """Returns an argument as an array of JAX.
-
-    Raises:
-        TypeError: If it is none, such as a string, a function or None.
-    """
+    """Returns an argument as an array of JAX; a string, a function or None raises a TypeError."""
     try:
         return jnp.asarray(None if isinstance(value, str) else value)
     except (TypeError, ValueError, OverflowError):
@@ -178,10 +174,10 @@ def did_you_mean(word: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+def first_of(names: Sequence[str], most: int = 5, apart: str = ", ") -> str:
     """Returns ``a, b, c and 2 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return apart.join(names[:most]) + more
 
 
 def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:

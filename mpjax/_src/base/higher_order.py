@@ -25,64 +25,45 @@ NONE = "none"  # nothing: it has no backward pass
 
 
 class Inside(NamedTuple):
-    """A program inside an equation, and its connections to the equation.
+    """A program inside an equation, and its connections to the equation."""
 
-    Attributes:
-        program: The jaxpr. In a plan, its block.
-        ins: For each argument of the program, the index of the operand that it receives.
-        outs: For each result of the program, the index of the equation's result, or None.
-        carry: Pairs (result, argument): the result of one iteration is the argument of the next.
-        consts: The number of leading arguments that are the same in every iteration.
-    """
-
+    # The jaxpr. In a plan, its block.
     program: Any
+    # For each argument of the program, the index of the operand that it receives.
     ins: Sequence[int]
+    # For each result of the program, the index of the equation's result, or None.
     outs: Sequence[int | None]
+    # Pairs (result, argument): the result of one iteration is the argument of the next.
     carry: Sequence[tuple[int, int]] = ()
-    consts: int = 0
+    consts: int = 0  # the number of leading arguments that are the same in every iteration
 
 
 class Loop(NamedTuple):
-    """The parameters of an equation that say how a SCAN turns.
+    """The parameters of an equation that say how a SCAN turns."""
 
-    Attributes:
-        length: How often.
-        reverse: Whether from the last slice to the first.
-        unroll: How many iterations are compiled as one.
-    """
-
-    length: str
-    reverse: str
-    unroll: str
+    length: str  # how often
+    reverse: str  # whether from the last slice to the first
+    unroll: str  # how many iterations are compiled as one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HigherOrder:
-    """The row of a primitive.
+    """The row of a primitive."""
 
-    Attributes:
-        wire: A function from an equation to the programs inside it.
-        kind: How the programs run: CALL, MAP, SCAN, WHILE or BRANCH.
-        params: The parameters that contain the programs, in the order of ``wire``. One of a BRANCH
-            contains all of them, as a tuple.
-        loop: Of a SCAN, the parameters that say how it turns.
-        storage: What the plan may change about stored values inside: AROUND, THEIRS or NONE.
-        knows: Whether constants that enter it are still known as constants inside.
-        pinned: Whether its dtypes must stay as written, because rules that its author traced
-            elsewhere expect them.
-        as_one: Whether it counts as one operation if everything inside is elementwise.
-        backward: Whether its author wrote its backward pass.
-    """
-
-    wire: Callable[[Any], Iterable[Inside]]
-    kind: str = CALL
+    wire: Callable[[Any], Iterable[Inside]]  # a function from an equation to the programs inside it
+    kind: str = CALL  # how the programs run: CALL, MAP, SCAN, WHILE or BRANCH
+    # What the plan may change about stored values inside: AROUND, THEIRS or NONE.
     storage: str = AROUND
+    # The parameters that contain the programs, in the order of ``wire``. One of a BRANCH contains
+    # all of them, as a tuple.
     params: tuple[str, ...] = ()
-    loop: Loop | None = None
-    knows: bool = False
+    loop: Loop | None = None  # of a SCAN, the parameters that say how it turns
+    knows: bool = False  # whether constants that enter it are still known as constants inside
+    # Whether its dtypes must stay as written, because rules that its author traced elsewhere expect
+    # them.
     pinned: bool = False
-    as_one: bool = False
-    backward: bool = False
+    as_one: bool = False  # whether it counts as one operation if everything inside is elementwise
+    backward: bool = False  # whether its author wrote its backward pass
 
     @property
     def loops(self) -> bool:

@@ -34,7 +34,8 @@ def outline(state: Any) -> str:
 def _outlined(node: Any, depth: int, room: int) -> list[str]:
     parts = _parts(node) if depth else None
     if parts is None:
-        return [_shortened(_text(node), room)]
+        text = _text(node)
+        return [text if len(text) <= room else f"{text[: max(room - 3, 0)]}..."]
     begin, rows, end = parts
     inner = []
     for label, child in rows:
@@ -104,7 +105,3 @@ def _counts(kind: type, leaves: list[Any]) -> str:
         )
     each = ", ".join(f"{count:,} {name}" for name, count in numbers.items())
     return f"<{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'}: {each}>"
-
-
-def _shortened(line: str, room: int) -> str:
-    return line if len(line) <= room else f"{line[: max(room - 3, 0)]}..."

@@ -8,28 +8,16 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
-
-from mpjax._src.base.errors import brief
 
 _SHOWN = threading.local()  # the innermost bar of this thread, as `bar`
-
-
-def check_progress(progress: Any) -> None:
-    """Raises a TypeError if the argument ``progress`` of an instrument is not a bool."""
-    if not isinstance(progress, bool):
-        raise TypeError(f"progress={brief(progress)} must be True or False.")
 
 
 @contextlib.contextmanager
 def progress_bar(progress: bool, title: str, unit: str, total: int | None = None) -> Iterator[None]:
     """Shows a bar on stderr while an instrument runs, if ``progress`` and stderr is a terminal.
 
-    Args:
-        progress: Whether the caller wants one.
-        title: What runs.
-        unit: What `advance` counts, in the singular.
-        total: How many of them there are, or None if that is unknown.
+    ``unit`` is what `advance` counts, in the singular, ``total`` how many of them there are, if
+    known.
     """
     if not (progress and sys.stderr is not None and sys.stderr.isatty()):
         yield

@@ -78,28 +78,20 @@ FLATTENS = "flattens"  # its derivative is a difference, which rounding of its p
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The row of a primitive.
+    """The row of a primitive."""
 
-    Attributes:
-        need: The dtype it computes in: HALF, FULL, FOLLOW, MOVE, COMPARE or PROGRAM.
-        gain: By how much it amplifies a relative error of an operand: NONE, ONE, SUM, RANGE or
-            UNBOUNDED, or a function from the equation's parameters to one of these.
-        span: The size of its result: KEEPS, BOUNDED or GROWS.
-        saves: The values that its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
-        steady: Whether its derivative stays accurate when its operands are rounded. Such a
-            derivative is bounded, or of the size of the result or of an operand. A bool, or a
-            function as for ``gain``.
-        cost: The cost of computing it a second time: FUSED, DEAR or NEVER.
-        traits: Any of the traits above.
-    """
-
-    need: str = PROGRAM
+    need: str = PROGRAM  # the dtype it computes in: HALF, FULL, FOLLOW, MOVE, COMPARE or PROGRAM
+    # By how much it amplifies a relative error of an operand: NONE, ONE, SUM, RANGE or UNBOUNDED,
+    # or a function from the equation's parameters to one of these.
     gain: str | Callable[[dict[str, Any]], str] = SUM
-    span: str = KEEPS
+    span: str = KEEPS  # the size of its result: KEEPS, BOUNDED or GROWS
+    # The values that its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
     saves: str = OPERANDS
+    # Whether its derivative stays accurate when its operands are rounded. Such a derivative is
+    # bounded, or of the size of the result or of an operand. A bool, or a function as for ``gain``.
     steady: bool | Callable[[dict[str, Any]], bool] = False
-    cost: str = NEVER
-    traits: frozenset[str] = frozenset()
+    cost: str = NEVER  # the cost of computing it a second time: FUSED, DEAR or NEVER
+    traits: frozenset[str] = frozenset()  # any of the traits above
 
     def amplifies(self, params: dict[str, Any]) -> bool:
         """Returns whether an equation with these parameters amplifies an error of its operands."""

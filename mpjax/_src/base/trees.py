@@ -111,8 +111,12 @@ def varies_over(x: Any) -> tuple[str, ...]:
 
 def vary_like(leaf: jax.Array, like: Any) -> jax.Array:
     """Marks an array as varying over the manual mesh axes that another one varies over."""
-    already = varies_over(leaf)
-    missing = tuple(axis for axis in varies_over(like) if axis not in already)
+    return vary_over(leaf, varies_over(like))
+
+
+def vary_over(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Marks an array as varying over manual mesh axes."""
+    missing = tuple(axis for axis in axes if axis not in varies_over(leaf))
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
@@ -206,14 +210,7 @@ def stays_finite(new: Any, old: Any) -> jax.Array:
     """Returns whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
 
     One -Inf anywhere in a leaf of ``old``, such as a mask or the start of a running maximum,
-    exempts the whole leaf.
-
-    Args:
-        new: A pytree of arrays, tested as by `all_finite`.
-        old: The previous values, a pytree of the same structure.
-
-    Returns:
-        A bool array of shape (); True for an empty tree.
+    exempts the whole leaf. It is a bool array of shape (); True for an empty tree.
     """
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]

@@ -40,18 +40,13 @@ COUNTS = "skipped_steps", "consecutive_skips"
 
 
 class Leaf(NamedTuple):
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-        path: Its position in the tree, joined with "/".
-        means: The path without the nodes that the policy added. For a master or residual, "master
-            of" or "residual of" and the meaning of its leaf.
-        value: The array, or its shape.
-    """
-
-    path: str
+    path: str  # its position in the tree, joined with "/"
+    # The path without the nodes that the policy added. For a master or residual, "master of" or
+    # "residual of" and the meaning of its leaf.
     means: str
-    value: Any
+    value: Any  # the array, or its shape
 
     @property
     def part(self) -> str:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.errors import first_of
 from mpjax._src.checkpoint.contents import Leaf, is_beside, is_draws, is_held, shaped
-from mpjax._src.checkpoint.match import Source, listed
+from mpjax._src.checkpoint.match import Source
 from mpjax._src.training import codes, residuals
 
 
@@ -41,8 +42,8 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
     if overflown:
         raise ValueError(
             f"like: the checkpoint {where} has finite values that would become infinite in "
-            f"{listed(overflown)}. Restore these leaves in bfloat16 or float32, by another policy "
-            "or an override."
+            f"{first_of(overflown)}. Restore these leaves in bfloat16 or float32, by another "
+            "policy or an override."
         )
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

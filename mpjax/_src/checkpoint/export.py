@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
-from mpjax._src.base.errors import CheckpointError, brief, check_flag
+from mpjax._src.base.errors import CheckpointError, brief, check_flag, first_of
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import cast_leaf, is_array, is_key
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
 from mpjax._src.checkpoint.convert import converted, held, overflows
-from mpjax._src.checkpoint.match import NAMED, differences, match
+from mpjax._src.checkpoint.match import differences, match
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import absolute, reason
 from mpjax._src.training.masters import master_params
@@ -80,9 +80,8 @@ def export_params(state: Any, dtype: DTypeLike = "float32") -> Any:
     half = jax.tree.map(lambda leaf: cast_leaf(leaf, to), full)
     if lost := _overflown(full, half):
         raise ValueError(
-            f"dtype={to.name!r}: finite weights would become infinite in {lost[:NAMED]}"
-            + (f" and {len(lost) - NAMED} more" if len(lost) > NAMED else "")
-            + ". Export to 'bfloat16', which has the range of float32, or to 'float32'."
+            f"dtype={to.name!r}: finite weights would become infinite in {first_of(lost)}. Export "
+            "to 'bfloat16', which has the range of float32, or to 'float32'."
         )
     return half
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import limits_of
+from mpjax._src.base.errors import first_of
 from mpjax._src.checkpoint.contents import (
     LOSS_SCALE,
     MASTER,
@@ -29,9 +30,6 @@ from mpjax._src.checkpoint.contents import (
     shaped,
 )
 from mpjax._src.training import residuals
-
-# How many leaves a message names.
-NAMED = 5
 
 
 class Source(NamedTuple):
@@ -153,7 +151,7 @@ def _check_same_leaves(
 
 def _refuse(wrong: Sequence[str], before: str, after: str, apart: str = "; ") -> None:
     if wrong:
-        raise ValueError(f"like: {before} {listed(wrong, apart)}. {after}".rstrip())
+        raise ValueError(f"like: {before} {first_of(wrong, apart=apart)}. {after}".rstrip())
 
 
 def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> None:
@@ -272,10 +270,4 @@ def _one_kind(a: str, b: str) -> bool:
 def differences(missing: Iterable[str], extra: Iterable[str]) -> str:
     """Returns in words the names that the checkpoint lacks, and those that ``like`` lacks."""
     lacks = (("It", [*map(repr, missing)]), ("like", [*map(repr, extra)]))
-    return "".join(f"{who} lacks {listed(names)}. " for who, names in lacks if names)
-
-
-def listed(names: Sequence[str], apart: str = ", ") -> str:
-    """Returns the first of some names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return apart.join(names[:NAMED]) + more
+    return "".join(f"{who} lacks {first_of(names)}. " for who, names in lacks if names)

@@ -20,46 +20,27 @@ NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performa
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag that is worth trying.
+    """A flag that is worth trying."""
 
-    Attributes:
-        platform: The platform whose compiler knows the flag.
-        name: The name of the flag, without dashes.
-        value: The value to try.
-        several: Whether it matters only with several devices.
-        why: What the flag does.
-        source: The documentation that describes it.
-    """
-
-    platform: str
-    name: str
-    value: str
-    several: bool
-    why: str
-    source: str
+    platform: str  # the platform whose compiler knows the flag
+    name: str  # the name of the flag, without dashes
+    value: str  # the value to try
+    several: bool  # whether it matters only with several devices
+    why: str  # what the flag does
+    source: str  # the documentation that describes it
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A problem of some versions of a package.
+    """A problem of some versions of a package."""
 
-    Attributes:
-        platform: The platform on which the problem occurs.
-        package: The package.
-        first: The first version with the problem.
-        fixed: The first version without it, or "" if none is known.
-        what: What happens, in words.
-        advice: What to do about it.
-        source: Where the problem was reported.
-    """
-
-    platform: str
+    platform: str  # the platform on which the problem occurs
     package: str
-    first: str
-    fixed: str
-    what: str
-    advice: str
-    source: str
+    first: str  # the first version with the problem
+    fixed: str  # the first version without it, or "" if none is known
+    what: str  # what happens, in words
+    advice: str  # what to do about it
+    source: str  # where the problem was reported
 
 
 FLAGS = (
@@ -118,9 +99,7 @@ PROBLEMS = (
 def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Yields the flags that are worth trying, with their current values.
 
-    Args:
-        devices: The number of devices of each platform to advise for; 0 if a platform is absent.
-        environment: The environment variables.
+    ``devices`` has the number of devices of each platform to advise for; 0 if a platform is absent.
     """
     for flag in FLAGS:
         if flag.platform in devices and not (flag.several and devices[flag.platform] == 1):

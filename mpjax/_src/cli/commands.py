@@ -200,7 +200,8 @@ def compile_(
             if "error" in each:
                 click.echo(f"{each['target']}: {each['error']}")
     for name, page in pages.items():
-        _write(html and _of_one(html, name, devices), page, as_json)
+        several = f"-{name.replace(' ', '')}" if len(devices) > 1 else ""  # a file for each
+        _write(html and html.with_stem(html.stem + several), page, as_json)
     wrong = [each for each in results if each.get("status") == "error"]
     if wrong:
         raise TargetError("\n".join(_grouped(wrong)))
@@ -506,11 +507,6 @@ def _write(file: Path | None, page: str | None, quiet: bool) -> None:
         file.write_text(page, "utf-8")
         if not quiet:
             click.echo(f"\nPage written to {file}")
-
-
-def _of_one(file: Path, name: str, names: Sequence[str]) -> Path:
-    """Returns the file for one target's page: each of several targets has its own."""
-    return file.with_stem(f"{file.stem}-{name.replace(' ', '')}") if len(names) > 1 else file
 
 
 def _compiled(

@@ -40,21 +40,13 @@ TIMED = "matmul time"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One row.
+    """One row."""
 
-    Attributes:
-        dtype: The 16-bit dtype.
-        name: The name of the check.
-        status: "pass", "FAIL", or "note" for a finding that is neither right nor wrong.
-        found: What was measured, in words.
-        value: The measured number, or None.
-    """
-
-    dtype: str
-    name: str
-    status: str
-    found: str
-    value: float | None = None
+    dtype: str  # the 16-bit dtype
+    name: str  # the name of the check
+    status: str  # "pass", "FAIL", or "note" for a finding that is neither right nor wrong
+    found: str  # what was measured, in words
+    value: float | None = None  # the measured number, or None
 
 
 def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:

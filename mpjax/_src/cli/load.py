@@ -80,7 +80,7 @@ def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any
 def running(what: str) -> Iterator[None]:
     """Turns an exception into a `TargetError`: one line with the user's file and line number."""
     try:
-        with _output_to_stderr():
+        with contextlib.redirect_stdout(sys.stderr):  # prints are not part of a command's result
             yield
     except TargetError:
         raise
@@ -228,8 +228,3 @@ def _is_users(filename: str) -> bool:
     """Returns whether a file is the user's, not mpjax's, Python's or a library's."""
     ours = (str(Path(__file__).parents[2]), "<string>")
     return not filename.startswith(ours) and not is_library(filename)
-
-
-def _output_to_stderr() -> contextlib.AbstractContextManager[Any]:
-    """Redirects stdout to stderr, because the user's prints are not part of a command's result."""
-    return contextlib.redirect_stdout(sys.stderr)

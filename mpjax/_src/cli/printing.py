@@ -2,16 +2,14 @@
 
 import contextlib
 import json
-import math
 import shutil
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import click
-import numpy as np
 
 from mpjax._src.document.model import Document, Table
+from mpjax._src.document.report import plain
 from mpjax._src.document.text import text_of
 
 # The style of a cell, by its text.
@@ -20,20 +18,9 @@ STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
 
 def json_to_stdout(data: Any) -> None:
     """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
-    click.echo(json.dumps(plain(data), indent=1, allow_nan=False))
-
-
-def plain(data: Any) -> Any:
-    """Returns data converted to JSON's types."""
-    if isinstance(data, Mapping):
-        return {str(key): plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple | set | frozenset):
-        return [plain(value) for value in data]
-    if hasattr(data, "ndim") and hasattr(data, "tolist"):  # NumPy and JAX values
-        return plain(np.asarray(data).tolist())
-    if isinstance(data, float) and not math.isfinite(data):
-        return str(data)
-    return data if data is None or isinstance(data, bool | int | float | str) else str(data)
+    # Python writes these as NaN and Infinity, and reads them back as what it is told.
+    data = json.loads(json.dumps(plain(data)), parse_constant=lambda name: str(float(name)))
+    click.echo(json.dumps(data, indent=1, allow_nan=False))
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[Any]:

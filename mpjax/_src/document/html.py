@@ -31,6 +31,7 @@ def page_of(document: Document, title: str = "") -> str:
     count = len(drawing.operations)
     counted = f"{count} {drawing.things if count != 1 else drawing.things.removesuffix('s')}"
     style, script = _part("page.css"), _part("map.js")
+    digest = hashlib.sha256(script.encode()).digest()
     return template.render(
         title=title or document.title,
         document=document,
@@ -42,7 +43,7 @@ def page_of(document: Document, title: str = "") -> str:
         data=_json(_data(drawing, scales)) if drawing.operations else "",
         style=style,
         script=script,
-        allowed=f"'sha256-{_hash(script)}'",
+        allowed=f"'sha256-{base64.b64encode(digest).decode()}'",
     )
 
 
@@ -71,10 +72,6 @@ def _templates() -> Any:
 
 def _part(name: str) -> str:
     return (resources.files(__package__) / "templates" / name).read_text("utf-8")
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _data(drawing: Drawing, scales: list[Scale]) -> dict[str, Any]:

@@ -42,142 +42,95 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Color:
-    """A property by which operations are colored.
+    """A property by which operations are colored."""
 
-    Attributes:
-        name: The name in the page's switch, such as "dtype".
-        words: Its meaning, as a sentence for the legend.
-        classes: The values of the property, in the order of the legend. Other values come after
-            them. Empty if the property is an amount.
-        unit: The unit of an amount, one of `UNITS`; "" if the property is not an amount.
-        most: Amounts of at least this share one color, so that the largest do not hide the others.
-        of_box: The function that combines the amounts in a box, such as `sum` or `max`.
-    """
-
-    name: str
-    words: str
+    name: str  # the name in the page's switch, such as "dtype"
+    words: str  # its meaning, as a sentence for the legend
+    # The values of the property, in the order of the legend. Other values come after them. Empty if
+    # the property is an amount.
     classes: tuple[str, ...] = ()
-    unit: str = ""
+    unit: str = ""  # the unit of an amount, one of `UNITS`; "" if the property is not an amount
+    # Amounts of at least this share one color, so that the largest do not hide the others.
     most: float = math.inf
+    # The function that combines the amounts in a box, such as `sum` or `max`.
     of_box: Callable[[Sequence[float]], float] = sum
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a program.
+    """One operation of a program."""
 
-    Attributes:
-        label: The name of the operation, such as "dot_general".
-        scope: The boxes around it, joined with "/".
-        facts: The titles and texts that a click on it shows, in order.
-        colors: Its class or its amount, by the name of the color.
-        number: Its number in the report; None if it has no number.
-        backward: Whether it belongs to the backward pass.
-        large: Whether its tile is drawn large, as for the operations that do most of the work.
-    """
-
-    label: str
-    scope: str
-    facts: tuple[tuple[str, str], ...]
-    colors: Mapping[str, str | float | None]
-    number: int | None = None
-    backward: bool = False
+    label: str  # the name of the operation, such as "dot_general"
+    scope: str  # the boxes around it, joined with "/"
+    facts: tuple[tuple[str, str], ...]  # the titles and texts that a click on it shows, in order
+    colors: Mapping[str, str | float | None]  # its class or its amount, by the name of the color
+    number: int | None = None  # its number in the report; None if it has no number
+    backward: bool = False  # whether it belongs to the backward pass
+    # Whether its tile is drawn large, as for the operations that do most of the work.
     large: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A bar that shows a whole and its parts, for example in bytes.
+    """A bar that shows a whole and its parts, for example in bytes."""
 
-    Attributes:
-        title: The title of the bar.
-        parts: The names and sizes of the parts. The sum of the sizes is the whole.
-        unit: The unit of the sizes, one of `UNITS`.
-        words: One or two sentences that explain the bar.
-    """
-
-    title: str
+    title: str  # the title of the bar
+    # The names and sizes of the parts. The sum of the sizes is the whole.
     parts: tuple[tuple[str, float], ...]
-    unit: str = "bytes"
-    words: str = ""
+    unit: str = "bytes"  # the unit of the sizes, one of `UNITS`
+    words: str = ""  # one or two sentences that explain the bar
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Attributes:
-        title: The title, which a document's only table does not need as text.
-        columns: The titles of the columns. Text leaves out columns without any cell.
-        rows: The cells. A table without rows is left out.
-        words: The titles of the columns that are aligned to the left; the others are numbers.
-        most: The number of rows that the text shows; None for all. The page shows all rows.
-        folded: The index of the column whose cells are wrapped if the text is too wide.
-        note: A sentence below the table.
-    """
-
-    title: str
+    title: str  # the title, which a document's only table does not need as text
+    # The titles of the columns. Text leaves out columns without any cell.
     columns: tuple[str, ...]
+    # The cells. A table without rows is left out.
     rows: tuple[tuple[str, ...], ...]
+    # The titles of the columns that are aligned to the left; the others are numbers.
     words: tuple[str, ...] = ()
+    # The number of rows that the text shows; None for all. The page shows all rows.
     most: int | None = None
-    folded: int = -1
-    note: str = ""
+    folded: int = -1  # the index of the column whose cells are wrapped if the text is too wide
+    note: str = ""  # a sentence below the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """Counts by bin.
+    """Counts by bin."""
 
-    Attributes:
-        title: The title, which says what is counted.
-        bins: The start of each bin and its count. The starts are consecutive integers.
-        axis: The label of the axis.
-        limits: The marked places on the axis, with their names.
-    """
-
-    title: str
+    title: str  # the title, which says what is counted
+    # The start of each bin and its count. The starts are consecutive integers.
     bins: tuple[tuple[int, int], ...]
-    axis: str
-    limits: tuple[tuple[int, str], ...] = ()
+    axis: str  # the label of the axis
+    limits: tuple[tuple[int, str], ...] = ()  # the marked places on the axis, with their names
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """What only a page shows.
+    """What only a page shows."""
 
-    Attributes:
-        bars, histograms: The drawings above the map.
-        operations: The operations on the map.
-        colors: The properties that can color the map. The page opens with the first.
-        things: The word for the operations, if the map shows something else.
-    """
-
-    bars: tuple[Bar, ...] = ()
-    histograms: tuple[Histogram, ...] = ()
-    operations: tuple[Operation, ...] = ()
-    colors: tuple[Color, ...] = ()
-    things: str = "operations"
+    bars: tuple[Bar, ...] = ()  # drawn above the map
+    histograms: tuple[Histogram, ...] = ()  # likewise
+    operations: tuple[Operation, ...] = ()  # the operations on the map
+    colors: tuple[Color, ...] = ()  # what can color the map; the page opens with the first
+    things: str = "operations"  # the word for the operations, if the map shows something else
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """What a report shows.
+    """What a report shows."""
 
-    Attributes:
-        title: The title of the page.
-        sentence: The main result, in one sentence.
-        lines: Further results. The first line of one may be a heading of the others.
-        tables: The tables.
-        notes: Sentences at the end, such as the meaning of columns.
-        drawing: Returns the drawing, which takes longer than the rest and which no text needs.
-    """
-
-    title: str
-    sentence: str = ""
+    title: str  # the title of the page
+    sentence: str = ""  # the main result, in one sentence
+    # Further results. The first line of one may be a heading of the others.
     lines: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences at the end, such as the meaning of columns
+    # Returns the drawing, which takes longer than the rest and which no text needs.
     drawing: Callable[[], Drawing] = Drawing
 
 
@@ -223,11 +176,8 @@ def place_of(row: Any) -> dict[str, str]:
 def shares(amounts: Mapping[str, float], most: int = 16) -> tuple[tuple[str, float], ...]:
     """Returns amounts by scope as parts of a bar, in their order.
 
-    The largest part is split into the boxes in it, as long as there are not too many parts.
-
-    Args:
-        amounts: The amounts by scope.
-        most: The largest number of parts. If there are more, the smallest are joined.
+    The largest part is split into the boxes in it, as long as there are at most ``most`` parts. If
+    there are more all the same, the smallest are joined.
     """
     whole = {(*name.split("/"), ""): amount for name, amount in amounts.items()}
 

@@ -16,12 +16,9 @@ def text_of(
     width: int = WIDTH,
     draw: Callable[[Table, int], Sequence[str]] | None = None,
 ) -> str:
-    """Returns a document as lines of text.
+    """Returns a document as lines of text that do not exceed a width.
 
-    Args:
-        document: The document.
-        width: The width that is not exceeded.
-        draw: Returns the lines of a table in another form; None for plain text.
+    ``draw`` returns the lines of a table in another form than plain text.
     """
     parts = [_fit([document.sentence, *document.lines], width)]
     tables = [each for each in document.tables if each.rows]
@@ -59,14 +56,9 @@ def table(
 ) -> list[str]:
     """Returns the lines of a table, wrapped to a width.
 
-    Args:
-        titles: The titles of the columns. A column whose cells are all empty is left out.
-        rows: The cells.
-        words: The titles of the columns that are aligned to the left; the others are aligned to
-            the right.
-        folded: The index of the column whose cells are wrapped if they do not fit: the first or
-            the last one. If there is no room for the last one, it goes on its own lines.
-        width: The width.
+    A column whose cells are all empty is left out. Those titled by ``words`` are aligned to the
+    left, the others to the right. Cells of the ``folded`` one, the first or the last, are wrapped
+    if they do not fit; if there is no room for the last one, it goes on its own lines.
     """
     cells = [list(titles), *map(list, rows)]
     used = [i for i in range(len(titles)) if any(row[i] for row in cells[1:])]

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import traced_for
-from mpjax._src.base.errors import CompileError, brief, check_callable
+from mpjax._src.base.errors import CompileError, brief, check_callable, check_flag, finite_number
 from mpjax._src.base.patterns import path_of
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.hardware.compiler import Compilers, Options, compilers, require
 from mpjax._src.hardware.report import CompileReport, report_of
 from mpjax._src.hardware.targets import Target, find_target
@@ -28,6 +28,7 @@ CPU = "cpu"
 STAGE = "stage"  # what progress counts: tracing, and compiling
 
 LONGEST = 1e6  # seconds; operating systems limit timeouts
+TIMEOUT = 600.0  # seconds, where the user sets none
 
 # What JAX lowers a callback into Python to, where a GPU is; elsewhere it refuses.
 CALLBACK = b"python_gpu_callback"
@@ -95,7 +96,7 @@ def compile_for(
     accelerator = find_target(target)
     check_timeout(timeout)
     check_callable(fun, "fun")
-    check_progress(progress)
+    check_flag("progress", progress)
     options = checked_options(compiler_options)
     require(accelerator)
     with progress_bar(progress, f"compile for {accelerator.name}", STAGE, total=2):
@@ -110,8 +111,7 @@ def compile_for(
 
 def check_timeout(timeout: float) -> None:
     """Raises a ValueError if a timeout is invalid."""
-    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not valid or not 0 < timeout <= LONGEST:
+    if not 0 < (finite_number(timeout) or 0.0) <= LONGEST:
         raise ValueError(
             f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "
             f"{LONGEST:g}."
@@ -136,15 +136,10 @@ def checked_options(options: Any) -> Options:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program to compile.
+    """A program to compile."""
 
-    Attributes:
-        stablehlo: Its StableHLO, as bytecode.
-        lowered: The lowered function, which must stay alive until the program is compiled.
-    """
-
-    stablehlo: bytes
-    lowered: Any
+    stablehlo: bytes  # its StableHLO, as bytecode
+    lowered: Any  # the lowered function, which must stay alive until the program is compiled
 
 
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
@@ -170,15 +165,11 @@ def compile_program(
 
 
 def compiled_texts(
-    target: str, fun: Callable[..., Any], args: Sequence[Any], timeout: float = 600.0
+    target: str, fun: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[str, str, CompileReport | None]:
     """Returns the HLO of a program before and after optimization, and the report.
 
-    Args:
-        target: As for `compile_for`, or "cpu" for this machine, which has no report.
-        fun: As for `compile_for`.
-        args: Its arguments.
-        timeout: The time limit of an accelerator's compiler, in seconds.
+    The target is one of `compile_for`, or "cpu" for this machine, which has no report.
     """
     if target == CPU:
         lowered = jax.jit(fun).lower(*args)
@@ -189,7 +180,7 @@ def compiled_texts(
     require(accelerator)
     program = lower(accelerator, fun, args)
     with compilers(accelerator) as child:
-        answer = child.compile(accelerator, program.stablehlo, timeout, {}, _partition(accelerator))
+        answer = child.compile(accelerator, program.stablehlo, TIMEOUT, {}, _partition(accelerator))
     return answer["asked"], answer["hlo"], report_of(accelerator, answer)
 
 

@@ -8,17 +8,12 @@ from typing import Any
 
 import jax
 
-from mpjax._src.base.errors import OutOfMemoryError, brief, check_callable
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.errors import OutOfMemoryError, brief, check_callable, check_count, check_flag
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.base.public import public
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
-from mpjax._src.hardware.aot import (
-    check_timeout,
-    checked_options,
-    compile_program,
-    lower,
-)
+from mpjax._src.hardware.aot import check_timeout, checked_options, compile_program, lower
 from mpjax._src.hardware.compiler import compilers, require
 from mpjax._src.hardware.ladder import Setting
 from mpjax._src.hardware.report import CompileReport
@@ -163,7 +158,7 @@ def largest_batch(
         >>> mpjax.hardware.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
         7594
     """
-    check_progress(progress)
+    check_flag("progress", progress)
     accelerator = find_target(target)
     _check(make_args, fun, multiple_of, limit, timeout)
     reserve = checked_reserve(accelerator, reserve)
@@ -287,9 +282,8 @@ def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: floa
     check_callable(make_args, "make_args")
     check_callable(fun, "fun")
     check_timeout(timeout)
-    for name, number in (("multiple_of", multiple_of), ("limit", limit)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name}={brief(number)} must be an integer >= 1.")
+    check_count("multiple_of", multiple_of)
+    check_count("limit", limit)
     if limit < multiple_of:
         raise ValueError(
             f"limit={brief(limit)} must be at least multiple_of={brief(multiple_of)}, the smallest "

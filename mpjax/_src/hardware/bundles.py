@@ -6,10 +6,10 @@ array carries, it must be its own operand, as it is in the output of TPU compile
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mpjax._src.hardware.hlo import Computation, Op, Shape, called_by, parameters
+from mpjax._src.hardware.hlo import Computation, Op, Shape, called_by, parameters, users_of
 
 Module = dict[str, Computation]
 RANGE = re.compile(r"slice=\{\[(\d+):(\d+)\]\}")
@@ -38,16 +38,17 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
         return ()
     place = inner or computation
     shapes = tuple(place.ops[operand].shapes[0] for operand in root.operands)
-    sums = [op, *_users(computation, op.name)] if op.opcode.endswith("-start") else [op]
-    if len([*_users(computation, joined.name)]) > 1:  # another reader needs it as one array
+    users = users_of(computation)
+    sums = [op, *users[op.name]] if op.opcode.endswith("-start") else [op]
+    if len(users[joined.name]) > 1:  # another reader needs it as one array
         return ()
     ops, kernels = dict(computation.ops), []
     # Each reader has to slice single arrays out of the sum, itself or within its kernel.
-    for reader in _users(computation, sums[-1].name):
+    for reader in users[sums[-1].name]:
         kernel = _kernel(module, reader)
         if kernel:
             parameter = parameters(kernel)[reader.operands.index(sums[-1].name)]
-            read = _read_apart(_users(kernel, parameter.name), shapes)
+            read = _read_apart(users_of(kernel)[parameter.name], shapes)
             changes = {parameter.name: replace(parameter, shapes=shapes), **read}
             kernels.append(replace(kernel, ops={**kernel.ops, **changes}))
         else:
@@ -71,10 +72,6 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
 
 def _kernel(module: Module, op: Op) -> Computation | None:
     return module[called_by(op)[0]] if op.opcode == "fusion" else None
-
-
-def _users(computation: Computation, name: str) -> Iterator[Op]:
-    return (op for op in computation.ops.values() if name in op.operands)
 
 
 def _read_apart(readers: Iterable[Op], shapes: Sequence[Shape]) -> dict[str, Op]:

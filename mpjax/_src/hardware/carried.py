@@ -23,11 +23,8 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     An argument is trained if a result has its shape: its new value or its gradient. Single numbers
     do not count, because a loss is one too. Second-order optimizers may multiply gradients as
     matrices, and a mean of BatchNorm becomes a result as well. They differ in one respect:
-    statistics are repeated before they reach a matmul, and gradients are not.
-
-    Args:
-        flow: The flow of the program of one device.
-        asked: The HLO of the program before it was partitioned, for shapes of whole arrays.
+    statistics are repeated before they reach a matmul, and gradients are not. Shapes of whole
+    arrays are in ``asked``, the HLO before the program was partitioned.
     """
     arguments, results = _signature(asked)
     # What may be trained is a result of the shape of an argument, and the other way round.

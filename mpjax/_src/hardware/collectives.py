@@ -93,9 +93,7 @@ class CollectiveRow:
 def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
     """Returns the arrays that an optimized HLO module exchanges, the most bytes first.
 
-    Args:
-        text: The HLO module of one device.
-        asked: The HLO module before partitioning.
+    ``text`` is the module of one device, and ``asked`` the one before partitioning.
     """
     module, entry = parse(text)
     module = unbundled(module)

@@ -166,13 +166,14 @@ def compilers(target: Target) -> Iterator[Compilers]:
     ours, theirs = Pipe()
     # The child gets the number of the file descriptor and this process's module path.
     command = [sys.executable, "-c", BOOT, json.dumps([p or os.getcwd() for p in _path()])]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
     with tempfile.TemporaryDirectory(prefix="mpjax-") as name:
         folder = Path(name)
         with ours, (folder / "stderr").open("wb") as stderr:
             with theirs:
                 process = subprocess.Popen(
                     [*command, str(os.getpid()), str(theirs.fileno())],
-                    env=_environment(),
+                    env={**kept, **ENVIRONMENT},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
@@ -191,11 +192,11 @@ def require(target: Target) -> None:
     """Raises an ImportError that names the missing packages, if the compiler is not installed."""
     missing = missing_for(target.platform)
     if missing:
+        kind = "GPU" if target.platform == "cuda" else "TPU"
         raise ImportError(
             f"compiling for target={target.name!r} needs {' and '.join(missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'mpjax[aot]' "
-            f"(all targets), or 'mpjax[aot-{target.platform}]'. No {_kind(target)} and no driver "
-            "is needed."
+            f"(all targets), or 'mpjax[aot-{target.platform}]'. No {kind} and no driver is needed."
         )
 
 
@@ -233,15 +234,6 @@ def _path() -> list[str]:
     package = importlib.util.find_spec("mpjax")
     root = str(Path(package.origin).parent.parent) if package and package.origin else ""
     return [*sys.path, *([root] if root and root not in sys.path else [])]
-
-
-def _environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED)}
-    return {**kept, **ENVIRONMENT}
-
-
-def _kind(target: Target) -> str:
-    return "GPU" if target.platform == "cuda" else "TPU"
 
 
 def _refuse(target: Target, error: str) -> NoReturn:

@@ -1,5 +1,6 @@
 """The report of the devices of this process."""
 
+import collections
 import dataclasses
 
 import jax
@@ -39,7 +40,7 @@ class DeviceReport(Report):
                 facts.policy,
                 facts.reason,
             )
-            for facts, count in _counted(self.devices)
+            for facts, count in collections.Counter(self.devices).items()
         )
         titles = ("device", "fast", "policy", "why")
         return Document(
@@ -80,7 +81,3 @@ def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
     told = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
     sentence = f"A matmul just took {told}, relative to float32. The policy does not depend on it."
     return (sentence,) if told else ()
-
-
-def _counted(devices: tuple[DeviceFacts, ...]) -> list[tuple[DeviceFacts, int]]:
-    return [(facts, devices.count(facts)) for facts in dict.fromkeys(devices)]

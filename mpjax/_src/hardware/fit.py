@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from mpjax._src.base.errors import check_callable, check_flag
-from mpjax._src.base.progress import check_progress, progress_bar
+from mpjax._src.base.progress import progress_bar
 from mpjax._src.base.public import public
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.plots import plot_fit
@@ -211,7 +211,7 @@ def fit_memory(
     """
     accelerator = find_target(target)
     check_callable(make_step, "make_step")
-    check_progress(progress)
+    check_flag("progress", progress)
     check_flag("every", every)
     check_timeout(timeout)
     base = checked_policy(policy)

@@ -48,19 +48,14 @@ START, DONE, UPDATE = "-start", "-done", "-update"
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """The edges between leaves, and the leaves of the module's arguments and results.
+    """The edges between leaves, and the leaves of the module's arguments and results."""
 
-    Attributes:
-        after: For each leaf, the leaves computed from it, and the kind of change.
-        before: For each leaf, the leaves that it is computed from, and the kind of change.
-        arguments: The leaves of the entry's parameters.
-        results: The leaves of the entry's results.
-    """
-
+    # For each leaf, the leaves computed from it, and the kind of change.
     after: dict[Leaf, list[tuple[Leaf, int]]]
+    # For each leaf, the leaves that it is computed from, and the kind of change.
     before: dict[Leaf, list[tuple[Leaf, int]]]
-    arguments: tuple[Leaf, ...]
-    results: tuple[Leaf, ...]
+    arguments: tuple[Leaf, ...]  # the leaves of the entry's parameters
+    results: tuple[Leaf, ...]  # the leaves of the entry's results
 
 
 def flow_of(module: dict[str, Computation], entry: str) -> Flow:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from mpjax._src.base.lines import is_library
 
@@ -187,6 +187,15 @@ def parameters(computation: Computation) -> list[Op]:
     return sorted(ops, key=lambda op: int(op.inside))
 
 
+def users_of(computation: Computation) -> dict[str, list[Op]]:
+    """Returns the instructions that read each value of a computation, by its name."""
+    users: dict[str, list[Op]] = collections.defaultdict(list)
+    for op in computation.ops.values():
+        for name in dict.fromkeys(op.operands):
+            users[name].append(op)
+    return users
+
+
 def custom_target(op: Op) -> str:
     match = CUSTOM.search(op.attributes)
     return match[1] if match else ""
@@ -290,9 +299,9 @@ def _step(module: dict[str, Computation], condition: Computation, loop: Op, test
     return next((number for number in steps if number is not None), None)
 
 
-def origin(computation: Computation, name: str) -> Op:
+def origin(computation: Computation, name: str, views: Collection[str] = VIEWS) -> Op:
     """Returns the instruction that computes a value, skipping views and copies."""
     op = computation.ops[name]
-    while op.opcode in VIEWS:
+    while op.opcode in views:
         op = computation.ops[op.operands[0]]
     return op

@@ -23,9 +23,12 @@ from mpjax._src.hardware.hlo import (
     called_by,
     custom_target,
     jax_name,
+    origin,
+    parameters,
     parse,
     runs,
     trip_count,
+    users_of,
 )
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
@@ -57,51 +60,31 @@ DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matmul or convolution of an HLO module.
+    """A matmul or convolution of an HLO module."""
 
-    Attributes:
-        name: The name of the JAX operation that it comes from.
-        operands: The wider dtype of its two operands, spelled as in HLO.
-        precision: "default", "high" or "highest".
-        algorithm: The dtype in which an explicit algorithm multiplies, or "".
-        passes: The number of products in which an explicit algorithm computes one.
-        library: Whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote.
-        times: How often it runs.
-        flops: Of one run, of one pass.
-    """
-
-    name: str
-    operands: str
-    precision: str
-    algorithm: str
-    passes: int
-    library: bool
-    times: int
-    flops: float
+    name: str  # the name of the JAX operation that it comes from
+    operands: str  # the wider dtype of its two operands, spelled as in HLO
+    precision: str  # "default", "high" or "highest"
+    algorithm: str  # the dtype in which an explicit algorithm multiplies, or ""
+    passes: int  # the number of products in which an explicit algorithm computes one
+    library: bool  # whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote
+    times: int  # how often it runs
+    flops: float  # of one run, of one pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The cost of one run of an HLO module.
+    """The cost of one run of an HLO module."""
 
-    Attributes:
-        matmuls: Every matmul and convolution.
-        other_flops: The FLOPs of everything else: one per element of an arithmetic result.
-        bytes: The bytes read from and written to main memory, assuming that no cache keeps arrays
-            between two kernels.
-        host_bytes: The bytes sent to the host's memory, and those read from it.
-        constant_bytes: The bytes of the arrays that are part of the program.
-        unknown_loops: The number of loops with an unknown number of iterations; each counts once.
-        unknown_calls: The names of custom calls whose FLOPs are not known.
-    """
-
-    matmuls: tuple[Matmul, ...]
-    other_flops: float
+    matmuls: tuple[Matmul, ...]  # every matmul and convolution
+    other_flops: float  # the FLOPs of everything else: one per element of an arithmetic result
+    # The bytes read from and written to main memory, assuming that no cache keeps arrays between
+    # two kernels.
     bytes: float
-    host_bytes: tuple[float, float]
-    constant_bytes: float
-    unknown_loops: int
-    unknown_calls: tuple[str, ...]
+    host_bytes: tuple[float, float]  # the bytes sent to the host's memory, and those read from it
+    constant_bytes: float  # the bytes of the arrays that are part of the program
+    unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
+    unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
 
 
 def costs(text: str) -> Costs:
@@ -258,7 +241,7 @@ def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op
     operands = [computation.ops[name] for name in dict.fromkeys(op.operands)]
     if code == "fusion":
         kernel = module[called_by(op)[0]]
-        return _reads(module, kernel, operands) + _writes(kernel, kernel.root)
+        return _reads(module, kernel) + _writes(kernel, kernel.root)
     # Of what is only sliced or updated in place, as much is read as is written.
     if code in SLICES:
         return 2 * op.bytes + sum(o.bytes for o in operands[1:] if code == "gather")
@@ -293,15 +276,14 @@ def host_bytes(op: Op, to_host: bool) -> float:
     return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == HOST))
 
 
-def _reads(module: dict[str, Computation], kernel: Computation, operands: list[Op]) -> float:
+def _reads(module: dict[str, Computation], kernel: Computation) -> float:
     """Returns the bytes that a kernel reads; for an operand that it only slices, the slices'."""
-    parameters = [op for op in kernel.ops.values() if op.opcode == "parameter"]
-    users = _users(kernel)
-    total = 0.0
-    for parameter in parameters:
-        if parameter.bytes:
-            total += min(parameter.bytes, _read(module, kernel, users, parameter.name))
-    return total
+    users = users_of(kernel)
+    return sum(
+        min(parameter.bytes, _read(module, kernel, users, parameter.name))
+        for parameter in parameters(kernel)
+        if parameter.bytes
+    )
 
 
 def _read(
@@ -309,31 +291,20 @@ def _read(
 ) -> float:
     total = 0.0
     whole = kernel.ops[name].bytes
-    for user in users.get(name, ()):
+    for user in users[name]:
         if user.opcode in SLICES and user.operands[0] == name:
             total += math.prod(user.shapes[0].dims) * bits(kernel.ops[name].shapes[0].dtype) / 8
         elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
-            total += 0  # written in place
+            continue  # written in place
         elif user.opcode in VIEWS and user.name != kernel.root:
             total += _read(module, kernel, users, user.name)
         elif user.opcode == "fusion":
             inner = module[called_by(user)[0]]
-            place = user.operands.index(name)
-            named = [
-                o for o in inner.ops.values() if o.opcode == "parameter" and o.inside == str(place)
-            ]
-            total += _read(module, inner, _users(inner), named[0].name) if named else whole
+            parameter = parameters(inner)[user.operands.index(name)]
+            total += _read(module, inner, users_of(inner), parameter.name)
         else:
             return whole
     return total
-
-
-def _users(computation: Computation) -> dict[str, list[Op]]:
-    users: dict[str, list[Op]] = {}
-    for op in computation.ops.values():
-        for name in dict.fromkeys(op.operands):
-            users.setdefault(name, []).append(op)
-    return users
 
 
 def _writes(kernel: Computation, name: str) -> float:
@@ -341,9 +312,7 @@ def _writes(kernel: Computation, name: str) -> float:
     op = kernel.ops[name]
     if op.opcode == "tuple":
         return sum(_writes(kernel, element) for element in op.operands)
-    source = op
-    while source.opcode in ("bitcast", "convert"):
-        source = kernel.ops[source.operands[0]]
+    source = origin(kernel, name, ("bitcast", "convert"))
     if not op.bytes:
         return 0
     if source.opcode == "dynamic-update-slice":

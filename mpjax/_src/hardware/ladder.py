@@ -35,17 +35,11 @@ AS_GIVEN = "as given"  # the name of a policy to which nothing is added
 
 
 class Setting(NamedTuple):
-    """One way to compile a training step.
+    """One way to compile a training step."""
 
-    Attributes:
-        name: Its name in tables.
-        policy: The policy.
-        keeping: The name in `KEEPING` of what ``jax.checkpoint`` keeps; "" without one.
-    """
-
-    name: str
+    name: str  # its name in tables
     policy: Policy
-    keeping: str = ""
+    keeping: str = ""  # the name in `KEEPING` of what ``jax.checkpoint`` keeps; "" without one
 
     def checkpoint(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with this setting's ``jax.checkpoint`` around it, or as it is."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from mpjax._src.hardware.flow import DONE, START, UPDATE, Leaf
-from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, parameters
+from mpjax._src.hardware.hlo import Computation, Op, attribute, called_by, origin, parameters
 
 Module = dict[str, Computation]
 
@@ -35,11 +35,9 @@ def is_scheduled(text: str) -> bool:
 
 
 def most_at_once(module: Module, name: str) -> list[Buffer]:
-    """Returns the arrays in temporary memory at the moment of highest use.
+    """Returns the arrays in temporary memory at the moment of highest use in a computation.
 
-    Args:
-        module: The computations of a scheduled module.
-        name: The name of the entry computation. The computations that it calls are included.
+    Those of the computations that it calls are included.
     """
     buffers, inside = _lives(module, module[name])
     count = len(module[name].ops)
@@ -139,15 +137,9 @@ def _in_kernel(kernel: Computation) -> dict[int, int]:
     numbers = {parameter.name: i for i, parameter in enumerate(parameters(kernel))}
     onto = {}
     for index, result in enumerate(results):
-        update = _behind_bitcasts(kernel, result)
+        update = origin(kernel, result.name, ("bitcast",))
         if update.opcode in ("dynamic-update-slice", "scatter"):
-            target = _behind_bitcasts(kernel, kernel.ops[update.operands[0]])
+            target = origin(kernel, update.operands[0], ("bitcast",))
             if target.name in numbers:
                 onto[index] = numbers[target.name]
     return onto
-
-
-def _behind_bitcasts(kernel: Computation, op: Op) -> Op:
-    while op.opcode == "bitcast":
-        op = kernel.ops[op.operands[0]]
-    return op

@@ -87,10 +87,7 @@ class Sizes:
 def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
     """Returns the contents of the memory of an optimized HLO module, as rows that add up to all.
 
-    Args:
-        text: The HLO.
-        sizes: The compiler's sizes. ``results`` counts results that do not share the memory of an
-            argument.
+    ``sizes.results`` counts results that do not share the memory of an argument.
     """
     module, entry = parse(text)
     flow = flow_of(module, entry)

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from mpjax._src.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
-from mpjax._src.base.errors import brief, did_you_mean
+from mpjax._src.base.errors import brief, did_you_mean, finite_number
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
 GPU_PREALLOCATED = 0.75
@@ -32,37 +32,21 @@ GPUS_PER_HOST, MOST = 8, 4096
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One accelerator or several equal ones: the facts for the compiler and the roofline.
+    """One accelerator or several equal ones: the facts for the compiler and the roofline."""
 
-    Attributes:
-        name: The name in this table, with the number of devices if there are several: "h100 x 8".
-        platform: "cuda" or "tpu".
-        device: The name that the device reports.
-        capability: NVIDIA's compute capability; "" for TPUs.
-        memory: The memory of one device, in bytes.
-        bandwidth: The bandwidth of that memory, in bytes per second.
-        link: The bandwidth of the link to the host in each direction, in bytes per second.
-        peaks: The peak FLOP/s by dtype, of the matrix units if they support the dtype.
-        topology: XLA's name of the topology.
-        config: The text proto that XLA's GPU compiler needs; "" for TPUs.
-        reserve: The default share of the memory that programs cannot use.
-        chip: The name of one device.
-        devices: The number of devices.
-    """
-
-    name: str
-    platform: str
-    device: str
-    capability: str
-    memory: int
-    bandwidth: float
-    link: float
-    peaks: Peaks
-    topology: str
-    config: str
-    reserve: float
-    chip: str
-    devices: int = 1
+    name: str  # the name in this table, with the number of devices if there are several: "h100 x 8"
+    platform: str  # "cuda" or "tpu"
+    device: str  # the name that the device reports
+    capability: str  # NVIDIA's compute capability; "" for TPUs
+    memory: int  # the memory of one device, in bytes
+    bandwidth: float  # the bandwidth of that memory, in bytes per second
+    link: float  # the bandwidth of the link to the host in each direction, in bytes per second
+    peaks: Peaks  # the peak FLOP/s by dtype, of the matrix units if they support the dtype
+    topology: str  # XLA's name of the topology
+    config: str  # the text proto that XLA's GPU compiler needs; "" for TPUs
+    reserve: float  # the default share of the memory that programs cannot use
+    chip: str  # the name of one device
+    devices: int = 1  # the number of devices
 
 
 def find_target(name: str) -> Target:
@@ -119,14 +103,14 @@ def _alike(asked: Named) -> str:
 def checked_reserve(target: Target, reserve: Any) -> float:
     """Returns the share of the memory to leave free; None means the target's default."""
     share = target.reserve if reserve is None else reserve
-    valid = isinstance(share, int | float) and not isinstance(share, bool)
-    if not valid or not 0 <= share < 1:
+    number = finite_number(share)
+    if number is None or not 0 <= number < 1:
         raise ValueError(
             f"reserve={brief(share)} must be a share of the device's memory, from 0 to less "
             f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX leaves "
             "free, and 0.05 on TPUs."
         )
-    return share
+    return number
 
 
 def size(count: float) -> str:

@@ -21,12 +21,8 @@ def matmul_size() -> int:
 def matmul_time(dtype: np.dtype, seconds: float) -> float:
     """Returns the time of a matmul of two square matrices, relative to float32's.
 
-    Both are timed in turn, and the median of the pairs is returned. It tells what the default
-    device does at this moment: other programs change it.
-
-    Args:
-        dtype: The dtype of the operands and of the result.
-        seconds: How long pairs are timed. At least five are.
+    Both are timed in turn, for so many seconds but at least five times, and the median of the pairs
+    is returned. It tells what the default device does at this moment: other programs change it.
     """
     run = jax.jit(_multiply)
     operands = [jnp.ones((matmul_size(),) * 2, each) for each in (FLOAT32, dtype)]

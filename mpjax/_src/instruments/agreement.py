@@ -28,10 +28,10 @@ from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
 from mpjax._src.instruments.healed import run_healed
 from mpjax._src.instruments.likeness import Pool, alike, pool_of
-from mpjax._src.instruments.noise import moved
+from mpjax._src.instruments.noise import results_of_moved
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.shadows import Comparer, CompareRow, Shadowed
-from mpjax._src.program.interpret import Watcher, Wide, interpret, widen
+from mpjax._src.program.interpret import Watcher, interpret
 from mpjax._src.program.site import Site, shown
 from mpjax._src.program.trace import Flat, trace
 
@@ -316,12 +316,10 @@ class _Run:
 
     def noise(self, meaning: str) -> float:
         """Returns the change of the float32 result when the arguments change in the last bit."""
-        perturbed = moved([widen(x) for x in self.arrays])
-        try:
-            again = interpret(self.jaxpr, list(perturbed), Wide())[self.which]
-        except NotImplementedError:  # something in it has no float32 form
+        again = results_of_moved(self.jaxpr, self.arrays)
+        if again is None:
             return 0.0
-        return _parting_of(meaning, again, self.results().shadow).mean
+        return _parting_of(meaning, again[self.which], self.results().shadow).mean
 
     def without(self, line: tuple[str, str]) -> Any:
         """Returns the result of the program if the results of one line are float32."""

@@ -22,9 +22,9 @@ import numpy as np
 from mpjax._src.autocast.environment import constants_as_casts
 from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import is_float
-from mpjax._src.base.errors import check_callable, did_you_mean
+from mpjax._src.base.errors import check_callable, check_flag, did_you_mean
 from mpjax._src.base.lines import short, where
-from mpjax._src.base.progress import check_progress, progress_bar
+from mpjax._src.base.progress import progress_bar
 from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.document import plots
@@ -47,7 +47,7 @@ from mpjax._src.document.report import Report
 from mpjax._src.document.text import table
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.instruments.explain import computed_in
-from mpjax._src.instruments.noise import SUSPICIOUS, moved, size_of_terms
+from mpjax._src.instruments.noise import SUSPICIOUS, results_of_moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.ranges import turns_of
@@ -63,7 +63,7 @@ from mpjax._src.instruments.shadows import (
 )
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import PolicyLike
-from mpjax._src.program.interpret import OPERATION, Wide, interpret, operations_in, widen
+from mpjax._src.program.interpret import OPERATION, interpret, operations_in
 from mpjax._src.training.loss_scale import LossScale, resolve_loss_scale
 
 # The columns of the table, and those that hold words.
@@ -297,7 +297,7 @@ def compare(
     Training-Inference Mismatch via FP16".
     """
     check_callable(fun, "compare: fun")
-    check_progress(progress)
+    check_flag("progress", progress)
     if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
         _check_agreement(results, argnums, has_aux, loss_scale)
 
@@ -478,12 +478,9 @@ def _terms_of_noise(
     if not suspects:
         return {}
     program.ran()
-    perturbed = [*moved([widen(x) for x in arrays]), jnp.float32(scale)]
-    try:
-        again = dict(zip(program.results, interpret(program.jaxpr, perturbed, Wide()), strict=True))
-    except NotImplementedError:  # something in it has no float32 form
-        return {}
-    sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects}
+    results = results_of_moved(program.jaxpr, arrays, jnp.float32(scale))
+    again = dict(zip(program.results, results, strict=True)) if results else {}
+    sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects if again}
     return {name: size for name, size in sizes.items() if size}
 
 

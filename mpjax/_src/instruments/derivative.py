@@ -31,42 +31,26 @@ LONGEST = 40
 
 @dataclasses.dataclass(frozen=True)
 class Derivative:
-    """The derivative of an operation where it is non-finite.
+    """The derivative of an operation where it is non-finite."""
 
-    Attributes:
-        of: The name of the operation.
-        value: "Inf", "-Inf" or "NaN".
-        expression: How JAX computes it there, such as "0.5 / sqrt(0)", or "".
-        inputs: The ranges of the operation's operands.
-        result: The range of the expression for all entries.
-        largest: The largest magnitude of the expression in float32 if it is finite there.
-    """
-
-    of: str
-    value: str
-    expression: str
-    inputs: tuple[Range, ...]
-    result: Range
+    of: str  # the name of the operation
+    value: str  # "Inf", "-Inf" or "NaN"
+    expression: str  # how JAX computes it there, such as "0.5 / sqrt(0)", or ""
+    inputs: tuple[Range, ...]  # the ranges of the operation's operands
+    result: Range  # the range of the expression for all entries
+    # The largest magnitude of the expression in float32 if it is finite there.
     largest: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """An operation that produced NaN or Inf.
-
-    Attributes:
-        name: Its name.
-        inputs: The ranges of its operands.
-        result: The range of its result.
-        place: Its place.
-        lines: Its line, and that of the library that it calls there.
-    """
+    """An operation that produced NaN or Inf."""
 
     name: str
-    inputs: tuple[Range, ...]
-    result: Range
+    inputs: tuple[Range, ...]  # the ranges of its operands
+    result: Range  # the range of its result
     place: Site = dataclasses.field(default_factory=Site)
-    lines: tuple[str, str] = ("", "")
+    lines: tuple[str, str] = ("", "")  # its line, and that of the library that it calls there
 
     @property
     def alone(self) -> "Made":
@@ -79,15 +63,10 @@ def derivative_at(
 ) -> Derivative | None:
     """Returns the derivative that an operation belongs to, if this derivative is non-finite.
 
-    Args:
-        program: A program whose equations are numbered.
-        arrays: Its arguments, without the loss scale.
-        maker: An operation of the program that produced NaN or Inf.
-        before: The operations that produced NaN or Inf before it, and None for each bad argument.
-
-    Returns:
-        The derivative. None if the operation belongs to the function itself, or if the derivative
-        is finite, and only its product with a cotangent overflowed.
+    The equations of the program are numbered. The operation produced NaN or Inf; those that did
+    ``before`` it say which of the equal ones it is, with None for each bad argument. None is
+    returned if it belongs to the function itself, or if the derivative is finite, and only its
+    product with a cotangent overflowed.
     """
     place = maker.place
     eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None
@@ -196,9 +175,6 @@ class _Search(Watcher):
 
     def constant(self, array: Any) -> _Moving:
         return _Moving(array)
-
-    def decide(self, value: _Moving, eqn: Any, place: Site) -> int:
-        return int(value.array)
 
     def slice(self, value: _Moving, index: int) -> _Moving:
         return _Moving(take(value.array, index), value.moves)
@@ -404,9 +380,6 @@ class _Terms(Watcher):
 
     def constant(self, array: Any) -> _Term:
         return _Term(array)
-
-    def decide(self, value: _Term, eqn: Any, place: Site) -> int:
-        return int(value.array)
 
     def slice(self, value: _Term, index: int) -> _Term:
         return _Term(take(value.array, index))

@@ -24,17 +24,11 @@ MASK = 1e29
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The entries of a value, from all iterations of the loops around it.
+    """The entries of a value, from all iterations of the loops around it."""
 
-    Attributes:
-        entries: The entries that are neither zero nor part of a mask, sorted, float32.
-        largest: The `SOUGHT` largest of them.
-        size: The root mean square of the entries.
-    """
-
-    entries: np.ndarray
-    largest: np.ndarray
-    size: float
+    entries: np.ndarray  # the entries that are neither zero nor part of a mask, sorted, float32
+    largest: np.ndarray  # the `SOUGHT` largest of them
+    size: float  # the root mean square of the entries
 
     def __bool__(self) -> bool:
         return bool(len(self.entries))
@@ -52,10 +46,7 @@ def pool_of(arrays: list[np.ndarray]) -> Pool:
 def alike(first: Pool, second: Pool, tolerance: float) -> bool:
     """Returns whether two values are the same numbers, or one is a part of the other.
 
-    Args:
-        first: A value.
-        second: Another value.
-        tolerance: The largest difference of entries, relative to their root mean square.
+    Entries may differ by the tolerance, relative to their root mean square.
     """
     if not first or not second:
         return first.size == second.size

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.program.interpret import Wide, interpret, widen
+
 # The relative rounding error of float32.
 ROUNDING = 2.0**-23
 
@@ -31,12 +33,18 @@ def moved(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [_moved(x, i) for i, x in enumerate(arrays)]
 
 
+def results_of_moved(jaxpr: Any, arrays: Sequence[jax.Array], *more: Any) -> list[Any] | None:
+    """Returns the float32 results for `moved` arrays, or None if something has no float32 form."""
+    try:
+        return interpret(jaxpr, [*moved([widen(x) for x in arrays]), *more], Wide())
+    except NotImplementedError:
+        return None
+
+
 def size_of_terms(wanted: Any, again: Any) -> float:
     """Returns the size of the terms of a value that is only rounding error, and 0 for any other.
 
-    Args:
-        wanted: The value in float32.
-        again: The value for `moved` arguments.
+    ``wanted`` is the value in float32, ``again`` that for `moved` arguments.
     """
     noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (again - wanted, wanted))
     return noise / ROUNDING if noise > CHANGES * size else 0.0

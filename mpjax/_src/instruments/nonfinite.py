@@ -384,9 +384,6 @@ class _Finder(Watcher):
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
 
-    def decide(self, value: Watched, eqn: Any, place: Site) -> int:
-        return int(value.array)
-
     def slice(self, value: Watched, index: int) -> Watched:
         array = take(value.array, index)
         return dataclasses.replace(value, array=array, bad=value.bad and any(counts(array)))
@@ -435,11 +432,7 @@ def _as_derivative(
 ) -> NonfiniteReport:
     """Returns an event as that of the operation whose derivative it belongs to, if it does.
 
-    Args:
-        event: The event.
-        makers: The operations of the events up to this one.
-        program: The program.
-        arrays: Its arguments, without the loss scale.
+    ``makers`` are the operations of the events up to this one.
     """
     *before, last = makers
     derivative = last and derivative_at(program, arrays, last, before)

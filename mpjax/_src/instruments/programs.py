@@ -40,32 +40,24 @@ ROOM = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function, or its value and gradients, as a program of flat arrays.
+    """A function, or its value and gradients, as a program of flat arrays."""
 
-    Attributes:
-        jaxpr: The closed jaxpr. Its last argument is the loss scale, a float32 scalar.
-        arrays: The other arguments, as given.
-        names: The names of these arguments: their paths.
-        results: The names of the results: "loss", "gradient of w", "result".
-        gradients: Which results are gradients.
-        parameters: The names of the differentiated arguments; of all arguments without gradients.
-        plan: The plan of the function. Its ops are numbered, and the equations of an op are in a
-            scope with its number.
-        ran: Is called before every run of the program.
-        alone: The function alone, without a backward pass, as a closed jaxpr of the arrays. Its
-            equations are numbered, and so are those of the program that come from them.
-        equations: The equations of ``alone`` by their numbers; empty if they are not numbered.
-    """
-
+    # The closed jaxpr. Its last argument is the loss scale, a float32 scalar.
     jaxpr: Any
-    arrays: tuple[Any, ...]
-    names: tuple[str, ...]
-    results: tuple[str, ...]
-    gradients: tuple[bool, ...]
+    arrays: tuple[Any, ...]  # the other arguments, as given
+    names: tuple[str, ...]  # the names of these arguments: their paths
+    results: tuple[str, ...]  # the names of the results: "loss", "gradient of w", "result"
+    gradients: tuple[bool, ...]  # which results are gradients
+    # The names of the differentiated arguments; of all arguments without gradients.
     parameters: tuple[str, ...]
+    # The plan of the function. Its ops are numbered, and the equations of an op are in a scope with
+    # its number.
     plan: Plan
-    ran: Callable[[], None] = lambda: None
+    ran: Callable[[], None] = lambda: None  # is called before every run of the program
+    # The function alone, without a backward pass, as a closed jaxpr of the arrays. Its equations
+    # are numbered, and so are those of the program that come from them.
     alone: Any = None
+    # The equations of ``alone`` by their numbers; empty if they are not numbered.
     equations: Sequence[Any] = ()
 
     @functools.cached_property

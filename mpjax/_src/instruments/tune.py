@@ -16,8 +16,8 @@ import numpy as np
 
 from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.errors import brief, check_callable, finite_number, whole_number
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.errors import brief, check_callable, check_flag, finite_number, whole_number
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.base.public import public
 from mpjax._src.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.document.report import Report
@@ -217,7 +217,7 @@ def tune(
         True
     """
     check_callable(fun, "tune: fun")
-    check_progress(progress)
+    check_flag("progress", progress)
     policy = get_policy(policy)
     if (finite_number(tolerance) or 0.0) <= 0:
         raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpjax._src.base.dtypes import digits, dtype_of, is_half, short_name, shown
 from mpjax._src.base.higher_order import SCAN
 from mpjax._src.lint.bounds import bounds_of
@@ -21,15 +19,10 @@ FURTHEST = 100
 
 
 class Share(NamedTuple):
-    """The next value of a state as ``factor * state + rest * something``.
+    """The next value of a state as ``factor * state + rest * something``."""
 
-    Attributes:
-        factor: The factor of the state.
-        rest: The factor of the added term; 0 if there is none.
-    """
-
-    factor: float
-    rest: float = 0.0
+    factor: float  # the factor of the state
+    rest: float = 0.0  # the factor of the added term; 0 if there is none
 
 
 def half_averages(program: Program) -> Iterator[Hit]:
@@ -66,11 +59,9 @@ def half_averages(program: Program) -> Iterator[Hit]:
 
 def last_sum(program: Program, after: Value) -> Op | None:
     """Returns the addition that produces a value, or what computes it if there is none."""
-    for value in program.back(after, MOVES | CASTS | {"select_n"}):
-        op = program.maker(value)
-        if op and op.name in ("add", "add_any", "sub"):
-            return op
-    return program.maker(after)
+    before = program.makers(after, MOVES | CASTS | {"select_n"})
+    sums = (op for op in before if op.name in ("add", "add_any", "sub"))
+    return next(sums, program.maker(after))
 
 
 Known = dict[Value, Share | None]
@@ -135,7 +126,7 @@ def _product(
     program: Program, op: Op, state: Value, moved: set[Value], shares: Known
 ) -> Share | None:
     # The state itself begins as a constant, perhaps.
-    number = [None if v in moved else _number(program, v) for v in op.ins]
+    number = [None if v in moved else program.number(v) for v in op.ins]
     place = 1 if number[1] is not None else 0
     by = number[place]
     if by is None and op.name == "mul":
@@ -149,15 +140,6 @@ def _product(
         return None
     times = 1 / by if op.name == "div" else by
     return Share(inner.factor * times, inner.rest * times)
-
-
-def _number(program: Program, value: Value) -> float | None:
-    """Returns the number that a constant value equals, or None."""
-    for v in program.back(value, MOVES | CASTS):
-        constant = program.constant(v)
-        if constant is not None and np.size(constant) == 1:
-            return float(np.reshape(constant, ()))
-    return None
 
 
 RULES = (

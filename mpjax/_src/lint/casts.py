@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mpjax._src.base.dtypes import digits, dtype_of, is_float, short_name, shown
-from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
 
 
@@ -18,9 +18,8 @@ def double_rounding(program: Program) -> Iterator[Hit]:
         # float32 has 24 digits, so these are casts to what is narrower.
         if not (is_float(op.outs[0]) and is_float(source) and digits(target) < 24):
             continue
-        for value in program.back(source, MOVES | {"convert_element_type"}):
-            before = program.maker(value)
-            if before is None or before.name != "convert_element_type":
+        for before in program.makers(source, MOVES | CASTS):
+            if before.name not in CASTS:
                 continue
             middle, wide = dtype_of(before.outs[0]), before.ins[0]
             halves = is_float(wide) and digits(dtype_of(wide)) > max(digits(middle), digits(target))

@@ -11,12 +11,7 @@ COMMENT = re.compile(r"#\s*mpjax:\s*ignore\b(?:\s*\[([^\]]*)\])?")
 
 
 def is_silenced(source: str, rule: str) -> bool:
-    """Returns whether a comment on a line, or on its statement, silences a rule.
-
-    Args:
-        source: "file:line".
-        rule: The name of the rule.
-    """
+    """Returns whether a comment on a line, "file:line", or on its statement, silences a rule."""
     file, _, number = source.rpartition(":")
     if not file:
         return False

@@ -40,8 +40,7 @@ def lost_constants(program: Program) -> Iterator[Hit]:
 
 
 def _is_librarys_mask(program: Program, op: Op) -> bool:
-    readers = [r for v in program.forward(op.outs[0], MOVES) for r in program.readers(v)]
-    masks = all(r.name in MOVES or r.name == "select_n" for r in readers)
+    masks = all(reader.name == "select_n" for reader in program.ends(op.outs[0]))
     return masks and bool(op.lines[1])
 
 
@@ -71,9 +70,9 @@ COUNTED = MOVES | CASTS | {"add", "sub", "mul", "max", "min", "neg", "concatenat
 
 def _is_count(program: Program, value: Value) -> bool:
     """Returns whether a value is a count or a sum of one, and not a selected constant."""
-    before = program.back(value, COUNTED)
-    makers = {op.name for v in before if (op := program.maker(v))}
-    return "iota" in makers or "cumsum" in makers or any(program.counts(v) for v in before)
+    if any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED)):
+        return True
+    return any(map(program.counts, program.back(value, COUNTED)))
 
 
 def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
@@ -115,15 +114,12 @@ def half_phases(program: Program) -> Iterator[Hit]:
             and bounds.low < bounds.high
             and bounds.largest >= PHASE * 2 ** digits(dtype_of(value))
         ):
+            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - digits(dtype_of(value)))
             yield Hit(
                 f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
-                f"changes them by up to {_half_ulp(bounds.largest, dtype_of(value)):.2g} radians.",
+                f"changes them by up to {half_ulp:.2g} radians.",
                 op,
             )
-
-
-def _half_ulp(x: float, dtype) -> float:
-    return 2.0 ** (math.floor(math.log2(x)) - digits(dtype))
 
 
 def overflowing_masks(program: Program) -> Iterator[Hit]:

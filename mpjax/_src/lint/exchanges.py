@@ -11,7 +11,7 @@ from mpjax._src.hardware.collectives import collectives, exchanges
 from mpjax._src.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.hardware.hlo_costs import asked, matmul
-from mpjax._src.lint.program import MOVES, Program
+from mpjax._src.lint.program import Program
 from mpjax._src.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
 from mpjax._src.lint.undone import narrows
 from mpjax._src.program.graph import Op
@@ -25,17 +25,13 @@ SUMS = ("all-reduce", "reduce-scatter")
 
 def gathers_before_casts(program: Program) -> Iterator[Hit]:
     """Finds float32 arrays that are gathered, and that every reader casts to 16 bits."""
+    results = {*program.block.outvars}
     for op in program.named(*GATHERS):
         value = op.outs[0]
         if dtype_of(value) != FLOAT32 or program.is_backward(op) or not _gathers(program, op):
             continue
-        moved = program.forward(value, MOVES)
-        readers = [r for v in moved for r in program.readers(v) if r.name not in MOVES]
-        if (
-            readers
-            and all(map(narrows, readers))
-            and not set(program.block.outvars).intersection(moved)
-        ):
+        readers, moved = program.ends(value), program.forward(value)
+        if readers and all(map(narrows, readers)) and results.isdisjoint(moved):
             yield Hit(
                 f"{op.name} gathers {shown(op.ins[0])}, and every reader casts the result to 16 "
                 "bits.",

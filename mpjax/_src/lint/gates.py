@@ -29,8 +29,8 @@ def ungated_states(program: Program) -> Iterator[Hit]:
     gates = [gate for each in states if (gate := _gate(program, each))]
     if not gates:
         return
-    verdicts = {value for gate in gates for value in _verdict(program, gate)}
-    tests = [op for v in verdicts if (op := program.maker(v)) and op.name == "is_finite"]
+    verdicts = {op: None for gate in gates for op in _verdict(program, gate)}
+    tests = [op for op in verdicts if op.name == "is_finite"]
     checked = {v for op in tests for v in program.back(op.ins[0], lambda op: True)}
     gated = _depends(program, [op.outs[0] for op in tests])
     arguments = {*program.block.invars}
@@ -49,14 +49,10 @@ def ungated_states(program: Program) -> Iterator[Hit]:
         names = ", ".join(each.name for each in missed[:3])
         more = f", and {len(missed) - 3} more" if len(missed) > 3 else ""
         yield Hit(
-            f"A non-finite step is skipped for {states_of(gates, len(states))}, but not "
-            f"for {names}{more}.",
-            _writes(program, missed[0]),
+            f"A non-finite step is skipped for {len(gates)} of {len(states)} states, but not for "
+            f"{names}{more}.",
+            next(iter(program.makers(missed[0].after, MOVES | CASTS)), None),
         )
-
-
-def states_of(gates: list[Op], count: int) -> str:
-    return f"{len(gates)} of {count} states"
 
 
 def _gate(program: Program, each: Carried) -> Op | None:
@@ -68,9 +64,7 @@ def _gate(program: Program, each: Carried) -> Op | None:
         # One of the cases is the old value, moved or cast at most.
         ways = op.ins[1:] if op.name == "select_n" else [value]
         old = any(each.before in program.back(v, MOVES | CASTS) for v in ways)
-        if old and any(
-            (maker := program.maker(v)) and maker.name == "is_finite" for v in _verdict(program, op)
-        ):
+        if old and any(maker.name == "is_finite" for maker in _verdict(program, op)):
             return op
     return None
 
@@ -86,15 +80,8 @@ def _depends(program: Program, tests: list[Value]) -> set[Value]:
     return dependent
 
 
-def _verdict(program: Program, gate: Op) -> list[Value]:
-    return program.back(gate.ins[0], VERDICTS | MOVES | CASTS)
-
-
-def _writes(program: Program, each: Carried) -> Op | None:
-    for value in program.back(each.after, MOVES | CASTS):
-        if op := program.maker(value):
-            return op
-    return None
+def _verdict(program: Program, gate: Op) -> list[Op]:
+    return program.makers(gate.ins[0], VERDICTS | MOVES | CASTS)
 
 
 RULES = (

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -20,19 +19,11 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 LIMITS = frozenset({"min", "clamp"})
 
 
-def constant(program: Program, value: Value) -> Any:
-    """Returns the number of a constant value, or None."""
-    for v in program.back(value, MOVES | CASTS):
-        if v.const is not None and np.size(v.const) == 1:
-            return float(np.asarray(v.const).reshape(()))
-    return None
-
-
 def hidden_nonfinite(program: Program) -> Iterator[Hit]:
     """Finds gradients whose non-finite entries are replaced by a number."""
     for op in program.named("select_n"):
         which, *cases = op.ins
-        numbers = [constant(program, case) for case in cases]
+        numbers = [program.number(case) for case in cases]
         if len(cases) != 2 or sum(n is not None for n in numbers) != 1:
             continue
         value = cases[numbers.index(None)]
@@ -40,16 +31,15 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
         if not is_float(value) or not np.isfinite(number):
             continue
         same = set(program.back(value, MOVES | CASTS))
-        tests = (program.maker(v) for v in program.back(which, LOGIC))
-        asked = any(_asks_finite(program, test, same) for test in tests)
+        asked = any(_asks_finite(program, test, same) for test in program.makers(which, LOGIC))
         if asked and is_gradient(program, value):
             message = f"Non-finite entries of a gradient, {shown(value)}, become {number:g}."
             yield Hit(message, op)
 
 
-def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
+def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
     """Returns whether an operation tests each entry for being finite, NaN or infinite."""
-    if test is None or test.name not in ("is_finite", "ne", "eq"):
+    if test.name not in ("is_finite", "ne", "eq"):
         return False
     first = set(program.back(test.ins[0], MOVES | CASTS | {"abs"}))
     if first.isdisjoint(same):
@@ -57,7 +47,7 @@ def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
     if test.name == "is_finite":
         return True
     # |x| == Inf asks for infinities, and x != x for NaN.
-    number = constant(program, test.ins[1])
+    number = program.number(test.ins[1])
     if number is not None:
         return not np.isfinite(number)
     return not same.isdisjoint(program.back(test.ins[1], MOVES | CASTS))
@@ -65,8 +55,7 @@ def _asks_finite(program: Program, test: Op | None, same: set[Value]) -> bool:
 
 def is_gradient(program: Program, value: Value) -> bool:
     """Returns whether a value is a gradient, followed by elementwise arithmetic at most."""
-    makers = (program.maker(v) for v in program.back(value, _entry_by_entry))
-    return any(maker is not None and program.is_backward(maker) for maker in makers)
+    return any(map(program.is_backward, program.makers(value, _entry_by_entry)))
 
 
 def _entry_by_entry(op: Op) -> bool:
@@ -95,13 +84,12 @@ def late_scales(program: Program) -> Iterator[Hit]:
 
 def _half_gradient(program: Program, value: Value) -> Op | None:
     """Returns the operation of the backward pass that produced a gradient in float16, or None."""
-    makers = (program.maker(v) for v in program.back(value, MOVES | CASTS))
-    of_backward = (op for op in makers if op is not None and program.is_backward(op))
+    of_backward = filter(program.is_backward, program.makers(value, MOVES | CASTS))
     return next((op for op in of_backward if dtype_of(op.outs[0]) == FLOAT16), None)
 
 
 def _is_scale(program: Program, op: Op, value: Value) -> bool:
-    number = constant(program, value)
+    number = program.number(value)
     if number is not None:
         return number >= SCALE
     same = {v for v in program.back(value, MOVES | CASTS) if v.is_one}
@@ -114,15 +102,12 @@ def _is_scale(program: Program, op: Op, value: Value) -> bool:
 
 def _is_scaled(program: Program, gradient: Op) -> bool:
     """Returns whether a number multiplies the cotangents of a gradient, as a loss scale does."""
-    before = program.back(gradient.outs[0], lambda op: program.is_backward(op))
-    makers = (program.maker(v) for v in before)
     return any(
-        op is not None
-        and op.name == "mul"
+        op.name == "mul"
         and op.outs[0].is_one
         and program.is_backward(op)
-        and any((constant(program, v) or 0) >= SCALE or program.argument(v) for v in op.ins)
-        for op in makers
+        and any((program.number(v) or 0) >= SCALE or program.argument(v) for v in op.ins)
+        for op in program.makers(gradient.outs[0], program.is_backward)
     )
 
 
@@ -167,19 +152,17 @@ def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) ->
     """Returns the number of a constant value, or the largest of those that it is selected from."""
     if value in before:  # carried by a loop, and selected from itself
         return None
-    for v in program.back(value, MOVES | CASTS):
-        maker = program.maker(v)
-        if maker is not None and maker.name == "select_n":
+    for maker in program.makers(value, MOVES | CASTS):
+        if maker.name == "select_n":
             numbers = [_largest(program, case, before | {value}) for case in maker.ins[1:]]
             return None if None in numbers else max(n for n in numbers if n is not None)
-    return constant(program, value)
+    return program.number(value)
 
 
 def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
     """Returns whether a number grows on a condition: a select after or before it, or a branch."""
-    makers = [program.maker(v) for each in op.ins for v in program.back(each, MOVES | CASTS)]
-    readers = [reader for value in kept for reader in program.readers(value)]
-    near = {near.name for near in (*makers, *readers) if near}
+    near = {maker.name for each in op.ins for maker in program.makers(each, MOVES | CASTS)}
+    near |= {reader.name for value in kept for reader in program.readers(value)}
     return "select_n" in near or any(each.inside.kind == BRANCH for each in program.around[op])
 
 
@@ -189,15 +172,11 @@ def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
         return True
     if op.name != "select_n":
         return False
-    for value in program.back(op.ins[0], LOGIC):
-        test = program.maker(value)
-        if (
-            test is not None
-            and test.name in COMPARISONS
-            and any(not about.isdisjoint(program.back(v, MOVES | CASTS)) for v in test.ins)
-        ):
-            return False
-    return True
+    return not any(
+        test.name in COMPARISONS
+        and any(not about.isdisjoint(program.back(v, MOVES | CASTS)) for v in test.ins)
+        for test in program.makers(op.ins[0], LOGIC)
+    )
 
 
 RULES = (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mpjax._src.base import _jax
 from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.errors import check_callable, check_flag
-from mpjax._src.base.progress import advance, check_progress, progress_bar
+from mpjax._src.base.progress import advance, progress_bar
 from mpjax._src.hardware.aot import CPU, compiled_texts
 from mpjax._src.hardware.targets import find_target
 from mpjax._src.lint.comments import is_silenced
@@ -81,7 +81,7 @@ def lint(
     check_callable(fun, "fun")
     rules = chosen(select, ignore)
     check_flag("run", run)
-    check_progress(progress)
+    check_flag("progress", progress)
     if target not in (None, CPU):
         find_target(target)
 
@@ -98,7 +98,8 @@ def lint(
         hits: list[tuple[Rule, Hit]] = []
         kinds = {need: [r for r in rules if r.needs == need] for need in (JAXPR, VALUES, HLO)}
         for rule in kinds[JAXPR]:
-            hits += [(rule, hit) for hit in rule.check(program) if _is_live(program, hit)]
+            found = rule.check(program)  # a result of the program has to depend on it
+            hits += [(rule, hit) for hit in found if hit.op is None or hit.op in program.live]
         if kinds[VALUES]:
             reason = "" if run and not program.is_abstract else ABSTRACT if run else NOT_RUN
             reason = reason or _run(program, kinds[VALUES], hits)
@@ -113,11 +114,6 @@ def lint(
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)
 
     return look
-
-
-def _is_live(program: Program, hit: Hit) -> bool:
-    """Returns whether a result of the program depends on the operation of a hit."""
-    return hit.op is None or hit.op in program.live
 
 
 def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) -> str:

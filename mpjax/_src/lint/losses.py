@@ -27,10 +27,10 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         value = op.ins[0]
         if not (is_half(value) and is_half(op.outs[0])):
             continue
-        before = [program.maker(v) for v in program.back(value, SUMMED)]
-        halves = {each.name for each in before if each and is_half(each.outs[0])}
+        before = program.makers(value, SUMMED)
+        halves = {each.name for each in before if is_half(each.outs[0])}
         # After a division it is the logarithm of a probability, which only a loss makes a fault.
-        names = {each.name for each in before if each}
+        names = {each.name for each in before}
         summed = bool(names & {"reduce_sum", "psum"}) and not names & {"div", "logistic"}
         if halves & {*EXPONENTIALS} and (summed or _is_loss(program, op)):
             yield Hit(
@@ -52,13 +52,11 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
     for op in program.named("log", "div", "rsqrt"):
         if program.is_backward(op):
             continue
-        makers = [program.maker(v) for v in program.back(op.ins[-1], PROTECTED)]
-        narrowed = (each for each in makers if each is not None and narrows(each))
+        narrowed = filter(narrows, program.makers(op.ins[-1], PROTECTED))
         narrow = next((each for each in narrowed if dtype_of(each.outs[0]) == FLOAT16), None)
         if narrow is None:
             continue
-        before = [program.maker(v) for v in program.back(narrow.ins[0], SUMMED)]
-        names = {each.name for each in before if each}
+        names = {each.name for each in program.makers(narrow.ins[0], SUMMED)}
         if names & {*EXPONENTIALS} and names & {"div", "logistic"}:
             yield Hit(
                 f"{op.name} reads probabilities that were rounded to {shown(narrow.outs[0])}: "
@@ -97,8 +95,7 @@ def half_variances(program: Program) -> Iterator[Hit]:
             continue
         of = {*program.back(means[0], MEANS)}
         squares = _squares_behind(program, op.ins[0], MEANS)
-        makers = [program.maker(v) for v in program.back(op.ins[0], MEANS)]
-        sums = any(maker and maker.name == "reduce_sum" for maker in makers)
+        sums = any(each.name == "reduce_sum" for each in program.makers(op.ins[0], MEANS))
         if sums and any(v in of for each in squares for v in each.ins):
             message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
             yield Hit(message, op)
@@ -127,8 +124,8 @@ def half_norms(program: Program) -> Iterator[Hit]:
 
 def _squares_behind(program: Program, value: Value, through: Any) -> list[Op]:
     """Returns the operations that square, behind a value and operations of some names."""
-    makers = map(program.maker, program.back(value, through))
-    return [op for op in makers if op and op.name in SQUARES and _squares(op)]
+    makers = program.makers(value, through)
+    return [op for op in makers if op.name in SQUARES and _squares(op)]
 
 
 def _squares(op: Op) -> bool:

@@ -54,9 +54,8 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
 
 def _widening(program: Program, value: Value) -> Op | None:
     """Returns the cast from 16 bits that made an operand float32, if it is implicit."""
-    for v in program.back(value, MOVES):
-        op = program.maker(v)
-        if op and op.name in CASTS and is_half(op.ins[0]) and dtype_of(v) == FLOAT32:
+    for op in program.makers(value):
+        if op.name in CASTS and is_half(op.ins[0]) and dtype_of(op.outs[0]) == FLOAT32:
             return None if _jax.is_written_cast(op.eqn) else op
     return None
 

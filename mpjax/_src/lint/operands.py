@@ -125,11 +125,8 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
 
 def _widened(program: Program, value: Value) -> str:
     """Returns as text the 16-bit array that a float32 value was cast from, or ""."""
-    for v in program.back(value, MOVES):
-        op = program.maker(v)
-        if op is not None and op.name == "convert_element_type" and is_half(op.ins[0]):
-            return shown(op.ins[0])
-    return ""
+    widened = (op.ins[0] for op in program.makers(value) if op.name in CASTS)
+    return next((shown(half) for half in widened if is_half(half)), "")
 
 
 RULES = (

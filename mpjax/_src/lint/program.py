@@ -18,7 +18,9 @@ import numpy as np
 
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.contexts import LINTED
+from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.higher_order import BRANCH, SCAN, turns_of
+from mpjax._src.base.trees import is_key
 from mpjax._src.program.gradient import check_loss, differentiated, pull_back
 from mpjax._src.program.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
@@ -34,33 +36,20 @@ Readers = collections.defaultdict[Value, list[Op]]
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A function as a program.
+    """A function as a program."""
 
-    Attributes:
-        fun: The function.
-        args: Its positional arguments, as given.
-        kwargs: Its keyword arguments, as given.
-        call: The arguments that are traced: ``args`` and ``kwargs``, modules as their arrays.
-        traced: The program of the arrays of ``call``.
-        names: The name of each of them: "state.params['w']".
-        results: The name of each result: "result[0].params['w']".
-        block: The graph.
-        ops: All operations in program order, including those of inner programs.
-        around: The loops, branches and calls around each operation, the outermost first.
-        notes: A cache for rules.
-    """
-
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: Flat
-    traced: Traced
-    names: tuple[str, ...]
-    results: tuple[str, ...]
-    block: Block
-    ops: tuple[Op, ...] = ()
+    fun: Callable[..., Any]  # the function
+    args: tuple[Any, ...]  # its positional arguments, as given
+    kwargs: dict[str, Any]  # its keyword arguments, as given
+    call: Flat  # the arguments that are traced: ``args`` and ``kwargs``, modules as their arrays
+    traced: Traced  # the program of the arrays of ``call``
+    names: tuple[str, ...]  # the name of each of them: "state.params['w']"
+    results: tuple[str, ...]  # the name of each result: "result[0].params['w']"
+    block: Block  # the graph
+    ops: tuple[Op, ...] = ()  # all operations in program order, including those of inner programs
+    # The loops, branches and calls around each operation, the outermost first.
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
     _constants: dict[Value, Any] = dataclasses.field(default_factory=dict)
     _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
@@ -143,6 +132,19 @@ class Program:
         op = self._made.get(value)
         return None if op is None or op.subs else op
 
+    def makers(
+        self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES
+    ) -> list[Op]:
+        """Returns the operations that produce a value and those that it comes from, as `back`."""
+        return [op for v in self.back(value, through) if (op := self.maker(v))]
+
+    def number(self, value: Value) -> float | None:
+        """Returns the number that a constant value equals, moved or cast at most, or None."""
+        for array in map(self.constant, self.back(value, MOVES | CASTS)):
+            if array is not None and array.size == 1 and _is_real(array):
+                return float(array.reshape(()))
+        return None
+
     def branch(self, value: Value) -> Op | None:
         """Returns the conditional whose result a value is, or None."""
         op = self._made.get(value)
@@ -188,8 +190,8 @@ class Program:
         if value.literal:
             return np.asarray(value.const)
         array = self._constants.get(value)
-        small = array is not None and not isinstance(array, jax.core.Tracer)
-        return np.asarray(array) if small and value.size <= CONSTANT_LIMIT else None
+        known = array is not None and not isinstance(array, jax.core.Tracer) and not is_key(array)
+        return np.asarray(array) if known and value.size <= CONSTANT_LIMIT else None
 
     def counts(self, value: Value) -> tuple[float, float] | None:
         """Returns the first and last number of a counter that a scan carries, or None."""
@@ -212,14 +214,17 @@ class Program:
         same = self.forward(value, ())
         return [op for v in same for op in self._read[v] if not op.subs]
 
+    def ends(self, value: Value, through: Collection[str] = MOVES) -> list[Op]:
+        """Returns the operations that read a value, moved at most, and do more than move it."""
+        moved = self.forward(value, through)
+        return [op for v in moved for op in self.readers(v) if op.name not in through]
+
     def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
         """Returns a value and all values that it comes from, the nearest first.
 
-        Args:
-            value: The value.
-            through: The primitives that are followed from their results to their operands, or a
-                predicate of operations. The boundaries of loops, branches and calls are always
-                followed; a loop's carry comes from its initial value and from the iteration.
+        Operations ``through`` which it came, some primitives or those of a predicate, are followed
+        from their results to their operands. The boundaries of loops, branches and calls are always
+        followed; a loop's carry comes from its initial value and from the iteration.
         """
         goes = through if callable(through) else lambda op: op.name in through
         return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
@@ -247,6 +252,11 @@ class Program:
         names = dict(zip(self.block.invars, self.names, strict=True))
         origins = (names.get(v) for v in self.back(value, MOVES | CASTS))
         return next((name for name in origins if name), "")
+
+
+def _is_real(x: Any) -> bool:
+    """Returns whether an array is one of real numbers, not of complex ones or of tangents."""
+    return is_float(x) or x.dtype.kind in "biu"
 
 
 def _reached(start: Value, following: Callable[[Value], Any]) -> list[Value]:

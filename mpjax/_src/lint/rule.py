@@ -15,19 +15,13 @@ NEEDS = (JAXPR, VALUES, HLO)
 
 
 class Hit(NamedTuple):
-    """A fault that a rule found.
+    """A fault that a rule found."""
 
-    Attributes:
-        message: What is wrong, in a sentence with its dtypes, shapes and numbers.
-        op: The operation; its line is that of the finding.
-        source: "file:line" if there is no operation. Without either, the line of the function.
-        scope: The scopes around it if there is no operation.
-    """
-
-    message: str
-    op: Op | None = None
+    message: str  # what is wrong, in a sentence with its dtypes, shapes and numbers
+    op: Op | None = None  # the operation; its line is that of the finding
+    # "file:line" if there is no operation. Without either, the line of the function.
     source: str = ""
-    scope: str = ""
+    scope: str = ""  # the scopes around it if there is no operation
 
 
 class NotRun(NamedTuple):
@@ -66,16 +60,10 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program before and after compilation.
+    """A program before and after compilation."""
 
-    Attributes:
-        target: The target: "cpu", or the name of an accelerator.
-        before: The HLO that the compiler received.
-        after: The optimized HLO that runs. `hardware.hlo` reads both.
-        report: The `CompileReport` of an accelerator; None for "cpu".
-    """
-
-    target: str
-    before: str
+    target: str  # the target: "cpu", or the name of an accelerator
+    before: str  # the HLO that the compiler received
+    # The optimized HLO that runs. `hardware.hlo` reads both.
     after: str
-    report: Any = None
+    report: Any = None  # the `CompileReport` of an accelerator; None for "cpu"

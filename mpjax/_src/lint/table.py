@@ -40,12 +40,8 @@ TEXTS = [field for field in dataclasses.fields(Rule) if field.type == "str" or f
 def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
     """Returns the selected rules (all if ``select`` is empty) without the ignored ones.
 
-    Args:
-        select: A name or glob, or several: "half-sum", "half-*".
-        ignore: A name or glob, or several.
-
-    Raises:
-        ValueError: If a name or glob matches no rule.
+    Both are a name or glob, such as "half-sum" or "half-*", or several. One that matches no rule
+    raises a ValueError.
     """
     wanted = _matching("select", select) if select else {rule.name for rule in RULES}
     left_out = _matching("ignore", ignore)

@@ -17,34 +17,29 @@ FIXED = frozenset({"reduce_precision", "optimization_barrier"})
 SUMS = ("add", "sub")
 
 
-def rounds(program: Program, op: Op | None) -> bool:
+def rounds(program: Program, op: Op) -> bool:
     """Returns whether a cast to 16 bits rounds: values that were rounded before are unchanged."""
-    if op is None or not narrows(op):
+    if not narrows(op):
         return False
     mantissa = digits(dtype_of(op.outs[0])) - 1
-    makers = (program.maker(v) for v in program.back(op.ins[0], SHAPES))
     return not any(
-        maker and maker.name == "reduce_precision" and maker.params["mantissa_bits"] <= mantissa
-        for maker in makers
+        maker.name == "reduce_precision" and maker.params["mantissa_bits"] <= mantissa
+        for maker in program.makers(op.ins[0], SHAPES)
     )
 
 
-def narrows(op: Op | None) -> bool:
+def narrows(op: Op) -> bool:
     """Returns whether an operation casts a wider float to 16 bits."""
-    return bool(
-        op
-        and op.name in CASTS
-        and is_half(op.outs[0])
-        and is_float(op.ins[0])
-        and digits(dtype_of(op.ins[0])) > digits(dtype_of(op.outs[0]))
-    )
+    return op.name in CASTS and _is_wider(op.ins[0], op.outs[0])
 
 
 def widens(op: Op) -> bool:
     """Returns whether an operation casts 16 bits to a wider float."""
-    inside, outside = op.ins[0], op.outs[0]
-    casts = op.name in CASTS and is_half(inside) and is_float(outside)
-    return casts and digits(dtype_of(outside)) > digits(dtype_of(inside))
+    return op.name in CASTS and _is_wider(op.outs[0], op.ins[0])
+
+
+def _is_wider(value: Value, half: Value) -> bool:
+    return is_half(half) and is_float(value) and digits(dtype_of(value)) > digits(dtype_of(half))
 
 
 def undone(program: Program) -> Iterator[Op]:
@@ -67,7 +62,7 @@ def undone(program: Program) -> Iterator[Op]:
             maker is None or program.around[maker] != here for maker in makers
         ):
             continue
-        readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
+        readers = program.ends(op.outs[0], SHAPES)
         # Values of the forward pass that the backward pass reads are stored.
         if not readers or not all(widens(r) and not program.is_backward(r) for r in readers):
             continue
@@ -96,8 +91,7 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
     for op in program.named(*CASTS):
         if not (program.is_backward(op) and narrows(op) and _jax.is_written_cast(op.eqn)):
             continue
-        moved = program.forward(op.outs[0], SHAPES)
-        readers = [r for v in moved for r in program.readers(v) if r.name not in SHAPES]
+        readers = program.ends(op.outs[0], SHAPES)
         wanted = bool(readers) and all(widens(r) and not program.is_backward(r) for r in readers)
         if wanted and len(op.outs[0].aval.shape) > 1:
             half = short_name(dtype_of(op.outs[0]))
@@ -140,11 +134,8 @@ def _of_half_sum(program: Program, op: Op) -> str:
     """Returns whether a value is ``(x + y) - x`` in 16 bits, or its negative, as in Kahan sums."""
     for total, term in (op.ins, op.ins[::-1]) if is_half(op.outs[0]) else ():
         terms = set(program.back(term, SHAPES))
-        for value in program.back(total, SHAPES):
-            maker = program.maker(value)
-            added = (
-                maker.ins[: 2 if maker.name == "add" else 1] if maker and maker.name in SUMS else []
-            )
+        for maker in program.makers(total, SHAPES):
+            added = maker.ins[: 2 if maker.name == "add" else 1] if maker.name in SUMS else ()
             if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
                 return (
                     f"One term of a {short_name(dtype_of(total))} sum is subtracted again, to see "
@@ -174,11 +165,8 @@ def _narrowed(program: Program, value: Value) -> Op | None:
     """Returns the cast to half of a value that was only widened and moved since, or None."""
     if is_half(value):
         return None
-    for v in program.back(value, (MOVES | CASTS) - FIXED):
-        maker = program.maker(v)
-        if rounds(program, maker):
-            return maker
-    return None
+    before = program.makers(value, (MOVES | CASTS) - FIXED)
+    return next((op for op in before if rounds(program, op)), None)
 
 
 def _elementwise_unrounded(op: Op) -> bool:

@@ -47,9 +47,8 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
         for each in carried(program):
             if not (is_half(each.before) and is_half(each.after)):
                 continue
-            for value in program.back(each.after, MOVES | CASTS | {"select_n"}):
-                op = program.maker(value)
-                if op is None or op.name not in ("add", "sub"):
+            for op in program.makers(each.after, MOVES | CASTS | {"select_n"}):
+                if op.name not in ("add", "sub"):
                     continue
                 ways = [each.before in program.back(v, MOVES | CASTS) for v in op.ins]
                 if sum(ways) != 1 or _is_rounded_by_bits(program, op, each.after):
@@ -116,7 +115,7 @@ def _scale(program: Program) -> str:
     kept = {each.before: each.name for each in carried(program) if each.before is each.after}
     for v in _factors(program):
         constant = program.constant(v)
-        if constant is not None and np.size(constant) == 1 and float(constant) >= LEAST:
+        if constant is not None and constant.size == 1 and float(constant) >= LEAST:
             return f"{float(constant):g}"
         if v in kept:
             given = program.call.arrays[program.block.invars.index(v)]

@@ -128,18 +128,12 @@ def check_result(tool: str, outs: Any, arrays: Sequence[Any]) -> None:
 
 
 class Pullback(NamedTuple):
-    """A loss and its backward pass.
-
-    Attributes:
-        loss: The loss.
-        aux: The arrays of ``aux``, by their paths.
-        residuals: The values that the forward pass keeps for the backward pass, and its program.
-        gradients: A function that runs the backward pass and returns the gradients.
-    """
+    """A loss and its backward pass."""
 
     loss: Any
-    aux: dict[str, Any]
-    residuals: Any
+    aux: dict[str, Any]  # the arrays of ``aux``, by their paths
+    residuals: Any  # the values that the forward pass keeps for the backward pass, and its program
+    # A function that runs the backward pass and returns the gradients.
     gradients: Callable[[], list[Any]]
 
 
@@ -152,12 +146,8 @@ def pull_back(
 ) -> Pullback:
     """Runs the forward pass of a function, and returns the loss with its backward pass.
 
-    Args:
-        run: The function. It returns a loss, or ``(loss, aux)`` with ``has_aux``.
-        active: For each array, whether it is differentiated.
-        arrays: The arguments of the function.
-        has_aux: Whether the function returns ``(loss, aux)``.
-        scaled: A function applied to the loss before the backward pass, such as a loss scale.
+    ``active`` says which arrays are differentiated. ``scaled`` is applied to the loss before the
+    backward pass: a loss scale, say.
     """
     paths: list[str] = []
 

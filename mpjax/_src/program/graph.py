@@ -150,11 +150,8 @@ def build(
 ) -> Block:
     """Returns the graph of a program.
 
-    Args:
-        jaxpr: The program, with ``consts`` the values of its constants.
-        consts: Arrays or tracers.
-        scopes: Names of the scopes around it.
-        paths: The path of each argument that is a parameter.
+    ``consts`` are the values of its constants, ``scopes`` the names of the scopes around it, and
+    ``paths`` has the path of each argument that is a parameter.
     """
     invars = [Value(v.aval) for v in jaxpr.invars]
     if paths:

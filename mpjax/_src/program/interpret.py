@@ -38,6 +38,7 @@ class Watcher(Protocol):
 
     def decide(self, value: Any, eqn: Any, place: Site) -> int:
         """Returns the predicate or index of a branch or loop, as an integer."""
+        return int(value.array)
 
     def slice(self, value: Any, index: int) -> Any:
         """Returns a slice along the first axis."""
@@ -57,17 +58,9 @@ class Plain(Watcher):
 
 
 def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Site = ROOT) -> list[Any]:
-    """Evaluates a closed jaxpr under a watcher.
+    """Evaluates a jaxpr, closed, or open without constants, under a watcher.
 
-    Args:
-        jaxpr: The program, closed, or open without constants.
-        args: A value for each argument. The list is emptied, so that each value can be freed after
-            its last use.
-        watcher: The watcher.
-        place: The place of the program.
-
-    Returns:
-        A value for each result.
+    The list of arguments is emptied, so that each value can be freed after its last use.
     """
     inner, consts = _jax.open_jaxpr(jaxpr)
     last_use: dict[Any, int] = {}

@@ -127,15 +127,9 @@ def _are_same(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool
 
 
 def call_on_arrays(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a function that `on_arrays` returned, and updates the modules among the arguments.
+    """Calls a function that `on_arrays` returned, perhaps transformed, with the original arguments.
 
-    Args:
-        run: The function, perhaps transformed.
-        args: The arguments of the original function.
-        kwargs: The keyword arguments of the original function.
-
-    Returns:
-        The result of the original function.
+    It updates the modules among them, and returns the result of the original function.
     """
     from flax import nnx
 

@@ -22,13 +22,10 @@ class Gains(NamedTuple):
     """Further results, which each program returns after its own, and the equation after its own.
 
     The condition of a loop returns none.
-
-    Attributes:
-        start: Their values before a loop turns.
-        add: ``add(total, gained, turn)`` returns their values after one more turn of a loop.
     """
 
-    start: Sequence[Any]
+    start: Sequence[Any]  # their values before a loop turns
+    # ``add(total, gained, turn)`` returns their values after one more turn of a loop.
     add: Callable[[Sequence[Any], Sequence[Any], jax.Array], Sequence[Any]]
 
 
@@ -39,17 +36,9 @@ def rebuild(
     args: Sequence[Any],
     gains: Gains | None = None,
 ) -> list[Any]:
-    """Runs an equation with other programs inside.
+    """Runs an equation with other programs inside, in the order of `HigherOrder.wire`.
 
-    Args:
-        eqn: The equation.
-        bodies: Its new programs, in the order of `HigherOrder.wire`.
-        avals: The types of the arguments of each.
-        args: The operands.
-        gains: The results that the new programs have in addition to those of the old ones, or None.
-
-    Returns:
-        The results, with the gains after them.
+    ``avals`` are the types of each one's arguments. Gains follow the results of the equation.
     """
     return [*REBUILD[higher_order(eqn.primitive.name).kind](eqn, bodies, avals, args, gains)]
 

@@ -15,18 +15,13 @@ NUMBER = "mpjax.equation="
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """The position of an equation in a program.
+    """The position of an equation in a program."""
 
-    Attributes:
-        scopes: The names of the scopes around it.
-        transforms: The transformations that produced it: "jvp", "transpose".
-        loops: The loops around it with their iterations, the outermost first, where it runs.
-        callers: The equations whose programs it is inside of, the outermost first.
-    """
-
-    scopes: tuple[str, ...] = ()
-    transforms: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()  # the names of the scopes around it
+    transforms: tuple[str, ...] = ()  # the transformations that produced it: "jvp", "transpose"
+    # The loops around it with their iterations, the outermost first, where it runs.
     loops: tuple[tuple[str, int], ...] = ()
+    # The equations whose programs it is inside of, the outermost first.
     callers: tuple[Any, ...] = ()
 
     @property

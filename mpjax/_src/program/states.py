@@ -36,10 +36,8 @@ def _kinds(avals: Sequence[Any]) -> Any:
 def states(tree: Any, seen: Sequence[Any], dtypes: Sequence[Any]) -> dict[Any, list[Any]]:
     """Returns all subtrees of the arguments, as a mapping from structure and shapes to dtypes.
 
-    Args:
-        tree: The structure of ``(args, kwargs)``.
-        seen: The abstract value of each leaf as the function sees it.
-        dtypes: The dtype in which each leaf arrives.
+    ``tree`` is the structure of ``(args, kwargs)``, ``seen`` the abstract value of each leaf as the
+    function sees it, and ``dtypes`` those in which they arrive.
     """
     subtrees: dict[Any, list[Any]] = {}
     for arguments, start in children(tree):

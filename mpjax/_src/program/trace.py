@@ -20,21 +20,13 @@ from mpjax._src.base.trees import is_array, is_array_or_shape
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flat:
-    """A tree that is taken apart into its arrays and its other leaves.
+    """A tree that is taken apart into its arrays and its other leaves."""
 
-    Attributes:
-        tree: Its structure.
-        traced: For each leaf, whether it is one of the arrays.
-        arrays: The arrays, or `jax.ShapeDtypeStruct`; none in the result of a trace.
-        others: The other leaves.
-        keys: The key path of each array.
-    """
-
-    tree: Any
-    traced: tuple[bool, ...]
-    arrays: tuple[Any, ...]
-    others: tuple[Any, ...]
-    keys: tuple[Any, ...]
+    tree: Any  # its structure
+    traced: tuple[bool, ...]  # for each leaf, whether it is one of the arrays
+    arrays: tuple[Any, ...]  # the arrays, or `jax.ShapeDtypeStruct`; none in the result of a trace
+    others: tuple[Any, ...]  # the other leaves
+    keys: tuple[Any, ...]  # the key path of each array
 
     @classmethod
     def of(cls, tree: Any, is_traced: Callable[[Any], bool] = is_array_or_shape) -> "Flat":
@@ -102,15 +94,10 @@ def parameters_of(fun: Callable[..., Any], args: Sequence[Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function that is traced for one call.
+    """A function that is traced for one call."""
 
-    Attributes:
-        jaxpr: The program, closed over its constants.
-        out: The result, without its arrays: no tracer may outlive its trace.
-    """
-
-    jaxpr: Any
-    out: Flat
+    jaxpr: Any  # the program, closed over its constants
+    out: Flat  # the result, without its arrays: no tracer may outlive its trace
 
     def rebuild(self, arrays: Iterable[Any]) -> Any:
         """Returns what the function returns, from the results of the program."""

@@ -43,14 +43,10 @@ class Code:
     """A code of 8 bits. Its integer is a level; a power of the level is a number of units.
 
     A unit is the value of the block's scale.
-
-    Attributes:
-        dtype: int8 with a sign, uint8 without one.
-        squarings: How often a level is squared to give units.
     """
 
-    dtype: type
-    squarings: int
+    dtype: type  # int8 with a sign, uint8 without one
+    squarings: int  # how often a level is squared to give units
 
     @property
     def signed(self) -> bool:

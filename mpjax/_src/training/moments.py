@@ -113,7 +113,11 @@ def with_8bit_moments(
 
     def init(params):
         state, number = first_state(inner, params), jnp.zeros((), jnp.int32)
-        scales = _each(lambda x, code: _first_scales(x, code, number), table, state)
+
+        def first(x, code):
+            return scales_of(x, code, number) if _is_kept(x) else optax.MaskedNode()
+
+        scales = _each(first, table, state)
         return EightBitMomentsState(_coded(state, scales, table, number), scales, number)
 
     def update(updates, state, params=None, **extra_args):
@@ -175,10 +179,6 @@ def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
         return node._replace(**{field: next(trees) for field in table[type(node).__name__]})
 
     return jax.tree.map(replace, state, is_leaf=has_moments)
-
-
-def _first_scales(x: Any, code: Code, number: jax.Array) -> Any:
-    return scales_of(x, code, number) if _is_kept(x) else optax.MaskedNode()
 
 
 def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) -> Any:

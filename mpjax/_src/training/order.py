@@ -22,17 +22,11 @@ ROWWISE = _jax.BARRIERS | {"convert_element_type", "copy", "mul", "div", "neg", 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The position of a gradient in the order, as a linear function of the layer.
+    """The position of a gradient in the order, as a linear function of the layer."""
 
-    Attributes:
-        first: The position, or the position of the first layer that the backward pass reaches.
-        stride: The difference between successive layers; 0 without a scan over layers.
-        descending: Whether the backward pass goes from the last layer to the first.
-    """
-
-    first: int
-    stride: int = 0
-    descending: bool = True
+    first: int  # the position, or the position of the first layer that the backward pass reaches
+    stride: int = 0  # the difference between successive layers; 0 without a scan over layers
+    descending: bool = True  # whether the backward pass goes from the last layer to the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +52,11 @@ class _Node:
 def backward_order(jaxpr: Any) -> tuple[Place, ...]:
     """Returns the place of every result of a backward pass.
 
-    Results are sorted by depth, which is the longest chain of arithmetic from the loss. They are
-    first sorted by the depth at which a gradient branches off: operations that only this gradient
-    needs (its matmul, its sum over the batch) do not count there. A parameter that is used twice is
-    finished at its first use in the forward pass.
-
-    Args:
-        jaxpr: An open jaxpr; its last argument is the cotangent of the loss.
+    The last argument of the open jaxpr is the cotangent of the loss. Results are sorted by depth,
+    which is the longest chain of arithmetic from the loss. They are first sorted by the depth at
+    which a gradient branches off: operations that only this gradient needs (its matmul, its sum
+    over the batch) do not count there. A parameter that is used twice is finished at its first use
+    in the forward pass.
     """
     nodes: list[_Node] = []
     seed = _add(nodes, [], 0)

@@ -91,14 +91,8 @@ def state_shardings(state: T, param_shardings: Any) -> T:
 
 def _of_params(params: Any, shardings: Any) -> dict[Any, tuple[tuple[int, ...], Any]]:
     """Returns each parameter's shape and sharding, by its path."""
-
     try:
-        spread = jax.tree.map(
-            lambda sharding, part: jax.tree.map(lambda _: sharding, part),
-            shardings,
-            params,
-            is_leaf=_is_sharding,
-        )
+        spread = jax.tree.broadcast(shardings, params, is_leaf=_is_sharding)
     except ValueError as error:
         raise ValueError(
             f"param_shardings must have the structure of state.params, or a prefix of it: {error}"

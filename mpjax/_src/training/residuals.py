@@ -25,17 +25,13 @@ MAGNITUDE, INFINITY, QUIET_NAN, SIGN = np.array(
 
 
 class Kind(NamedTuple):
-    """A kind of master or residual of a 16-bit weight.
+    """A kind of master or residual of a 16-bit weight."""
 
-    Attributes:
-        full: ``full(weight, beside)`` returns the float32 value.
-        split: ``split(value, dtype)`` returns the weight and the array next to it.
-        bits: The bits of the significand that both hold together, of float32's 24.
-    """
-
+    # ``full(weight, beside)`` returns the float32 value.
     full: Callable[[jax.Array, jax.Array], jax.Array]
+    # ``split(value, dtype)`` returns the weight and the array next to it.
     split: Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Array]]
-    bits: int
+    bits: int  # the bits of the significand that both hold together, of float32's 24
 
 
 def full(param: Any, beside: Any) -> jax.Array:

@@ -24,18 +24,13 @@ SUMS = "psum", "pmax", "pmin", "all_gather"
 
 
 class Shards(NamedTuple):
-    """The axes over which parameters are split.
+    """The axes over which parameters are split."""
 
-    Attributes:
-        each: The axes that split each parameter, in the order of the leaves.
-        held: The axes over which the state itself has several loss scales and counts: there each
-            member of an ensemble has its own check.
-        known: Whether arrays tell the axes over which they vary.
-    """
-
-    each: tuple[Axes, ...]
+    each: tuple[Axes, ...]  # the axes that split each parameter, in the order of the leaves
+    # The axes over which the state itself has several loss scales and counts: there each member of
+    # an ensemble has its own check.
     held: Axes
-    known: bool
+    known: bool  # whether arrays tell the axes over which they vary
 
     @property
     def all(self) -> Axes:
@@ -160,12 +155,7 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
 def _of_specs(specs: Any, structure: Any, replicas: Sequence[str], mapped: Any) -> list[Axes]:
     whole = jax.tree.unflatten(structure, [0] * structure.num_leaves)  # None: a gradient not read
     try:
-        full = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec, part),
-            specs,
-            whole,
-            is_leaf=_is_spec,
-        )
+        full = jax.tree.broadcast(specs, whole, is_leaf=_is_spec)
     except ValueError as error:
         raise ValueError(
             f"param_specs={brief(specs)} does not fit the parameters: {error}"

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.errors import brief, finite_number
+from mpjax._src.base.errors import brief, finite_number, first_of
 from mpjax._src.base.public import public
 from mpjax._src.base.trees import is_narrow_array, pytree_of
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.report import Report
 
-MOST_ROWS, NAMED = 20, 5  # the most parameters in a report, and in a warning
+MOST_ROWS = 20  # the most parameters in a report
 
 
 @public("mpjax.reports")
@@ -98,9 +98,8 @@ def warn_if_stalled(metrics: Any, limit: float = 0.5) -> None:
     weights = [f"{path} ({part:.0%})" for path, part in stalled.to_dict().items() if part >= share]
     if stalled.by_lot or not weights:
         return
-    more = f" and {len(weights) - NAMED} more" if len(weights) > NAMED else ""
     warnings.warn(
-        f"These weights are not training: {', '.join(weights[:NAMED])}{more}. Their updates are "
+        f"These weights are not training: {first_of(weights)}. Their updates are "
         "below half an ulp (unit in the last place) of the stored weight, and round to zero. Use "
         "master weights (a policy of O2, with masters=split for 4 bytes a weight), "
         "rounding=stochastic or rounding=kahan; or store these weights in float32 by an override.",
@@ -115,10 +114,7 @@ def stalled(
 ) -> jax.Array:
     """Returns for each parameter the share of non-zero updates that changed no stored array.
 
-    Args:
-        updates: The optimizer's updates, in float32.
-        before: For each parameter, the arrays that hold it before the update.
-        after: The same arrays after the update.
+    ``before`` and ``after`` have the arrays that hold each parameter. The updates are in float32.
     """
 
     def share(update, old, new):

@@ -13,17 +13,12 @@ from mpjax._src.training.optimizers import as_optimizer, first_state, for_state
 
 
 class Stepped(NamedTuple):
-    """The result of one update.
+    """The result of one update."""
 
-    Attributes:
-        params: The new parameters, in the dtypes that they are stored in.
-        state: The new state.
-        updates: The float32 updates of the inner optimizer, before rounding. None for a parameter
-            that it never changes.
-    """
-
-    params: Any
-    state: Any
+    params: Any  # the new parameters, in the dtypes that they are stored in
+    state: Any  # the new state
+    # The float32 updates of the inner optimizer, before rounding. None for a parameter that it
+    # never changes.
     updates: Any
 
 

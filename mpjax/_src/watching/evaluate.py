@@ -14,6 +14,7 @@ import jax
 
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import BRANCH, MAP, WHILE, higher_order
+from mpjax._src.base.trees import vary_over
 from mpjax._src.program.rebuild import Gains, rebuild
 from mpjax._src.watching.figures import (
     Figures,
@@ -30,16 +31,9 @@ Result = tuple[list[Any], Figures]
 
 
 def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...] = ()) -> Result:
-    """Evaluates a program.
+    """Evaluates a program: returns its results, and the `Figures` of ``watch.tensors``.
 
-    Args:
-        jaxpr: The program, closed, or open without constants.
-        watch: Its watched values.
-        args: Its arguments.
-        axes: The mesh axes that are mapped around it.
-
-    Returns:
-        Its results, and the `Figures` of ``watch.tensors``.
+    ``axes`` are the mesh axes that are mapped around it.
     """
     inner, consts = _jax.open_jaxpr(jaxpr)
     env = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
@@ -138,10 +132,4 @@ def _typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
 
 def _varying(figures: Figures, axes: tuple[str, ...]) -> Figures:
     """Marks figures as varying over mapped axes."""
-
-    def vary(x):
-        varying = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
-        missing = tuple(axis for axis in axes if axis not in varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, figures) if axes else figures
+    return jax.tree.map(lambda x: vary_over(x, axes), figures)

@@ -88,18 +88,11 @@ def in_turn(figures: Figures, turn: jax.Array) -> Figures:
 
 
 def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = None) -> Figures:
-    """Measures an array that is in 16 bits, or is about to be.
+    """Measures a floating array that is in 16 bits, or is about to be.
 
-    Args:
-        x: The array, floating.
-        half: The 16-bit dtype.
-        rounded: Whether it has been rounded already: then what rounding did to it is not known, and
-            is put at what it does on average, a twelfth of a squared unit in the last place.
-
-        stored: What it becomes in 16 bits, where the program has that.
-
-    Returns:
-        `Figures` of one array.
+    What rounding did to one that is ``rounded`` already is not known, and is put at what it does on
+    average, a twelfth of a squared unit in the last place. ``stored`` is what it becomes in 16
+    bits, where the program has that.
     """
     x = jax.lax.stop_gradient(x)
     x, limits = x.reshape(x.shape or (1,)), Limits.of(half)
@@ -123,23 +116,14 @@ def measure(x: jax.Array, half: Any, rounded: bool, stored: jax.Array | None = N
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of a 16-bit dtype, as bits of float32 magnitudes.
+    """The limits of a 16-bit dtype, as bits of float32 magnitudes."""
 
-    Attributes:
-        mantissa: The number of float32 mantissa bits that the dtype drops.
-        lowest: The biased float32 exponent of its smallest normal number.
-        flush: The largest magnitude that is rounded to zero.
-        normal: The smallest normal magnitude.
-        near: The smallest magnitude that counts as near overflow.
-        overflow: The smallest magnitude that is rounded to infinity.
-    """
-
-    mantissa: int
-    lowest: int
-    flush: int
-    normal: int
-    near: int
-    overflow: int
+    mantissa: int  # the number of float32 mantissa bits that the dtype drops
+    lowest: int  # the biased float32 exponent of its smallest normal number
+    flush: int  # the largest magnitude that is rounded to zero
+    normal: int  # the smallest normal magnitude
+    near: int  # the smallest magnitude that counts as near overflow
+    overflow: int  # the smallest magnitude that is rounded to infinity
 
     @classmethod
     @functools.cache

@@ -25,33 +25,21 @@ CAST = "convert_element_type"
 
 @dataclasses.dataclass(eq=False)
 class Tensor:
-    """A watched value.
+    """A watched value."""
 
-    Attributes:
-        op: The primitive that reads or computes it.
-        part: Its role there: "lhs", "rhs", "operand", "result" or "cast".
-        scopes: The names of the scopes around it.
-        backward: Whether it belongs to the backward pass.
-        again: Whether remat recomputes it.
-        half: The 16-bit dtype.
-        rounded: Whether it is already rounded where it is measured.
-        shape: Its shape: of one iteration in a loop, and of one device in shard_map.
-        lines: "file:line" of the user's code, and of the library that it called, or "".
-        made: Its origin in the program, the same for a recomputation by remat.
-        readers: The matmuls that read it: the primitive, the part, the user's line, and whether
-            they belong to the backward pass.
-    """
-
-    op: str
-    part: str
-    scopes: tuple[str, ...]
-    backward: bool
-    again: bool
-    half: Any
-    rounded: bool
-    shape: tuple[int, ...]
+    op: str  # the primitive that reads or computes it
+    part: str  # its role there: "lhs", "rhs", "operand", "result" or "cast"
+    scopes: tuple[str, ...]  # the names of the scopes around it
+    backward: bool  # whether it belongs to the backward pass
+    again: bool  # whether remat recomputes it
+    half: Any  # the 16-bit dtype
+    rounded: bool  # whether it is already rounded where it is measured
+    shape: tuple[int, ...]  # its shape: of one iteration in a loop, and of one device in shard_map
+    # "file:line" of the user's code, and of the library that it called, or "".
     lines: tuple[str, str]
-    made: Any
+    made: Any  # its origin in the program, the same for a recomputation by remat
+    # The matmuls that read it: the primitive, the part, the user's line, and whether they belong to
+    # the backward pass.
     readers: list[tuple[str, str, str, bool]] = dataclasses.field(default_factory=list)
 
     @property
@@ -67,16 +55,11 @@ Places = dict[int, list[tuple[Any, Tensor]]]
 
 @dataclasses.dataclass(eq=False)
 class Watch:
-    """The watched values of one program.
+    """The watched values of one program."""
 
-    Attributes:
-        before: The operands to measure, by equation: pairs of a variable and its `Tensor`.
-        after: The results to measure, by equation.
-        inside: The watches of inner programs, by equation, in the order of `Inside`.
-    """
-
-    before: Places
-    after: Places
+    before: Places  # the operands to measure, by equation: pairs of a variable and its `Tensor`
+    after: Places  # the results to measure, by equation
+    # The watches of inner programs, by equation, in the order of `Inside`.
     inside: dict[int, list["Watch"]]
 
     @property
@@ -120,13 +103,9 @@ def is_entered(eqn: Any) -> bool:
 def _walk(
     jaxpr: Any, arguments: Sequence[Known], wanted: Sequence[bool], site: Site
 ) -> tuple[Watch, list[Known]]:
-    """Returns the watched values of an open jaxpr, and the tensors of its results.
+    """Returns the watched values of an open jaxpr at a site, and the tensors of its results.
 
-    Args:
-        jaxpr: The program.
-        arguments: The tensors of its arguments.
-        wanted: For each of its results, whether it is used outside.
-        site: Where it is.
+    ``arguments`` are the tensors of its arguments. Results are ``wanted`` if they are used outside.
     """
     tensors: dict[Any, Known] = collections.defaultdict(dict)
     tensors.update(zip(jaxpr.invars, arguments, strict=True))

@@ -51,12 +51,7 @@ class Risk:
 
 
 def growth_of(steps: Sequence[int], past: Sequence[float]) -> float | None:
-    """Returns the growth of a magnitude in powers of two per step, or None for too few samples.
-
-    Args:
-        steps: The numbers of the sampled steps.
-        past: The largest magnitudes in these steps.
-    """
+    """Returns the growth of a magnitude in powers of two per step, or None for too few samples."""
     seen = [(s, math.log2(x)) for s, x in zip(steps, past, strict=False) if x > 0]
     if len(seen) < ENOUGH:
         return None

@@ -44,15 +44,9 @@ def compile_only(
 ) -> dict[str, Any]:
     """Compiles StableHLO for absent devices: returns its memory, and the HLO before and after.
 
-    Call it in a separate process, because it loads the plugins of the platform.
-
-    Args:
-        platform: "cuda" or "tpu".
-        topology: XLA's name of the devices.
-        config: XLA's description of a GPU.
-        count: The number of devices over which the program is partitioned.
-        program: The StableHLO.
-        options: XLA flags for this compilation.
+    Call it in a separate process, because it loads the plugins of the platform, "cuda" or "tpu".
+    XLA's name of the devices is ``topology``, its description of a GPU ``config``, and the program
+    is partitioned over ``count`` of them.
     """
     devices = _absent_devices(platform, topology, config, count)
     before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)

@@ -49,11 +49,7 @@ def _barrier(
 ) -> Primitive:
     """Returns a linear identity primitive, which is a barrier on some platforms.
 
-    Args:
-        name: The name of the primitive.
-        *platforms: The platforms.
-        held: What it is there.
-        alone: Whether it is nothing in programs that XLA partitions.
+    There it is what ``held`` is; with ``alone``, nothing in programs that XLA partitions.
     """
     primitive = Primitive(name)
     primitive.def_impl(lambda x, **_: x)

@@ -26,11 +26,8 @@ Dims = jax.lax.ConvDimensionNumbers
 def half_conv(x: Any, kernel: Any, half: Any, **params: Any) -> Any:
     """Convolves in 16 bits with a kernel that may be float32. It is linear in both operands.
 
-    Args:
-        x: The input.
-        kernel: The kernel. Its cotangent has its dtype, and is summed over devices in float32.
-        half: The dtype of the convolution and of the result.
-        **params: The parameters of ``conv_general_dilated`` without ``preferred_element_type``.
+    The kernel's cotangent has its dtype, and is summed over devices in float32. The parameters are
+    those of ``conv_general_dilated`` without ``preferred_element_type``.
     """
     return _half_conv(x, kernel, half, half, False, **params)
 

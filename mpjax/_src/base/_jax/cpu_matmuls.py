@@ -137,16 +137,10 @@ def _constrained(x: Any) -> Any:
 def _multiply(
     left: Any, right: Any, dimension_numbers: Any, hold: Any, is_native: bool, dtype: Any, **params
 ) -> Any:
-    """Multiplies in the form for which XLA:CPU has a kernel.
+    """Multiplies in the form for which XLA:CPU has a kernel, and casts its float32 accumulator.
 
-    Args:
-        left: The left operand.
-        right: The right operand.
-        dimension_numbers: As in `jax.lax.dot_general`.
-        hold: The function that stores an array in the order of its dimensions.
-        is_native: Whether the kernel has to use the CPU's own instructions.
-        dtype: The dtype of the result, to which the float32 accumulator is cast.
-        **params: The other parameters of `dot_general`.
+    ``hold`` stores an array in the order of its dimensions. If it ``is_native``, the kernel has to
+    use the CPU's own instructions.
     """
     (summed, right_summed), (batch, right_batch) = dimension_numbers
     free, right_free = _free(left, summed, batch), _free(right, right_summed, right_batch)

@@ -13,21 +13,13 @@ from mpjax._src.base._jax.programs import close, hoisted, open_jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class JitCall:
-    """A call of a jitted function.
+    """A call of a jitted function."""
 
-    Attributes:
-        jaxpr: Its program, the same object for each equal call.
-        params: The parameters of the jit: donated arguments, shardings and layouts.
-        leaves: The array arguments.
-        out_tree: The structure of the results.
-        traced: JAX's own record of the call.
-    """
-
-    jaxpr: Any
-    params: dict[str, Any]
-    leaves: list[Any]
-    out_tree: Any
-    traced: Any
+    jaxpr: Any  # its program, the same object for each equal call
+    params: dict[str, Any]  # the parameters of the jit: donated arguments, shardings and layouts
+    leaves: list[Any]  # the array arguments
+    out_tree: Any  # the structure of the results
+    traced: Any  # JAX's own record of the call
 
     def with_places(self) -> dict[str, Any]:
         """Returns `params` with the result shardings that XLA chose for the original program.

@@ -286,14 +286,8 @@ def numbered(jaxpr: Any, name: str, holds: Callable[[Any], bool]) -> tuple[Any, 
 
     JAX leaves an equation's scopes on the equations of its derivative, so the number says which
     equation a derivative belongs to. Equations of a program that is called twice are numbered once.
-
-    Args:
-        jaxpr: The program.
-        name: The name of the scopes, before the number.
-        holds: Whether the programs in an equation's parameters are its inner programs.
-
-    Returns:
-        The program, and its equations by their numbers.
+    Returns the program, and its equations by their numbers. ``holds`` says of an equation whether
+    the programs in its parameters are its inner programs.
     """
     equations: list[Any] = []
     done: dict[int, tuple[Any, Any]] = {}  # with the programs themselves, so that ids stay theirs

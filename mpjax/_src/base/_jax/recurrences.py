@@ -18,13 +18,7 @@ from mpjax._src.base._jax.rules import zero_tangent
 
 
 def recurrence(a: Any, b: Any, axis: int) -> Any:
-    """Returns ``h`` with ``h[t] = a[t] h[t-1] + b[t]`` along an axis, and ``h[0] = b[0]``.
-
-    Args:
-        a: The factors.
-        b: What is added. It has the type of ``a``.
-        axis: The axis.
-    """
+    """Returns ``h`` with ``h[t] = a[t] h[t-1] + b[t]`` along an axis, and ``h[0] = b[0]``."""
     return recurrence_p.bind(a, b, axis=axis, reverse=False)
 
 
@@ -49,11 +43,7 @@ def _moved(x: Any, axis: int, later: bool) -> Any:
 def drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
     """Returns what drives the tangent of a recurrence ``h``.
 
-    Args:
-        tangents: The tangents of ``a`` and ``b``; None for one that is zero, but not for both.
-        h: The recurrence.
-        axis: Its axis.
-        reverse: Whether it runs from the last element to the first.
+    The tangent of ``a`` or of ``b`` is None if it is zero; not both are.
     """
     da, db = tangents
     terms = [] if da is None else [da * _moved(h, axis, later=not reverse)]

@@ -25,22 +25,18 @@ def custom_jvp_rule(params: dict[str, Any]) -> tuple[Any, Sequence[bool]]:
 
 
 class VjpRules(NamedTuple):
-    """The rules of a custom_vjp.
+    """The rules of a custom_vjp."""
 
-    Attributes:
-        fwd: The forward program. Its arguments are the operands that are not constants.
-        num_computed: The number of leading results of ``fwd`` that are residuals.
-        residuals: For each residual of the backward rule, whether it is an operand, and the index
-            of the operand or of the result of ``fwd``. Residuals with known values (Python values)
-            are left out: the backward rule gets them unchanged, and may branch on them.
-        trace_bwd: ``trace_bwd(zero_cts)`` returns ``(bwd, zeros)``. The arguments of the program
-            ``bwd`` are these residuals and the cotangents that are not zero; its results are the
-            cotangents that are not in ``zeros``.
-    """
-
+    # The forward program. Its arguments are the operands that are not constants.
     fwd: Any
-    num_computed: int
+    num_computed: int  # the number of leading results of ``fwd`` that are residuals
+    # For each residual of the backward rule, whether it is an operand, and the index of the operand
+    # or of the result of ``fwd``. Residuals with known values (Python values) are left out: the
+    # backward rule gets them unchanged, and may branch on them.
     residuals: Sequence[tuple[bool, int]]
+    # ``trace_bwd(zero_cts)`` returns ``(bwd, zeros)``. The arguments of the program ``bwd`` are
+    # these residuals and the cotangents that are not zero; its results are the cotangents that are
+    # not in ``zeros``.
     trace_bwd: Callable[[tuple[bool, ...]], tuple[Any, Sequence[bool]]]
 
 
@@ -52,14 +48,8 @@ def custom_vjp_rules(
 ) -> VjpRules:
     """Returns the programs of a custom_vjp's rules.
 
-    Args:
-        params: The parameters of the equation.
-        avals: The abstract values of its operands, including constants.
-        perturbed: For each operand, whether it is differentiated.
-        known: The operands whose values are known.
-
-    Raises:
-        CustomVJPException: As in JAX, if a constant is differentiated, which has no rule.
+    ``perturbed`` says which operands are differentiated, and ``known`` has those whose values are
+    known. If a constant is differentiated, which has no rule, it raises what JAX does.
     """
     num_consts = params["num_consts"]
     if any(perturbed[:num_consts]):

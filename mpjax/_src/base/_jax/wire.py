@@ -28,13 +28,8 @@ def half_dot(x: Any, y: Any, half: Any, **params: Any) -> Any:
     """Multiplies two arrays in 16 bits, one of which may be float32. It is linear in both.
 
     If several devices sum their parts of an operand's cotangent, the cotangent is the matmul's
-    float32 accumulator. On one device it is a 16-bit result, which moves fewer bytes.
-
-    Args:
-        x: The left operand.
-        y: The right operand.
-        half: The dtype of the product and of the result.
-        **params: The parameters of ``dot_general`` without ``preferred_element_type``.
+    float32 accumulator. On one device it is a 16-bit result, which moves fewer bytes. The
+    parameters are those of ``dot_general`` without ``preferred_element_type``.
     """
     return _half_dot(x, y, half, half, None, False, **params)
 
@@ -49,12 +44,6 @@ def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
 
     On several devices the array is rounded to 16 bits before the gather. The derivative is that of
     the float32 gather: entries of the cotangent are summed in float32.
-
-    Args:
-        x: The array.
-        indices: The indices.
-        half: The 16-bit dtype.
-        **params: The parameters of ``gather``.
     """
     return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
 
@@ -62,10 +51,7 @@ def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
 def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[..., Any]) -> Any:
     """Returns a primitive that is lowered as a function of the number of devices.
 
-    Args:
-        name: The name of the corresponding JAX operation.
-        run: The function, with a keyword argument ``devices``.
-        abstract_eval: The abstract evaluation of the primitive.
+    ``run`` gets it as ``devices``. The name is that of the corresponding JAX operation.
     """
 
     primitive = Primitive(name)
@@ -234,10 +220,8 @@ batching.primitive_batchers[_half_gather_p] = _gather_batch
 def one_barrier(arrays: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
     """Returns arrays behind one barrier: none is used before all have been computed.
 
-    Args:
-        arrays: The arrays.
-        halves: For each, the 16-bit dtype in which one device has computed it, or None. Behind the
-            barrier it is stored in this dtype. Several devices compute it in its own.
+    ``halves`` has for each the 16-bit dtype in which one device has computed it, or None. Behind
+    the barrier it is stored in this dtype. Several devices compute it in its own.
     """
     return _one_barrier_p.bind(*arrays, halves=tuple(halves))
 
@@ -286,15 +270,11 @@ batching.primitive_batchers[_one_barrier_p] = lambda arrays, dims, halves: (
 
 
 def by_devices(one: Callable[..., Any], several: Callable[..., Any], operands: Any) -> Any:
-    """Calls a function on one device, or another on arrays that devices share.
+    """Calls ``one`` on a single device, and ``several``, of the same meaning, on arrays they share.
 
-    Which one is known when the program is lowered. `jax.checkpoint` sees one operation. It is not
-    differentiated; under `jax.vmap` it runs as ``one``.
-
-    Args:
-        one: A function of a pytree of arrays. It runs on one device, and in `jax.shard_map`.
-        several: A function of the same meaning and results.
-        operands: The pytree.
+    Which one is known when the program is lowered; in `jax.shard_map` it is ``one``. Operands are a
+    pytree. `jax.checkpoint` sees one operation. It is not differentiated; under `jax.vmap` it runs
+    as ``one``.
     """
     leaves, tree = jax.tree.flatten(operands)
     avals, results = [jax.typeof(x) for x in leaves], []
