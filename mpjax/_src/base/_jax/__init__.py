@@ -62,7 +62,7 @@ from mpjax._src.base._jax.programs import (
     trace,
     tracing_key,
     typed_as,
-    with_equations,
+    with_results,
 )
 from mpjax._src.base._jax.recurrences import drive, recurrence, scanned
 from mpjax._src.base._jax.rules import (
@@ -185,6 +185,6 @@ __all__ = (
     "tracing_key",
     "transforms",
     "typed_as",
-    "with_equations",
+    "with_results",
     "zero_tangent",
 )
