@@ -78,8 +78,12 @@ def made(
 
     def run(grads, state, params, extra_args):
         tree = grads if params is None else params
-        reads = reader(tree, extra_args)
-        updates, stored, state = core(grads, state, params, extra_args, reads)
+        reads = reader(tree)
+        extra_args |= {k: reads.around(f, tree) for k, f in extra_args.items() if callable(f)}
+        if "grad" in extra_args:
+            extra_args["grad"] = reads.completed(extra_args["grad"], tree)
+        seen = None if params is None else reads.floating(params)
+        updates, stored, state = core(grads, state, seen, extra_args, reads)
         return reads, reads.trained(updates, tree), stored, state
 
     def update(grads, state, params=None, **extra_args):
@@ -99,7 +103,11 @@ def made(
         new = [added(*row) if new is None else new for new, row in pairs]
         return Stepped(jax.tree.unflatten(jax.tree.structure(params), new), state, updates)
 
-    optimizer = Optimizer(lambda params: init(params, reader(params)), update)
+    def first(params):
+        reads = reader(params)
+        return init(reads.floating(params), reads)
+
+    optimizer = Optimizer(first, update)
     optimizer.step, optimizer.reads = step, reader
     return optimizer
 
