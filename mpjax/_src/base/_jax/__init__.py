@@ -18,7 +18,7 @@ from mpjax._src.base._jax.barriers import (
     cpu_barrier,
     gpu_barrier,
     held_for_cpu,
-    is_multiplied,
+    is_scaled,
     row_major,
     told,
 )
@@ -150,8 +150,8 @@ __all__ = (
     "is_array",
     "is_called_directly",
     "is_explicit",
-    "is_multiplied",
     "is_promotion",
+    "is_scaled",
     "is_sharded_along",
     "is_written_cast",
     "jit_call",
