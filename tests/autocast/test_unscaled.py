@@ -114,6 +114,7 @@ UNSCALED = {
     "over devices eager": over_devices(1.0),
     "large batch": lambda: jax.grad(of_model)(W, np.tile(X, (500, 1))),
     "TrainState": lambda: jax.jit(trained)(state_of({"w": W}), X),
+    "examples": lambda: jax.grad(lambda w, x: jnp.mean(of_examples(w, x)))(W, X),
     "micro-batches": lambda: jax.jit(micro_batches(lambda w, x, _: PLANNED(w, x)))(W, X, SCALE),
     "grad": lambda: jax.grad(PLANNED)(W, X),
     "jit": lambda: jax.jit(jax.value_and_grad(PLANNED))(W, X),
@@ -137,8 +138,12 @@ UNSCALED = {
 }
 
 
-def by_number(fun, jit=jax.jit):
-    return lambda: jit(jax.grad(lambda w, x, scale: fun(w, x) * scale))(W, X, SCALE)
+def of_examples(w, x):
+    return jax.vmap(PLANNED, (None, 0))(w, x[:, None])
+
+
+def by_number(fun, jit=jax.jit, mean=lambda loss: loss):
+    return lambda: jit(jax.grad(lambda w, x, scale: mean(fun(w, x) * scale)))(W, X, SCALE)
 
 
 def with_mixed_precision(loss_scale="auto"):
@@ -161,6 +166,8 @@ FINE = {
     "over devices eager": over_devices(1024),
     "large batch": lambda: jax.grad(lambda w, x: 1024 * of_model(w, x))(W, np.tile(X, (500, 1))),
     "micro-batches": lambda: jax.jit(micro_batches(lambda w, x, s: PLANNED(w, x) * s))(W, X, SCALE),
+    "examples": lambda: jax.grad(lambda w, x: jnp.mean(1024 * of_examples(w, x)))(W, X),
+    "examples by a number": by_number(lambda w, x: of_examples(w, x), mean=jnp.mean),
     "cotangent": lambda: jax.vjp(PLANNED, W, X)[1](SCALE),
     "cotangent in jit": lambda: jax.jit(lambda s: jax.vjp(PLANNED, W, X)[1](s))(SCALE),
     "forward": lambda: (jax.jit(PLANNED)(W, X), MODEL(W, X)),

@@ -120,15 +120,15 @@ def is_scaled() -> bool:
 
 
 def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
-    """Yields the operands of products of scalars."""
+    """Yields the operands of products that are scalars."""
     for eqn in eqns:
         values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
         if "jit" in eqn.primitive.name:
             jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
             inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
             yield from _factors(jaxpr.eqns, dict(inside))
-        elif eqn.primitive.name == "mul" and not eqn.outvars[0].aval.shape:
-            yield from values
+        elif eqn.primitive.name == "mul":
+            yield from (x for x, v in zip(values, eqn.invars, strict=True) if not v.aval.shape)
 
 
 def _is_large(x: Any) -> bool:
