@@ -48,6 +48,11 @@ CONTRACTS = (
         "compile_for of programs that call dot_product_attention: cuDNN's is not traced",
     ),
     Contract(
+        "barriers",
+        ("jax._src.interpreters.ad",),
+        "autocast in float16: gradients with a loss scale are warned of, as if they had none",
+    ),
+    Contract(
         "calls",
         ("jax._src.core.set_current_trace", "jax._src.interpreters"),
         "gradients of autocast: what is called several times is differentiated as a whole",
@@ -147,7 +152,7 @@ CONTRACTS = (
         "autocast over several devices: matmuls that send half precision, and vmap of them",
     ),
 )
-# The features that tests of public extension points protect, where no private name is used.
+# The features that tests of public extension points protect.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",

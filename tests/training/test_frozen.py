@@ -8,9 +8,11 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from support import thorough_but
 
 import mpjax
 from mpjax._src.training.frozen import Reader
+from mpjax._src.training.optimizers import as_optimizer
 
 PARAMS = {"base": np.ones((4, 3), np.float32), "lora": np.ones(3, np.float32), "n": np.float32(1)}
 LABELS = {"base": "frozen", "lora": "trained", "n": "trained"}
@@ -54,6 +56,14 @@ def jitted(optimizer):
     return optax.GradientTransformation(optimizer.init, jax.jit(optimizer.update))
 
 
+def with_arguments(optimizer):
+    def update(grads, state, params=None, *, temperature, decay, **extra_args):
+        grads = optax.tree.scale(temperature - decay, grads)
+        return optimizer.update(grads, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
 ADAM = frozen_base(optax.adamw(0.1))
 WAYS = {
     "multi_transform": optax.multi_transform(
@@ -84,6 +94,10 @@ WAYS = {
     "apply_if_finite": optax.apply_if_finite(ADAM, 3),
     "the loss by name": optax.chain(ADAM, contrib.reduce_on_plateau()),
     "polyak": frozen_base(optax.polyak_sgd()),
+    "sam": contrib.sam(ADAM, frozen_base(optax.sgd(0.1)), opaque_mode=True),
+    "sophia": frozen_base(contrib.sophia(0.1)),
+    "line search": optax.chain(ADAM, optax.scale_by_zoom_linesearch(9)),
+    "own arguments": with_arguments(ADAM),
     "jit": jitted(ADAM),
     "cond": conditional(ADAM),
     "adam, then freeze": after(optax.adamw(0.1)),
@@ -119,7 +133,7 @@ READ = {  # whether the gradient of base is read, of optimizers that change it
 
 
 def reads_of(optimizer, params=PARAMS):
-    reads = Reader(optax.with_extra_args_support(optimizer))(params)
+    reads = Reader(as_optimizer(optimizer, "optimizer"))(params)
     return (dict(zip(sorted(params), flags, strict=True)) for flags in reads)
 
 
@@ -152,7 +166,7 @@ def test_a_loop_that_mixes_gradients_reads_all_of_them():
     assert frozen == unread == FROZEN
 
 
-def trained_once(optimizer, dtype, policy="mixed_bfloat16"):
+def trained_once(optimizer, dtype, policy="mixed_bfloat16", **extra_args):
     """Returns parameters, their updates and states, before and after one update."""
     optimizer = mpjax.mixed_precision(optimizer, policy)
     params = {"base": jnp.ones((4, 3), dtype), "lora": jnp.ones(3), "n": jnp.float32(1)}
@@ -166,8 +180,16 @@ def trained_once(optimizer, dtype, policy="mixed_bfloat16"):
 
     @jax.jit
     def step(params, state, x):
-        _, grads = optimizer.value_and_grad(loss, state)(params, x)
-        updates, state = optimizer.update(grads, state, params)
+        gradient = optimizer.value_and_grad(loss, state)
+        value, grads = gradient(params, x)
+        functions = {
+            "grad_fn": lambda params, _: gradient(params, x)[1],
+            "value_fn": lambda params: loss(params, x),
+            "grad": grads,
+            "value": value,
+        }
+        given = {name: functions.get(name, own) for name, own in extra_args.items()}
+        updates, state = optimizer.update(grads, state, params, **given)
         return updates, optax.apply_updates(params, updates), state
 
     updates, new, after = step(params, state, np.ones((2, 4), np.float32))
@@ -186,11 +208,33 @@ def test_frozen_leaf_keeps_its_dtype_and_has_no_master(dtype, policy):
         assert (4, 3) not in shapes
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("way", ["several steps", "adam, then freeze", "freeze, then adam"])
-def test_state_beside_a_frozen_leaf_keeps_its_dtypes(way):
-    _, state, _, _, after = trained_once(WAYS[way], "bfloat16", "O2:bfloat16")
+def test_state_beside_a_frozen_leaf_keeps_its_dtypes(way, dtype):
+    _, state, _, _, after = trained_once(WAYS[way], dtype, "O2:bfloat16")
     kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (state, after)]
     assert kinds[0] == kinds[1]
+
+
+ARGUMENTS = {
+    "sam": dict.fromkeys(["grad_fn"]),
+    "line search": dict.fromkeys(["value", "grad", "value_fn"]),
+    "own arguments": {"temperature": 2.0, "decay": 1.0},
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O3:bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("way", thorough_but(ARGUMENTS, "sam", "own arguments"))
+def test_optimizer_with_required_arguments_freezes_in_init_and_update(way, dtype, policy):
+    """What it evaluates is given the frozen integers themselves, not the zeros that it sees."""
+    params, state, _, new, after = trained_once(WAYS[way], dtype, policy, **ARGUMENTS[way])
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (state, after)]
+    assert shapes[0] == shapes[1]
+    if way != "line search":  # which keeps its last gradient and updates
+        assert (4, 3) not in [shape for shape, _ in shapes[0]]
+    assert (new["base"] == params["base"]).all() and new["base"].dtype == dtype
+    assert bool((new["lora"] < 1).all()) and int(after.skipped_steps) == 0
 
 
 ROUNDINGS = ["O3:bfloat16", "O3:bfloat16,rounding=stochastic", "O3:bfloat16,rounding=kahan"]

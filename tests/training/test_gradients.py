@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 import pytest
 from support import HALVES, assert_near, normal, thorough_but
 
@@ -122,9 +123,9 @@ def test_finite_flag_judges_the_gradients_not_the_loss():
     scale = mpjax.DynamicLossScale()
     _, grad, finite = jax.jit(mpjax.scaled_value_and_grad(jnp.sqrt, scale))(jnp.float32(0))
     assert not finite and jnp.isinf(grad)
-    value, _, finite = mpjax.scaled_value_and_grad(
-        lambda w: jnp.float32(jnp.nan) + jax.lax.stop_gradient(w), scale
-    )(jnp.float32(1))
+    value, _, finite = mpjax.scaled_value_and_grad(lambda w: jnp.float32(jnp.nan) + w, scale)(
+        jnp.float32(1)
+    )
     assert jnp.isnan(value) and finite
 
 
@@ -253,3 +254,55 @@ def test_axis_name_that_is_not_mapped_is_refused():
     gradient = mpjax.scaled_value_and_grad(jnp.sum, mpjax.NoOpLossScale(), axis_name="rows")
     with pytest.raises(ValueError, match="no axis 'rows' is mapped here"):
         gradient(jnp.ones(3))
+
+
+OUTSIDE = {"w": np.ones((4, 3), np.float32), "b": np.ones(3, np.float32)}
+CONSTANT = {
+    "parameters from outside": lambda params, x: loss_of(OUTSIDE, x),
+    "a number": lambda params, x: 0.5,
+    "stop_gradient": lambda params, x: loss_of(jax.lax.stop_gradient(params), x),
+    "in a jit": jax.jit(lambda params, x: loss_of(jax.lax.stop_gradient(params), x)),
+    "a count": lambda params, x: jnp.mean((x @ params["w"] > 0).astype(jnp.float32)),
+    "in a loop": lambda params, x: jax.lax.scan(
+        lambda total, x: (total + jnp.round(x @ params["w"]).sum(), None), 0.0, x
+    )[0],
+}
+
+
+def in_loop(fun, params, x):
+    optimizer = mpjax.mixed_precision(optax.sgd(0.1))
+    state = optimizer.init(params)
+    jax.jit(lambda state, params, x: optimizer.value_and_grad(fun, state)(params, x))(
+        state, params, x
+    )
+
+
+def in_step(fun, params, x, **settings):
+    init, step = mpjax.build_train_step(fun, optax.sgd(0.1), **settings)
+    jax.jit(step)(init(params), x)
+
+
+TRAINED_BY = {
+    "mixed_precision": in_loop,
+    "step": in_step,
+    "micro-batches": functools.partial(in_step, accumulate_steps=2),
+    "scaled": lambda fun, *args: mpjax.scaled_value_and_grad(fun, ALL_SCALES["static"])(*args),
+}
+
+
+@pytest.mark.parametrize("cause", thorough_but(CONSTANT, "stop_gradient"))
+@pytest.mark.parametrize("way", TRAINED_BY)
+def test_loss_that_depends_on_no_parameter_is_told_once(way, cause):
+    params = jax.tree.map(np.zeros_like, OUTSIDE)
+    with pytest.warns(UserWarning, match="does not depend on the parameters") as heard:
+        TRAINED_BY[way](CONSTANT[cause], params, np.ones((2, 4), np.float32))
+    assert len(heard) == 1 and heard[0].filename == __file__
+
+
+def test_loss_that_depends_on_one_parameter_is_fine():
+    held = lambda params, x: loss_of({**jax.lax.stop_gradient(params), "b": params["b"]}, x)  # noqa: E731
+    params = jax.tree.map(np.zeros_like, OUTSIDE)
+    for way in TRAINED_BY.values():
+        way(held, params, np.ones((2, 4), np.float32))
+    scaled = mpjax.scaled_value_and_grad(lambda w, x: jnp.sum(x), ALL_SCALES["none"], (0, 1))
+    scaled(params["b"], params["b"])

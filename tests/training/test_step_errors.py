@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec
 from problems import linear_loss, linear_problem, mesh
@@ -257,3 +258,26 @@ def test_more_micro_batches_than_examples_are_refused(rng):
     init, step = built(optax.sgd(0.1), accumulate_steps=2**31 - 1)
     with pytest.raises(ValueError, match="must divide the leading axis"):
         step(init(params), batch)
+
+
+def with_temperature():
+    def update(grads, state, params=None, *, temperature):
+        return optax.tree.scale(temperature, grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (optax.lbfgs, "'grad' and 'value_fn'"),
+        (lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn"),
+        (lambda: optax.contrib.sophia(0.1), "obj_fn"),
+        (with_temperature, "'temperature'"),
+    ],
+)
+def test_optimizer_that_asks_for_more_than_the_loss_is_refused_with_the_way_out(make, names):
+    init, step = mpjax.build_train_step(lambda w, batch: jnp.sum(w**2), make(), "float32")
+    message = f"optimizer: .*{names}.*mpjax.mixed_precision.*value_fn=lambda params: loss_fn"
+    with pytest.raises(TypeError, match=message):
+        step(init(np.ones(3, np.float32)), None)

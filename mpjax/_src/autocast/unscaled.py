@@ -7,9 +7,6 @@ the loss after the plan has run.
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, SCALES, UNSCALED
 from mpjax._src.base.contexts import IN_REPORT
@@ -18,7 +15,7 @@ from mpjax._src.base.errors import PrecisionWarning, warn_user
 
 def _warn_if_unscaled(ct: Any) -> None:
     """Warns once in a process of a cotangent that reaches a float16 plan without a loss scale."""
-    if {SCALES, UNSCALED} & CALLED or IN_REPORT.get() or _is_scaled(ct):
+    if {SCALES, UNSCALED} & CALLED or IN_REPORT.get() or _jax.is_scaled():
         return
     CALLED.add(UNSCALED)
     warn_user(
@@ -31,12 +28,6 @@ def _warn_if_unscaled(ct: Any) -> None:
         'warnings.filterwarnings("ignore", category=mpjax.errors.PrecisionWarning).',
         PrecisionWarning,
     )
-
-
-def _is_scaled(ct: Any) -> bool:
-    if isinstance(ct, jax.core.Tracer):
-        return _jax.is_multiplied(ct)
-    return bool(jnp.max(jnp.abs(ct), initial=0) > 1)  # that of a loss or of a mean is 1 at most
 
 
 watched = _jax.told(_jax.TOLD, _warn_if_unscaled)

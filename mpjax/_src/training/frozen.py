@@ -5,6 +5,8 @@ a step is traced. A gradient that is not read is then not computed, checked or a
 parameter that never changes needs no master.
 """
 
+import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,14 +75,32 @@ class Reads(NamedTuple):
         zeros = lambda x: jnp.full(jnp.shape(x), -0.0, jnp.result_type(x))  # noqa: E731
         return _replaced(self.frozen, updates, like, zeros)
 
-    def widened(self, params: Any) -> Any:
-        """Returns the parameters as the inner optimizer sees them: frozen ones as they are.
+    def floating(self, params: Any) -> Any:
+        """Returns the parameters with zeros in the place of frozen integers.
 
-        Integers are seen as zeros in float32, because optimizers make moments in the dtype of a
-        parameter, and norms of floating gradients alone.
+        Optimizers make moments in the dtype of a parameter, and norms of floating gradients alone.
         """
-        frozen = lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _zeros(x)  # noqa: E731
-        return _replaced(self.frozen, widen(self.trained(params, params)), params, frozen)
+        return _replaced(self._integers(params), params, params, _zeros)
+
+    def around(self, fun: Callable[..., Any], params: Any) -> Callable[..., Any]:
+        """Returns a function for an optimizer that was given `floating` parameters."""
+
+        @functools.wraps(fun)
+        def run(tree, *args, **kwargs):
+            tree = _replaced(self._integers(params), tree, params, lambda x: x)
+            out = fun(tree, *args, **kwargs)
+            return out if is_array(out) else self.completed(out, params)
+
+        return run
+
+    def _integers(self, params: Any) -> list[bool]:
+        rows = zip(self.frozen, jax.tree.leaves(params), strict=True)
+        return [frozen and not jnp.issubdtype(x.dtype, jnp.inexact) for frozen, x in rows]
+
+    def widened(self, params: Any) -> Any:
+        """Returns the parameters as the inner optimizer sees them: frozen ones as they are."""
+        trained = widen(self.trained(params, params))
+        return _replaced(self.frozen, trained, params, lambda x: x)
 
     def stored(self, params: Any, policy: Policy) -> Any:
         """Casts parameters to the dtypes that a policy stores, but frozen ones never to wider."""
@@ -120,13 +140,14 @@ class Reader:
     """Finds out once for each form of parameters what an optimizer reads.
 
     Its answer depends on the optimizer and on shapes alone, so that ``init`` and every ``update``
-    agree. An optimizer that cannot be traced without its arguments reads everything.
+    agree. An optimizer that cannot be traced, because it needs arguments of a form that is not
+    known, reads everything.
     """
 
     def __init__(self, optimizer: optax.GradientTransformationExtraArgs):
         self._optimizer, self._known = optimizer, dict[Any, Reads]()
 
-    def __call__(self, tree: Any, extra_args: Any = None) -> Reads:
+    def __call__(self, tree: Any) -> Reads:
         """Returns what the optimizer does with parameters (or gradients) of this form."""
         leaves, structure = jax.tree.flatten(tree)
         forms = tuple(map(_form, leaves))
@@ -135,14 +156,12 @@ class Reader:
             return known
         floating = tuple(f if f and jnp.issubdtype(f[1], jnp.inexact) else None for f in forms)
         for parts in dict.fromkeys((forms, floating)):  # Equinox trains the floating arrays
-            for given in ({}, None, extra_args or {}):
-                try:
-                    found = _traced(self._optimizer, parts, structure, given)
-                except Exception:  # what is wrong is said where the optimizer is called
-                    continue
-                self._known[key] = found
-                return found
-        return Reads((False,) * len(leaves), (False,) * len(leaves))
+            try:
+                found = _traced(self._optimizer, parts, structure)
+            except Exception:  # what is wrong is said where the optimizer is called
+                continue
+            return self._known.setdefault(key, found)
+        return self._known.setdefault(key, Reads(*[(False,) * len(leaves)] * 2))
 
 
 def _form(leaf: Any) -> Any:
@@ -164,7 +183,7 @@ def _varying(x: Any, form: Any) -> Any:
     return jax.lax.pcast(x, form[2], to="varying") if form[2] else x
 
 
-def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) -> Reads:
+def _traced(optimizer: Any, forms: Sequence[Any], structure: Any) -> Reads:
     """Traces an optimizer for arrays of some forms, and reads its program."""
     shapes = [_shaped(form) for form in forms if form]
     loss = jax.ShapeDtypeStruct((), FLOAT32)
@@ -177,14 +196,23 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any, given: Any) ->
         return optimizer.init(whole(params))
 
     def update(grads, state, params, loss):
-        grads, extra = whole(grads), given
-        if given is None:  # what optimizers ask for by name; the loss may depend on everything
+        def value_fn(params, *, grad_norm=None, grad_fn=None, obj_fn=None):
+            # Its derivatives depend on everything.
+            return sum(map(jnp.sum, jax.tree.leaves(params)), loss) ** 3
 
-            def value_fn(params, grad_norm=None):
-                return sum(map(jnp.sum, jax.tree.leaves(params)), loss)
-
-            extra = {"value": loss, "grad": grads, "value_fn": value_fn, "grad_norm": loss}
-        updates, state = optimizer.update(grads, state, whole(params), **extra)
+        grads, known = whole(grads), {"value": loss, "grad_norm": loss, "value_fn": value_fn}
+        grad_fn = lambda params, *_: jax.grad(value_fn)(params)  # noqa: E731
+        known |= {"grad": grads, "grad_fn": grad_fn, "obj_fn": value_fn}
+        extra: dict[str, Any] = {}
+        while True:
+            try:
+                updates, state = optimizer.update(grads, state, whole(params), **extra)
+                break
+            except Exception as error:  # it may lack arguments: those of optax, or of other names
+                missing = {*known, *re.findall(r"'(\w+)'", str(error).partition(" missing ")[2])}
+                if missing <= extra.keys():
+                    raise
+                extra = dict.fromkeys(missing, loss) | known
         structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, grads)]
         if structures[0] != structures[1]:
             raise ValueError("The updates are not a tree like the gradients.")

@@ -8,12 +8,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import jmp
+from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src.autocast.transform import autocast
 from mpjax._src.base import _jax, called
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32
-from mpjax._src.base.errors import brief, check_callable, check_flag, misplaced, warn_at
-from mpjax._src.base.trees import all_finite, is_array, widen
+from mpjax._src.base.errors import brief, check_callable, check_flag, misplaced, warn_at, warn_user
+from mpjax._src.base.trees import all_finite, is_array, is_floating, widen
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.gradient import check_loss, positions
 from mpjax._src.program.modules import has_modules
@@ -183,6 +184,26 @@ def with_scaled_loss(
                 "skipped. Return the loss in float32: compute it from logits.astype(jnp.float32).",
             )
         # Widened here too, because jmp's scales multiply in the dtype of the loss.
-        return loss_scale.scale(widen(jnp.asarray(loss))), (loss, aux)
+        whole = loss_scale.scale(widen(jnp.asarray(loss)))
+        return _of_arguments(whole, list(filter(is_floating, jax.tree.leaves(args)))), (loss, aux)
 
     return scaled
+
+
+@jax.custom_jvp
+def _of_arguments(loss: Any, arguments: Any) -> Any:
+    """Returns a loss, and warns if it is differentiated and does not depend on its arguments."""
+    return loss
+
+
+@functools.partial(_of_arguments.defjvp, symbolic_zeros=True)
+def _of_arguments_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    if not isinstance(tangents[0], SymbolicZero):
+        return primals[0], tangents[0]
+    warn_user(
+        "The loss does not depend on the parameters: all of their gradients are zero, and nothing "
+        "is trained. Usual causes: the function uses parameters from outside instead of its "
+        "argument, argnums names another argument, jax.lax.stop_gradient, or a loss that counts, "
+        "such as an accuracy."
+    )
+    return primals[0], jnp.zeros_like(primals[0])

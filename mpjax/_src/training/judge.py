@@ -1,4 +1,4 @@
-"""Which results of an optimizer are judged: all, or the scalars of plain arithmetic alone.
+"""Which results of an optimizer are judged: all, or only what plain arithmetic depends on.
 
 An optimizer may return non-finite updates of finite gradients: it evaluates a function itself (SAM,
 line searches), divides by zero, or has a learning rate of NaN. To judge all of its results, they
@@ -7,7 +7,8 @@ are computed once more or stored, before any is applied: half as many bytes agai
 Most optimizers are float32 arithmetic whose divisors and roots are safe: sums of squares and a
 positive constant. Their results are finite if their gradients, and the scalars that they multiply
 and divide by, are, up to an overflow near 3e38. So of these only the scalars are judged, which
-costs nothing.
+costs nothing. A root of what may be negative (Yogi's second moment) is judged itself: it is NaN or
+finite, and NaN reaches a result.
 """
 
 from collections.abc import Container, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT16
-from mpjax._src.base.higher_order import BRANCH, CALL, SCAN, higher_order
+from mpjax._src.base.higher_order import CALL, SCAN, higher_order
 from mpjax._src.base.rules import COMPARE, MOVE, POLE, PROGRAM, rule_of
 
 # What is known of the entries of an array. Scalars of an unknown value are taken to be positive.
@@ -35,9 +36,9 @@ class Fact(NamedTuple):
     Attributes:
         level: ANY, NONNEGATIVE or POSITIVE.
         needs: What makes it finite: scalars, each with whether it must also differ from zero, and
-            its root; or `UNSAFE`, with that of the unsafe operand. For a bool, `COMPARED`, with
-            those of the operands.
-        root: The one array that it is computed of, besides numbers.
+            its origin; square roots, with None instead; or `UNSAFE`, with the origin of the unsafe
+            operand. For a bool, `COMPARED`, with those of the operands.
+        root: The one array that it is computed of, besides numbers: its origin.
     """
 
     level: int = ANY
@@ -50,17 +51,17 @@ def _unsafe(root: Any) -> frozenset[Any]:
 
 
 def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
-    """Returns which scalars of an update are judged, or None if all of its results are.
+    """Returns which scalars and roots of an update are judged, or None if all of its results are.
 
     The first arguments of the update and all of its results are a state of ``states`` arrays.
 
     Returns:
-        A program that returns the scalars, of which the first are results of the update; the
-        indices of these results; and for each of the others whether it must not be zero.
+        A program that returns them, of which the first are results of the update; the indices of
+        these results; and for each of the others whether it must not be zero.
     """
-    jaxpr = _jax.flattened(jaxpr)  # scalars may be computed in a jit
+    jaxpr = _jax.flattened(jaxpr)  # scalars may be computed in a jit or a branch
     inner, _ = _jax.open_jaxpr(jaxpr)
-    scalars, eqns = _of_scalars(inner)
+    scalars = _of_scalars(inner)
     levels, before = [NONNEGATIVE] * states, None
     while levels != before:  # entries that are never negative if they were not in the last step
         before = levels
@@ -71,26 +72,29 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
     # A number of the state may be infinite and stay so, such as the best loss of all.
     needs = _both([f for f, v in zip(results, inner.outvars, strict=True) if v.aval.shape]).needs
     of_numbers = [fact.needs for i, fact in enumerate(results) if i not in own]
-    needs |= {need for each in of_numbers for need in each if need[0] is UNSAFE or need[1]}
+    needs |= {
+        need for each in of_numbers for need in each if need[0] is UNSAFE or need[1] is not False
+    }
     kinds = {kind for kind, *_ in needs}
-    if UNSAFE in kinds:
+    roots = [root for root, divides, _ in needs if divides is None]
+    again = _jax.open_jaxpr(_jax.with_results(jaxpr, roots))[0].eqns
+    if UNSAFE in kinds or not all(rule_of(eqn.primitive.name).runs_again for eqn in again):
         return None
     nonzero = dict.fromkeys(kinds - {COMPARED}, False)
     nonzero |= {scalar: True for scalar, divides, _ in needs if divides}
     outvars = [*(inner.outvars[i] for i in own), *nonzero]
-    return _jax.with_equations(jaxpr, eqns, outvars), own, list(nonzero.values())
+    return _jax.with_results(jaxpr, outvars), own, list(nonzero.values())
 
 
-def _of_scalars(jaxpr: Any) -> tuple[set[Any], list[Any]]:
-    """Returns the scalars that are computed of scalars alone, and the equations that do."""
+def _of_scalars(jaxpr: Any) -> set[Any]:
+    """Returns the scalars that are computed of scalars alone; arrays may choose among them."""
     scalars = {v for v in (*jaxpr.constvars, *jaxpr.invars) if v.aval.shape == ()}
-    eqns = []
     for eqn in jaxpr.eqns:
-        known = all(isinstance(atom, _jax.Literal) or atom in scalars for atom in eqn.invars)
+        values = eqn.invars[eqn.primitive.name == "select_n" :]
+        known = all(isinstance(atom, _jax.Literal) or atom in scalars for atom in values)
         if known and all(v.aval.shape == () for v in eqn.outvars):
             scalars |= {*eqn.outvars}
-            eqns.append(eqn)
-    return scalars, eqns
+    return scalars
 
 
 def _is_in(atom: Any, scalars: Container[Any]) -> bool:
@@ -137,19 +141,16 @@ def _constant(value: Any) -> Fact:
 def _results(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> list[Fact]:
     """Returns the facts of an operation's results."""
     name, kind = eqn.primitive.name, higher_order(eqn.primitive.name)
-    if kind.kind in (CALL, BRANCH, SCAN):
+    if kind.kind in (CALL, SCAN):
         loops = kind.kind == SCAN
         ins = [
             fact._replace(level=ANY if loops else min(fact.level, _known(atom, scalars)))
             for atom, fact in zip(eqn.invars, ins, strict=True)
         ]
-        runs = [
-            _facts(_jax.open_jaxpr(inside.program)[0], [ins[i] for i in inside.ins])
-            for inside in kind.wire(eqn)
-        ]
-        if loops:  # each carry may depend on all
-            return [_both([*ins, *runs[0]])] * len(eqn.outvars)
-        return [_both(facts) for facts in zip(*runs, strict=True)]
+        (inside,) = kind.wire(eqn)
+        outs = _facts(_jax.open_jaxpr(inside.program)[0], [ins[i] for i in inside.ins])
+        # In a loop, each carry may depend on all.
+        return [_both([*ins, *outs])] * len(eqn.outvars) if loops else outs
     if name == "optimization_barrier":
         return ins
     if _is_bool(eqn.outvars[0]):
@@ -157,9 +158,12 @@ def _results(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> list[Fact]:
             return [_both(ins)._replace(level=ANY)] * len(eqn.outvars)
         return [Fact(ANY, frozenset((COMPARED, False, f.root) for f in ins if f.root))]
     if name == "select_n":  # a comparison guards a case that divides by what it compared
-        fact, compared = _both(ins[1:]), {root for *_, root in ins[0].needs}
-        guarded = {need for need in fact.needs if need[2] in compared}
-        return [fact._replace(needs=fact.needs - guarded)]
+        is_where = _is_bool(eqn.invars[0])  # and not a conditional
+        fact, compared = _both(ins[1:]), {root for *_, root in ins[0].needs if is_where}
+        needs = frozenset(need for need in fact.needs if need[2] not in compared)
+        # A NaN that is not chosen reaches no result.
+        drops = any(divides is None for _, divides, _ in needs)
+        return [fact._replace(needs=needs | _unsafe(None) if drops else needs)]
     pairs = zip(eqn.invars, ins, strict=True)
     ins = [Fact(NONNEGATIVE) if _is_bool(atom) else fact for atom, fact in pairs]
     fact = _both(ins)
@@ -207,11 +211,15 @@ def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int
         case "integer_pow":
             level = first if eqn.params["y"] % 2 else max(first, NONNEGATIVE)
             safe = eqn.params["y"] >= 0 or first == POSITIVE
+        case "cbrt" | "sign":
+            level = first
         case "sqrt" | "rsqrt" | "log" | "pow":
             level, exponent = ANY if name == "log" else first, eqn.invars[-1]
             known = isinstance(exponent, _jax.Literal) and exponent.val >= 0
             root = known if name == "pow" else name == "sqrt"
             safe = first >= (NONNEGATIVE if root else POSITIVE)
+            if not safe and name == "sqrt" and scalars:  # not in a loop
+                return NONNEGATIVE, frozenset(((eqn.outvars[0], None, risky),))
         case "div":
             level, divisor, risky = least, eqn.invars[1], ins[1].root
             if _is_in(divisor, scalars):

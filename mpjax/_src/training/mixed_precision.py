@@ -368,7 +368,7 @@ class Rules:
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, MixedPrecisionState, "mixed_precision")
-        reads = self.inner.reads(updates if params is None else params, extra_args)
+        reads = self.inner.reads(updates if params is None else params)
         if params is not None:
             check_params(params)
             _check_stored(

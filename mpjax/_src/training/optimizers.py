@@ -126,7 +126,7 @@ def skip_nonfinite(
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
-        reads = reader(updates if params is None else params, extra_args)
+        reads = reader(updates if params is None else params)
         finite = jnp.logical_and(all_finite(read_grads(reads, updates, params)), finite)
         agree = functools.partial(agreed, count=state.skipped_steps)
         updates, inner_state, good = updated_if(

@@ -201,7 +201,8 @@ def build_train_step(
         ``consecutive_skips`` (int32), and ``aux`` and the reports if they were requested.
 
     Raises:
-        TypeError: If ``loss_fn`` is not a function or ``optimizer`` is not an optax optimizer.
+        TypeError: If ``loss_fn`` is not a function or ``optimizer`` is not an optax optimizer; from
+            ``step``, if its update requires other arguments than ``value=``, as L-BFGS's does.
         ValueError: If another argument is invalid; from ``step``, if no axis ``axis_name`` is
             mapped where it is called, or if the state was created by a different optimizer.
 

@@ -1,5 +1,6 @@
 """The common part of optimizers of 16-bit weights: float32 inside, exact new parameters."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -73,8 +74,12 @@ def made(
 
     def run(grads, state, params, extra_args):
         tree = grads if params is None else params
-        reads = reader(tree, extra_args)
-        updates, stored, state = core(grads, state, params, extra_args, reads)
+        reads = reader(tree)
+        extra_args |= {k: reads.around(f, tree) for k, f in extra_args.items() if callable(f)}
+        if "grad" in extra_args:
+            extra_args["grad"] = reads.completed(extra_args["grad"], tree)
+        seen = None if params is None else reads.floating(params)
+        updates, stored, state = core(grads, state, seen, extra_args, reads)
         return reads, reads.trained(updates, tree), stored, state
 
     def update(grads, state, params=None, **extra_args):
@@ -88,13 +93,28 @@ def made(
         return reads.held(updates, grads if params is None else params), state
 
     def step(grads, state, params, **extra_args):
-        _, updates, stored, state = run(grads, state, params, extra_args)
+        try:
+            _, updates, stored, state = run(grads, state, params, extra_args)
+        except (TypeError, ValueError) as error:
+            if not re.search(r"missing \d+ required|must be provided", str(error)):
+                raise
+            raise TypeError(
+                f"optimizer: {error} A training step passes it value= (the loss) alone. What "
+                "evaluates the loss itself, or takes other arguments, needs your own loop: "
+                "optimizer = mpjax.mixed_precision(optimizer, policy), and in each step "
+                "optimizer.update(grads, opt_state, params, value=loss, grad=grads, "
+                "value_fn=lambda params: loss_fn(params, batch)), with the arguments that it takes."
+            ) from error
         rows = list(by_leaf(params, updates))
         pairs = zip(stored or [None] * len(rows), rows, strict=True)
         new = [added(*row) if new is None else new for new, row in pairs]
         return Stepped(jax.tree.unflatten(jax.tree.structure(params), new), state, updates)
 
-    optimizer = Optimizer(lambda params: init(params, reader(params)), update)
+    def first(params):
+        reads = reader(params)
+        return init(reads.floating(params), reads)
+
+    optimizer = Optimizer(first, update)
     optimizer.step, optimizer.reads = step, reader
     return optimizer
 

@@ -115,8 +115,9 @@ def test_the_left_operand_of_a_matmul_is_held_in_its_order_on_cpus_alone(axis, h
 
 
 def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
+    """Also of a loss in a jit, which JAX transposes by itself before it knows what is outside."""
     heard = []
-    watched = _jax.told(_jax.TOLD, lambda ct: heard.append(_jax.is_multiplied(ct)))
+    watched = _jax.told(_jax.TOLD, lambda _: heard.append(_jax.is_scaled()))
 
     def loss(x):
         return jnp.sum(watched(x) ** 2)
@@ -130,10 +131,21 @@ def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
         "none": (lambda loss, scale: loss, False),
     }
     for scaled, is_scaled in scalings.values():
-        for wrap in (lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        for wrap in (
+            lambda f: jax.jit(jax.grad(f)),
+            lambda f: jax.grad(jax.jit(f)),
+            lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+            jax.grad,
+        ):
             heard.clear()
             wrap(of(scaled))(X, jnp.float32(8))
             assert heard == [is_scaled]
+    for scale in (1.0, 8.0):
+        heard.clear()
+        inner = jax.jit(lambda x: loss(x))
+        jax.grad(lambda x: jax.checkpoint(inner)(x) * scale)(X)  # noqa: B023
+        assert heard == [scale > 1]
+    assert not _jax.is_scaled()
     assert _jax.TOLD in str(jax.make_jaxpr(watched)(X))
     np.testing.assert_array_equal(jax.hessian(loss)(X), 2 * np.eye(X.size))
     np.testing.assert_array_equal(jax.vmap(watched)(X), X)

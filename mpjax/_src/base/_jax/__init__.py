@@ -18,7 +18,7 @@ from mpjax._src.base._jax.barriers import (
     cpu_barrier,
     gpu_barrier,
     held_for_cpu,
-    is_multiplied,
+    is_scaled,
     row_major,
     told,
 )
@@ -62,7 +62,7 @@ from mpjax._src.base._jax.programs import (
     trace,
     tracing_key,
     typed_as,
-    with_equations,
+    with_results,
 )
 from mpjax._src.base._jax.recurrences import drive, recurrence, scanned
 from mpjax._src.base._jax.rules import (

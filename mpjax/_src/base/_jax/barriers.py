@@ -1,20 +1,24 @@
 """Barriers against harmful rewrites, and layouts, for the compilers of some platforms."""
 
 import functools
-from collections.abc import Callable
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.interpreters import ad as ad_internals
 from jax.experimental import jet
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir
 
 from mpjax._src.base._jax.cpu_matmuls import is_marked
-from mpjax._src.base._jax.sources import transforms
+from mpjax._src.base._jax.programs import open_jaxpr
 
 
 def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
@@ -93,42 +97,52 @@ def told(name: str, tell: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return identity
 
 
-def is_multiplied(ct: Any) -> bool:
-    """Returns whether the backward pass multiplied a loss's cotangent by 2 or more, or by a number
-    that is not known while tracing.
+def is_scaled() -> bool:
+    """Returns whether a cotangent was multiplied by 2 or more, or by a number that is not known.
 
-    Only the trace that is active is followed, not what calls it.
+    To be called while a backward pass is traced (`told`). That pass is followed, and those around
+    it, of which it is a jit, a loop or a checkpoint.
     """
-    seen: set[int] = set()
-    waiting = [ct]
-    while waiting:
-        x = waiting.pop()
-        eqn = _of_backward_pass(x)
-        if id(x) in seen or eqn is None:
-            continue
-        seen.add(id(x))
-        if eqn.primitive.name == "mul" and not x.shape and _multiplies(eqn.in_tracers):
+    frame, factors, first = inspect.currentframe(), list[Any](), ()
+    while frame is not None:
+        if frame.f_code is ad_internals.backward_pass3.__code__:
+            here = frame.f_locals
+            until = functools.partial(operator.is_not, here["eqn"])
+            done = itertools.takewhile(until, reversed(here["lin_eqns"]))
+            factors += _factors(done, here["env"])
+            first = here["cotangents_in"]  # in the end, those of the whole
+        frame = frame.f_back
+    return any(map(_is_large, [*factors, *first]))
+
+
+def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
+    """Yields the operands of products that are scalars."""
+    for eqn in eqns:
+        values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
+        if "jit" in eqn.primitive.name:
+            jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+            inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
+            yield from _factors(jaxpr.eqns, dict(inside))
+        elif eqn.primitive.name == "mul":
+            yield from (x for x, v in zip(values, eqn.invars, strict=True) if not v.aval.shape)
+
+
+def _is_large(x: Any) -> bool:
+    """Returns whether a number is 2 or more, or not known. What has no value is not."""
+    while isinstance(x, jax.core.Tracer):
+        made = getattr(x, "parent", None)
+        if isinstance(getattr(x, "val", None), jax.Array):  # outside of jit
+            x = x.val
+        elif x.full_lower() is not x:
+            x = x.full_lower()
+        elif made is not None and len(made.in_tracers) == 1:  # a copy, such as one on each device
+            (x,) = made.in_tracers
+        else:
             return True
-        waiting += eqn.in_tracers
-    return False
-
-
-def _of_backward_pass(x: Any) -> Any:
-    """Returns the equation that made a tracer, if it belongs to a backward pass.
-
-    The one of a program that was traced before has no name of a transformation.
-    """
-    eqn = getattr(x, "parent", None)
-    names = transforms(eqn.source_info.name_stack) if eqn else ()
-    return None if "jvp" in names and "transpose" not in names else eqn
-
-
-def _multiplies(operands: Any) -> bool:
-    """Returns whether one of two operands, a cotangent and a factor, is large or not known."""
-    values = [x.full_lower() for x in operands]
-    known = [x for x in values if not isinstance(x, jax.core.Tracer) and x != 1]  # 1: the loss's
-    unknown = (isinstance(x, jax.core.Tracer) and not _of_backward_pass(x) for x in values)
-    return any(abs(x) >= 2 for x in known) if known else any(unknown)
+    if not getattr(x, "is_fully_addressable", True):
+        return True
+    is_number = isinstance(x, float) or hasattr(x, "dtype")
+    return is_number and bool(np.max(np.abs(x), initial=0) >= 2)
 
 
 GPUS = ("cuda", "rocm")

@@ -1,5 +1,6 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,19 +110,52 @@ def inlined(eqn: Any) -> Any:
 
 
 def flattened(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr without the calls that `inlined` finds."""
+    """Returns a closed jaxpr without conditionals and the calls that `inlined` finds.
+
+    A scalar float in a branch is 1 where the branch is not taken.
+    """
     return trace(lambda *args: _evaluated(jaxpr, args), in_avals(jaxpr), "flattened")
 
 
-def _evaluated(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+def _evaluated(
+    jaxpr: Any, args: Sequence[Any], taken: Callable[[Any], Any] = lambda x: x
+) -> list[Any]:
     inner, consts = open_jaxpr(jaxpr)
     env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
     for eqn in inner.eqns:
         operands, body = list(map(read, eqn.invars)), inlined(eqn)
-        outs = bind(eqn, operands) if body is None else _evaluated(body, operands)
+        if body is not None:
+            outs = _evaluated(body, operands, taken)
+        elif eqn.primitive.name == "cond":
+            outs = _chosen(eqn, operands, taken)
+        else:
+            outs = list(map(taken, bind(eqn, operands)))
         env |= zip(eqn.outvars, outs, strict=True)
     return list(map(read, inner.outvars))
+
+
+def _chosen(eqn: Any, operands: Sequence[Any], taken: Callable[[Any], Any]) -> list[Any]:
+    """Returns the results of all branches of a conditional, and selects among them."""
+    branches, (index, *operands) = eqn.params["branches"], operands
+    if isinstance(eqn.invars[0], Literal):
+        return _evaluated(branches[int(index)], operands, taken)
+
+    def of(case, x):
+        scalar = isinstance(x, jax.core.Tracer) and x.shape == ()
+        if not (scalar and jnp.issubdtype(x.dtype, jnp.floating)):
+            return x
+        ones = [jnp.ones_like(x)] * len(branches)
+        return taken(jax.lax.select_n(index, *ones[:case], x, *ones[case + 1 :]))
+
+    runs = []
+    for case, branch in enumerate(branches):
+        here = functools.partial(of, case)
+        runs.append(_evaluated(branch, list(map(here, operands)), here))
+    return [
+        jax.lax.select_n(index, *(jnp.asarray(x, v.aval.dtype) for x in cases))
+        for v, *cases in zip(eqn.outvars, *runs, strict=True)
+    ]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -228,10 +262,15 @@ def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return with_consts(consts) if with_consts else ClosedJaxpr(jaxpr, consts)
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """Returns a closed jaxpr of some of its equations, and with other results."""
+def with_results(jaxpr: Any, outvars: Sequence[Any]) -> Any:
+    """Returns a closed jaxpr with other results, of the equations that they depend on."""
     inner, consts = open_jaxpr(jaxpr)
-    return close(inner.replace(eqns=list(eqns), outvars=list(outvars)), consts)
+    needed, eqns = {*outvars}, []
+    for eqn in reversed(inner.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+    return close(inner.replace(eqns=eqns[::-1], outvars=list(outvars)), consts)
 
 
 def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
