@@ -131,7 +131,8 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     ):
         raise ValueError(f"metadata={brief(metadata)} must be a dict of strings by name.")
     metadata = {"format": "flax", **(metadata or {})}
-    temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
+    # Its own, if others write the file too; no longer than a name may be.
+    temporary = f"{os.path.dirname(file)}/.{uuid.uuid4().hex}.tmp"
     try:
         needed("safetensors.numpy").save_file(arrays, temporary, metadata)
         with safetensors.safe_open(temporary, "np"):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpjax._src.base.errors import check_flag
 from mpjax._src.base.public import public
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.convert import converted, place_of
@@ -172,6 +173,7 @@ def restore(
         >>> str(state.params["w"].dtype), float(state.opt_state.masters["w"][0])
         ('bfloat16', 0.10000000149011612)
     """
+    check_flag("verify", verify)
     about = store.read_about(directory, verify)
     sources = match(about, like, allow_narrowing, str(directory))
     places: dict[str, Any] = {}
