@@ -184,7 +184,7 @@ MISTAKES = {
     ),
     "swapped, save": (
         lambda: mpjax.checkpoint.save(PARAMS, "runs/1"),
-        "state is 'runs/1'.*is a string.*save.directory, state",
+        "state='runs/1'.*is a string.*save.directory, state",
     ),
     "swapped, save_safetensors": (
         lambda: mpjax.checkpoint.save_safetensors(PARAMS, "a.safetensors"),

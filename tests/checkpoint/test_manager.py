@@ -100,9 +100,13 @@ def test_manager_save_numbers_must_rise_and_follow_every(tmp_path):
         assert manager.save(7, STATE, force=True) and not manager.save(7, STATE, force=True)
         with pytest.raises(ValueError, match="number=6 is less than 7.*new directory"):
             manager.save(6, STATE)
-        for wrong in (-1, 1.5, None, True):
-            with pytest.raises(ValueError, match="number=.* must be an integer >= 0"):
+        for wrong in (-1, 1.5, None, True, 10**400):
+            with pytest.raises(ValueError, match="number=.* must be an integer >= 0, below"):
                 manager.save(wrong, STATE)
+        with pytest.raises(ValueError, match="force='no' must be True or False"):
+            manager.save(8, STATE, force="no")
+        with pytest.raises(ValueError, match="metrics=3 must be a dict of numbers"):
+            manager.save(8, STATE, metrics=3, force=True)
         assert manager.steps() == [0, 5, 7]
 
 
@@ -119,6 +123,7 @@ def test_manager_save_numbers_must_rise_and_follow_every(tmp_path):
         {"best": range(3)},
         {"best": ""},
         {"best_mode": []},
+        {"best_mode": np.ones(2)},
         {"catch_sigterm": "yes"},
         {"read_only": 1},
     ],
@@ -163,7 +168,7 @@ def test_manager_names_the_checkpoints_that_there_are(tmp_path):
         with pytest.raises(FileNotFoundError, match=r"number=4: .* the checkpoints \[3\]"):
             manager.describe(4)
         for wrong in (3.0, "3", True, -3):
-            with pytest.raises(ValueError, match=r"number=.* must be an integer >= 0 or None"):
+            with pytest.raises(ValueError, match=r"number=.* must be an integer >= 0.* or None"):
                 manager.restore(STATE, wrong)
         assert manager.path(np.int64(3)) == f"{tmp_path}/3"
 

@@ -36,8 +36,11 @@ def test_any_name_is_written_and_read(name, tmp_path):
     with checkpoint.Manager(tmp_path / name / "run", read_only=True) as manager:
         assert bits(manager.restore(STATE)) == bits(STATE)
     assert [p.name for p in (tmp_path / name / "run").iterdir()] == ["2"]
-    mpjax.checkpoint.save_safetensors(tmp_path / name / name / "p", STATE)
-    assert {*mpjax.checkpoint.load_safetensors(tmp_path / name / name / "p")} == {"params.w"}
+    file = tmp_path / name / name / ("p" * 250)
+    mpjax.checkpoint.save_safetensors(file, STATE)
+    assert {*mpjax.checkpoint.load_safetensors(file)} == {"params.w"}
+    with pytest.raises(checkpoint.CheckpointError, match="File name too long"):
+        mpjax.checkpoint.save_safetensors(f"{file}{file.name}", STATE)
 
 
 def test_relative_links_and_other_path_objects_are_directories(tmp_path, monkeypatch):
@@ -64,6 +67,7 @@ WRONG = [
     ("file:///x", ValueError, "='file:///x' is not an address.*gs://, s3://"),
     ("memory://x", ValueError, "not an address"),
     ("x/gs://y", ValueError, "not an address"),
+    (Path("runs/gs://bucket/run"), ValueError, r"lost a '/'.*as a string"),
     (Path("gs://bucket/run"), ValueError, r"gs:/bucket/run'\) lost a '/'.*as a string"),
     ("/s3/run", ValueError, "='/s3/run' would be taken for the address of a storage bucket"),
 ]

@@ -300,3 +300,16 @@ def test_save_refuses_leaves_that_are_no_arrays_or_share_a_name(state, message, 
     with pytest.raises((TypeError, ValueError), match=message):
         checkpoint.save(tmp_path / "c", state)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("like", ["x", jnp.sin, {"w": "x"}, np.array(["x"])], ids=str)
+def test_restore_names_what_is_wrong_with_its_arguments(like, tmp_path):
+    checkpoint.save(tmp_path / "c", {"w": np.ones(2, np.float32)})
+    checkpoint.save_safetensors(tmp_path / "s", {"w": np.ones(2, np.float32)})
+    with pytest.raises(TypeError, match="^like.*not an array"):
+        checkpoint.restore(tmp_path / "c", like)
+    for name in ("verify", "allow_narrowing"):
+        with pytest.raises(ValueError, match=f"{name}='no' must be True or False"):
+            checkpoint.restore(tmp_path / "c", {"w": np.ones(2)}, **{name: "no"})
+    with pytest.raises(ValueError, match="allow_narrowing=1 must be True or False"):
+        checkpoint.load_safetensors(tmp_path / "s", {"w": np.ones(2)}, allow_narrowing=1)

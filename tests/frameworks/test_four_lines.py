@@ -147,7 +147,8 @@ def test_changed_loop_under_float32_equals_the_plain_loop_bit_for_bit(tmp_path):
 
     Fifty steps in a process of their own, whose compiler knows no such instruction.
     """
-    folders = [str(LOOPS.parent), str(LOOPS.parent.parent)]
+    tests = LOOPS.parents[1]
+    folders = [LOOPS.parent, tests / "helpers", tests.parent]
     environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", BITS, tmp_path, *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

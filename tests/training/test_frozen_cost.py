@@ -11,7 +11,9 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from jax.sharding import PartitionSpec as P
 from optax import contrib
+from support import equations
 
 import mpjax
 import mpjax.linen
@@ -159,6 +161,26 @@ def test_other_optimizers_cost_what_optax_costs(cost_of, way):
     assert_no_more(cost_of("float32", tx), plain(optimizer=trained))
 
 
+def unread(step, *args):
+    """Asserts that no check and no exchange between devices reads a weight of the base."""
+    names = "is_finite", "psum", "psum_invariant", "pmean"
+    read = [e.invars for e in equations(jax.make_jaxpr(step)(*args)) if e.primitive.name in names]
+    shapes = {getattr(x.aval, "shape", ()) for operands in read for x in operands}
+    assert read and (WIDTH, WIDTH) not in shapes, shapes
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_base_in_the_model_state_is_neither_checked_nor_exchanged(policy):
+    def with_base(lora, x, model_state):
+        return loss_fn(with_lora(model_state, lora), x), model_state
+
+    adam = optax.adamw(1e-3)
+    init, step = mpjax.build_train_step(with_base, adam, policy, axis_name="d")
+    mapped = jax.shard_map(step, mesh=jax.make_mesh((1,), ("d",)), in_specs=P(), out_specs=P())
+    base = [{"base": layer["base"]} for layer in params()]
+    unread(mapped, init(lora_of(params()), base), X)
+
+
 def test_reports_look_at_trained_weights():
     watched = built("float32", report_overflow=True, report_underflow=True, report_stalled=True)
     base = 2 * ROWS * WIDTH * WIDTH * DEPTH  # the FLOPs of all gradients of the base
@@ -249,6 +271,21 @@ def of_nnx(tx, wrt, policy=None):
 def test_nnx_step_costs_what_optax_costs(wrt):
     tx = optax.adamw(1e-3) if wrt is nnx.LoRAParam else TX
     assert_no_more(of_nnx(tx, wrt, "float32"), of_nnx(optax.adamw(1e-3), nnx.LoRAParam))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_nnx_step_reads_no_frozen_weight(policy):
+    model = Net(nnx.Rngs(0))
+    optimizer = mpjax.nnx.Optimizer(model, optax.adamw(1e-3), policy, wrt=nnx.LoRAParam)
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        gradient = mpjax.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2), optimizer)
+        optimizer.update(model, gradient(model)[1])
+        return nnx.state((model, optimizer))
+
+    unread(step, state, X)
 
 
 class LoRALinear(eqx.Module):

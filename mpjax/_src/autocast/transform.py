@@ -295,7 +295,8 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
             if traced.computes_in_float16 and not rows:
-                results = [*map(watched, results)]
+                given = {*map(id, arrays)}
+                results = [x if id(x) in given else watched(x) for x in results]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]

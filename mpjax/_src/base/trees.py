@@ -209,11 +209,12 @@ def all_finite(tree: Any) -> jax.Array:
 def stays_finite(new: Any, old: Any) -> jax.Array:
     """Returns whether every leaf of ``new`` is finite whose counterpart in ``old`` is finite.
 
-    One -Inf anywhere in a leaf of ``old``, such as a mask or the start of a running maximum,
-    exempts the whole leaf. It is a bool array of shape (); True for an empty tree.
+    A leaf that is the same array in both, such as a frozen weight, is not read. One -Inf anywhere
+    in a leaf of ``old``, such as a mask or the start of a running maximum, exempts the whole leaf.
+    It is a bool array of shape (); True for an empty tree.
     """
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs]
+    verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs if a is not b]
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
 
 

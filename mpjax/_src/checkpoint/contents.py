@@ -54,8 +54,10 @@ class Leaf(NamedTuple):
         return self.path.split("/")[0]
 
 
-def leaves_of(tree: Any) -> list[Leaf]:
+def leaves_of(tree: Any, argument: str = "state") -> list[Leaf]:
     """Returns the leaves of a state (arrays or their shapes), in the order of `jax.tree.leaves`.
+
+    Errors call the state ``argument``.
 
     Raises:
         TypeError: If a leaf is not an array.
@@ -64,11 +66,11 @@ def leaves_of(tree: Any) -> list[Leaf]:
     leaves = _at_home(list(_leaves(tree, (), ())))
     for leaf in leaves:
         if not is_stored(leaf.value):
-            place = f"[{leaf.path!r}]" if leaf.path else ""
+            where = f"{argument}[{leaf.path!r}] is " if leaf.path else f"{argument}="
             raise TypeError(
-                f"state{place} is {brief(leaf.value)}, not an array that JAX "
-                "supports. Leave functions and settings out of the state. A checkpoint stores "
-                f"arrays, and plain data that is passed as data=.{'' if place else misplaced(tree)}"
+                f"{where}{brief(leaf.value)}, not an array that JAX supports. Leave functions and "
+                "settings out of the state. A checkpoint stores arrays, and plain data that is "
+                f"passed as data=.{'' if leaf.path else misplaced(tree)}"
             )
     for kind in ("path", "means"):
         # tensorstore takes "a/" for "a".
@@ -76,8 +78,8 @@ def leaves_of(tree: Any) -> list[Leaf]:
         twice = [name for name, n in names.items() if n > 1]
         if twice:
             raise ValueError(
-                f"state: two leaves have the name {twice[0]!r}, so they cannot be told apart in a "
-                "checkpoint. Usual causes: a key that contains '/', the keys 1 and '1' in one "
+                f"{argument}: two leaves have the name {twice[0]!r}, so they cannot be told apart "
+                "in a checkpoint. Usual causes: a key that contains '/', the keys 1 and '1' in one "
                 "dict, or with_master_weights twice around the same parameters."
             )
     return leaves

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
-from mpjax._src.base.errors import CheckpointError, brief, check_flag, first_of
+from mpjax._src.base.errors import CheckpointError, brief, first_of
 from mpjax._src.base.patterns import path_of
 from mpjax._src.base.trees import cast_leaf, is_array, is_key
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
@@ -130,7 +130,8 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     ):
         raise ValueError(f"metadata={brief(metadata)} must be a dict of strings by name.")
     metadata = {"format": "flax", **(metadata or {})}
-    temporary = f"{file}.{uuid.uuid4().hex}.tmp"  # its own, if others write the file too
+    # Its own, if others write the file too; no longer than a name may be.
+    temporary = f"{os.path.dirname(file)}/.{uuid.uuid4().hex}.tmp"
     try:
         needed("safetensors.numpy").save_file(arrays, temporary, metadata)
         with safetensors.safe_open(temporary, "np"):
@@ -172,7 +173,6 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
         >>> str(mpjax.checkpoint.load_safetensors(file, like={"w": jnp.zeros(3)})["w"].dtype)
         'float32'
     """
-    check_flag("allow_narrowing", allow_narrowing)
     safetensors, file = needed("safetensors"), absolute(file, "file")
     if not Path(file).is_file():
         raise FileNotFoundError(f"file={str(file)!r} does not exist.")

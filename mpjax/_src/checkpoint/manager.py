@@ -257,11 +257,11 @@ class Manager:
             )
 
     def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+        if not isinstance(metrics, Mapping | None):
+            raise ValueError(f"metrics={brief(metrics)} must be a dict of numbers by name.")
         if self._best is None:
             return None
         name = self._best.metric
-        if not isinstance(metrics, Mapping | None):
-            raise ValueError(f"metrics={brief(metrics)} must be a dict of numbers by name.")
         if not metrics or name not in metrics:
             raise ValueError(
                 f"metrics={brief(metrics)} lacks {name!r}, the metric that best= names."
@@ -447,9 +447,9 @@ def _check_arguments(
     check_flag("read_only", read_only)
     if best is not None and not (isinstance(best, str) and best):
         raise ValueError(f"best={brief(best)} must be the name of a metric, such as 'loss'.")
-    if best_mode not in [*WORST]:
+    if not (isinstance(best_mode, str) and best_mode in WORST):
         raise ValueError(
-            f"best_mode={best_mode!r} must be 'min' (for a loss) or 'max' (for an accuracy)."
+            f"best_mode={brief(best_mode)} must be 'min' (for a loss) or 'max' (for an accuracy)."
             f"{did_you_mean(best_mode, WORST)}"
         )
     if catch_sigterm and threading.current_thread() is not threading.main_thread():
@@ -462,6 +462,6 @@ def _check_arguments(
 def _check_count(name: str, value: Any, *, optional: bool = False, least: int = 1) -> None:
     if optional and value is None:
         return
-    if (count := whole_number(value)) is None or count < least:
+    if (count := whole_number(value)) is None or not least <= count < 2**63:
         also = " or None" if optional else ""
-        raise ValueError(f"{name}={brief(value)} must be an integer >= {least}{also}.")
+        raise ValueError(f"{name}={brief(value)} must be an integer >= {least}, below 2**63{also}.")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base.dtypes import limits_of
-from mpjax._src.base.errors import first_of
+from mpjax._src.base.errors import check_flag, first_of
 from mpjax._src.checkpoint.contents import (
     LOSS_SCALE,
     MASTER,
@@ -55,7 +55,8 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     """
     saved: dict[str, dict[str, Any]] = about["leaves"]
     by_meaning = {entry["means"]: path for path, entry in saved.items()}
-    targets = leaves_of(like)
+    check_flag("allow_narrowing", allow_narrowing)
+    targets = leaves_of(like, "like")
     fresh = _starts_fresh(about, like)
     keys = map(str, like) if isinstance(like, Mapping) else (path.split("/")[0] for path in saved)
     parts = {*keys}

@@ -60,7 +60,7 @@ def _refused(text: str) -> str | None:
         return r"contains '\0' or '\\', which cannot be stored. Choose another name."
     if "://" in text and not text.startswith(BUCKETS):
         return f"is not an address that can be written to. Valid: a path, {', '.join(BUCKETS)}."
-    if re.match(r"[A-Za-z]\w+:/(?!/)", text):
+    if re.match(r"[A-Za-z]\w+:/(?!/)", text) or re.search("/gs:(/|$)", text):
         return "lost a '/': pathlib changes addresses. Pass the address as a string."
     if f"{Path(text).absolute()}/".startswith(MISREAD):
         return (

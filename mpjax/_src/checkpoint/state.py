@@ -173,7 +173,6 @@ def restore(
         >>> str(state.params["w"].dtype), float(state.opt_state.masters["w"][0])
         ('bfloat16', 0.10000000149011612)
     """
-    check_flag("allow_narrowing", allow_narrowing)
     check_flag("verify", verify)
     about = store.read_about(directory, verify)
     sources = match(about, like, allow_narrowing, str(directory))

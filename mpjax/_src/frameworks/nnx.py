@@ -12,7 +12,7 @@ from flax import nnx
 
 from mpjax._src.base.errors import brief, check_callable
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, cast_like, select, stays_finite, widen
+from mpjax._src.base.trees import all_finite, select, stays_finite, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program.gradient import positions
 from mpjax._src.program.modules import has_modules
@@ -21,7 +21,7 @@ from mpjax._src.training.levels import training_policy
 from mpjax._src.training.loss_scale import LossScale, smallest
 from mpjax._src.training.masters import apply_updates
 from mpjax._src.training.mixed_precision import in_mixed_precision
-from mpjax._src.training.replicas import averaged, axes_of, local_to
+from mpjax._src.training.replicas import averaged, averaged_state, axes_of, local_to
 from mpjax._src.training.shards import warn_if_unknown
 
 P = ParamSpec("P")
@@ -233,7 +233,7 @@ def value_and_grad(
         state = [(v, path) for path, v in _variables((args, kwargs)) if path in old]
         new, before = [v.get_value() for v, _ in state], [old[path] for _, path in state]
         if axes:
-            new = _averaged(new, [local[path] for _, path in state], before, axis_name)
+            new = averaged_state(new, [local[path] for _, path in state], before, axis_name)
         checks = {"loss": jnp.isfinite(loss), "state": stays_finite(new, before)}
         finite = checks["loss"] & checks["state"] & all_finite(grads)
         for (variable, _), value in zip(state, select(finite, new, before), strict=True):
@@ -261,14 +261,6 @@ def _optimizers(value: Any, argument: str) -> Sequence[Optimizer]:
             "the loss scale, or a tuple of several."
         )
     return optimizers
-
-
-def _averaged(new: list[Any], local: list[Any], before: list[Any], axis_name: Any) -> list[Any]:
-    """Returns the values of variables, the same on all replicas; unchanged ones as before."""
-    changed = [x for x, y in zip(new, local, strict=True) if x is not y]
-    means = iter(cast_like(averaged(changed, axis_name), changed))
-    rows = zip(new, local, before, strict=True)
-    return [old if x is y else next(means) for x, y, old in rows]
 
 
 def _variables(tree: Any) -> list[tuple[Any, nnx.Variable]]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.errors import brief, did_you_mean
-from mpjax._src.base.trees import is_key, widen
+from mpjax._src.base.trees import cast_like, is_key, widen
 from mpjax._src.policy.policy import Policy
 
 
@@ -64,6 +64,15 @@ def averaged(tree: Any, axis_name: Any) -> Any:
         return from_first(leaf).astype(leaf.dtype)  # bools are summed as integers
 
     return jax.tree.map(average, widen(tree))
+
+
+def averaged_state(new: Any, local: Any, before: Any, axis_name: Any) -> Any:
+    """Averages what has changed of a state, in its dtypes; the rest is as before it was local."""
+
+    def average(x, y, old):
+        return old if x is y else cast_like(averaged(x, axis_name), x)
+
+    return jax.tree.map(average, new, local, before)
 
 
 def average_gradients(grads: Any, axis_name: Any, policy: Policy, loss_scale: Any) -> Any:

@@ -52,7 +52,13 @@ from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
 from mpjax._src.training.optimizers import as_optimizer, check_params, check_state
 from mpjax._src.training.placement import commit_like
-from mpjax._src.training.replicas import average_gradients, averaged, axes_of, local_to
+from mpjax._src.training.replicas import (
+    average_gradients,
+    averaged,
+    averaged_state,
+    axes_of,
+    local_to,
+)
 from mpjax._src.training.serialization import known_to_flax
 from mpjax._src.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.training.stalled import Stalled, stalled
@@ -247,7 +253,7 @@ def build_train_step(
         grad_fn = observed_value_and_grad(_around(forward, unread), state.loss_scale, observe)
         passes = _accumulate(grad_fn, accumulate_steps, local, batch)
         if axis_name is not None:
-            passes = _averaged(passes, state, policy, axis_name)
+            passes = _averaged(passes, state, local.model_state, policy, axis_name)
 
         shards = shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
         verdict = _verdict(passes, state, shards)
@@ -405,11 +411,13 @@ def _local(
     )
 
 
-def _averaged(passes: Passes, state: TrainState, policy: Policy, axis_name: Any) -> Passes:
-    """Averages over replicas. Each keeps its own aux."""
-    loss, model_state = averaged((passes.loss, passes.model_state), axis_name)
+def _averaged(
+    passes: Passes, state: TrainState, local: Any, policy: Policy, axis_name: Any
+) -> Passes:
+    """Averages over replicas, whose model states were ``local``. Each keeps its own aux."""
+    loss = averaged(passes.loss, axis_name)
     grads = average_gradients(passes.grads, axis_name, policy, state.loss_scale)
-    model_state = cast_like(model_state, state.model_state)
+    model_state = averaged_state(passes.model_state, local, state.model_state, axis_name)
     seen = passes.seen
     if seen is not None:
         reduce = (jax.lax.pmax, jax.lax.pmean)
