@@ -222,6 +222,23 @@ def test_what_no_result_depends_on_is_not_judged(name):
     assert int(state.skipped_steps) == 0
 
 
+def test_what_an_optimizer_prints_is_printed_once():
+    seen = []
+
+    def update(grads, n, params=None):
+        jax.debug.callback(seen.append, n)
+        branch = lambda x: jax.debug.callback(seen.append, -n) or x / n  # noqa: E731
+        return jax.lax.cond(n > 0, branch, lambda x: x, grads), n + 1
+
+    optimizer = in_float32(optax.GradientTransformation(lambda params: jnp.float32(0), update))
+    params = np.ones(3, np.float32)
+    state, run = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(2):
+        _, state = run(params, state, params)
+    jax.effects_barrier()
+    assert sorted(map(float, seen)) == [-1, 0, 1] and int(state.skipped_steps) == 0
+
+
 def in_float32(optimizer):
     return mpjax.mixed_precision(optimizer, "float32")
 

@@ -151,8 +151,8 @@ def _results(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> list[Fact]:
         outs = _facts(_jax.open_jaxpr(inside.program)[0], [ins[i] for i in inside.ins])
         # In a loop, each carry may depend on all.
         return [_both([*ins, *outs])] * len(eqn.outvars) if loops else outs
-    if name == "optimization_barrier":
-        return ins
+    if name == "optimization_barrier" or not eqn.outvars:  # such as a print
+        return ins[: len(eqn.outvars)]
     if _is_bool(eqn.outvars[0]):
         if rule_of(name).need != COMPARE:
             return [_both(ins)._replace(level=ANY)] * len(eqn.outvars)
