@@ -132,6 +132,33 @@ def test_of_unsafe_divisors_and_roots_everything_is_judged(name, rng):
     assert scalars_of(OPTIMIZERS[name](), params) is None
 
 
+DIVISORS = {  # of a scalar that may be 0, and whether it is skipped then
+    "added": (lambda x, s: x * x + s, True),
+    "larger": (lambda x, s: jnp.maximum(x, s), True),
+    "of a broadcast": (lambda x, s: jnp.full_like(x, s), True),
+    "product": (lambda x, s: (x * x + 1) * s, True),
+    "two added": (lambda x, s: x * x + s + 2 * s, True),
+    "added to a number": (lambda x, s: x * x + s + 1e-3, False),
+    "clipped": (lambda x, s: jnp.clip((x * x + 1) * s, 1e-3, 1.0), False),
+    "clipped from 0": (lambda x, s: jnp.clip(x * x, 1e-3, 1 + s), False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_scalar_of_the_state_that_keeps_a_divisor_from_zero_is_judged(name):
+    divisor, skipped = DIVISORS[name]
+
+    def update(grads, s, params=None):
+        return jax.tree.map(lambda x: x / divisor(x, s), grads), s
+
+    optimizer = optax.GradientTransformation(lambda params: jnp.float32(0), update)
+    params = np.float32([0, 1])
+    assert scalars_of(optimizer, params) is not None
+    optimizer = in_float32(optimizer)
+    _, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    assert int(state.skipped_steps) == skipped
+
+
 @pytest.mark.parametrize(("eps", "root"), [(0.0, 0.0), (0.0, 1e-8), (1e-8, 0.0)])
 def test_injected_scalar_that_keeps_a_divisor_from_zero_may_be_zero_if_another_is_not(eps, root):
     """A weight whose gradient is zero: 0 / (sqrt(0 + eps_root) + eps)."""

@@ -114,9 +114,8 @@ def _facts(jaxpr: Any, ins: Sequence[Fact], scalars: Container[Any] = ()) -> lis
     def write(v, fact):
         if v in scalars and _is_float(v):
             root = fact.root or frozenset((v,))
-            fact = Fact(
-                POSITIVE, frozenset(((v, False, root),)), root, frozenset((frozenset((v,)),))
-            )
+            needs, given = frozenset(((v, False, root),)), frozenset((frozenset((v,)),))
+            fact = Fact(POSITIVE, needs, root, given)
         env[v] = fact if fact.root else fact._replace(root=frozenset((v,)))
 
     def read(atom):
@@ -174,10 +173,12 @@ def _results(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> list[Fact]:
     level, needs = _arithmetic(eqn, ins or [Fact()], scalars)
     if any(v.aval.dtype == FLOAT16 for v in eqn.outvars):  # which overflows at 65504
         needs = _unsafe(None)
-    if name in ("add", "add_any", "max"):  # one positive term is enough
-        given = itertools.product(*(each.given for each in ins if each.level == POSITIVE))
-        fact = fact._replace(given=frozenset(frozenset().union(*each) for each in given))
-    return [fact._replace(level=level, needs=fact.needs | needs)] * len(eqn.outvars)
+    given = fact.given if level == POSITIVE else frozenset()
+    if given and name in ("add", "add_any", "max", "clamp"):  # one positive term is enough
+        terms, rest = (ins[:2], ins[2:]) if name == "clamp" else (ins, [])
+        sets = itertools.product(*(each.given for each in terms if each.level == POSITIVE))
+        given = _both(rest).given.union(frozenset().union(*each) for each in sets)
+    return [Fact(level, fact.needs | needs, fact.root, given)] * len(eqn.outvars)
 
 
 def _is_bool(atom: Any) -> bool:
