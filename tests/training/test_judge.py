@@ -31,6 +31,10 @@ MADE = {
     "eps=0": lambda: optax.adam(1e-3, eps=0.0),
     "normalize": lambda: optax.chain(optax.contrib.normalize(), optax.sgd(0.1)),
     "inject": lambda: optax.inject_hyperparams(optax.adamw)(1e-3),
+    **{
+        f"injected {make.__name__}": lambda make=make: optax.inject_hyperparams(make)(1e-3)
+        for make in (optax.lamb, optax.lars, optax.radam, optax.yogi, optax.sm3, optax.novograd)
+    },
     "masked": lambda: optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-3), 2),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
@@ -69,7 +73,11 @@ WHOLE = {  # and why it may be NaN or infinite
     "normalize": "divides by a norm of gradients",
     "prodigy": "divides by a norm of gradients",
 }
-ROOTS = "simplified_ademamix", "yogi"  # of moments whose sign is unknown: judged themselves
+ROOTS = (
+    "simplified_ademamix",
+    "yogi",
+    "injected yogi",
+)  # of moments whose sign is unknown: judged themselves
 PLAIN = thorough_but(
     sorted(OPTIMIZERS.keys() - WHOLE),
     *("adamw", "inject", "adafactor", "MultiSteps", "yogi", "apply_if_finite"),
@@ -89,7 +97,9 @@ def scalars_of(optimizer, params, policy="mixed_bfloat16"):
     return judged(jaxpr, len(jax.tree.leaves((params, state))))
 
 
-@pytest.mark.parametrize("name", thorough_but(OPTIMIZERS, "lbfgs", "plateau", "MultiSteps", "lamb"))
+@pytest.mark.parametrize(
+    "name", thorough_but(OPTIMIZERS, "lbfgs", "plateau", "MultiSteps", "injected radam")
+)
 def test_no_optimizer_of_optax_is_skipped_where_it_trains(name, rng):
     """Such as those whose state holds infinities: a best loss, the errors of a line search."""
     params, batch = linear_problem(rng)
@@ -120,6 +130,43 @@ def test_of_plain_arithmetic_scalars_alone_are_judged(name, policy, rng):
 def test_of_unsafe_divisors_and_roots_everything_is_judged(name, rng):
     params, _ = linear_problem(rng)
     assert scalars_of(OPTIMIZERS[name](), params) is None
+
+
+DIVISORS = {  # of a scalar that may be 0, and whether it is skipped then
+    "added": (lambda x, s: x * x + s, True),
+    "larger": (lambda x, s: jnp.maximum(x, s), True),
+    "of a broadcast": (lambda x, s: jnp.full_like(x, s), True),
+    "product": (lambda x, s: (x * x + 1) * s, True),
+    "two added": (lambda x, s: x * x + s + 2 * s, True),
+    "added to a number": (lambda x, s: x * x + s + 1e-3, False),
+    "clipped": (lambda x, s: jnp.clip((x * x + 1) * s, 1e-3, 1.0), False),
+    "clipped from 0": (lambda x, s: jnp.clip(x * x, 1e-3, 1 + s), False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_scalar_of_the_state_that_keeps_a_divisor_from_zero_is_judged(name):
+    divisor, skipped = DIVISORS[name]
+
+    def update(grads, s, params=None):
+        return jax.tree.map(lambda x: x / divisor(x, s), grads), s
+
+    optimizer = optax.GradientTransformation(lambda params: jnp.float32(0), update)
+    params = np.float32([0, 1])
+    assert scalars_of(optimizer, params) is not None
+    optimizer = in_float32(optimizer)
+    _, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    assert int(state.skipped_steps) == skipped
+
+
+@pytest.mark.parametrize(("eps", "root"), [(0.0, 0.0), (0.0, 1e-8), (1e-8, 0.0)])
+def test_injected_scalar_that_keeps_a_divisor_from_zero_may_be_zero_if_another_is_not(eps, root):
+    """A weight whose gradient is zero: 0 / (sqrt(0 + eps_root) + eps)."""
+    adam = optax.inject_hyperparams(optax.adam)(1e-3, eps=eps, eps_root=root)
+    optimizer, params = in_float32(adam), np.float32([1, 0, 1])
+    assert scalars_of(adam, params) is not None
+    updates, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    assert int(state.skipped_steps) == (not eps + root) and mpjax.all_finite(updates)
 
 
 def failing(spoil):
@@ -220,6 +267,23 @@ def test_what_no_result_depends_on_is_not_judged(name):
     optimizer = in_float32(optimizer)
     _, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
     assert int(state.skipped_steps) == 0
+
+
+def test_what_an_optimizer_prints_is_printed_once():
+    seen = []
+
+    def update(grads, n, params=None):
+        jax.debug.callback(seen.append, n)
+        branch = lambda x: jax.debug.callback(seen.append, -n) or x / n  # noqa: E731
+        return jax.lax.cond(n > 0, branch, lambda x: x, grads), n + 1
+
+    optimizer = in_float32(optax.GradientTransformation(lambda params: jnp.float32(0), update))
+    params = np.ones(3, np.float32)
+    state, run = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(2):
+        _, state = run(params, state, params)
+    jax.effects_barrier()
+    assert sorted(map(float, seen)) == [-1, 0, 1] and int(state.skipped_steps) == 0
 
 
 def in_float32(optimizer):

@@ -11,6 +11,7 @@ costs nothing. A root of what may be negative (Yogi's second moment) is judged i
 finite, and NaN reaches a result.
 """
 
+import itertools
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ from mpjax._src.base.dtypes import FLOAT16
 from mpjax._src.base.higher_order import CALL, SCAN, higher_order
 from mpjax._src.base.rules import COMPARE, MOVE, POLE, PROGRAM, rule_of
 
-# What is known of the entries of an array. Scalars of an unknown value are taken to be positive.
-ANY, NONNEGATIVE, POSITIVE = range(3)
+# What is known of the entries of an array. Scalars of an unknown value are taken to be positive if
+# they are not zero, which is judged where it counts. No entries are certain to be HARMLESS.
+ANY, NONNEGATIVE, POSITIVE, HARMLESS = range(4)
 UNSAFE, COMPARED = "unsafe", "compared"
 
 # Float operations that amplify errors, or have no row, but are finite wherever their operands are.
@@ -35,29 +37,31 @@ class Fact(NamedTuple):
 
     Attributes:
         level: ANY, NONNEGATIVE or POSITIVE.
-        needs: What makes it finite: scalars, each with whether it must also differ from zero, and
-            its origin; square roots, with None instead; or `UNSAFE`, with the origin of the unsafe
-            operand. For a bool, `COMPARED`, with those of the operands.
-        root: The one array that it is computed of, besides numbers: its origin.
+        needs: What makes it finite: scalars, with False and their root; square roots, with None;
+            sets of scalars of which one must differ from zero, with True; or `UNSAFE`, with the
+            root of the unsafe operand. For a bool, `COMPARED`, with those of the operands.
+        root: What it is computed of, a set: of one array, besides scalars, or else of scalars.
+        given: Sets of scalars. It is positive if in each of them one differs from zero.
     """
 
     level: int = ANY
     needs: frozenset[Any] = frozenset()
-    root: Any = None
+    root: frozenset[Any] | None = None
+    given: frozenset[frozenset[Any]] = frozenset()
 
 
 def _unsafe(root: Any) -> frozenset[Any]:
     return frozenset(((UNSAFE, False, root),))
 
 
-def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
+def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[list[int]]] | None:
     """Returns which scalars and roots of an update are judged, or None if all of its results are.
 
     The first arguments of the update and all of its results are a state of ``states`` arrays.
 
     Returns:
         A program that returns them, of which the first are results of the update; the indices of
-        these results; and for each of the others whether it must not be zero.
+        these results; and lists of positions among the others, of which one must not be zero.
     """
     jaxpr = _jax.flattened(jaxpr)  # scalars may be computed in a jit or a branch
     inner, _ = _jax.open_jaxpr(jaxpr)
@@ -75,15 +79,17 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[bool]] | None:
     needs |= {
         need for each in of_numbers for need in each if need[0] is UNSAFE or need[1] is not False
     }
-    kinds = {kind for kind, *_ in needs}
-    roots = [root for root, divides, _ in needs if divides is None]
+    sets = [{*kind} for kind, divides, _ in needs if divides]
+    single = {kind for kind, divides, _ in needs if not divides} - {COMPARED}
+    roots = [kind for kind, divides, _ in needs if divides is None]
     again = _jax.open_jaxpr(_jax.with_results(jaxpr, roots))[0].eqns
-    if UNSAFE in kinds or not all(rule_of(eqn.primitive.name).runs_again for eqn in again):
+    if UNSAFE in single or not all(rule_of(eqn.primitive.name).runs_again for eqn in again):
         return None
-    nonzero = dict.fromkeys(kinds - {COMPARED}, False)
-    nonzero |= {scalar: True for scalar, divides, _ in needs if divides}
-    outvars = [*(inner.outvars[i] for i in own), *nonzero]
-    return _jax.with_results(jaxpr, outvars), own, list(nonzero.values())
+    made = (*inner.constvars, *inner.invars, *(v for eqn in inner.eqns for v in eqn.outvars))
+    outs = [v for v in made if v in single.union(*sets)]  # in an order that is always the same
+    nonzero = sorted([i for i, v in enumerate(outs) if v in each] for each in sets)
+    outvars = [*(inner.outvars[i] for i in own), *outs]
+    return _jax.with_results(jaxpr, outvars), own, nonzero
 
 
 def _of_scalars(jaxpr: Any) -> set[Any]:
@@ -101,20 +107,16 @@ def _is_in(atom: Any, scalars: Container[Any]) -> bool:
     return not isinstance(atom, _jax.Literal) and atom in scalars
 
 
-def _known(atom: Any, scalars: Container[Any]) -> int:
-    """Returns the level of a scalar where it is not judged: it may be zero."""
-    return NONNEGATIVE if _is_in(atom, scalars) else POSITIVE
-
-
 def _facts(jaxpr: Any, ins: Sequence[Fact], scalars: Container[Any] = ()) -> list[Fact]:
     """Returns the facts of a program's results, of which these scalars are judged."""
     env: dict[Any, Fact] = {}
 
     def write(v, fact):
         if v in scalars and _is_float(v):
-            root = fact.root or v
-            fact = Fact(POSITIVE, frozenset(((v, False, root),)), root)
-        env[v] = fact if fact.root is not None else fact._replace(root=v)
+            root = fact.root or frozenset((v,))
+            needs, given = frozenset(((v, False, root),)), frozenset((frozenset((v,)),))
+            fact = Fact(POSITIVE, needs, root, given)
+        env[v] = fact if fact.root else fact._replace(root=frozenset((v,)))
 
     def read(atom):
         return _constant(atom.val) if isinstance(atom, _jax.Literal) else env[atom]
@@ -143,24 +145,21 @@ def _results(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> list[Fact]:
     name, kind = eqn.primitive.name, higher_order(eqn.primitive.name)
     if kind.kind in (CALL, SCAN):
         loops = kind.kind == SCAN
-        ins = [
-            fact._replace(level=ANY if loops else min(fact.level, _known(atom, scalars)))
-            for atom, fact in zip(eqn.invars, ins, strict=True)
-        ]
+        ins = [fact._replace(level=ANY) for fact in ins] if loops else ins
         (inside,) = kind.wire(eqn)
         outs = _facts(_jax.open_jaxpr(inside.program)[0], [ins[i] for i in inside.ins])
         # In a loop, each carry may depend on all.
         return [_both([*ins, *outs])] * len(eqn.outvars) if loops else outs
-    if name == "optimization_barrier":
-        return ins
+    if name == "optimization_barrier" or not eqn.outvars:  # such as a print
+        return ins[: len(eqn.outvars)]
     if _is_bool(eqn.outvars[0]):
         if rule_of(name).need != COMPARE:
             return [_both(ins)._replace(level=ANY)] * len(eqn.outvars)
         return [Fact(ANY, frozenset((COMPARED, False, f.root) for f in ins if f.root))]
     if name == "select_n":  # a comparison guards a case that divides by what it compared
-        is_where = _is_bool(eqn.invars[0])  # and not a conditional
-        fact, compared = _both(ins[1:]), {root for *_, root in ins[0].needs if is_where}
-        needs = frozenset(need for need in fact.needs if need[2] not in compared)
+        fact, is_where = _both(ins[1:]), _is_bool(eqn.invars[0])  # and not a conditional
+        compared = frozenset().union(*(root for *_, root in ins[0].needs if is_where and root))
+        needs = frozenset(n for n in fact.needs if not (n[2] and n[2] <= compared))
         # A NaN that is not chosen reaches no result.
         drops = any(divides is None for _, divides, _ in needs)
         return [fact._replace(needs=needs | _unsafe(None) if drops else needs)]
@@ -170,12 +169,16 @@ def _results(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> list[Fact]:
     if not any(map(_is_float, eqn.outvars)):  # such as the bits of floats
         return [fact._replace(level=ANY)] * len(eqn.outvars)
     if rule_of(name).need == MOVE or name == "convert_element_type":
-        level = min([fact.level, *(_known(atom, scalars) for atom in eqn.invars)])
-        return [fact._replace(level=level)] * len(eqn.outvars)
+        return [fact] * len(eqn.outvars)
     level, needs = _arithmetic(eqn, ins or [Fact()], scalars)
     if any(v.aval.dtype == FLOAT16 for v in eqn.outvars):  # which overflows at 65504
         needs = _unsafe(None)
-    return [Fact(level, fact.needs | needs, fact.root)] * len(eqn.outvars)
+    given = fact.given if level == POSITIVE else frozenset()
+    if given and name in ("add", "add_any", "max", "clamp"):  # one positive term is enough
+        terms, rest = (ins[:2], ins[2:]) if name == "clamp" else (ins, [])
+        sets = itertools.product(*(each.given for each in terms if each.level == POSITIVE))
+        given = _both(rest).given.union(frozenset().union(*each) for each in sets)
+    return [Fact(level, fact.needs | needs, fact.root, given)] * len(eqn.outvars)
 
 
 def _is_bool(atom: Any) -> bool:
@@ -184,17 +187,20 @@ def _is_bool(atom: Any) -> bool:
 
 def _both(facts: Sequence[Fact]) -> Fact:
     level = min((fact.level for fact in facts), default=ANY)
-    roots = {fact.root for fact in facts} - {None}
     needs = frozenset().union(*(fact.needs for fact in facts))
-    return Fact(level, needs, roots.pop() if len(roots) == 1 else None)
+    given = frozenset().union(*(fact.given for fact in facts))
+    roots = {fact.root for fact in facts if fact.root}
+    arrays = {root for root in roots if any(v.aval.shape for v in root)}
+    root = frozenset().union(*(arrays or roots))
+    return Fact(level, needs, root if len(arrays) < 2 else None, given)
 
 
 def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int, frozenset[Any]]:
     """Returns the level of an operation's result, and what else makes it finite."""
-    name, levels, risky = eqn.primitive.name, [fact.level for fact in ins], ins[0].root
+    name, levels, risky = eqn.primitive.name, [fact.level for fact in ins], ins[0]
     first, least, most, rule = levels[0], min(levels), max(levels), rule_of(name)
     wild = rule.need == PROGRAM or POLE in rule.traits or rule.amplifies(eqn.params)
-    safe = name in FINITE or not wild
+    wanted = HARMLESS if wild and name not in FINITE else ANY
     match name:
         case "add" | "add_any":
             level = most if least >= NONNEGATIVE else ANY
@@ -210,22 +216,22 @@ def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int
             level = max(first, NONNEGATIVE)
         case "integer_pow":
             level = first if eqn.params["y"] % 2 else max(first, NONNEGATIVE)
-            safe = eqn.params["y"] >= 0 or first == POSITIVE
+            wanted = ANY if eqn.params["y"] >= 0 else POSITIVE
         case "cbrt" | "sign":
             level = first
         case "sqrt" | "rsqrt" | "log" | "pow":
             level, exponent = ANY if name == "log" else first, eqn.invars[-1]
             known = isinstance(exponent, _jax.Literal) and exponent.val >= 0
             root = known if name == "pow" else name == "sqrt"
-            safe = first >= (NONNEGATIVE if root else POSITIVE)
-            if not safe and name == "sqrt" and scalars:  # not in a loop
-                return NONNEGATIVE, frozenset(((eqn.outvars[0], None, risky),))
+            wanted = NONNEGATIVE if root else POSITIVE
+            if name == "sqrt" and first == ANY and scalars:  # not in a loop
+                return NONNEGATIVE, frozenset(((eqn.outvars[0], None, risky.root),))
         case "div":
-            level, divisor, risky = least, eqn.invars[1], ins[1].root
-            if _is_in(divisor, scalars):
-                return level, frozenset(((divisor, True, risky),))
-            known = divisor.val != 0 if isinstance(divisor, _jax.Literal) else False
-            safe = known or levels[1] == POSITIVE
+            level, risky, divisor = least, ins[1], eqn.invars[1]
+            wanted = ANY if isinstance(divisor, _jax.Literal) and divisor.val != 0 else POSITIVE
         case _:
             level = ANY
-    return level, frozenset() if safe else _unsafe(risky)
+    if risky.level < wanted:
+        return level, _unsafe(risky.root)
+    nonzero = risky.given if wanted == POSITIVE else ()
+    return level, frozenset((each, True, risky.root) for each in nonzero)

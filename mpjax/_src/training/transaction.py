@@ -90,10 +90,10 @@ def _with_verdict(
         old = jax.tree.leaves(before)
         structures: list[Any] = [jax.tree.structure(tree) for tree in (before, shapes)]
         if structures[0] == structures[1] and (found := judged(jaxpr, len(old))):
-            program, own, nonzero = found
+            program, own, sets = found
             results = _jax.eval_closed(program, *old, *jax.tree.leaves(args))
             scalars = results[len(own) :]
-            inverse = [1 / x for x, divides in zip(scalars, nonzero, strict=True) if divides]
+            inverse = [1 / sum(jnp.abs(scalars[i]) for i in each) for each in sets]
             verdict = stays_finite(results[: len(own)], [old[i] for i in own])
             verdict &= all_finite([*scalars, *inverse])
             return agree(verdict), lambda *args: (new(*args), jnp.ones((), bool))

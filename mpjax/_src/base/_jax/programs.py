@@ -142,11 +142,10 @@ def _chosen(eqn: Any, operands: Sequence[Any], taken: Callable[[Any], Any]) -> l
         return _evaluated(branches[int(index)], operands, taken)
 
     def of(case, x):
-        scalar = isinstance(x, jax.core.Tracer) and x.shape == ()
-        if not (scalar and jnp.issubdtype(x.dtype, jnp.floating)):
+        number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
+        if not number or x.shape:
             return x
-        ones = [jnp.ones_like(x)] * len(branches)
-        return taken(jax.lax.select_n(index, *ones[:case], x, *ones[case + 1 :]))
+        return taken(jax.lax.select(index == case, x, jnp.ones_like(x)))
 
     runs = []
     for case, branch in enumerate(branches):
