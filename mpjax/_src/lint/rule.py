@@ -36,6 +36,10 @@ class NotRun(NamedTuple):
     reason: str
 
 
+def _nothing(program: Any) -> tuple[()]:
+    return ()
+
+
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
@@ -61,7 +65,7 @@ class Rule:
     why: str
     instead: str
     check: Callable[..., Iterable[Any]]
-    after: Callable[..., Iterable[Any]] = lambda program: ()
+    after: Callable[..., Iterable[Any]] = _nothing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misplaced, warn_user
 from mpjax._src.base.patterns import name_of
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, is_array, is_one_bool, widen
+from mpjax._src.base.trees import all_finite, cast_leaf, is_array, is_one_bool, widen
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
@@ -195,9 +195,14 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             >>> int(back[0].count), bool((back[0].mu == opt_state[0].mu).all())
             (1, True)
         """
-        rules, wide = self._rules, widen(opt_state)
-        check_state(rules.optimizer.init, opt_state, widen(params), "opt_state")
-        given = optax.GradientTransformationExtraArgs(lambda _: wide, rules.optimizer.update)
+        rules, first = self._rules, self._rules.optimizer.init
+        check_state(first, opt_state, widen(params), "opt_state")
+
+        def init(params):  # moments of 16-bit weights are 16-bit in optax, unlike those here
+            like = jax.eval_shape(first, params)
+            return jax.tree.map(lambda x, to: cast_leaf(x, to.dtype), opt_state, like)
+
+        given = optax.GradientTransformationExtraArgs(init, rules.optimizer.update)
         inner = under_policy(rules.policy, given, "optimizer")
         return dataclasses.replace(rules, inner=inner).init(params)
 
