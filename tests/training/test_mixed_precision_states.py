@@ -125,3 +125,12 @@ def test_frozen_parameters_have_no_master_in_a_run_that_goes_on(policy):
     assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(stored))
     back = optimizer.to_optax(state, stored)
     assert jax.tree.structure(back) == jax.tree.structure(plain)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2:bfloat16"])
+@pytest.mark.parametrize("value", [1, True, np.ones(2, int), jax.random.key(0)], ids=str)
+def test_update_names_a_trained_parameter_without_a_gradient(value, policy):
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), policy)
+    params = {**optimizer.policy.cast_to_param({"w": np.ones(2, np.float32)}), "n": value}
+    with pytest.raises(TypeError, match=r"params\['n'\] is .*no gradient.*optax.set_to_zero"):
+        optimizer.update({"w": np.ones(2, np.float32), "n": None}, optimizer.init(params), params)
