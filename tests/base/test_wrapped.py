@@ -263,3 +263,31 @@ def test_nnx_optimizers_travel(tmp_path):
     again = cloudpickle.loads(cloudpickle.dumps((optimizer, gradient)))
     assert not reads_of_copies((optimizer, gradient))
     np.testing.assert_allclose(again[1](model, X)[0], gradient(model, X)[0], rtol=1e-6)
+
+
+REPORTS = {
+    "explain": mpjax.explain,
+    "compare": mpjax.compare,
+    "agreement": lambda fun: mpjax.compare(fun, fun),
+    "find_nonfinite": mpjax.find_nonfinite,
+    "lint": mpjax.lint,
+    "tune": lambda fun: mpjax.debug.tune(fun, "mixed_bfloat16", tolerance=0.1),
+    "measure_precision": mpjax.debug.measure_precision,
+    "scaled_value_and_grad": lambda fun: mpjax.scaled_value_and_grad(
+        fun, mpjax.StaticLossScale(8.0)
+    ),
+    "grad": lambda fun: jax.grad(mpjax.autocast(fun)),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_cloudpickle_stores_what_makes_reports_and_gradients(name):
+    made = REPORTS[name](loss)
+    got = cloudpickle.loads(cloudpickle.dumps(made))
+    if name in ("explain", "grad"):
+        np.testing.assert_array_equal(*(np.asarray(str(f(W, X))) for f in (made, got)))
+
+
+def test_a_report_of_lint_pickles():
+    report = mpjax.lint(loss, run=False)(W, X)
+    assert str(pickle.loads(pickle.dumps(report))) == str(report)

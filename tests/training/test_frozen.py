@@ -41,6 +41,31 @@ def times(optimizer, zero):
     return optax.chain(optimizer, optax.stateless(scaled))
 
 
+def where(optimizer, mask):
+    def masked(updates, _):
+        return {name: jnp.where(mask(FROZEN[name], u), 0.0, u) for name, u in updates.items()}
+
+    return optax.chain(optimizer, optax.stateless(masked))
+
+
+def counted(optimizer):  # a loop that starts at a constant
+    def scaled(updates, _):
+        factor = jax.lax.fori_loop(0, 3, lambda i, x: x + 1.0, 0.0)
+        return {name: jnp.where(factor == 3.0, u, 0.0) for name, u in updates.items()}
+
+    return optax.chain(optimizer, optax.stateless(scaled))
+
+
+def partly(optimizer):
+    def scaled(updates, _):
+        return {
+            name: jnp.where(np.arange(u.size).reshape(u.shape) < u.size // 2, 0.0, u)
+            for name, u in updates.items()
+        }
+
+    return optax.chain(optimizer, optax.stateless(scaled))
+
+
 def conditional(optimizer):
     def update(grads, state, params=None):
         def run():
@@ -110,6 +135,10 @@ WAYS = {
     "freeze, then lamb": before(optax.lamb(0.1)),
     "times the number 0": times(optax.adam(0.1), lambda u: 0.0),
     "times an array of 0": times(optax.adam(0.1), lambda u: np.zeros(u.shape, np.float32)),
+    "where the number True": where(optax.adam(0.1), lambda frozen, u: frozen),
+    "where an array of True": where(optax.adam(0.1), lambda frozen, u: np.full(u.shape, frozen)),
+    "where a mask is 1": where(optax.adam(0.1), lambda frozen, u: jnp.float32(frozen) == 1),
+    "times 1 - mask": times(optax.adam(0.1), lambda u: 1 - jnp.float32(True)),
     "skip_nonfinite": mpjax.optim.skip_nonfinite(ADAM),
     "masters": mpjax.optim.with_master_weights(ADAM),
     "8-bit moments": mpjax.optim.with_8bit_moments(ADAM),
@@ -128,6 +157,8 @@ READ = {  # whether the gradient of base is read, of optimizers that change it
     "decayed outside": (optax.chain(ADAM, optax.add_decayed_weights(0.1)), False),
     "decayed by adamw": (before(optax.adamw(0.1)), False),
     "averaged weights": (contrib.schedule_free(frozen_base(optax.sgd(0.1)), 0.1), False),
+    "a part of a leaf": (partly(optax.adam(0.1)), True),
+    "a loop that counts": (counted(optax.adam(0.1)), True),
     "nothing trained": (optax.sgd(0.0), True),
 }
 

@@ -73,6 +73,25 @@ def test_run_of_optax_goes_on_with_its_moments_and_back(policy, rng):
     assert int(optimizer.to_optax(state, stored)[0].count) == 2
 
 
+NARROW = {
+    "16-bit moments": optax.adam(1e-2, mu_dtype="bfloat16"),
+    "moments of frozen weights": optax.chain(optax.adam(1e-2), optax.freeze({"w": True, "v": 0})),
+    "accumulated": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("way", NARROW)
+def test_state_that_goes_on_has_the_dtypes_of_init(way):
+    tx, params = NARROW[way], {"w": np.ones((2, 2), np.float32), "v": np.ones(3, np.float32)}
+    optimizer = mpjax.mixed_precision(tx, "O2:bfloat16")
+    stored, plain = optimizer.policy.cast_to_param(params), tx.init(params)
+    state, first = optimizer.from_optax(plain, stored), optimizer.init(stored)
+    dtypes = lambda tree: [str(x.dtype) for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert dtypes(state) == dtypes(first)
+    if "frozen" not in way:
+        assert dtypes(optimizer.to_optax(state, stored)) == dtypes(plain)
+
+
 def test_state_of_another_optimizer_is_refused():
     params = {"w": np.ones(3, np.float32)}
     optimizer = mpjax.mixed_precision(optax.adam(1e-2))
@@ -106,3 +125,12 @@ def test_frozen_parameters_have_no_master_in_a_run_that_goes_on(policy):
     assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(stored))
     back = optimizer.to_optax(state, stored)
     assert jax.tree.structure(back) == jax.tree.structure(plain)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2:bfloat16"])
+@pytest.mark.parametrize("value", [1, True, np.ones(2, int), jax.random.key(0)], ids=str)
+def test_update_names_a_trained_parameter_without_a_gradient(value, policy):
+    optimizer = mpjax.mixed_precision(optax.adam(1e-2), policy)
+    params = {**optimizer.policy.cast_to_param({"w": np.ones(2, np.float32)}), "n": value}
+    with pytest.raises(TypeError, match=r"params\['n'\] is .*no gradient.*optax.set_to_zero"):
+        optimizer.update({"w": np.ones(2, np.float32), "n": None}, optimizer.init(params), params)

@@ -53,6 +53,9 @@ class Kept:
         self.entries = functools.lru_cache(KEPT_PROGRAMS)(lambda key: Entry())
         _jax.cleared_with_jax(self.entries)
 
+    def __reduce__(self) -> Any:  # what wraps a function, as jax.grad, has its attributes
+        return Kept, ()
+
     def entry(self, traced: Any, arrays: Sequence[Any]) -> Entry | None:
         """Returns the entry of a program; None within a transformation, or if it has no key."""
         consts = _jax.open_jaxpr(traced.jaxpr)[1]

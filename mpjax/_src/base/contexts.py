@@ -6,7 +6,7 @@ created later changes the cache key of every program, so JAX would compile each 
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from typing import Self
 
 import jax
 import jax.extend.core  # creates context variables too on JAX 0.12; all of mpjax imports it
@@ -25,15 +25,17 @@ LINTED = jax.make_user_context(default_value=False)
 IN_REPORT = contextvars.ContextVar("in_report", default=False)
 
 
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
+class unchecked(contextlib.ExitStack, contextlib.ContextDecorator):
     """Lets NaN, Inf and unscaled gradients pass in the programs that a report runs.
 
-    It is a decorator too.
+    It is a decorator too, whose functions cloudpickle stores: a generator could not be.
     """
-    token = IN_REPORT.set(True)
-    try:
-        with jax.debug_nans(False), jax.debug_infs(False):
-            yield
-    finally:
-        IN_REPORT.reset(token)
+
+    def __enter__(self) -> Self:
+        self.callback(IN_REPORT.reset, IN_REPORT.set(True))
+        self.enter_context(jax.debug_nans(False))
+        self.enter_context(jax.debug_infs(False))
+        return self
+
+    def _recreate_cm(self) -> Self:  # of each call of a decorated function
+        return type(self)()

@@ -30,6 +30,10 @@ class NotRun(NamedTuple):
     reason: str
 
 
+def _nothing(program: Any) -> tuple[()]:
+    return ()
+
+
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
@@ -55,7 +59,7 @@ class Rule:
     why: str
     instead: str
     check: Callable[..., Iterable[Any]]
-    after: Callable[..., Iterable[Any]] = lambda program: ()
+    after: Callable[..., Iterable[Any]] = _nothing
 
 
 @dataclasses.dataclass(frozen=True)

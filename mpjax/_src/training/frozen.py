@@ -6,6 +6,7 @@ parameter that never changes needs no master.
 """
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,9 +37,24 @@ KEEPS_ZERO = ({*LINEAR, *ANY, *OPERANDS} - {"top_k"}) | {  # which returns indic
     *("convert_element_type", "reduce_precision", "copy_p", "pcast", "device_put", "mesh_cast"),
 }
 BARRIERS = {"optimization_barrier", *_jax.BARRIERS}
+# What is computed of numbers, such as masks: by operators of Python, or the same number.
+FOLDED: dict[str, Any] = {
+    **dict.fromkeys(("convert_element_type", "broadcast_in_dim", "reshape"), lambda x: x),
+    **{
+        name: getattr(operator, f"__{name}__") for name in ("add", "sub", "mul", "and", "or", "xor")
+    },
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "not": np.logical_not,
+}
 # What a value is made of: None if it is always zero, else a bit for each argument that it depends
 # on. Both facts only grow upwards: zero, nothing, some arguments, all of them.
 Made = int | None
+
+
+class Known(int):
+    """What a constant is made of, nothing, with the number that all its entries are."""
+
+    value: Any
 
 
 class Reads(NamedTuple):
@@ -276,7 +292,14 @@ def _of_constant(value: Any) -> Made:
     known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
     dtype = getattr(value, "dtype", np.dtype(type(value)))
     number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-    return None if known and number and not np.any(np.asarray(value)) else 0
+    if not (known and number):
+        return 0
+    entries = np.asarray(value).ravel()
+    if not entries.any():
+        return None
+    made = Known(0)
+    made.value = entries[0]
+    return made if (entries == entries[0]).all() else 0
 
 
 def _walk(program: Any, ins: Sequence[Made]) -> list[Made]:
@@ -301,6 +324,12 @@ def _results(eqn: Any, operands: list[Made]) -> Sequence[Made]:
         return _inside(insides, operands, operands[:1] if row.kind == BRANCH else [], eqn)
     if name in BARRIERS and len(operands) == len(eqn.outvars):
         return operands
+    known = [0 if made is None else getattr(made, "value", None) for made in operands]
+    if name == "select_n" and known[0] is not None:
+        return [operands[1 + int(known[0])]]
+    if name in FOLDED and None not in known and any(known):
+        number = np.asarray(FOLDED[name](*known))
+        return [_of_constant(number.astype(eqn.outvars[0].aval.dtype))]
     deciding = operands[OPERANDS.get(name, slice(None))]
     keeps = name in KEEPS_ZERO and bool(deciding) and eqn.params.get("y", 1) > 0  # integer_pow
     zero = keeps and (any if name in ANY else all)(made is None for made in deciding)
@@ -314,6 +343,8 @@ def _inside(
     results: list[list[Made]] = [[] for _ in eqn.outvars]
     for inside in insides:
         ins = [operands[i] for i in inside.ins]
+        for _, argument in inside.carry:
+            ins[argument] = _join([ins[argument]])  # no constant
         while True:  # a carry only grows, up to zero or not and all arguments
             outs, before = _walk(inside.program, ins), list(ins)
             for out, argument in inside.carry:

@@ -16,10 +16,14 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import PrecisionWarning, brief, check_callable, misplaced, warn_user
 from mpjax._src.base.patterns import name_of
 from mpjax._src.base.public import public
-from mpjax._src.base.trees import all_finite, is_array, is_one_bool, widen
+from mpjax._src.base.trees import all_finite, cast_leaf, is_array, is_floating, is_one_bool, widen
 from mpjax._src.base.wrapped import NoBlock
 from mpjax._src.policy.policy import Policy, PolicyLike
-from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
+from mpjax._src.training.gradients import (
+    check_trained,
+    scaled_value_and_grad,
+    with_float32_loss,
+)
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES as KINDS
 from mpjax._src.training.loss_scale import (
@@ -198,9 +202,14 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             >>> int(back[0].count), bool((back[0].mu == opt_state[0].mu).all())
             (1, True)
         """
-        rules, wide = self._rules, widen(opt_state)
-        check_state(rules.optimizer.init, opt_state, widen(params), "opt_state")
-        given = optax.GradientTransformationExtraArgs(lambda _: wide, rules.optimizer.update)
+        rules, first = self._rules, self._rules.optimizer.init
+        check_state(first, opt_state, widen(params), "opt_state")
+
+        def init(params):  # moments of 16-bit weights are 16-bit in optax, unlike those here
+            like = jax.eval_shape(first, params)
+            return jax.tree.map(lambda x, to: cast_leaf(x, to.dtype), opt_state, like)
+
+        given = optax.GradientTransformationExtraArgs(init, rules.optimizer.update)
         inner = under_policy(rules.policy, given, "optimizer")
         return dataclasses.replace(rules, inner=inner).init(params)
 
@@ -387,9 +396,14 @@ class Rules:
         agree = functools.partial(agreed, count=state.skipped_steps)
         verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
-        updates, inner_state, good = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
-        )
+        try:
+            updates, inner_state, good = updated_if(
+                finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
+            )
+        except (TypeError, ValueError):  # optax does not say which parameter it is
+            if params is not None:
+                check_trained(params, reads.frozen, "out of the parameters")
+            raise
         verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)
@@ -450,7 +464,7 @@ def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
         if type(leaf) is float:
             wrong = new.dtype in HALVES
         else:
-            wrong = is_array(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
+            wrong = is_floating(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
         if wrong:
             raise ValueError(
                 f"{name_of('params', keys)} is {kind}, but policy={str(policy)!r} stores it in "

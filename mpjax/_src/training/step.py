@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -46,7 +46,7 @@ from mpjax._src.policy.fields import OP_LISTS
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.frozen import Reader, Reads, joined
-from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
+from mpjax._src.training.gradients import check_trained, observed_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
@@ -359,7 +359,9 @@ def _stored_params(params: Any, policy: Policy, reader: Reader) -> Any:
     _refuse_modules(params)
     params = _owned(params, "params")
     reads = reader(params)
-    _check_params(params, reads.frozen)
+    if not jax.tree.leaves(params):
+        raise ValueError("params has no leaves: there is nothing to train.")
+    check_trained(params, reads.frozen, "to model_state or rng")
     if policy.casting != "op":  # else a pattern may mean a scope, which only the plan knows
         policy.check_overrides(params)
     return reads.stored(params, policy)
@@ -749,19 +751,6 @@ def _refuse_modules(params: Any) -> None:
             "nnx.merge(graph, params, model_state). Or keep your loop with mpjax.nnx.Optimizer and "
             "mpjax.nnx.value_and_grad."
         )
-
-
-def _check_params(params: Any, frozen: Sequence[bool]) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves:
-        raise ValueError("params has no leaves: there is nothing to train.")
-    for (keys, leaf), held in zip(leaves, frozen, strict=True):
-        if not (held or jnp.issubdtype(leaf.dtype, jnp.inexact)):
-            raise TypeError(
-                f"{name_of('params', keys)} is {leaf.dtype}, which has no gradient. Move "
-                "counters, tables and keys to model_state or rng, or freeze it by "
-                "optax.partition with optax.set_to_zero()."
-            )
 
 
 def _check_model(model_state: Any) -> Any:
