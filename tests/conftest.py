@@ -39,10 +39,11 @@ from hypothesis import settings
 from support import chosen_seed, fresh_rng, seed_of_run
 
 from mpjax._src.base import rules
-from mpjax._src.base.called import CALLED, UNSCALED
+from mpjax._src.base.called import CALLED, CASTS, SCALES, UNSCALED
 
-# Tests differentiate float16 plans without a loss scale all the time: as if it had been said.
-CALLED.add(UNSCALED)
+# Whatever ran before in a worker. Tests of a process that has called nothing ask for
+# `nothing_called`.
+CALLED.update((CASTS, SCALES, UNSCALED))
 
 # Tracing and compiling make the time of a single example meaningless.
 PROFILES = {"quick": 10, "thorough": 50}

@@ -173,6 +173,8 @@ def answering(cls: C) -> C:
     table = next(table for pattern, table in ATTRIBUTES.items() if matches(pattern, cls.__name__))
 
     def lacking(self: Any, name: str) -> Any:
+        if hasattr(cls, name):  # a property that raised an AttributeError
+            return object.__getattribute__(self, name)
         asked = not name.startswith("_")  # else by Python and its tools
         known = [n for n in dir(cls) if not n.startswith("_")] if asked else []
         instead = next((f" Use {i}." for i, _ in _rows(table, name)), "") if asked else ""
