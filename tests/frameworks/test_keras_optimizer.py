@@ -47,3 +47,23 @@ def test_a_scale_that_changes_is_no_constant_of_a_jitted_step():
     for fixed in (8.0, "none"):
         optimizer = built(fixed)[0]
         assert float(jax.jit(optimizer.scale_loss)(2.0)) == float(optimizer.scale_loss(2.0))
+
+
+def test_an_update_of_other_variables_names_both_counts():
+    optimizer, variable, state = built()
+    grads, values = [np.float32([1, 2])] * 2, [variable.value] * 2
+    with pytest.raises(ValueError, match=r"has 2 variables, but .* built for 1\. .*compile"):
+        optimizer.stateless_apply(state, grads, values)
+
+
+def test_layers_that_are_unfrozen_need_a_new_compile():
+    layers = [keras.layers.Dense(2), keras.layers.Dense(1)]
+    model, x = keras.Sequential([keras.Input((2,)), *layers]), np.ones((4, 2), np.float32)
+    layers[0].trainable = False
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    mpjax.keras.mixed_precision(model, "mixed_bfloat16")
+    model.fit(x, x[:, :1], verbose=0)
+    layers[0].trainable = True
+    model.train_function = None
+    with pytest.raises(ValueError, match=r"has 4 variables, but .* built for 2\. .*compile"):
+        model.fit(x, x[:, :1], verbose=0)

@@ -66,6 +66,7 @@ REPORTS = {
     "lint": lambda loss: not mpjax.lint(loss, 0, select="stalled-update")(W, X).not_run,
     "measure": lambda loss: mpjax.debug.measure_precision(mpjax.autocast(loss))(W, X)[1],
     "histogram": lambda loss: mpjax.debug.gradient_histogram(np.float32([np.nan, np.inf])),
+    "watch": lambda loss: mpjax.watch_precision(loss, every=1)(W, X) is not None,
     "explain": lambda loss: mpjax.explain(loss)(W, X).rows,
 }
 

@@ -58,10 +58,12 @@ def test_remat_of_the_loss_changes_nothing(rng):
 
 def replicas(kind, step):
     """Returns ``step`` over two replicas, each with its half of the batch."""
-    if kind == "pmap":
-        mapped = jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None)
-        return lambda state, batch: mapped(
-            state, jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    if kind in ("pmap", "vmap"):
+        mapped = getattr(jax, kind)(step, axis_name="data", in_axes=(None, 0))
+        mapped = mapped if kind == "pmap" else jax.jit(mapped)
+        return lambda state, batch: jax.tree.map(
+            lambda x: x[0],
+            mapped(state, jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)),
         )
     spec = PartitionSpec
     return jax.jit(
@@ -76,8 +78,8 @@ def replicas(kind, step):
 
 
 KINDS = ["checked", "unchecked", "pmap"]
-ALL = list(itertools.product(["float32", "O2:bf16"], [1, 2], KINDS))
-QUICK = (("float32", 2, "pmap"), ("O2:bf16", 1, "unchecked"))
+ALL = list(itertools.product(["float32", "O2:bf16"], [1, 2], [*KINDS, "vmap"]))
+QUICK = (("float32", 2, "pmap"), ("float32", 1, "vmap"), ("O2:bf16", 1, "unchecked"))
 
 
 @pytest.mark.parametrize("policy, accumulate_steps, kind", thorough_but(ALL, *QUICK))

@@ -164,9 +164,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             for the loss scale and the skip counters.
 
         Raises:
-            ValueError: If no loss has been multiplied by the loss scale.
+            ValueError: If no loss has been multiplied by the loss scale, or the optimizer was built
+                for other variables.
         """
         step, own = self._step, self._variables
+        if len(trainable_variables) != len(self._trainable_variables):
+            raise ValueError(
+                f"trainable_variables has {len(trainable_variables)} variables, but {self.name} was "
+                f"built for {len(self._trainable_variables)}. Call model.compile(...) after layers "
+                "are frozen, unfrozen or added, or build a new optimizer for them."
+            )
         scale = self._now(optimizer_variables)
         if step is not None:
             step.done.add("applied")

@@ -34,8 +34,8 @@ def check_axis(name: str, axis_name: Any) -> None:
         raise ValueError(
             f"axis_name={axis_name!r}: no axis {name!r} is mapped here. Mapped axes: "
             f"{', '.join(map(repr, mapped)) or 'none'}.{did_you_mean(name, mapped)} Make the call "
-            "within jax.shard_map or jax.pmap over an axis of that name. Under plain jit with "
-            "sharded arrays, leave axis_name out."
+            "within jax.shard_map, jax.pmap or jax.vmap over an axis of that name. Under plain jit "
+            "with sharded arrays, leave axis_name out."
         ) from None
 
 
@@ -43,9 +43,10 @@ def local_to(axes: tuple[str, ...], axis_name: Any, tree: Any) -> Any:
     """Checks that these axes of ``axis_name`` are mapped, and marks arrays as local to them."""
     for name in axes:
         check_axis(name, axis_name)
-    if not axes:
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # others are those of vmap
+    if not (local := tuple(name for name in axes if name in manual)):
         return tree
-    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axis_name, to="varying"), tree)
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, local, to="varying"), tree)
 
 
 def averaged(tree: Any, axis_name: Any) -> Any:
