@@ -14,7 +14,6 @@ from mpjax._src.autocast.transform import autocast
 from mpjax._src.base import _jax, called
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32
 from mpjax._src.base.errors import brief, check_callable, check_flag, misplaced, warn_at, warn_user
-from mpjax._src.base.patterns import name_of
 from mpjax._src.base.trees import all_finite, is_array, is_floating, widen
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.gradient import check_loss, positions
@@ -26,19 +25,6 @@ from mpjax._src.training.shards import agreed, warn_if_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def check_trained(params: Any, frozen: Sequence[bool], place: str) -> None:
-    """Raises a TypeError if a trained parameter has no gradient, as integers and keys."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (keys, leaf), held in zip(leaves, frozen, strict=True):
-        kind, number = getattr(leaf, "dtype", type(leaf)), is_array(leaf) or isinstance(leaf, int)
-        if number and not (held or jnp.issubdtype(kind, jnp.inexact)):
-            raise TypeError(
-                f"{name_of('params', keys)} is {getattr(kind, '__name__', kind)}, which has no "
-                f"gradient. Move counters, tables and keys {place}, or freeze it by "
-                "optax.partition with optax.set_to_zero()."
-            )
 
 
 def scaled_value_and_grad(

@@ -19,11 +19,7 @@ from mpjax._src.base.public import public
 from mpjax._src.base.trees import all_finite, cast_leaf, is_array, is_floating, is_one_bool, widen
 from mpjax._src.base.wrapped import NoBlock
 from mpjax._src.policy.policy import Policy, PolicyLike
-from mpjax._src.training.gradients import (
-    check_trained,
-    scaled_value_and_grad,
-    with_float32_loss,
-)
+from mpjax._src.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES as KINDS
 from mpjax._src.training.loss_scale import (
@@ -396,14 +392,9 @@ class Rules:
         agree = functools.partial(agreed, count=state.skipped_steps)
         verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
-        try:
-            updates, inner_state, good = updated_if(
-                finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
-            )
-        except (TypeError, ValueError):  # optax does not say which parameter it is
-            if params is not None:
-                check_trained(params, reads.frozen, "out of the parameters")
-            raise
+        updates, inner_state, good = updated_if(
+            finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
+        )
         verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)

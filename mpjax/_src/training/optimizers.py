@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -165,7 +165,7 @@ def updated_if(
 
     # What evaluates a function is not plain arithmetic, whatever its operations are.
     wholly = any(map(callable, extra_args.values())) or may_overflow(state)
-    with for_state(inner, state, params, grads):
+    with for_state(inner, state, params, grads, reads.frozen):
         (updates, new), good = gated_update(
             finite, update, state, read, params, agree=agree, wholly=wholly
         )
@@ -268,9 +268,26 @@ def _arrays(tree: Any) -> set[str]:
     return {f"{path_of(keys)} {list(getattr(leaf, 'shape', ()))}".lstrip() for keys, leaf in leaves}
 
 
+def check_trained(params: Any, frozen: Sequence[bool], place: str) -> None:
+    """Raises a TypeError if a trained parameter has no gradient, as integers and keys."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (keys, leaf), held in zip(leaves, frozen, strict=True):
+        kind, number = getattr(leaf, "dtype", type(leaf)), is_array(leaf) or isinstance(leaf, int)
+        if number and not (held or jnp.issubdtype(kind, jnp.inexact)):
+            raise TypeError(
+                f"{name_of('params', keys)} is {getattr(kind, '__name__', kind)}, which has no "
+                f"gradient. Move counters, tables and keys {place}, or freeze it by "
+                "optax.partition with optax.set_to_zero()."
+            )
+
+
 @contextlib.contextmanager
 def for_state(
-    inner: optax.GradientTransformationExtraArgs, state: Any, params: Any, updates: Any
+    inner: optax.GradientTransformationExtraArgs,
+    state: Any,
+    params: Any,
+    updates: Any,
+    frozen: Sequence[bool] | None = None,
 ) -> Iterator[None]:
     """Replaces the error of a failing optimizer, if what it was called with does not fit.
 
@@ -282,6 +299,8 @@ def for_state(
         if params is not None:
             _check_updates(updates, params)
             check_state(inner.init, state, params, "state.inner_state")
+            if frozen is not None:  # optax does not say which parameter it is
+                check_trained(params, frozen, "out of the parameters")
         raise
 
 

@@ -46,11 +46,11 @@ from mpjax._src.policy.fields import OP_LISTS
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program.modules import has_modules
 from mpjax._src.training.frozen import Reader, Reads, joined
-from mpjax._src.training.gradients import check_trained, observed_value_and_grad, with_float32_loss
+from mpjax._src.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.training.levels import training_policy, under_policy
 from mpjax._src.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.training.masters import stored
-from mpjax._src.training.optimizers import as_optimizer, check_params, check_state
+from mpjax._src.training.optimizers import as_optimizer, check_params, check_state, check_trained
 from mpjax._src.training.placement import commit_like
 from mpjax._src.training.replicas import (
     average_gradients,
