@@ -330,3 +330,12 @@ def test_a_master_of_an_older_state_stays_as_it_is():
     updates, after = jax.jit(optimizer.update)(half, state, half)
     assert (after.masters["base"] == plain.masters["base"]).all()
     assert (after.masters["lora"] != 1).all() and not updates["base"].any()
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O3:bfloat16"])
+def test_frozen_python_number_passes_through(policy):
+    optimizer = mpjax.mixed_precision(ADAM, policy)
+    params = optimizer.policy.cast_to_param({"lora": jnp.ones(3), "n": jnp.ones(())})
+    params["base"] = 0.5
+    updates, _ = optimizer.update({**params, "base": None}, optimizer.init(params), params)
+    assert updates["base"] == 0 and bool((updates["lora"] != 0).all())

@@ -111,7 +111,7 @@ class Reads(NamedTuple):
 
     def _integers(self, params: Any) -> list[bool]:
         rows = zip(self.frozen, jax.tree.leaves(params), strict=True)
-        return [frozen and not jnp.issubdtype(x.dtype, jnp.inexact) for frozen, x in rows]
+        return [frozen and not _is_inexact(x) for frozen, x in rows]
 
     def widened(self, params: Any) -> Any:
         """Returns the parameters as the inner optimizer sees them: frozen ones as they are."""
@@ -136,9 +136,13 @@ def joined(tree: Any, rest: Any) -> Any:
 
 def _zeros(x: Any) -> Any:
     """Returns zeros in the place of a gradient or an integer; outside of jit without memory."""
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else FLOAT32
+    dtype, shape = jnp.result_type(x) if _is_inexact(x) else FLOAT32, jnp.shape(x)
     traced = isinstance(x, jax.core.Tracer)
-    return jnp.zeros(x.shape, dtype) if traced else np.broadcast_to(np.zeros((), dtype), x.shape)
+    return jnp.zeros(shape, dtype) if traced else np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _replaced(
