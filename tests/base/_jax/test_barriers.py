@@ -149,3 +149,8 @@ def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
     assert _jax.TOLD in str(jax.make_jaxpr(watched)(X))
     np.testing.assert_array_equal(jax.hessian(loss)(X), 2 * np.eye(X.size))
     np.testing.assert_array_equal(jax.vmap(watched)(X), X)
+
+
+def test_no_backward_pass_is_followed_in_a_jax_without_its_function(monkeypatch):
+    monkeypatch.delattr(jax._src.interpreters.ad, "backward_pass3")
+    assert _jax.is_scaled()

@@ -101,8 +101,16 @@ def is_scaled() -> bool:
     """Returns whether a cotangent was multiplied by 2 or more, or by a number that is not known.
 
     To be called while a backward pass is traced (`told`). That pass is followed, and those around
-    it, of which it is a jit, a loop or a checkpoint.
+    it, of which it is a jit, a loop or a checkpoint. In a JAX that runs it otherwise it is not
+    known, and no warning is better than a wrong one.
     """
+    try:
+        return any(map(_is_large, _factors_so_far()))
+    except (AttributeError, KeyError):
+        return True
+
+
+def _factors_so_far() -> list[Any]:
     frame, factors, first = inspect.currentframe(), list[Any](), ()
     while frame is not None:
         if frame.f_code is ad_internals.backward_pass3.__code__:
@@ -112,7 +120,7 @@ def is_scaled() -> bool:
             factors += _factors(done, here["env"])
             first = here["cotangents_in"]  # in the end, those of the whole
         frame = frame.f_back
-    return any(map(_is_large, [*factors, *first]))
+    return [*factors, *first]
 
 
 def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
