@@ -113,6 +113,8 @@ def pytest_collection_modifyitems(config, items):
     if config.option.drawing:
         items[:] = filter(draws, items)
     for item in items:
+        if " at 0x" in item.nodeid:  # another one in each worker
+            raise pytest.UsageError(f"The name of {item.nodeid} contains an address.")
         item.add_marker(kind_of(item.path))
 
 

@@ -302,7 +302,7 @@ def test_save_refuses_leaves_that_are_no_arrays_or_share_a_name(state, message, 
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("like", ["x", jnp.sin, {"w": "x"}, np.array(["x"])], ids=str)
+@pytest.mark.parametrize("like", ["x", jnp.sin, {"w": "x"}, np.array(["x"])], ids=type)
 def test_restore_names_what_is_wrong_with_its_arguments(like, tmp_path):
     checkpoint.save(tmp_path / "c", {"w": np.ones(2, np.float32)})
     checkpoint.save_safetensors(tmp_path / "s", {"w": np.ones(2, np.float32)})

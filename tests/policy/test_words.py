@@ -88,6 +88,7 @@ def test_what_no_policy_has_is_answered_with_the_way(text, way):
         (optax.sgd(0.1), "It is an optax optimizer"),
         (np.ones(2), "It is an array"),
         (abs, "It is a function"),
+        (dict, "It is a class"),
         (["mixed_bfloat16", 8], "Put quotes"),
     ],
 )

@@ -170,9 +170,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         step, own = self._step, self._variables
         if len(trainable_variables) != len(self._trainable_variables):
             raise ValueError(
-                f"trainable_variables has {len(trainable_variables)} variables, but {self.name} is "
-                f"built for {len(self._trainable_variables)}. Call model.compile(...) after layers "
-                "are frozen, unfrozen or added, or build a new optimizer for them."
+                f"trainable_variables has {len(trainable_variables)} variables, but {self.name} "
+                f"was built for {len(self._trainable_variables)}. Call model.compile(...) after "
+                "layers are frozen, unfrozen or added, or build a new optimizer for them."
             )
         scale = self._now(optimizer_variables)
         if step is not None:

@@ -93,7 +93,8 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None, **settings: Any) 
 
 
 def _is_mapping(x: Any) -> bool:  # that of ml_collections is no `Mapping`
-    return isinstance(x, Mapping) or (hasattr(x, "items") and hasattr(x, "keys"))
+    fits = isinstance(x, Mapping) or (hasattr(x, "items") and hasattr(x, "keys"))
+    return fits and not isinstance(x, type)
 
 
 def _text_of(x: Any) -> tuple[str | None, list[tuple[Any, Any]]]:
