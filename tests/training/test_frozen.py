@@ -159,7 +159,6 @@ READ = {  # whether the gradient of base is read, of optimizers that change it
     "averaged weights": (contrib.schedule_free(frozen_base(optax.sgd(0.1)), 0.1), False),
     "a part of a leaf": (partly(optax.adam(0.1)), True),
     "a loop that counts": (counted(optax.adam(0.1)), True),
-    "nothing trained": (optax.sgd(0.0), True),
 }
 
 
@@ -180,6 +179,22 @@ def test_what_changes_is_not_frozen(way):
     frozen, unread = reads_of(optimizer)
     assert not any(frozen.values())
     assert unread == {"base": not is_read, "lora": False, "n": False}
+
+
+NOTHING = {
+    "a rate of 0": optax.sgd(0.0),
+    "labels": frozen_base(optax.adam(0.1), dict.fromkeys(PARAMS, "frozen")),
+    "a callable": optax.selective_transform(optax.adam(0.1), freeze_mask=lambda _: True),
+}
+
+
+@pytest.mark.parametrize("way", NOTHING)
+def test_an_optimizer_that_changes_nothing_is_told_once(way):
+    optimizer = mpjax.mixed_precision(NOTHING[way], "mixed_bfloat16")
+    with pytest.warns(UserWarning, match="changes no parameter.*labels or a mask") as told:
+        state = optimizer.init(PARAMS)
+        optimizer.update(PARAMS, state, PARAMS)
+    assert len(told) == 1 and told[0].filename == __file__
 
 
 def test_a_loop_that_mixes_gradients_reads_all_of_them():

@@ -216,7 +216,7 @@ def test_master_weights_update_refuses_parameters_that_init_did_not_see(rng):
 def test_parameter_paths_that_read_alike_have_masters_of_their_own():
     params = {"a/b": jnp.full(2, 1.0, jnp.bfloat16), "a": {"b": jnp.full(2, 5.0, jnp.bfloat16)}}
     full = mpjax.optim.master_params(
-        mpjax.optim.with_master_weights(optax.sgd(0.0)).init(params), params
+        mpjax.optim.with_master_weights(optax.sgd(0.1)).init(params), params
     )
     assert full["a/b"][0] == 1 and full["a"]["b"][0] == 5
 

@@ -358,7 +358,7 @@ class TestSharedGradient:
     def make(self, scales, intervals=(3, 3)):
         optimizers = [
             mpjax.mixed_precision(
-                optax.sgd(0.0), "mixed_float16", mpjax.DynamicLossScale(s, growth_interval=n)
+                optax.sgd(1e-3), "mixed_float16", mpjax.DynamicLossScale(s, growth_interval=n)
             )
             for s, n in zip(scales, intervals, strict=True)
         ]

@@ -18,6 +18,7 @@ import optax
 
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.errors import warn_user
 from mpjax._src.base.higher_order import BRANCH, higher_order
 from mpjax._src.base.rules import FOLLOW, FULL, MOVE, names_where
 from mpjax._src.base.trees import is_array, varies_over, widen
@@ -180,6 +181,13 @@ class Reader:
                 found = _traced(self._optimizer, parts, structure)
             except Exception:  # what is wrong is said where the optimizer is called
                 continue
+            if all(found.frozen[i] for i, form in enumerate(parts) if form) and any(parts):
+                warn_user(
+                    "The optimizer changes no parameter: all of its updates are zero, and nothing "
+                    "is trained. Usual causes: labels or a mask that freeze everything, or a "
+                    "learning rate of 0."
+                )
+                break
             return self._known.setdefault(key, found)
         return self._known.setdefault(key, Reads(*[(False,) * len(leaves)] * 2))
 
@@ -250,10 +258,7 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any) -> Reads:
     ]
     flags = iter(zip(*_judged(program, len(shapes), zeros), strict=True))
     rows = [next(flags) if form else (False, False) for form in forms]
-    if all(frozen or not form for (frozen, _), form in zip(rows, forms, strict=True)):
-        return Reads((False,) * len(forms), (False,) * len(forms))  # a step that trains nothing
-    frozen, unread = zip(*rows, strict=True)
-    return Reads(frozen, unread)
+    return Reads(*zip(*rows, strict=True))
 
 
 def _judged(program: Any, count: int, zeros: list[bool]) -> tuple[list[bool], list[bool]]:
