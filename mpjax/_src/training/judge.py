@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base.branches import flattened
 from mpjax._src.base.dtypes import FLOAT16
 from mpjax._src.base.higher_order import CALL, SCAN, higher_order
 from mpjax._src.base.rules import COMPARE, MOVE, POLE, PROGRAM, rule_of
@@ -63,7 +64,7 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[list[int]]] | 
         A program that returns them, of which the first are results of the update; the indices of
         these results; and lists of positions among the others, of which one must not be zero.
     """
-    jaxpr = _jax.flattened(jaxpr)  # scalars may be computed in a jit or a branch
+    jaxpr = flattened(jaxpr)  # scalars may be computed in a jit or a branch
     inner, _ = _jax.open_jaxpr(jaxpr)
     scalars = _of_scalars(inner)
     levels, before = [NONNEGATIVE] * states, None

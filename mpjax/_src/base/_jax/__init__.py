@@ -42,7 +42,6 @@ from mpjax._src.base._jax.programs import (
     default_precision,
     equation_key,
     eval_closed,
-    flattened,
     flops_of,
     hoisted,
     in_avals,

@@ -1,6 +1,5 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,54 +106,6 @@ def inlined(eqn: Any) -> Any:
         or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
     )
     return None if asks else p["jaxpr"]
-
-
-def flattened(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr without conditionals and the calls that `inlined` finds.
-
-    A scalar float in a branch is 1 where the branch is not taken.
-    """
-    return trace(lambda *args: _evaluated(jaxpr, args), in_avals(jaxpr), "flattened")
-
-
-def _evaluated(
-    jaxpr: Any, args: Sequence[Any], taken: Callable[[Any], Any] = lambda x: x
-) -> list[Any]:
-    inner, consts = open_jaxpr(jaxpr)
-    env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
-    for eqn in inner.eqns:
-        operands, body = list(map(read, eqn.invars)), inlined(eqn)
-        if body is not None:
-            outs = _evaluated(body, operands, taken)
-        elif eqn.primitive.name == "cond":
-            outs = _chosen(eqn, operands, taken)
-        else:
-            outs = list(map(taken, bind(eqn, operands)))
-        env |= zip(eqn.outvars, outs, strict=True)
-    return list(map(read, inner.outvars))
-
-
-def _chosen(eqn: Any, operands: Sequence[Any], taken: Callable[[Any], Any]) -> list[Any]:
-    """Returns the results of all branches of a conditional, and selects among them."""
-    branches, (index, *operands) = eqn.params["branches"], operands
-    if isinstance(eqn.invars[0], Literal):
-        return _evaluated(branches[int(index)], operands, taken)
-
-    def of(case, x):
-        number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
-        if not number or x.shape:
-            return x
-        return taken(jax.lax.select(index == case, x, jnp.ones_like(x)))
-
-    runs = []
-    for case, branch in enumerate(branches):
-        here = functools.partial(of, case)
-        runs.append(_evaluated(branch, list(map(here, operands)), here))
-    return [
-        jax.lax.select_n(index, *(jnp.asarray(x, v.aval.dtype) for x in cases))
-        for v, *cases in zip(eqn.outvars, *runs, strict=True)
-    ]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
