@@ -56,7 +56,8 @@ def test_faults_are_a_checkpoint_that_is_better_and_numbers_that_do_not_fall():
     }
 
 
-@pytest.mark.parametrize("case", ["llama_layers", pytest.param("bert", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["llama_layers", "bert"])
 def test_the_suite_compiles_each_setting_once_judged_ones_first(case, tmp_path, monkeypatch):
     compiled = []
 

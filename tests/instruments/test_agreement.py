@@ -119,7 +119,7 @@ def test_compare_of_the_same_formula_token_by_token_agrees(args):
     ("what", "half"),
     thorough_but(
         itertools.product(["cache", "logits"], [jnp.bfloat16, jnp.float16]),
-        *[("cache", jnp.bfloat16), ("logits", jnp.float16)],
+        ("cache", jnp.bfloat16),
     ),
 )
 def test_compare_names_the_line_whose_rounding_parts_two_functions(args, what, half):

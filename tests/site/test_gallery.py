@@ -30,6 +30,7 @@ def test_only_the_lstm_without_a_loss_scale_leaves_the_curve_of_float32():
     assert seen["lstm"].startswith("float16 without a loss scale fails")
 
 
+@pytest.mark.thorough  # it imports every example
 def test_a_page_says_each_paragraph_of_its_example_once():
     for name, (model, *_) in gallery.examples().items():
         page = gallery.page(name, model)

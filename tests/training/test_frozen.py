@@ -1,6 +1,7 @@
 """Frozen parameters: which an optimizer never changes, in every way that optax can say it."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -242,8 +243,14 @@ def trained_once(optimizer, dtype, policy="mixed_bfloat16", **extra_args):
     return params, state, updates, new, after
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "O2:bfloat16,masters=split"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "int4", "float8_e4m3fn"])
+POLICIES = ("float32", "mixed_bfloat16", "O2:bfloat16,masters=split")
+DTYPES = ("bfloat16", "float16", "int8", "int4", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    thorough_but(itertools.product(DTYPES, POLICIES), *zip(DTYPES, POLICIES * 2, strict=False)),
+)
 def test_frozen_leaf_keeps_its_dtype_and_has_no_master(dtype, policy):
     params, state, updates, new, after = trained_once(ADAM, dtype, policy)
     assert new["base"].dtype == updates["base"].dtype == dtype

@@ -152,6 +152,7 @@ def test_watched_metrics_are_logged_to_json_lines_and_tensorboard(tmp_path):
     assert json.loads(json.dumps(step.latest.to_dict()))["step"] == 2
 
 
+@pytest.mark.thorough
 def test_watched_metrics_are_written_to_tensorboardx_files(tmp_path):
     tensorboardX = pytest.importorskip("tensorboardX")
     state, step = built()
