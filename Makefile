@@ -17,7 +17,7 @@
 #   make build        builds and checks the wheel and the sdist in dist/
 #   make docker       builds the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)
 #   make docker-locks rewrites docker/requirements-*.txt from pyproject.toml
-#   make flaky        the quick tier on ten fresh seeds under each instruction set of this processor
+#   make flaky        the quick tier on fresh seeds under each instruction set of this processor
 #                     (hours); resumes
 #   make soak         10,000 steps with faults; a run that is killed and resumed 200 times (an hour)
 #   make docs         builds the site in docs_out/html: executes its pages, checks its links, and
