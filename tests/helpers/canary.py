@@ -48,9 +48,9 @@ CONTRACTS = (
         "compile_for of programs that call dot_product_attention: cuDNN's is not traced",
     ),
     Contract(
-        "barriers",
+        "backward",
         ("jax._src.interpreters.ad",),
-        "autocast in float16: gradients with a loss scale are warned of, as if they had none",
+        "autocast in float16: gradients without a loss scale are not warned of",
     ),
     Contract(
         "calls",

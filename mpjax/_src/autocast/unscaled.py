@@ -5,15 +5,13 @@ known that the plan is differentiated, and the last in which it is known how: th
 the loss after the plan has run.
 """
 
-from typing import Any
-
 from mpjax._src.base import _jax
 from mpjax._src.base.called import CALLED, SCALES, UNSCALED
 from mpjax._src.base.contexts import IN_REPORT
 from mpjax._src.base.errors import PrecisionWarning, warn_user
 
 
-def _warn_if_unscaled(ct: Any) -> None:
+def _warn_if_unscaled() -> None:
     """Warns once in a process of a cotangent that reaches a float16 plan without a loss scale."""
     if {SCALES, UNSCALED} & CALLED or IN_REPORT.get() or _jax.is_scaled():
         return

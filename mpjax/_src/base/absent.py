@@ -168,17 +168,22 @@ def _rows(table: dict[str, str], name: str) -> Iterator[tuple[str, str]]:
     return ((i, n) for i, names in table.items() for n in names.split() if matches(n, name))
 
 
-def answering(cls: C) -> C:
-    """Decorates a class whose objects say what to use instead of an attribute that they lack."""
-    table = next(table for pattern, table in ATTRIBUTES.items() if matches(pattern, cls.__name__))
+def answering(cls: C, look: Callable[[Any, str], None] = lambda self, name: None) -> C:
+    """Decorates a class whose objects say what to use instead of an attribute that they lack.
+
+    ``look`` raises an AttributeError if it knows better.
+    """
+    tables = (table for pattern, table in ATTRIBUTES.items() if matches(pattern, cls.__name__))
+    table, what = next(tables, {}), f"{cls.__name__!r} object"
 
     def lacking(self: Any, name: str) -> Any:
         if hasattr(cls, name):  # a property that raised an AttributeError
             return object.__getattribute__(self, name)
-        asked = not name.startswith("_")  # else by Python and its tools
-        known = [n for n in dir(cls) if not n.startswith("_")] if asked else []
-        instead = next((f" Use {i}." for i, _ in _rows(table, name)), "") if asked else ""
-        raise no_attribute(f"{cls.__name__!r} object", name, known, instead)
+        if name.startswith("_"):  # looked up by copy, pickle and notebooks
+            raise no_attribute(what, name, ())
+        look(self, name)
+        instead = next((f" Use {i}." for i, _ in _rows(table, name)), "")
+        raise no_attribute(what, name, [n for n in dir(cls) if not n.startswith("_")], instead)
 
     setattr(cls, "__getattr__", lacking)  # noqa: B010  (type checkers need not know it)
     return cls

@@ -6,13 +6,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.base.errors import brief, is_state, misplaced, no_attribute
+from mpjax._src.base.absent import answering
+from mpjax._src.base.errors import brief, is_state, misplaced
 from mpjax._src.base.outlines import outline
 from mpjax._src.base.patterns import difference, name_of, path_of
 from mpjax._src.base.public import public
@@ -39,11 +40,7 @@ def of_ours(cls: C) -> C:
     their own optimizer. The error says where in our state it is.
     """
 
-    def missing(self, name: str) -> NoReturn:
-        what = f"{cls.__name__!r} object"
-        if name.startswith("_"):  # looked up by copy, pickle and notebooks
-            raise no_attribute(what, name, ())
-
+    def look(self, name: str) -> None:
         def has_it(node):
             return node is not self and name in getattr(node, "_fields", ())
 
@@ -51,15 +48,13 @@ def of_ours(cls: C) -> C:
             if has_it(node):
                 place = f"state{jax.tree_util.keystr(keys)}"
                 raise AttributeError(
-                    f"{what} has no attribute {name!r}, but the {type(node).__name__} inside it "
-                    f"has one: pass {place} instead of state, or read {place}.{name}."
+                    f"{cls.__name__!r} object has no attribute {name!r}, but the "
+                    f"{type(node).__name__} inside it has one: pass {place} instead of state, or "
+                    f"read {place}.{name}."
                 )
-        public = [n for n in dir(cls) if not n.startswith("_")]
-        raise no_attribute(what, name, public)
 
-    setattr(cls, "__getattr__", missing)  # noqa: B010  (type checkers need not know it)
-    setattr(cls, "__repr__", outline)  # noqa: B010
-    return cls
+    setattr(cls, "__repr__", outline)  # noqa: B010  (type checkers need not know it)
+    return answering(cls, look)
 
 
 @public("mpjax.optim")

@@ -8,6 +8,7 @@ from jax.extend.core import Literal
 
 from mpjax._src.base._jax import cpu_convolutions  # their lowering
 from mpjax._src.base._jax.aot import as_if_on_gpu, compile_only
+from mpjax._src.base._jax.backward import is_scaled
 from mpjax._src.base._jax.barriers import (
     BARRIERS,
     CARRIER,
@@ -18,7 +19,6 @@ from mpjax._src.base._jax.barriers import (
     cpu_barrier,
     gpu_barrier,
     held_for_cpu,
-    is_scaled,
     row_major,
     told,
 )
