@@ -44,6 +44,7 @@ TRIED = {
     "fp8_autocast": "Transformer Engine",
     "load_state": "mpjax.checkpoint.restore",
     "FSDP": "NamedSharding",
+    "DynamicLosScale": "Did you mean 'DynamicLossScale'",
     "autocats": "Did you mean 'autocast'",
 }
 

@@ -57,6 +57,17 @@ def counted(optimizer):  # a loop that starts at a constant
     return optax.chain(optimizer, optax.stateless(scaled))
 
 
+def freed_in_a_loop(optimizer):  # whose first turn returns zeros
+    def scaled(updates, _):
+        def turn(count, u):
+            return count + 1.0, jnp.where(count == 1.0, 0.0, u)
+
+        twice = jax.tree.map(lambda u: jnp.stack([u, u]), updates)
+        return jax.tree.map(lambda u: jax.lax.scan(turn, 1.0, u)[1][-1], twice)
+
+    return optax.chain(optimizer, optax.stateless(scaled))
+
+
 def partly(optimizer):
     def scaled(updates, _):
         return {
@@ -160,6 +171,7 @@ READ = {  # whether the gradient of base is read, of optimizers that change it
     "averaged weights": (contrib.schedule_free(frozen_base(optax.sgd(0.1)), 0.1), False),
     "a part of a leaf": (partly(optax.adam(0.1)), True),
     "a loop that counts": (counted(optax.adam(0.1)), True),
+    "a loop that frees": (freed_in_a_loop(optax.adam(0.1)), True),
 }
 
 

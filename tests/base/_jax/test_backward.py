@@ -22,6 +22,8 @@ def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
         "times": (lambda loss, scale: loss * scale, True),
         "constant": (lambda loss, scale: loss * 8.0, True),
         "twice": (lambda loss, scale: (loss * 0.5) * scale, True),
+        "in a jit": (jax.jit(lambda loss, scale: loss * scale), True),
+        "constant in a jit": (lambda loss, scale: jax.jit(lambda x: x * 8)(loss), True),
         "a weight": (lambda loss, scale: loss * 0.5, False),
         "none": (lambda loss, scale: loss, False),
     }
