@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._src.base._jax.cpu_matmuls import is_marked
+from mpjax._src.base._jax.matmuls import is_marked
 
 
 def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:

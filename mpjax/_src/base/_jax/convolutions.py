@@ -15,7 +15,7 @@ from jax._src.core import dilate_dim
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from mpjax._src.base._jax.cpu_matmuls import marked
+from mpjax._src.base._jax.matmuls import marked
 from mpjax._src.base._jax.programs import retyped
 from mpjax._src.base._jax.wire import placed_freely, primitive_of
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from mpjax._src.base._jax.cpu_matmuls import has_kernel, is_algorithm, is_local, is_marked
+from mpjax._src.base._jax.cpu_matmuls import has_kernel
+from mpjax._src.base._jax.matmuls import is_algorithm, is_local, is_marked
 
 conv_p = jax.lax.conv_general_dilated_p
 

@@ -1,7 +1,6 @@
 """In which form XLA:CPU is asked for the 16-bit matmuls that autocast makes.
 
-In jaxprs these are `dot_general` of 16-bit operands, with a mark. What a marked matmul means does
-not change, only how it is lowered for the platform "cpu". Unmarked ones are lowered by JAX.
+In jaxprs these are `dot_general` of 16-bit operands, with a mark (`matmuls`).
 
 XLA:CPU multiplies with the CPU's own bfloat16 instructions if the result is the float32
 accumulator, if each array is stored in the order of its dimensions, and if the left operand has its
@@ -12,7 +11,6 @@ matmuls, its own ones too, so only an optimization barrier keeps an operand as i
 """
 
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +18,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 
+from mpjax._src.base._jax.matmuls import (
+    BFLOAT16,
+    HALVES,
+    free_axes,
+    is_algorithm,
+    is_local,
+    is_marked,
+    sizes,
+    unmarked,
+)
+
 dot_general_p = jax.lax.dot_general_p
-BFLOAT16 = np.dtype(jnp.bfloat16)
-HALVES = (BFLOAT16, np.dtype(np.float16))
-MARK = "mpjax_matmul"
 
 # The flags in /proc/cpuinfo of CPUs with instructions for bfloat16. XLA has no kernels for float16.
 CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
 SMALLEST = 8  # XLA:CPU calls no kernel if rows, columns and products in a sum are all fewer
-
-
-def marked() -> Any:
-    """Returns a context in which matmuls are marked as made by autocast.
-
-    The mark is metadata that no compiler reads. Unlike the name of a scope, it is on the operations
-    of the transposed program too.
-    """
-    return set_xla_metadata(**{MARK: 1})
 
 
 @functools.cache
@@ -59,11 +55,6 @@ def cpu_flags() -> frozenset[str]:
 def has_kernel(dtype: Any) -> bool:
     """Returns whether the host's CPU has kernels for operands of a dtype."""
     return dtype == BFLOAT16 and bool(cpu_flags())
-
-
-def is_algorithm(precision: Any) -> bool:
-    """Returns whether the precision of a matmul asks for one way to compute it."""
-    return precision is not None and not isinstance(precision, tuple)
 
 
 # ---- lowering -----------------------------------------------------------------------------------
@@ -87,28 +78,13 @@ def _lowering(own: Any) -> Any:
     return lower
 
 
-def is_marked(ctx: Any) -> bool:
-    """Returns whether autocast made the operation that is lowered."""
-    metadata = ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata
-    return bool(metadata) and MARK in metadata
-
-
-def is_local(ctx: Any) -> bool:
-    """Returns whether arrays are on one device, as in shard_map or without a mesh."""
-    axes = ctx.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)
-    if mesh is None:
-        return axes.num_devices == 1
-    return mesh.size == 1 or axes.manual_axes == {*mesh.axis_names}
-
-
 def _is_native(x: Any, y: Any, dimension_numbers: Any, precision: Any, **_: Any) -> bool:
     """Returns whether XLA can multiply with the bfloat16 instructions of the host's CPU."""
     if is_algorithm(precision) or not has_kernel(x.dtype):
         return False
-    sizes = _sizes(x, y, dimension_numbers)
-    is_small = all(isinstance(size, int) and size < SMALLEST for size in sizes)
-    return not is_small and sizes[:2] != (1, 1)
+    rows, columns, inner = sizes(x, y, dimension_numbers)
+    is_small = all(isinstance(n, int) and n < SMALLEST for n in (rows, columns, inner))
+    return not is_small and (rows, columns) != (1, 1)
 
 
 def _how_to_hold(ctx: Any) -> Any:
@@ -143,12 +119,12 @@ def _multiply(
     use the CPU's own instructions.
     """
     (summed, right_summed), (batch, right_batch) = dimension_numbers
-    free, right_free = _free(left, summed, batch), _free(right, right_summed, right_batch)
-    rows, columns, _ = _sizes(left, right, dimension_numbers)
+    free, right_free = free_axes(left, summed, batch), free_axes(right, right_summed, right_batch)
+    rows, columns, _ = sizes(left, right, dimension_numbers)
     start, count = len(batch), len(summed)
     params["preferred_element_type"] = np.dtype(np.float32)
 
-    with set_xla_metadata(**{MARK: None}):
+    with unmarked():
         left = jax.lax.transpose(left, (*batch, *free, *summed))
         # The kernel reads either order of the right operand: the one in which its rows stay rows.
         summed_last = right.ndim - 1 in right_summed
@@ -175,20 +151,8 @@ def _multiply(
         return jax.lax.convert_element_type(out, dtype)
 
 
-def _free(x: Any, summed: Any, batch: Any) -> list[int]:
-    return [d for d in range(x.ndim) if d not in (*summed, *batch)]
-
-
 def _last(x: Any, count: int) -> tuple[int, ...]:
     return tuple(range(x.ndim - count, x.ndim))
-
-
-def _sizes(x: Any, y: Any, dimension_numbers: Any) -> tuple[Any, Any, Any]:
-    """Returns the numbers of rows, of columns, and of products in a sum; some may be symbolic."""
-    (summed, right_summed), (batch, right_batch) = dimension_numbers
-    rows = math.prod(x.shape[d] for d in _free(x, summed, batch))
-    columns = math.prod(y.shape[d] for d in _free(y, right_summed, right_batch))
-    return rows, columns, math.prod(x.shape[d] for d in summed)
 
 
 _OWN = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule

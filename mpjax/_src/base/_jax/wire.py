@@ -18,7 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src.base._jax.cpu_matmuls import has_kernel, is_local, marked
+from mpjax._src.base._jax.cpu_matmuls import has_kernel
+from mpjax._src.base._jax.matmuls import is_local, marked
 from mpjax._src.base._jax.programs import eval_closed, open_jaxpr, retyped, trace
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
