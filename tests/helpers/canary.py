@@ -66,6 +66,11 @@ CONTRACTS = (
         for module in ("cpu_matmuls", "cpu_convolutions")
     ),
     Contract(
+        "gpu_matmuls",
+        ("jax.interpreters.mlir._lowerings",),
+        "autocast on GPUs: matmuls with an odd axis are slow",
+    ),
+    Contract(
         "convolutions",
         ("jax._src.core.dilate_dim",),
         "autocast over several devices: gradients of convolutions",
@@ -156,6 +161,7 @@ CONTRACTS = (
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",
+    "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }

@@ -6,7 +6,7 @@ that is computed here.
 
 from jax.extend.core import Literal
 
-from mpjax._src.base._jax import cpu_convolutions  # their lowering
+from mpjax._src.base._jax import cpu_convolutions, gpu_matmuls  # their lowering
 from mpjax._src.base._jax.aot import as_if_on_gpu, compile_only
 from mpjax._src.base._jax.backward import is_scaled
 from mpjax._src.base._jax.barriers import (
