@@ -6,7 +6,9 @@ statistics, or nothing). The three arguments are abstract arrays.
 
 ``dtype=None`` is the plain float32 model, which autocast takes. ``dtype=jnp.bfloat16`` is the same
 model with the casts of an expert: flax's ``dtype=``, or ``w.astype(dtype)`` at each use in plain
-JAX. Statistics of norms, softmax, routers, recurrences and losses stay float32.
+JAX. Statistics of norms, softmax, routers, recurrences and losses stay float32,
+and so do attention's scores where JAX's own function has them so. ``strictly(loss)`` is that model
+with 16-bit scores, weights of attention and routers: it has no float32 matmul, in derivatives too.
 """
 
 import functools
@@ -16,6 +18,7 @@ import optax
 
 from .convolutions import convnext, efficientnet, resnet50
 from .experts import moe
+from .layers import strictly as strictly
 from .recurrent import lstm, mamba, ode
 from .transformers import bert, gpt2, llama, t5, vit
 from .unets import ddpm, unet

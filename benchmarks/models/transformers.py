@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .layers import grouped_attention, rms_norm, softmax_attention, used
+from .layers import attend, grouped_attention, rms_norm, softmax_attention, used
 from .losses import HEADS, array, classifier, cross_entropy, language_model
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------
@@ -26,8 +26,8 @@ class Block(nn.Module):
         y = nn.LayerNorm(dtype=self.dtype)(x)
         qkv = nn.Dense(3 * width, dtype=self.dtype)(y)
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.heads, -1), 3, axis=2)
-        attend = softmax_attention if self.spelled_out else jax.nn.dot_product_attention
-        y = (self.attention or attend)(q, k, v, is_causal=True)
+        attention = softmax_attention if self.spelled_out else attend
+        y = (self.attention or attention)(q, k, v, is_causal=True)
         x = x + nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.Dense(4 * width, dtype=self.dtype)(y)
