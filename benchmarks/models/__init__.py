@@ -16,11 +16,13 @@ import functools
 import jax
 import optax
 
+from .audio import whisper
 from .convolutions import convnext, efficientnet, resnet50
 from .experts import moe
+from .images import swin
 from .layers import strictly as strictly
 from .recurrent import lstm, mamba, ode
-from .transformers import bert, gpt2, llama, t5, vit
+from .transformers import bert, bert_mlm, gpt2, llama, t5, vit
 from .unets import ddpm, unet
 
 MODELS = {
@@ -43,6 +45,9 @@ MODELS = {
     "lstm": lstm,
     "mamba": mamba,
     "ode": ode,
+    "bert_mlm": bert_mlm,
+    "swin": swin,
+    "whisper": whisper,
 }
 
 # The titles of the models in tables and charts.
@@ -66,13 +71,19 @@ TITLES = {
     "lstm": "LSTM language model",
     "mamba": "Mamba",
     "ode": "Neural ODE",
+    "bert_mlm": "BERT-base, masked words",
+    "swin": "Swin-T",
+    "whisper": "Whisper base",
 }
 
 # Sizes for tests and for smoke tests.
 _TEXT = {"batch": 2, "length": 16, "width": 32, "heads": 2, "vocabulary": 64}
 _IMAGES = {"batch": 2, "size": 32}
 SMALL = {
-    **{name: {**_TEXT, "layers": 1} for name in ("gpt2", "gpt2_medium", "gpt2_softmax", "bert")},
+    **{
+        name: {**_TEXT, "layers": 1}
+        for name in ("gpt2", "gpt2_medium", "gpt2_softmax", "bert", "bert_mlm")
+    },
     **{
         name: {**_TEXT, "layers": 2, "groups": 1}
         for name in ("llama", "llama_remat", "llama_unrolled")
@@ -91,6 +102,17 @@ SMALL = {
     "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 1, "vocabulary": 64},
     "mamba": {"batch": 2, "length": 8, "width": 32, "state": 4, "layers": 1, "vocabulary": 64},
     "ode": {"steps": 2, "batch": 2, "width": 8},
+    "swin": {**_IMAGES, "blocks": (2, 1), "heads": (2, 4), "width": 16, "window": 4},
+    "whisper": {
+        "batch": 2,
+        "frames": 32,
+        "channels": 8,
+        "answer": 8,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+        "vocabulary": 65,
+    },
 }
 
 

@@ -12,6 +12,15 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def masked_cross_entropy(logits, labels):
+    """The mean cross entropy where a label is not below 0."""
+    seen = labels >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), jnp.maximum(labels, 0)
+    )
+    return jnp.sum(jnp.where(seen, losses, 0.0)) / jnp.maximum(seen.sum(), 1)
+
+
 def written(hidden, weight, labels, transposed=False):
     """The cross entropy of a linear layer as it is usually written."""
     return cross_entropy(hidden @ (weight.T if transposed else weight), labels)
@@ -32,12 +41,12 @@ def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def classifier(model, inputs, labels):
+def classifier(model, inputs, labels, entropy=cross_entropy):
     """Returns the tuple of a `MODELS` entry for a model whose only variables are parameters."""
     variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
 
     def loss(params, rest, batch):
-        return cross_entropy(model.apply({"params": params}, batch[0]), batch[1]), rest
+        return entropy(model.apply({"params": params}, batch[0]), batch[1]), rest
 
     return loss, variables["params"], {}, (inputs, labels), optax.adamw(3e-4)
 
