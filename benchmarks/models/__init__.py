@@ -16,12 +16,14 @@ import functools
 import jax
 import optax
 
-from .audio import whisper
+from .attentions import mla, pairformer
+from .audio import wavenet, whisper
 from .convolutions import convnext, efficientnet, resnet50
 from .experts import moe
-from .images import swin
+from .images import dit, mixer, swin
 from .layers import strictly as strictly
 from .recurrent import lstm, mamba, ode
+from .sparse import dlrm, graph
 from .transformers import bert, bert_mlm, gpt2, llama, t5, vit
 from .unets import ddpm, unet
 
@@ -48,6 +50,13 @@ MODELS = {
     "bert_mlm": bert_mlm,
     "swin": swin,
     "whisper": whisper,
+    "mixer": mixer,
+    "dit": dit,
+    "wavenet": wavenet,
+    "graph": graph,
+    "dlrm": dlrm,
+    "mla": mla,
+    "pairformer": pairformer,
 }
 
 # The titles of the models in tables and charts.
@@ -74,6 +83,13 @@ TITLES = {
     "bert_mlm": "BERT-base, masked words",
     "swin": "Swin-T",
     "whisper": "Whisper base",
+    "mixer": "MLP-Mixer-B/16",
+    "dit": "DiT-B/2",
+    "wavenet": "WaveNet",
+    "graph": "Graph network",
+    "dlrm": "DLRM",
+    "mla": "Latent attention (MLA)",
+    "pairformer": "Pairformer",
 }
 
 # Sizes for tests and for smoke tests.
@@ -112,6 +128,29 @@ SMALL = {
         "heads": 2,
         "layers": 1,
         "vocabulary": 65,
+    },
+    "mixer": {**_IMAGES, "width": 32, "layers": 1, "between": 16, "within": 64},
+    "dit": {"batch": 2, "size": 8, "width": 32, "heads": 2, "layers": 1},
+    "wavenet": {"batch": 2, "length": 32, "stacks": 1, "doublings": 3, "width": 16, "skip": 16},
+    "graph": {"nodes": 20, "edges": 50, "features": 6, "layers": 1, "width": 16},
+    "dlrm": {"batch": 8, "tables": 3, "rows": 10, "width": 8, "bottom": (16,), "top": (16, 1)},
+    "mla": {
+        **_TEXT,
+        "layers": 1,
+        "latent": 16,
+        "size": 16,
+        "turned": 8,
+        "hidden": 64,
+    },
+    "pairformer": {
+        "batch": 1,
+        "length": 8,
+        "layers": 1,
+        "width": 16,
+        "pair_width": 16,
+        "heads": 2,
+        "pair_heads": 2,
+        "bins": 8,
     },
 }
 

@@ -1,22 +1,14 @@
-"""Models of sound: Whisper."""
+"""Models of sound: Whisper, WaveNet."""
 
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .layers import attend
-from .losses import array, cross_entropy
-
-
-def sinusoids(length, width):
-    """Returns Whisper's fixed positions."""
-    rates = np.exp(-np.log(10000) * np.arange(width // 2) / (width // 2 - 1))
-    angles = np.arange(length)[:, None] * rates
-    return np.concatenate([np.sin(angles), np.cos(angles)], -1).astype(np.float32)
+from .losses import array, cross_entropy, language_model, sinusoids
 
 
 class Attention(nn.Module):
@@ -98,3 +90,36 @@ def whisper(
         return cross_entropy(model.apply({"params": params}, sound, tokens), tokens), rest
 
     return loss, variables["params"], {}, (sound, tokens), optax.adamw(3e-4)
+
+
+class WaveNet(nn.Module):
+    stacks: int = 2
+    doublings: int = 10
+    width: int = 128
+    skip: int = 256
+    levels: int = 256
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, sound):
+        x = nn.Embed(self.levels, self.width, dtype=self.dtype)(sound)
+        total = 0
+        for i in range(self.stacks * self.doublings):
+            rate = 2 ** (i % self.doublings)
+            y = nn.Conv(
+                *(2 * self.width, (2,)),
+                padding="CAUSAL",
+                kernel_dilation=(rate,),
+                dtype=self.dtype,
+            )(x)
+            y, gate = jnp.split(y, 2, axis=-1)
+            y = nn.tanh(y) * nn.sigmoid(gate)
+            total = total + nn.Dense(self.skip, dtype=self.dtype)(y)
+            x = x + nn.Dense(self.width, dtype=self.dtype)(y)
+        y = nn.relu(nn.Dense(self.skip, dtype=self.dtype)(nn.relu(total)))
+        return nn.Dense(self.levels, dtype=self.dtype)(y)
+
+
+def wavenet(dtype=None, batch=8, length=16384, **sizes):
+    """WaveNet, which predicts the next of 16,000 samples a second as one of 256 levels."""
+    return language_model(WaveNet(dtype=dtype, **sizes), batch, length)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import mpjax
@@ -35,6 +36,13 @@ def with_jax_cce(hidden, weight, labels, transposed=False):
 
 # The loss of a language model as a function of its last hidden values and the weight of its head.
 HEADS = {"written": written, "mpjax": mpjax.linear_cross_entropy, "jax-cce": with_jax_cce}
+
+
+def sinusoids(length, width):
+    """Returns fixed positions, as in the first transformer."""
+    rates = np.exp(-np.log(10000) * np.arange(width // 2) / (width // 2 - 1))
+    angles = np.arange(length)[:, None] * rates
+    return np.concatenate([np.sin(angles), np.cos(angles)], -1).astype(np.float32)
 
 
 def array(*shape, dtype=jnp.float32):
