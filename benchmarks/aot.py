@@ -50,7 +50,7 @@ ATTENTIVE = tuple(
 CODED = ("gpt2", "bert", "t5", "resnet50")
 
 # The programs to compile, the most valuable first: target, models, rivals.
-FIRST = ("float32", "by hand", "autocast", "autocast, lean")
+FIRST = ("float32", "by hand, strict", "autocast", "autocast, lean")
 GATED = tuple(f"build_train_step, {gate}" for gate in GATES)
 COMPILED = {
     "h100": ("h100", CASES, FIRST),
@@ -64,11 +64,15 @@ COMPILED = {
     "scores": ("h100", ("gpt2", "gpt2_softmax", "bert", "vit"), ("autocast, half scores",)),
     "gates": ("h100", ("gpt2", "resnet50"), GATED),
     "codes": ("h100", CASES, ("autocast, 8bit",)),
+    "flax": ("h100", CASES, ("by hand",)),
     **{
         f"codes-{target}": (target, CODED, ("autocast, lean", "autocast, 8bit"))
         for target in ("v100", "a100-80", "v5e")
     },
-    **{target: (target, CASES, FIRST[:3]) for target in ("v100", "a100-80", "b200", "v5e")},
+    **{
+        target: (target, CASES, (*FIRST[:3], "by hand"))
+        for target in ("v100", "a100-80", "b200", "v5e")
+    },
 }
 # These train in float16 with a loss scale.
 SCALED = ("flax DynamicScale", "build_train_step")

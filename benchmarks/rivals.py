@@ -17,7 +17,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
 from benchmarks import gates
-from benchmarks.models import MODELS, training_step
+from benchmarks.models import MODELS, strictly, training_step
 
 
 class Program(NamedTuple):
@@ -69,6 +69,12 @@ def float32(make, half):
 def by_hand(make, half, **arguments):
     loss, *_, optimizer = make(dtype=jnp.dtype(half), **arguments)
     return plainly(loss, optimizer)
+
+
+def by_hand_strictly(make, half):
+    """Casts by hand with nothing in float32 but statistics, recurrences, and the loss."""
+    loss, *_, optimizer = make(dtype=jnp.dtype(half))
+    return plainly(strictly(loss), optimizer)
 
 
 def with_jmp(make, half):
@@ -170,6 +176,7 @@ HEADS = {"autocast, lean, linear_cross_entropy": "mpjax", "autocast, lean, jax-c
 RIVALS = {
     "float32": float32,
     "by hand": by_hand,
+    "by hand, strict": by_hand_strictly,
     "by hand, half softmax": functools.partial(by_hand, wide_softmax=False),
     "jmp": with_jmp,
     "mixed-precision-for-JAX": with_mixed_precision_for_jax,

@@ -6,7 +6,9 @@ statistics, or nothing). The three arguments are abstract arrays.
 
 ``dtype=None`` is the plain float32 model, which autocast takes. ``dtype=jnp.bfloat16`` is the same
 model with the casts of an expert: flax's ``dtype=``, or ``w.astype(dtype)`` at each use in plain
-JAX. Statistics of norms, softmax, routers, recurrences and losses stay float32.
+JAX. Statistics of norms, softmax, routers, recurrences and losses stay float32,
+and so do attention's scores where JAX's own function has them so. ``strictly(loss)`` is that model
+with 16-bit scores, weights of attention and routers: it has no float32 matmul, in derivatives too.
 """
 
 import functools
@@ -14,10 +16,15 @@ import functools
 import jax
 import optax
 
+from .attentions import mla, pairformer
+from .audio import wavenet, whisper
 from .convolutions import convnext, efficientnet, resnet50
 from .experts import moe
+from .images import dit, mixer, swin
+from .layers import strictly as strictly
 from .recurrent import lstm, mamba, ode
-from .transformers import bert, gpt2, llama, t5, vit
+from .sparse import dlrm, graph
+from .transformers import bert, bert_mlm, gpt2, llama, t5, vit
 from .unets import ddpm, unet
 
 MODELS = {
@@ -40,6 +47,16 @@ MODELS = {
     "lstm": lstm,
     "mamba": mamba,
     "ode": ode,
+    "bert_mlm": bert_mlm,
+    "swin": swin,
+    "whisper": whisper,
+    "mixer": mixer,
+    "dit": dit,
+    "wavenet": wavenet,
+    "graph": graph,
+    "dlrm": dlrm,
+    "mla": mla,
+    "pairformer": pairformer,
 }
 
 # The titles of the models in tables and charts.
@@ -63,13 +80,26 @@ TITLES = {
     "lstm": "LSTM language model",
     "mamba": "Mamba",
     "ode": "Neural ODE",
+    "bert_mlm": "BERT-base, masked words",
+    "swin": "Swin-T",
+    "whisper": "Whisper base",
+    "mixer": "MLP-Mixer-B/16",
+    "dit": "DiT-B/2",
+    "wavenet": "WaveNet",
+    "graph": "Graph network",
+    "dlrm": "DLRM",
+    "mla": "Latent attention (MLA)",
+    "pairformer": "Pairformer",
 }
 
 # Sizes for tests and for smoke tests.
 _TEXT = {"batch": 2, "length": 16, "width": 32, "heads": 2, "vocabulary": 64}
 _IMAGES = {"batch": 2, "size": 32}
 SMALL = {
-    **{name: {**_TEXT, "layers": 1} for name in ("gpt2", "gpt2_medium", "gpt2_softmax", "bert")},
+    **{
+        name: {**_TEXT, "layers": 1}
+        for name in ("gpt2", "gpt2_medium", "gpt2_softmax", "bert", "bert_mlm")
+    },
     **{
         name: {**_TEXT, "layers": 2, "groups": 1}
         for name in ("llama", "llama_remat", "llama_unrolled")
@@ -88,6 +118,40 @@ SMALL = {
     "lstm": {"batch": 2, "length": 8, "width": 16, "layers": 1, "vocabulary": 64},
     "mamba": {"batch": 2, "length": 8, "width": 32, "state": 4, "layers": 1, "vocabulary": 64},
     "ode": {"steps": 2, "batch": 2, "width": 8},
+    "swin": {**_IMAGES, "blocks": (2, 1), "heads": (2, 4), "width": 16, "window": 4},
+    "whisper": {
+        "batch": 2,
+        "frames": 32,
+        "channels": 8,
+        "answer": 8,
+        "width": 32,
+        "heads": 2,
+        "layers": 1,
+        "vocabulary": 65,
+    },
+    "mixer": {**_IMAGES, "width": 32, "layers": 1, "between": 16, "within": 64},
+    "dit": {"batch": 2, "size": 8, "width": 32, "heads": 2, "layers": 1},
+    "wavenet": {"batch": 2, "length": 32, "stacks": 1, "doublings": 3, "width": 16, "skip": 16},
+    "graph": {"nodes": 20, "edges": 50, "features": 6, "layers": 1, "width": 16},
+    "dlrm": {"batch": 8, "tables": 3, "rows": 10, "width": 8, "bottom": (16,), "top": (16, 1)},
+    "mla": {
+        **_TEXT,
+        "layers": 1,
+        "latent": 16,
+        "size": 16,
+        "turned": 8,
+        "hidden": 64,
+    },
+    "pairformer": {
+        "batch": 1,
+        "length": 8,
+        "layers": 1,
+        "width": 16,
+        "pair_width": 16,
+        "heads": 2,
+        "pair_heads": 2,
+        "bins": 8,
+    },
 }
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .layers import grouped_attention, rms_norm, used
+from .layers import grouped_attention, narrow, rms_norm, used
 from .losses import array, cross_entropy
 
 CHOICES = 2
@@ -13,9 +13,11 @@ CHOICES = 2
 def route(x, router):
     """Returns each token's experts, their weights, and the imbalance of the load.
 
-    The router is float32 in casts by hand too, as in Switch Transformers.
+    The router is float32 in casts by hand too, as in Switch Transformers. If they are strict, its
+    softmax is, and its matmul is not.
     """
-    shares = jax.nn.softmax(x.astype(jnp.float32) @ router)
+    wide = narrow(x.astype(jnp.float32), x.dtype)
+    shares = jax.nn.softmax((wide @ narrow(router, x.dtype)).astype(jnp.float32))
     best, chosen = jax.lax.top_k(shares, CHOICES)
     experts = router.shape[-1]
     taken = jax.nn.one_hot(chosen[..., 0], experts).reshape(-1, experts).mean(0)
@@ -31,6 +33,7 @@ def one_hot_experts(x, p, chosen, shares):
     picks = jax.nn.one_hot(chosen.reshape(batch, -1), experts)
     place = (jnp.cumsum(picks, axis=1) - 1) * picks
     seats = jax.nn.one_hot(place.sum(-1).astype(jnp.int32), capacity)
+    picks, seats, shares = (narrow(y, x.dtype) for y in (picks, seats, shares))
     seated = picks[..., None] * seats[..., None, :]
     seated = seated.reshape(batch, length, CHOICES, experts, capacity)
     combine = (seated * shares[..., None, None]).sum(2).astype(x.dtype)

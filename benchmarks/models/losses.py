@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import mpjax
@@ -10,6 +11,15 @@ import mpjax
 def cross_entropy(logits, labels):
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def masked_cross_entropy(logits, labels):
+    """The mean cross entropy where a label is not below 0."""
+    seen = labels >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), jnp.maximum(labels, 0)
+    )
+    return jnp.sum(jnp.where(seen, losses, 0.0)) / jnp.maximum(seen.sum(), 1)
 
 
 def written(hidden, weight, labels, transposed=False):
@@ -28,16 +38,23 @@ def with_jax_cce(hidden, weight, labels, transposed=False):
 HEADS = {"written": written, "mpjax": mpjax.linear_cross_entropy, "jax-cce": with_jax_cce}
 
 
+def sinusoids(length, width):
+    """Returns fixed positions, as in the first transformer."""
+    rates = np.exp(-np.log(10000) * np.arange(width // 2) / (width // 2 - 1))
+    angles = np.arange(length)[:, None] * rates
+    return np.concatenate([np.sin(angles), np.cos(angles)], -1).astype(np.float32)
+
+
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def classifier(model, inputs, labels):
+def classifier(model, inputs, labels, entropy=cross_entropy):
     """Returns the tuple of a `MODELS` entry for a model whose only variables are parameters."""
     variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
 
     def loss(params, rest, batch):
-        return cross_entropy(model.apply({"params": params}, batch[0]), batch[1]), rest
+        return entropy(model.apply({"params": params}, batch[0]), batch[1]), rest
 
     return loss, variables["params"], {}, (inputs, labels), optax.adamw(3e-4)
 

@@ -7,8 +7,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .layers import rms_norm, used
+from .layers import narrow, rms_norm, used
 from .losses import array, cross_entropy, language_model
+
+
+class Cell(nn.OptimizedLSTMCell):
+    """flax's cell, whose carry is float32. In strict casts by hand, what layers read is not."""
+
+    def __call__(self, carry, x):
+        (c, h), _ = super().__call__(carry, x)
+        h = narrow(h, self.dtype)
+        return (c, h), h
+
+    def initialize_carry(self, rng, input_shape):
+        c, h = super().initialize_carry(rng, input_shape)
+        return c, narrow(h, self.dtype)
 
 
 class LSTM(nn.Module):
@@ -21,7 +34,7 @@ class LSTM(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         for _ in range(self.layers):
-            x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
+            x = nn.RNN(Cell(self.width, dtype=self.dtype))(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 

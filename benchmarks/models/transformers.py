@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .layers import grouped_attention, rms_norm, softmax_attention, used
-from .losses import HEADS, array, classifier, cross_entropy, language_model
+from .layers import attend, grouped_attention, rms_norm, softmax_attention, used
+from .losses import (
+    HEADS,
+    array,
+    classifier,
+    cross_entropy,
+    language_model,
+    masked_cross_entropy,
+)
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------
 
@@ -26,8 +33,8 @@ class Block(nn.Module):
         y = nn.LayerNorm(dtype=self.dtype)(x)
         qkv = nn.Dense(3 * width, dtype=self.dtype)(y)
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.heads, -1), 3, axis=2)
-        attend = softmax_attention if self.spelled_out else jax.nn.dot_product_attention
-        y = (self.attention or attend)(q, k, v, is_causal=True)
+        attention = softmax_attention if self.spelled_out else attend
+        y = (self.attention or attention)(q, k, v, is_causal=True)
         x = x + nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.Dense(4 * width, dtype=self.dtype)(y)
@@ -64,13 +71,17 @@ def gpt2(dtype=None, batch=8, length=1024, head="written", **sizes):
 
 
 class Encoder(nn.Module):
-    """Layers of BERT, or of ViT with ``norm_first``, built from flax's own modules."""
+    """Layers of BERT, or of ViT with ``norm_first``, built from flax's own modules.
+
+    With ``masked``, the head that predicts masked words, instead of a classifier.
+    """
 
     layers: int
     width: int = 768
     heads: int = 12
     vocabulary: int = 0
     norm_first: bool = False
+    masked: bool = False
     wide_softmax: bool = True
     attention: Any = None
     dtype: Any = None
@@ -78,7 +89,8 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x):
         if self.vocabulary:
-            x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(x)
+            embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+            x = embed(x)
         else:
             x = nn.Conv(self.width, (16, 16), (16, 16), "VALID", dtype=self.dtype)(x)
             x = x.reshape(x.shape[0], -1, self.width)
@@ -88,6 +100,11 @@ class Encoder(nn.Module):
             x = self.around(x, self.attend)
             x = self.around(x, self.mlp)
         x = nn.LayerNorm(dtype=self.dtype)(x)
+        if self.masked:
+            x = nn.gelu(nn.Dense(self.width, dtype=self.dtype)(x), approximate=False)
+            logits = embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
+            bias = self.param("bias", nn.initializers.zeros, logits.shape[-1:])
+            return logits + bias.astype(logits.dtype)
         return nn.Dense(1000, dtype=self.dtype)(x.mean(1))
 
     def around(self, x, layer):
@@ -112,6 +129,13 @@ def bert(dtype=None, batch=16, length=512, layers=12, vocabulary=30522, wide_sof
     model = Encoder(layers, vocabulary=vocabulary, wide_softmax=wide_softmax, dtype=dtype, **sizes)
     tokens, labels = (array(*s, dtype=jnp.int32) for s in ((batch, length), (batch,)))
     return classifier(model, tokens, labels)
+
+
+def bert_mlm(dtype=None, batch=16, length=512, layers=12, vocabulary=30522, **sizes):
+    """BERT with the head and the loss of masked words; other words have a label below 0."""
+    model = Encoder(layers, vocabulary=vocabulary, masked=True, dtype=dtype, **sizes)
+    tokens = array(batch, length, dtype=jnp.int32)
+    return classifier(model, tokens, tokens, masked_cross_entropy)
 
 
 def vit(dtype=None, batch=64, size=224, layers=12, wide_softmax=True, **sizes):

@@ -5,8 +5,11 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import thorough_but
 
-from benchmarks.models import MODELS, SMALL, TITLES, training_step
+import mpjax
+from benchmarks.models import MODELS, SMALL, TITLES, strictly, training_step
+from benchmarks.rivals import program
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 
@@ -28,8 +31,11 @@ def matmuls(jaxpr):
             yield from matmuls(inner)
 
 
-# Of every model its casts by hand in the quick tier, but for the one that takes seconds to trace.
-QUICK = [(name, jnp.bfloat16) for name in MODELS if name != "ddpm"] + [("gpt2", None)]
+# Of every model its casts by hand in the quick tier, but for those that take seconds to trace.
+SLOW = ("ddpm", "pairformer")
+QUICK = [(name, jnp.bfloat16) for name in MODELS if name not in SLOW] + [("gpt2", None)]
+# Each way in which strict casts by hand differ from others.
+STRICTER = ("gpt2", "llama", "moe_onehot", "moe_ragged", "lstm", "t5")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,38 @@ def test_a_model_is_a_loss_of_abstract_arrays(name, dtype):
     state = params, rest, jax.eval_shape(optimizer.init, params)
     after, _ = jax.eval_shape(training_step(loss, optimizer), state, batch)
     assert described(after) == described(state)
+
+
+@pytest.mark.parametrize("name", thorough_but(MODELS, *STRICTER))
+def test_strict_casts_by_hand_have_no_float32_matmul_in_derivatives_either(name):
+    found = program(name, "by hand, strict", "bfloat16", **SMALL[name])
+    jaxpr = jax.make_jaxpr(found.step)(found.state, found.batch)
+    operands = list(matmuls(jaxpr.jaxpr))
+    assert operands and all(dtypes == {"bfloat16"} for dtypes in operands)
+
+
+def drawn(tree, seed=0):
+    """Returns random arrays in place of abstract ones; scales and variances are around 1."""
+    rng = np.random.default_rng(seed)
+
+    def one(path, x):
+        if x.dtype == jnp.int32:
+            return rng.integers(4, size=x.shape, dtype=np.int32)
+        about = any(word in str(path[-1]) for word in ("scale", "var", "norm"))
+        return np.float32(about) + 0.1 * rng.standard_normal(x.shape, np.float32)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@pytest.mark.parametrize("name", thorough_but(MODELS, "gpt2"))
+def test_losses_agree_in_float32_strictly_by_hand_and_under_autocast(name):
+    loss, *arguments, _ = MODELS[name](**SMALL[name])
+    arguments = drawn(arguments)
+    strict = strictly(MODELS[name](dtype=jnp.bfloat16, **SMALL[name])[0])
+    whole = jax.jit(loss)(*arguments)[0]
+    for half in (strict, mpjax.autocast(loss, "mixed_bfloat16")):
+        # Of a loss of a few units bfloat16 keeps eight bits; the mean over outputs keeps more.
+        assert jnp.allclose(jax.jit(half)(*arguments)[0], whole, rtol=0.01)
 
 
 def random_loss(name, sizes):
