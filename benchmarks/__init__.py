@@ -22,6 +22,8 @@ RESULTS = HERE / "results"
 SUITES = {
     "cpu": "steps timed in pairs on this CPU, dispatch, tracing, reports, instruments, checksums",
     "aot": "memory, bytes and matmuls of training steps, cross-compiled for GPUs and TPUs",
+    "padding": "matmuls with odd axes, padded or not, in steps cross-compiled for a GPU",
+    "gpu_session": "what a few minutes on a lent GPU decide: each step with a prediction to refute",
     "gpu": "steps on a GPU: times compared with rivals, memory compared with predictions",
     "weights": "ways to store weights and moments: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",

@@ -187,7 +187,10 @@ RIVALS = {
         )
         for rung, suffix in LADDER.items()
     },
-    "autocast, fused attention": functools.partial(autocast, suffix=",fused_attention=true"),
+    "autocast, fused attention": functools.partial(autocast, suffix=_FUSED),
+    "autocast, chunked loss, fused attention": functools.partial(
+        autocast, suffix=f"{_CHUNKED}{_FUSED}"
+    ),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
     **{

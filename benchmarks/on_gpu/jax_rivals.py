@@ -45,6 +45,7 @@ RIVALS = {
     "mpjax lean": Way("autocast, lean"),
     "mpjax 8bit": Way("autocast, 8bit"),
     "mpjax lean, chunked loss": Way("autocast, lean, chunked loss"),
+    "mpjax fused, chunked loss": Way("autocast, chunked loss, fused attention"),
     "mpjax 8bit, chunked loss, fused": Way("autocast, 8bit, chunked loss, fused attention"),
     "mpjax 0.5": Way("autocast, 0.5"),
     "mpjax 0": Way("autocast, 0"),
@@ -85,10 +86,11 @@ def jitted(program: Any) -> Any:
     return jax.jit(program.step, donate_argnums=0)
 
 
-def compile_step(program: Any, rival: str) -> Any:
+def compile_step(program: Any, rival: str, flags: dict[str, Any] | None = None) -> Any:
     """Compiles a rival's step for abstract arrays, so that JAX's cache has one entry for it."""
     with precisely(rival):
-        return jitted(program).lower(program.state, program.batch).compile()
+        lowered = jitted(program).lower(program.state, program.batch)
+        return lowered.compile(compiler_options=flags)
 
 
 def on_cpu() -> bool:
@@ -135,13 +137,20 @@ def build(
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(found.params)),
         "compile_s": round(time.perf_counter() - start, 2),
     }
+    return (*loaded(found, compiled, sizes), facts)
+
+
+def loaded(
+    program: Any, compiled: Any, sizes: dict[str, Any]
+) -> tuple[Callable[[int], float], Callable[[], float]]:
+    """Returns a function that times steps of a compiled program, and one for the last loss."""
     state = batch = out = None
 
     def load() -> None:
         """Fills the device's memory, which the programs of all models would not fit together."""
         nonlocal state, batch
-        params, rest, batch = arrays(found, sizes)
-        state = jax.block_until_ready(jax.jit(found.init)(params, rest))
+        params, rest, batch = arrays(program, sizes)
+        state = jax.block_until_ready(jax.jit(program.init)(params, rest))
 
     def run(steps: int) -> float:
         nonlocal state, out
@@ -153,7 +162,7 @@ def build(
         jax.block_until_ready((state, out))
         return time.perf_counter() - start
 
-    return run, lambda: float(out["loss"] if isinstance(out, dict) else out), facts
+    return run, lambda: float(out["loss"] if isinstance(out, dict) else out)
 
 
 def device() -> str:

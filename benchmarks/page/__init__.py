@@ -43,6 +43,7 @@ TITLES = {
     "aot": "Compiled for GPUs and TPUs",
     "ladder": "Memory settings",
     "fit": "Memory and roofline of each setting",
+    "padding": "Matmuls with odd axes",
     "gpu": "Timed on a GPU",
     "cpu": "Timed on a CPU",
     "scaling": "Size of models and number of devices",

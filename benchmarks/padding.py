@@ -1,0 +1,79 @@
+"""Suite "padding": what the padding of matmuls with odd axes changes, compiled for an H100.
+
+    python -m benchmarks --suite padding [gpt2 bert_mlm ...]
+
+Each model's step by autocast is compiled twice: as it is, and with odd axes left alone. A row has
+its 16-bit matmuls with an odd axis (no multiple of 8), of at least `gpu_matmuls.LEAST_FLOPS`, the
+number of its kernels, its temporary memory and its bytes. Figures do not change from run to run.
+A program that XLA cannot compile with Triton's matmuls, because no device is there to tune them, is
+compiled with cuBLAS's alone, which XLA pads itself: ``triton`` is false. Needs mpjax[aot]; minutes.
+"""
+
+import collections
+import math
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+
+import mpjax
+from benchmarks import Options
+from benchmarks.aot import ATTENTIVE, SETTINGS, TIMEOUT, on_the_cpu
+from benchmarks.aot import CASES as MODELS
+from benchmarks.models import SMALL
+from benchmarks.results import FAILED, Results, Row
+from benchmarks.rivals import program
+from mpjax._src.base._jax import gpu_matmuls
+from mpjax._src.hardware.hlo_costs import costs
+
+__all__ = ["SETTINGS"]
+
+CASES = MODELS
+RIVALS = {True: "padded", False: "odd axes left alone"}
+# Models with attention, as most people train them on a GPU.
+FUSED = "autocast, fused attention"
+
+
+def run(options: Options, results: Results) -> None:
+    """Compiles the programs that have no row yet."""
+    on_the_cpu()
+    for model in options.cases:
+        sizes = SMALL[model] if options.smoke else {}
+        ways = ("autocast", FUSED) if model in ATTENTIVE else ("autocast",)
+        for way in ways:
+            for padded, name in RIVALS.items():
+                case = f"{model}, fused attention" if way == FUSED else model
+                if not results.get(case, name):
+                    results.put(case, name, figures(model, way, padded, sizes))
+
+
+def figures(model: str, way: str, padded: bool, sizes: dict[str, Any]) -> Row:
+    """Compiles one training step; returns its figures, or the reason why there are none."""
+    start = time.monotonic()
+    least = gpu_matmuls.LEAST_FLOPS
+    jax.clear_caches()  # of programs with the other padding
+    try:
+        with mock.patch.object(gpu_matmuls, "LEAST_FLOPS", least if padded else math.inf):
+            found = program(model, way, "bfloat16", **sizes)
+            step = jax.jit(found.step, donate_argnums=0)
+            report = mpjax.compile_for("h100", step, found.state, found.batch, timeout=TIMEOUT)
+    except Exception as error:
+        return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    kernels = costs(report.hlo).kernels
+    odd = collections.Counter(
+        str(matmul.odd)
+        for kernel in kernels
+        for matmul in kernel.matmuls
+        if matmul.odd and matmul.flops >= least
+    )
+    return {
+        "odd": dict(odd),
+        "kernels": sum(kernel.times for kernel in kernels),
+        "temp_mib": round(report.temp_bytes / 2**20, 1),
+        "bytes_gb": round(report.xla_costs["bytes accessed"] / 1e9, 3),
+        "looped_gb": round(report.bytes_accessed / 1e9, 3),
+        "expected_ms": report.expected_ms,
+        "triton": not any("triton" in note for note in report.notes),
+        "seconds": round(time.monotonic() - start, 1),
+    }
