@@ -26,7 +26,7 @@ from mpjax._src.hardware.hlo import (
     runs,
     source_lines,
 )
-from mpjax._src.hardware.hlo_costs import FREE, LIBRARIES, bytes_moved
+from mpjax._src.hardware.hlo_costs import LIBRARIES
 from mpjax._src.hardware.memory import (
     CODES,
     KEPT,
@@ -36,6 +36,7 @@ from mpjax._src.hardware.memory import (
     op_name,
     scope_of,
 )
+from mpjax._src.hardware.traffic import STRUCTURE, bytes_moved
 
 MEMORY = Color(
     "memory",
@@ -55,9 +56,6 @@ BYTES = Color(
     "including all iterations of loops and assuming no cache.",
     unit="bytes",
 )
-# Instructions that do not run a kernel.
-STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
-
 MEMORY_WORDS = (
     "Arguments are identified by their names in the program. Temporary memory is shown at its "
     "peak, in the order that the compiler chose: the forward pass computes kept activations for "

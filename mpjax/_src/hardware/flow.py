@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from mpjax._src.hardware.hlo import (
+    PLACES,
     Computation,
     Op,
     attribute,
@@ -17,7 +18,6 @@ from mpjax._src.hardware.hlo import (
     custom_target,
     parameters,
 )
-from mpjax._src.hardware.hlo_costs import PLACES
 
 Leaf = tuple[str, str, int]
 

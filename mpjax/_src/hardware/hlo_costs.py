@@ -14,33 +14,24 @@ import re
 import numpy as np
 
 from mpjax._src.hardware.hlo import (
-    HOST,
-    VIEWS,
+    PLACES,
     Computation,
     Op,
     Shape,
     bits,
-    called_by,
     custom_target,
     jax_name,
-    origin,
-    parameters,
     parse,
     runs,
     trip_count,
-    users_of,
 )
+from mpjax._src.hardware.traffic import bytes_moved, host_bytes
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
 PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
 # In the configuration of cuDNN's attention: the shape of the scores, and its own mask.
 SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
 CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
-SLICES = {"dynamic-slice", "slice", "gather"}
-FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-    *("partition-id", "replica-id", "opt-barrier", "domain", "add-dependency"),
-}
 # Instructions that count as one FLOP per element of the result.
 ARITHMETIC = {
     *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "power"),
@@ -49,11 +40,7 @@ ARITHMETIC = {
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
 LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
-# Custom calls that only place or rename arrays; below also those that only sort.
-PLACES = (
-    *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
-    *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
-)
+# Custom calls that multiply nothing.
 NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
@@ -226,98 +213,3 @@ def _meetings(
     """Counts the pairs of window and kernel positions along an axis that meet an input entry."""
     at = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None, :] * dilation
     return int(((at >= 0) & (at < (size - 1) * spread + 1) & (at % spread == 0)).sum())
-
-
-# ---- bytes --------------------------------------------------------------------------------------
-
-
-def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op) -> float:
-    """Returns the bytes of main memory that one instruction reads and writes."""
-    code = op.opcode
-    if code in FREE or code in ("while", "call", "conditional", "async-start"):
-        return 0
-    if code.endswith(("-done", "-update")):
-        return 0
-    operands = [computation.ops[name] for name in dict.fromkeys(op.operands)]
-    if code == "fusion":
-        kernel = module[called_by(op)[0]]
-        return _reads(module, kernel) + _writes(kernel, kernel.root)
-    # Of what is only sliced or updated in place, as much is read as is written.
-    if code in SLICES:
-        return 2 * op.bytes + sum(o.bytes for o in operands[1:] if code == "gather")
-    if code == "dynamic-update-slice":
-        return 2 * computation.ops[op.operands[1]].bytes
-    if code == "scatter":  # also the rows that the updates hit are read, and written
-        return sum(o.bytes for o in operands[1:]) + 2 * operands[-1].bytes
-    if hosted := host_bytes(op, to_host=True) + host_bytes(op, to_host=False):
-        return hosted  # read or written once on the device
-    # A start returns its destination and its source, and then a handle.
-    if code == "copy-start":
-        return sum(shape.bytes for shape in op.shapes[:2])
-    if code == "slice-start":
-        piece = op.shapes[-2] if len(op.shapes) > 2 else op.shapes[-1]
-        source = dataclasses.replace(piece, space=op.shapes[0].space)
-        return piece.bytes + source.bytes
-    written = op.bytes
-    if code == "custom-call" and custom_target(op).startswith("__cu") and len(op.shapes) > 1:
-        written -= op.shapes[-1].bytes  # scratch
-    return written + sum(o.bytes for o in operands)
-
-
-def host_bytes(op: Op, to_host: bool) -> float:
-    """Returns the bytes that an asynchronous instruction sends to the host, or reads from there.
-
-    Of an array on the host, a loop reads or writes a slice. The slice is what is on the device.
-    """
-    if not op.opcode.endswith("-start") or all(s.space != HOST for s in op.shapes):
-        return 0
-    # The destination is the first shape of a copy, and the last before a handle of the others.
-    destination = op.shapes[0 if op.opcode == "copy-start" else -2]
-    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == HOST))
-
-
-def _reads(module: dict[str, Computation], kernel: Computation) -> float:
-    """Returns the bytes that a kernel reads; for an operand that it only slices, the slices'."""
-    users = users_of(kernel)
-    return sum(
-        min(parameter.bytes, _read(module, kernel, users, parameter.name))
-        for parameter in parameters(kernel)
-        if parameter.bytes
-    )
-
-
-def _read(
-    module: dict[str, Computation], kernel: Computation, users: dict[str, list[Op]], name: str
-) -> float:
-    total = 0.0
-    whole = kernel.ops[name].bytes
-    for user in users[name]:
-        if user.opcode in SLICES and user.operands[0] == name:
-            total += math.prod(user.shapes[0].dims) * bits(kernel.ops[name].shapes[0].dtype) / 8
-        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
-            continue  # written in place
-        elif user.opcode in VIEWS and user.name != kernel.root:
-            total += _read(module, kernel, users, user.name)
-        elif user.opcode == "fusion":
-            inner = module[called_by(user)[0]]
-            parameter = parameters(inner)[user.operands.index(name)]
-            total += _read(module, inner, users_of(inner), parameter.name)
-        else:
-            return whole
-    return total
-
-
-def _writes(kernel: Computation, name: str) -> float:
-    """Returns the bytes that a kernel writes; for an in-place update, those of the update."""
-    op = kernel.ops[name]
-    if op.opcode == "tuple":
-        return sum(_writes(kernel, element) for element in op.operands)
-    source = origin(kernel, name, ("bitcast", "convert"))
-    if not op.bytes:
-        return 0
-    if source.opcode == "dynamic-update-slice":
-        update = kernel.ops[source.operands[1]].shapes[0]
-        return update.size * bits(op.shapes[0].dtype) / 8
-    if source.opcode == "scatter":
-        return 2 * kernel.ops[source.operands[-1]].bytes
-    return op.bytes
