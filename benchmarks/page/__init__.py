@@ -44,6 +44,7 @@ TITLES = {
     "ladder": "Memory settings",
     "fit": "Memory and roofline of each setting",
     "gpu": "Timed on a GPU",
+    "expected": "Expected and measured times",
     "cpu": "Timed on a CPU",
     "scaling": "Size of models and number of devices",
 }

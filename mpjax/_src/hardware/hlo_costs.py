@@ -7,12 +7,12 @@ This module counts every iteration of a loop, and counts library calls as matmul
 import collections
 import dataclasses
 import functools
-import json
 import math
 import re
 
 import numpy as np
 
+from mpjax._src.hardware.collectives import SENT
 from mpjax._src.hardware.hlo import (
     PLACES,
     Computation,
@@ -25,7 +25,7 @@ from mpjax._src.hardware.hlo import (
     runs,
     trip_count,
 )
-from mpjax._src.hardware.traffic import bytes_moved, host_bytes
+from mpjax._src.hardware.traffic import bytes_moved, host_bytes, is_kernel
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
 PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
@@ -39,9 +39,12 @@ ARITHMETIC = {
     *("rsqrt", "cbrt", "sine", "cosine", "tan", "erf", "atan2", "remainder", "sign", "floor"),
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
-LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
 # Custom calls that multiply nothing.
 NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
+# What multiplies: matmuls, convolutions and cuDNN's attention. Libraries' calls begin like this.
+DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
+LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
+EIGHT = 8  # tensor cores load as many 16-bit operands at once
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 
@@ -57,6 +60,22 @@ class Matmul:
     library: bool  # whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote
     times: int  # how often it runs
     flops: float  # of one run, of one pass
+    kind: str = DOT  # one of `DOT`, `CONVOLUTION` and `ATTENTION`
+    odd: int = 0  # of 16-bit operands, a free or contracted axis that is no multiple of 8
+
+
+@dataclasses.dataclass
+class Kernel:
+    """One kernel of an HLO module, or one call of a library, with what it runs."""
+
+    computation: Computation  # that it stands in
+    op: Op
+    name: str  # the name of the JAX operation that it comes from
+    times: int  # how often it runs
+    bytes: float  # what one run reads from and writes to main memory
+    codes: set[str] = dataclasses.field(default_factory=set)  # the opcodes of what it runs
+    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
+    other_flops: float = 0.0  # of one run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,33 +91,53 @@ class Costs:
     constant_bytes: float  # the bytes of the arrays that are part of the program
     unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
     unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
+    # What runs one after the other: all kernels except those that devices and the host exchange.
+    kernels: tuple[Kernel, ...] = dataclasses.field(compare=False)
 
 
 def costs(text: str) -> Costs:
     """Returns the cost of one run of an optimized HLO module."""
     module, entry = parse(text)
-    matmuls: list[Matmul] = []
-    flops = traffic = constants = sent = received = 0.0
+    groups: list[Kernel] = []  # each instruction with what it runs, if that is fused
+    constants = sent = received = 0.0
     loops, calls = 0, dict[str, None]()
     for computation, op, times, fused, scope in runs(module, entry):
+        if not fused:
+            moved = bytes_moved(module, computation, op)
+            groups.append(Kernel(computation, op, jax_name(op, scope), times, moved))
+            sent += times * host_bytes(op, to_host=True)
+            received += times * host_bytes(op, to_host=False)
+        group = groups[-1]
+        group.codes.add(op.opcode)
         product = matmul(computation, op, times, scope)
         if product:
-            matmuls.append(product)
+            group.matmuls.append(product)
         elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
             calls[custom_target(op)] = None
         elif op.opcode in ARITHMETIC:
-            flops += times * op.shapes[0].size
+            group.other_flops += op.shapes[0].size
         elif op.opcode in ("reduce", "reduce-window"):
-            flops += times * computation.ops[op.operands[0]].shapes[0].size
+            group.other_flops += computation.ops[op.operands[0]].shapes[0].size
         elif op.opcode == "while":
             loops += trip_count(module, computation, op) is None
         elif op.opcode == "constant" and not fused:
             constants += op.bytes
-        if not fused:
-            traffic += times * bytes_moved(module, computation, op)
-            sent += times * host_bytes(op, to_host=True)
-            received += times * host_bytes(op, to_host=False)
-    return Costs(tuple(matmuls), flops, traffic, (sent, received), constants, loops, tuple(calls))
+    return Costs(
+        tuple(product for group in groups for product in group.matmuls),
+        sum(group.times * group.other_flops for group in groups),
+        sum(group.times * group.bytes for group in groups),
+        (sent, received),
+        constants,
+        loops,
+        tuple(calls),
+        tuple(group for group in groups if is_kernel(group.op) and not _exchanges(group.op)),
+    )
+
+
+def _exchanges(op: Op) -> bool:
+    """Returns whether an instruction sends to other devices or to the host, beside kernels."""
+    hosted = host_bytes(op, to_host=True) or host_bytes(op, to_host=False)
+    return bool(hosted) or op.opcode.removesuffix("-start") in SENT
 
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
@@ -125,34 +164,57 @@ def _precision(op: Op, library: bool) -> str:
     return next((level for level in ("highest", "high") if level in levels), "default")
 
 
-def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+def is_matmul(op: Op) -> bool:
     library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
-    if op.opcode not in ("dot", "convolution") and not library:
+    return library or op.opcode in (DOT, CONVOLUTION)
+
+
+def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+    if not is_matmul(op):
         return None
     left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
     algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
+    operands, library = max(left.dtype, right.dtype, key=bits), op.opcode == "custom-call"
+    kind, odd = CONVOLUTION, 0
+    if custom_target(op).startswith("__cudnn$fmha"):
+        kind = ATTENTION
+    elif op.opcode == "dot" or custom_target(op).startswith("__cublas"):
+        kind, axes = DOT, _matmul_axes(op, left, right)
+        odd = next((a for a in axes if bits(operands) == 16 and a > 1 and a % EIGHT), 0)
     return Matmul(
         jax_name(op, scope),
-        max(left.dtype, right.dtype, key=bits),
+        operands,
         _precision(op, library),
         algorithm[1] if algorithm else "",
         int(algorithm[2] or 1) if algorithm else 1,
         library,
         times,
         _flops(op, left, right),
+        kind,
+        odd,
     )
 
 
-def _flops(op: Op, left: Shape, right: Shape) -> float:
-    result = op.shapes[0]
+def _matmul_axes(op: Op, left: Shape, right: Shape) -> tuple[int, int, int]:
+    """Returns the sizes of a matmul: the free entries of both operands, and the contracted ones."""
+    contracted = math.prod(left.dims[axis] for axis in _dimensions(op, "contracting"))
+    shared = contracted * math.prod(left.dims[axis] for axis in _dimensions(op, "batch"))
+    return left.size // (shared or 1), right.size // (shared or 1), contracted
+
+
+def _dimensions(op: Op, which: str) -> list[int]:
+    """Returns the axes of the left operand that a matmul contracts, or takes one by one."""
     if op.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.attributes)
-        axes = [int(d) for d in contracted[1].split(",") if d] if contracted else []
-        return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
-    target = custom_target(op)
-    if target.startswith("__cublas"):
-        axes = _gemm_contraction(op)
-        return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
+        match = re.search(rf"\blhs_{which}_dims=\{{([\d,]*)\}}", op.attributes)
+    else:  # a library's configuration is JSON
+        match = re.search(rf'"lhs_{which}_dimensions":\[([^\]]*)\]', op.attributes)
+    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+
+
+def _flops(op: Op, left: Shape, right: Shape) -> float:
+    result, target = op.shapes[0], custom_target(op)
+    if op.opcode == "dot" or target.startswith("__cublas"):
+        return 2.0 * result.size * _matmul_axes(op, left, right)[2]
     if target.startswith("__cudnn$fmha"):
         return _attention_flops(op, left.dims[-1])
     # cuDNN's gradients are described by the forward convolution's window and dimension labels.
@@ -172,12 +234,6 @@ def _attention_flops(op: Op, width: int) -> float:
     if CAUSAL.search(op.attributes):
         entries = sum(min(query + 1, keys) for query in range(queries))
     return 2.0 * (5 if "Backward" in custom_target(op) else 2) * width * math.prod(heads) * entries
-
-
-def _gemm_contraction(op: Op) -> list[int]:
-    match = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', op.attributes)
-    numbers = json.loads(match[1]) if match else {}
-    return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
 
 
 def _convolution_flops(
