@@ -3,13 +3,14 @@
     python -m benchmarks --suite cpu|aot|gpu|scaling|fit|gate [CASE ...] [--part PART]
     python -m benchmarks --list
     python -m benchmarks --page
+    python -m benchmarks.flags train.py:step
 
 A suite is a module of this package. It defines ``CASES``, the names that can be selected, and
 ``run(options, results)``. ``run`` measures the rows that `Results.get` does not have, puts each row
 when it is measured, and may return problems, one line each. A suite may also define ``LONG`` (cases
 that run only when they are named), ``PARTS`` (names for ``--part``), ``FILE`` (the name of its
 JSON) and ``SETTINGS`` (what its rows have in common). Figures that the documentation quotes are
-ratios of rows of one suite.
+ratios of rows of one suite. `flags` tries XLA flags on a step of yours.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ SUITES = {
     "padding": "matmuls with odd axes, padded or not, in steps cross-compiled for a GPU",
     "gpu_session": "what a few minutes on a lent GPU decide: each step with a prediction to refute",
     "gpu": "steps on a GPU: times compared with rivals, memory compared with predictions",
+    "expected": "times of steps on an H100 as compile_for expects them, and as they were measured",
     "weights": "ways to store weights and moments: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
     "watching": "steps whose precision is watched, cross-compiled for a GPU: memory and bytes",

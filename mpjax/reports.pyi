@@ -7,6 +7,7 @@ from ._src.hardware.devices import DeviceReport
 from ._src.hardware.fit import MemoryFit
 from ._src.hardware.memory import MemoryRow
 from ._src.hardware.report import CompileReport, MatmulRow
+from ._src.hardware.times import KernelRow
 from ._src.hardware.trials import FitTry
 from ._src.instruments.agreement import Agreement, Parting
 from ._src.instruments.compare import Comparison
@@ -41,6 +42,7 @@ __all__ = [
     "GradientHistogram",
     "HistogramRow",
     "Kept",
+    "KernelRow",
     "LargestBatch",
     "LintReport",
     "LossScaleAdvice",

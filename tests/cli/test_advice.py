@@ -52,8 +52,8 @@ def names(devices, environment=None):
 
 def test_advised_flags_fit_platforms_and_numbers_of_devices():
     assert names({"cpu": 8}) == []
-    assert names({"gpu": 1}) == ["--xla_gpu_triton_gemm_any=true"]
-    assert names({"gpu": 0}) == names({"gpu": 8}) and len(names({"gpu": 8})) == 6
+    assert names({"gpu": 1}) == []  # none was measured to help
+    assert names({"gpu": 0}) == names({"gpu": 8}) and len(names({"gpu": 8})) == 5
     assert names({"tpu": 4, "cpu": 1}) == [f for f in names({"tpu": 0}) if "xla_tpu" in f] != []
     for row in advice.flags({"gpu": 2, "tpu": 2}, {}):
         assert row["why"] and row["source"].startswith("https://") and row["now"] == ""
@@ -106,9 +106,11 @@ def test_doctor_prints_advice_for_a_platform_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(doctor, "versions", lambda: {"jaxlib": "0.10.2"})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_overlap_compute_collective_tc=false")
     run = CliRunner().invoke
-    assert "worth trying" not in run(cli, ["doctor"]).stdout
+    plain = run(cli, ["doctor"]).stdout
+    assert "worth trying" not in plain and "benchmarks.flags" not in plain
     said = run(cli, ["doctor", "--platform", "gpu", "--platform", "tpu"]).stdout
     assert "What to do: install jaxlib 0.11.1" in said and "overlap_compute_collective" in said
+    assert "benchmarks.flags" in said and "triton" not in said
     found = json.loads(run(cli, ["doctor", "--platform", "tpu", "--json"]).stdout)
     assert [row["now"] for row in found["flags"]] == ["", "false", ""]
     assert found["problems"] == []

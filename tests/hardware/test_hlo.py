@@ -2,8 +2,8 @@
 
 tests/hlo holds: seven turns of ``c = tanh(c @ w)`` in bfloat16, as a scan and with its carries
 stacked; the gradients of a strided float16 convolution; `jax.nn.dot_product_attention`; a float32
-matmul at precision="highest"; and, by hand in XLA's form, arrays that go to the host and back, and
-a call of cuDNN's attention.
+matmul at precision="highest"; and, by hand in XLA's form, arrays that go to the host and back, a
+call of cuDNN's attention, and a step of training.
 """
 
 from pathlib import Path

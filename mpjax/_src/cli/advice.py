@@ -1,7 +1,9 @@
 """The advice of `mpjax doctor`: XLA flags, and known problems of the installed jaxlib.
 
-Both are tables. JAX or NVIDIA documents every flag. XLA ends a process whose flags it does not
-know, so a test checks that the installed compilers accept them.
+Both are tables. JAX or NVIDIA documents every flag, and none was measured with mpjax. For one GPU
+there is none: which kernels suit its matmuls depends on their sizes, so flags are tried on the
+step itself. XLA ends a process whose flags it does not know, so a test checks that the installed
+compilers accept them.
 """
 
 import dataclasses
@@ -20,12 +22,11 @@ NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performa
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag that is worth trying."""
+    """A flag that is worth trying with several devices."""
 
     platform: str  # the platform whose compiler knows the flag
     name: str  # the name of the flag, without dashes
     value: str  # the value to try
-    several: bool  # whether it matters only with several devices
     why: str  # what the flag does
     source: str  # the documentation that describes it
 
@@ -43,38 +44,43 @@ class Problem:
     source: str  # where the problem was reported
 
 
+# What the command says of a GPU.
+ONE_GPU = (
+    "XLA flags for one GPU: none is advised, because none was measured to help. In a clone of "
+    "mpjax, `python -m benchmarks.flags train.py:step` tries some on your step."
+)
+
 FLAGS = (
-    Flag(GPU, "xla_gpu_triton_gemm_any", "true", False, "tries Triton's matmuls too", JAX_GPU),
     Flag(
-        *(GPU, "xla_gpu_enable_latency_hiding_scheduler", "true", True),
+        *(GPU, "xla_gpu_enable_latency_hiding_scheduler", "true"),
         *("overlaps communication with computation", JAX_GPU),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_pipelined_all_reduce", "true", True),
+        *(GPU, "xla_gpu_enable_pipelined_all_reduce", "true"),
         *("in loops, sums gradients during the next iteration", JAX_FLAGS),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_pipelined_all_gather", "true", True),
+        *(GPU, "xla_gpu_enable_pipelined_all_gather", "true"),
         *("in loops, gathers sharded weights one iteration ahead", NVIDIA),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_pipelined_reduce_scatter", "true", True),
+        *(GPU, "xla_gpu_enable_pipelined_reduce_scatter", "true"),
         *("in loops, sums sharded gradients during the next iteration", NVIDIA),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_while_loop_double_buffering", "true", True),
+        *(GPU, "xla_gpu_enable_while_loop_double_buffering", "true"),
         *("unrolls loops by two, so that collectives overlap across iterations", NVIDIA),
     ),
     Flag(
-        *(TPU, "xla_tpu_enable_async_collective_fusion", "true", True),
+        *(TPU, "xla_tpu_enable_async_collective_fusion", "true"),
         *("fuses communication into compute kernels", JAX_FLAGS),
     ),
     Flag(
-        *(TPU, "xla_tpu_overlap_compute_collective_tc", "true", True),
+        *(TPU, "xla_tpu_overlap_compute_collective_tc", "true"),
         *("overlaps communication with computation on one core", JAX_FLAGS),
     ),
     Flag(
-        *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt", "true", True),
+        *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt", "true"),
         *("sums gradients between slices during computation", JAX_FLAGS),
     ),
 )
@@ -97,12 +103,12 @@ PROBLEMS = (
 
 
 def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yields the flags that are worth trying, with their current values.
+    """Yields the flags that are worth trying with several devices, with their current values.
 
     ``devices`` has the number of devices of each platform to advise for; 0 if a platform is absent.
     """
     for flag in FLAGS:
-        if flag.platform in devices and not (flag.several and devices[flag.platform] == 1):
+        if devices.get(flag.platform, 1) != 1:
             variable = VARIABLES[flag.platform]
             yield {
                 "variable": variable,

@@ -56,6 +56,7 @@ def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
     counts = {**dict.fromkeys(platforms, 0), **collections.Counter(d.platform for d in devices)}
     return {
         "versions": versions(),
+        "platforms": list(counts),
         "devices": [dataclasses.asdict(facts) for facts in devices],
         "problems": list(advice.problems(list(counts), versions())),
         "flags": list(advice.flags(counts, os.environ)),
@@ -190,13 +191,17 @@ def shown(results: Mapping[str, Any]) -> Document:
     titles = (
         ("device", "fast", "policy", "why"),
         ("dtype", "test", "", "found"),
-        ("set in", "worth trying", "now", "why"),
+        ("set in", "worth trying, not measured", "now", "why"),
     )
     rows = zip(("Devices", "Tests", "Flags"), titles, (counted, checks, flags), titles, strict=True)
     return Document(
         "This machine",
         ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
-        (f"Recommended policy: {results['policy']}", *timed_in_words(results["matmul_times"])),
+        (
+            f"Recommended policy: {results['policy']}",
+            *timed_in_words(results["matmul_times"]),
+            *([advice.ONE_GPU] if advice.GPU in results["platforms"] else []),
+        ),
         tuple(itertools.starmap(Table, rows)),
         tuple(
             "{package}: {what}. What to do: {advice}. ({source})".format(**problem)

@@ -37,6 +37,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "bytes": size,
     "share": share,
     "number": lambda count: f"{count:.3g}",
+    "ms": lambda count: f"{count:.3g} ms",
 }
 
 

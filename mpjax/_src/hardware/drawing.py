@@ -26,7 +26,7 @@ from mpjax._src.hardware.hlo import (
     runs,
     source_lines,
 )
-from mpjax._src.hardware.hlo_costs import FREE, LIBRARIES, bytes_moved
+from mpjax._src.hardware.hlo_costs import LIBRARIES
 from mpjax._src.hardware.memory import (
     CODES,
     KEPT,
@@ -36,6 +36,8 @@ from mpjax._src.hardware.memory import (
     op_name,
     scope_of,
 )
+from mpjax._src.hardware.times import KernelRow
+from mpjax._src.hardware.traffic import STRUCTURE, bytes_moved
 
 MEMORY = Color(
     "memory",
@@ -55,19 +57,19 @@ BYTES = Color(
     "including all iterations of loops and assuming no cache.",
     unit="bytes",
 )
-# Instructions that do not run a kernel.
-STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
-
 MEMORY_WORDS = (
     "Arguments are identified by their names in the program. Temporary memory is shown at its "
     "peak, in the order that the compiler chose: the forward pass computes kept activations for "
     "the backward pass, and everything else is workspace. The parts add up to the compiler's own "
     "total."
 )
+TIME_WORDS = (
+    "The expected times, or lower bounds if no step was timed on the device. The table has both."
+)
 
 
-def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
-    """Returns the drawing of an optimized program, whose memory these rows list."""
+def drawing_of(hlo: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow] = ()) -> Drawing:
+    """Returns the drawing of an optimized program, whose memory and kernels these rows list."""
     kept: dict[str, float] = collections.defaultdict(float)
     module, entry = parse(hlo)
     line_of = source_lines(hlo)
@@ -78,6 +80,9 @@ def drawing_of(hlo: str, rows: Sequence[MemoryRow]) -> Drawing:
     if kept:
         words = "Grouped by the scope that computed them, or by the line if there is no scope."
         bars.append(Bar("Kept activations", shares(kept), words=words))
+    if kernels:
+        times = tuple((row.kind, row.expected_ms or row.bound_ms) for row in kernels)
+        bars.append(Bar("Time by kind of kernel", times, unit="ms", words=TIME_WORDS))
     return Drawing(
         bars=tuple(bars),
         operations=(

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from mpjax._src.hardware.hlo import (
+    PLACES,
     Computation,
     Op,
     attribute,
@@ -17,7 +18,6 @@ from mpjax._src.hardware.hlo import (
     custom_target,
     parameters,
 )
-from mpjax._src.hardware.hlo_costs import PLACES
 
 Leaf = tuple[str, str, int]
 
@@ -149,7 +149,7 @@ def _of_loop(module: dict[str, Computation], name: str, op: Op) -> Iterator[tupl
     root = module[body].ops[module[body].root]
     # What the body returns enters the next iteration, its condition too, and leaves at the end.
     for inner in {body, test} & module.keys():
-        entering = list(leaves(inner, *parameters(module[inner])))
+        entering = list(leaves(inner, parameters(module[inner])[0]))
         yield from _paired(leaves(name, carried), entering)
         yield from _paired(leaves(body, root), entering)
     if test in module:  # one number decides which iteration's results these are

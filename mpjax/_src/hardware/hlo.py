@@ -20,6 +20,11 @@ BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 HOST = 5  # the memory space of arrays in the host's memory
 CUSTOM = re.compile(r'custom_call_target="([^"]*)"')
+# Custom calls that only place or rename arrays.
+PLACES = (
+    *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
+    *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
+)
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # Instructions whose result counts as the same value as their operand.
 VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}

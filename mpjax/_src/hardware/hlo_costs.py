@@ -7,40 +7,31 @@ This module counts every iteration of a loop, and counts library calls as matmul
 import collections
 import dataclasses
 import functools
-import json
 import math
 import re
 
 import numpy as np
 
+from mpjax._src.hardware.collectives import SENT
 from mpjax._src.hardware.hlo import (
-    HOST,
-    VIEWS,
+    PLACES,
     Computation,
     Op,
     Shape,
     bits,
-    called_by,
     custom_target,
     jax_name,
-    origin,
-    parameters,
     parse,
     runs,
     trip_count,
-    users_of,
 )
+from mpjax._src.hardware.traffic import bytes_moved, host_bytes, is_kernel
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
 PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
 # In the configuration of cuDNN's attention: the shape of the scores, and its own mask.
 SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
 CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
-SLICES = {"dynamic-slice", "slice", "gather"}
-FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-    *("partition-id", "replica-id", "opt-barrier", "domain", "add-dependency"),
-}
 # Instructions that count as one FLOP per element of the result.
 ARITHMETIC = {
     *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "power"),
@@ -48,13 +39,12 @@ ARITHMETIC = {
     *("rsqrt", "cbrt", "sine", "cosine", "tan", "erf", "atan2", "remainder", "sign", "floor"),
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
-LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
-# Custom calls that only place or rename arrays; below also those that only sort.
-PLACES = (
-    *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
-    *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
-)
+# Custom calls that multiply nothing.
 NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
+# What multiplies: matmuls, convolutions and cuDNN's attention. Libraries' calls begin like this.
+DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
+LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
+EIGHT = 8  # tensor cores load as many 16-bit operands at once
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 
@@ -70,6 +60,22 @@ class Matmul:
     library: bool  # whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote
     times: int  # how often it runs
     flops: float  # of one run, of one pass
+    kind: str = DOT  # one of `DOT`, `CONVOLUTION` and `ATTENTION`
+    odd: int = 0  # of 16-bit operands, a free or contracted axis that is no multiple of 8
+
+
+@dataclasses.dataclass
+class Kernel:
+    """One kernel of an HLO module, or one call of a library, with what it runs."""
+
+    computation: Computation  # that it stands in
+    op: Op
+    name: str  # the name of the JAX operation that it comes from
+    times: int  # how often it runs
+    bytes: float  # what one run reads from and writes to main memory
+    codes: set[str] = dataclasses.field(default_factory=set)  # the opcodes of what it runs
+    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
+    other_flops: float = 0.0  # of one run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,33 +91,53 @@ class Costs:
     constant_bytes: float  # the bytes of the arrays that are part of the program
     unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
     unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
+    # What runs one after the other: all kernels except those that devices and the host exchange.
+    kernels: tuple[Kernel, ...] = dataclasses.field(compare=False)
 
 
 def costs(text: str) -> Costs:
     """Returns the cost of one run of an optimized HLO module."""
     module, entry = parse(text)
-    matmuls: list[Matmul] = []
-    flops = traffic = constants = sent = received = 0.0
+    groups: list[Kernel] = []  # each instruction with what it runs, if that is fused
+    constants = sent = received = 0.0
     loops, calls = 0, dict[str, None]()
     for computation, op, times, fused, scope in runs(module, entry):
+        if not fused:
+            moved = bytes_moved(module, computation, op)
+            groups.append(Kernel(computation, op, jax_name(op, scope), times, moved))
+            sent += times * host_bytes(op, to_host=True)
+            received += times * host_bytes(op, to_host=False)
+        group = groups[-1]
+        group.codes.add(op.opcode)
         product = matmul(computation, op, times, scope)
         if product:
-            matmuls.append(product)
+            group.matmuls.append(product)
         elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
             calls[custom_target(op)] = None
         elif op.opcode in ARITHMETIC:
-            flops += times * op.shapes[0].size
+            group.other_flops += op.shapes[0].size
         elif op.opcode in ("reduce", "reduce-window"):
-            flops += times * computation.ops[op.operands[0]].shapes[0].size
+            group.other_flops += computation.ops[op.operands[0]].shapes[0].size
         elif op.opcode == "while":
             loops += trip_count(module, computation, op) is None
         elif op.opcode == "constant" and not fused:
             constants += op.bytes
-        if not fused:
-            traffic += times * bytes_moved(module, computation, op)
-            sent += times * host_bytes(op, to_host=True)
-            received += times * host_bytes(op, to_host=False)
-    return Costs(tuple(matmuls), flops, traffic, (sent, received), constants, loops, tuple(calls))
+    return Costs(
+        tuple(product for group in groups for product in group.matmuls),
+        sum(group.times * group.other_flops for group in groups),
+        sum(group.times * group.bytes for group in groups),
+        (sent, received),
+        constants,
+        loops,
+        tuple(calls),
+        tuple(group for group in groups if is_kernel(group.op) and not _exchanges(group.op)),
+    )
+
+
+def _exchanges(op: Op) -> bool:
+    """Returns whether an instruction sends to other devices or to the host, beside kernels."""
+    hosted = host_bytes(op, to_host=True) or host_bytes(op, to_host=False)
+    return bool(hosted) or op.opcode.removesuffix("-start") in SENT
 
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
@@ -138,34 +164,57 @@ def _precision(op: Op, library: bool) -> str:
     return next((level for level in ("highest", "high") if level in levels), "default")
 
 
-def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+def is_matmul(op: Op) -> bool:
     library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
-    if op.opcode not in ("dot", "convolution") and not library:
+    return library or op.opcode in (DOT, CONVOLUTION)
+
+
+def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+    if not is_matmul(op):
         return None
     left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
     algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
+    operands, library = max(left.dtype, right.dtype, key=bits), op.opcode == "custom-call"
+    kind, odd = CONVOLUTION, 0
+    if custom_target(op).startswith("__cudnn$fmha"):
+        kind = ATTENTION
+    elif op.opcode == "dot" or custom_target(op).startswith("__cublas"):
+        kind, axes = DOT, _matmul_axes(op, left, right)
+        odd = next((a for a in axes if bits(operands) == 16 and a > 1 and a % EIGHT), 0)
     return Matmul(
         jax_name(op, scope),
-        max(left.dtype, right.dtype, key=bits),
+        operands,
         _precision(op, library),
         algorithm[1] if algorithm else "",
         int(algorithm[2] or 1) if algorithm else 1,
         library,
         times,
         _flops(op, left, right),
+        kind,
+        odd,
     )
 
 
-def _flops(op: Op, left: Shape, right: Shape) -> float:
-    result = op.shapes[0]
+def _matmul_axes(op: Op, left: Shape, right: Shape) -> tuple[int, int, int]:
+    """Returns the sizes of a matmul: the free entries of both operands, and the contracted ones."""
+    contracted = math.prod(left.dims[axis] for axis in _dimensions(op, "contracting"))
+    shared = contracted * math.prod(left.dims[axis] for axis in _dimensions(op, "batch"))
+    return left.size // (shared or 1), right.size // (shared or 1), contracted
+
+
+def _dimensions(op: Op, which: str) -> list[int]:
+    """Returns the axes of the left operand that a matmul contracts, or takes one by one."""
     if op.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.attributes)
-        axes = [int(d) for d in contracted[1].split(",") if d] if contracted else []
-        return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
-    target = custom_target(op)
-    if target.startswith("__cublas"):
-        axes = _gemm_contraction(op)
-        return 2.0 * result.size * math.prod(left.dims[axis] for axis in axes)
+        match = re.search(rf"\blhs_{which}_dims=\{{([\d,]*)\}}", op.attributes)
+    else:  # a library's configuration is JSON
+        match = re.search(rf'"lhs_{which}_dimensions":\[([^\]]*)\]', op.attributes)
+    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+
+
+def _flops(op: Op, left: Shape, right: Shape) -> float:
+    result, target = op.shapes[0], custom_target(op)
+    if op.opcode == "dot" or target.startswith("__cublas"):
+        return 2.0 * result.size * _matmul_axes(op, left, right)[2]
     if target.startswith("__cudnn$fmha"):
         return _attention_flops(op, left.dims[-1])
     # cuDNN's gradients are described by the forward convolution's window and dimension labels.
@@ -185,12 +234,6 @@ def _attention_flops(op: Op, width: int) -> float:
     if CAUSAL.search(op.attributes):
         entries = sum(min(query + 1, keys) for query in range(queries))
     return 2.0 * (5 if "Backward" in custom_target(op) else 2) * width * math.prod(heads) * entries
-
-
-def _gemm_contraction(op: Op) -> list[int]:
-    match = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', op.attributes)
-    numbers = json.loads(match[1]) if match else {}
-    return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
 
 
 def _convolution_flops(
@@ -226,98 +269,3 @@ def _meetings(
     """Counts the pairs of window and kernel positions along an axis that meet an input entry."""
     at = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None, :] * dilation
     return int(((at >= 0) & (at < (size - 1) * spread + 1) & (at % spread == 0)).sum())
-
-
-# ---- bytes --------------------------------------------------------------------------------------
-
-
-def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op) -> float:
-    """Returns the bytes of main memory that one instruction reads and writes."""
-    code = op.opcode
-    if code in FREE or code in ("while", "call", "conditional", "async-start"):
-        return 0
-    if code.endswith(("-done", "-update")):
-        return 0
-    operands = [computation.ops[name] for name in dict.fromkeys(op.operands)]
-    if code == "fusion":
-        kernel = module[called_by(op)[0]]
-        return _reads(module, kernel) + _writes(kernel, kernel.root)
-    # Of what is only sliced or updated in place, as much is read as is written.
-    if code in SLICES:
-        return 2 * op.bytes + sum(o.bytes for o in operands[1:] if code == "gather")
-    if code == "dynamic-update-slice":
-        return 2 * computation.ops[op.operands[1]].bytes
-    if code == "scatter":  # also the rows that the updates hit are read, and written
-        return sum(o.bytes for o in operands[1:]) + 2 * operands[-1].bytes
-    if hosted := host_bytes(op, to_host=True) + host_bytes(op, to_host=False):
-        return hosted  # read or written once on the device
-    # A start returns its destination and its source, and then a handle.
-    if code == "copy-start":
-        return sum(shape.bytes for shape in op.shapes[:2])
-    if code == "slice-start":
-        piece = op.shapes[-2] if len(op.shapes) > 2 else op.shapes[-1]
-        source = dataclasses.replace(piece, space=op.shapes[0].space)
-        return piece.bytes + source.bytes
-    written = op.bytes
-    if code == "custom-call" and custom_target(op).startswith("__cu") and len(op.shapes) > 1:
-        written -= op.shapes[-1].bytes  # scratch
-    return written + sum(o.bytes for o in operands)
-
-
-def host_bytes(op: Op, to_host: bool) -> float:
-    """Returns the bytes that an asynchronous instruction sends to the host, or reads from there.
-
-    Of an array on the host, a loop reads or writes a slice. The slice is what is on the device.
-    """
-    if not op.opcode.endswith("-start") or all(s.space != HOST for s in op.shapes):
-        return 0
-    # The destination is the first shape of a copy, and the last before a handle of the others.
-    destination = op.shapes[0 if op.opcode == "copy-start" else -2]
-    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == HOST))
-
-
-def _reads(module: dict[str, Computation], kernel: Computation) -> float:
-    """Returns the bytes that a kernel reads; for an operand that it only slices, the slices'."""
-    users = users_of(kernel)
-    return sum(
-        min(parameter.bytes, _read(module, kernel, users, parameter.name))
-        for parameter in parameters(kernel)
-        if parameter.bytes
-    )
-
-
-def _read(
-    module: dict[str, Computation], kernel: Computation, users: dict[str, list[Op]], name: str
-) -> float:
-    total = 0.0
-    whole = kernel.ops[name].bytes
-    for user in users[name]:
-        if user.opcode in SLICES and user.operands[0] == name:
-            total += math.prod(user.shapes[0].dims) * bits(kernel.ops[name].shapes[0].dtype) / 8
-        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
-            continue  # written in place
-        elif user.opcode in VIEWS and user.name != kernel.root:
-            total += _read(module, kernel, users, user.name)
-        elif user.opcode == "fusion":
-            inner = module[called_by(user)[0]]
-            parameter = parameters(inner)[user.operands.index(name)]
-            total += _read(module, inner, users_of(inner), parameter.name)
-        else:
-            return whole
-    return total
-
-
-def _writes(kernel: Computation, name: str) -> float:
-    """Returns the bytes that a kernel writes; for an in-place update, those of the update."""
-    op = kernel.ops[name]
-    if op.opcode == "tuple":
-        return sum(_writes(kernel, element) for element in op.operands)
-    source = origin(kernel, name, ("bitcast", "convert"))
-    if not op.bytes:
-        return 0
-    if source.opcode == "dynamic-update-slice":
-        update = kernel.ops[source.operands[1]].shapes[0]
-        return update.size * bits(op.shapes[0].dtype) / 8
-    if source.opcode == "scatter":
-        return 2 * kernel.ops[source.operands[-1]].bytes
-    return op.bytes

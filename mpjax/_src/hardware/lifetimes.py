@@ -34,6 +34,12 @@ def is_scheduled(text: str) -> bool:
     return "is_scheduled=true" in text.split("\n", 1)[0]
 
 
+def shared_results(text: str) -> set[int]:
+    """Returns the numbers of an HLO module's results that are in the memory of arguments."""
+    header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
+    return {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
+
+
 def most_at_once(module: Module, name: str) -> list[Buffer]:
     """Returns the arrays in temporary memory at the moment of highest use in a computation.
 

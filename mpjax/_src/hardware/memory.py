@@ -14,7 +14,7 @@ from mpjax._src.base.public import public
 from mpjax._src.hardware.carried import trainable
 from mpjax._src.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
 from mpjax._src.hardware.hlo import OP_NAME, Computation, Op, Shape, parameters, parse
-from mpjax._src.hardware.lifetimes import ALIASED, is_scheduled, most_at_once
+from mpjax._src.hardware.lifetimes import is_scheduled, most_at_once, shared_results
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
 GRADIENTS, ARGUMENTS = "gradients", "other arguments"
@@ -288,8 +288,7 @@ def scope_of(name: str) -> str:
 
 def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
     """Returns the results that have their own memory: gradients and other results."""
-    header = text.split("\n", 1)[0].partition("input_output_alias=")[2]
-    shared = {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
+    shared = shared_results(text)
     argument_shapes = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}
     outs = zip(flow.results, entry.ops[entry.root].shapes, strict=True)
     rows = []

@@ -23,6 +23,14 @@ from mpjax._src.hardware.drawing import drawing_of
 from mpjax._src.hardware.hlo import bits
 from mpjax._src.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
+from mpjax._src.hardware.times import (
+    KernelRow,
+    compute_seconds,
+    kernel_rows,
+    notes_on_kernels,
+    table_of,
+    unit,
+)
 
 BOUND = (
     "The roofline is a lower bound, not a forecast: it assumes datasheet peaks, and compute and "
@@ -82,6 +90,7 @@ class CompileReport(Report):
             cache keeps arrays between two kernels.
         matmuls: Its matmuls by dtype, the most FLOPs first.
         collectives: The arrays that devices exchange, the most bytes first.
+        kernels: On GPUs, its kernels by the kind of their work: where the time of a step goes.
         compute_ms: The time of the FLOPs at the datasheet's peak rates, in milliseconds.
         memory_ms: The time of the bytes at the datasheet's bandwidth, in milliseconds.
         host_bytes: The bytes that the program exchanges with the host's memory, where it keeps
@@ -109,6 +118,7 @@ class CompileReport(Report):
     bytes_accessed: float
     matmuls: tuple[MatmulRow, ...]
     collectives: tuple[CollectiveRow, ...]
+    kernels: tuple[KernelRow, ...]
     compute_ms: float
     memory_ms: float
     host_bytes: float
@@ -119,7 +129,7 @@ class CompileReport(Report):
 
     _without = ("hlo",)
     _also = (
-        *("total_bytes", "fits", "roofline_ms", "bound"),
+        *("total_bytes", "fits", "roofline_ms", "bound", "kernels_ms", "expected_ms"),
         *("matmul_dtypes", "wire_bytes", "disguised"),
     )
 
@@ -156,6 +166,24 @@ class CompileReport(Report):
         return "compute" if self.compute_ms >= self.memory_ms else "memory"
 
     @property
+    def kernels_ms(self) -> float:
+        """The sum of the bounds of all kernels: a lower bound too, and at least `roofline_ms`.
+
+        One kernel moves bytes while it computes, but does not overlap with the next one. On TPUs,
+        whose copies do, it is `roofline_ms`.
+        """
+        return max(self.roofline_ms, sum(row.bound_ms for row in self.kernels))
+
+    @property
+    def expected_ms(self) -> float | None:
+        """The time of a run that measured steps let expect, or None without any on the device.
+
+        It leaves out what devices exchange. A note says where it comes from.
+        """
+        times = [row.expected_ms for row in self.kernels if row.expected_ms is not None]
+        return max(self.host_ms, sum(times)) if times else None
+
+    @property
     def matmul_dtypes(self) -> dict[str, int]:
         """The number of matmul instructions by the dtype that they run in."""
         counts: dict[str, int] = {}
@@ -177,7 +205,7 @@ class CompileReport(Report):
         return document_of([self])
 
     def _drawing(self) -> Drawing:
-        return drawing_of(self.hlo, self.memory())
+        return drawing_of(self.hlo, self.memory(), self.kernels)
 
 
 # The costs of a program: the name of each, and how it is written.
@@ -195,6 +223,8 @@ COSTS: dict[str, Callable[[CompileReport], str]] = {
     "GB moved": lambda r: _figure(r.bytes_accessed / 1e9),
     "sent to others": lambda r: size(r.wire_bytes) if r.devices > 1 else "-",
     "roofline, ms": lambda r: _figure(r.roofline_ms),
+    "kernel by kernel, ms": lambda r: _figure(r.kernels_ms) if r.kernels else "-",
+    "expected, ms": lambda r: _figure(r.expected_ms) if r.expected_ms else "-",
     "compute, ms": lambda r: _figure(r.compute_ms),
     "memory, ms": lambda r: _figure(r.memory_ms),
     "bound by": lambda r: r.bound,
@@ -230,6 +260,8 @@ def document_of(reports: Sequence[CompileReport]) -> Document:
         ]
         rows = tuple(map(_cells, r.matmuls))
         tables.append(Table(f"Matmuls on {r.target}", matmuls, rows, matmuls[:3]))
+        if r.kernels:
+            tables.append(table_of(r.target, r.kernels))
         sent = f"What each device of {r.target} sends in one run"
         tables.append(Table(sent, COLUMNS, tuple(grouped(r.collectives)), WORDS))
         for note in r.notes:
@@ -268,6 +300,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     total = sum(m.times * m.flops for m in costs.matmuls)
     rows = [_row(key, group, total) for key, group in groups.items()]
     rows.sort(key=lambda row: -row.flops)
+    kernels = kernel_rows(target, answer["hlo"], costs)
     code = memory["code"]
     report = CompileReport(
         target=target.name,
@@ -286,11 +319,15 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         bytes_accessed=costs.bytes,
         matmuls=tuple(rows),
         collectives=collectives(answer["hlo"], answer["asked"]) if target.devices > 1 else (),
-        compute_ms=_compute_seconds(target, costs) * 1e3,
+        kernels=kernels,
+        compute_ms=compute_seconds(target, costs) * 1e3,
         memory_ms=costs.bytes / target.bandwidth * 1e3,
         host_bytes=sum(costs.host_bytes),
         host_ms=max(costs.host_bytes) / target.link * 1e3,
-        notes=tuple(_notes(target, costs, rows, answer.get("left_out"))),
+        notes=(
+            *_notes(target, costs, rows, answer.get("left_out")),
+            *notes_on_kernels(target, costs, kernels),
+        ),
         xla_costs=answer["xla_costs"],
         hlo=answer["hlo"],
     )
@@ -304,48 +341,7 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     return report
 
 
-def unit(target: Target, matmul: hlo_costs.Matmul) -> tuple[str, float]:
-    """Returns the dtype that a target's matrix units multiply for a matmul, and their FLOP/s."""
-    dtype, passes = matmul.operands, matmul.passes
-    if matmul.algorithm:
-        dtype = matmul.algorithm
-    elif target.platform == "tpu" and dtype == "f32":
-        dtype, passes = "bf16", {"default": 1, "high": 3, "highest": 6}[matmul.precision]
-    elif dtype == "f32" and "tf32" in target.peaks and _may_round(matmul):
-        dtype = "tf32"
-    kind = "f8" if dtype.startswith("f8") else dtype
-    if target.platform == "tpu" and bits(kind) < 32:
-        peak = target.peaks.get(kind, target.peaks["bf16"])
-    else:
-        peak = target.peaks.get(kind, target.peaks["f32"])
-    return f"{dtype} x{passes}" if passes > 1 else dtype, peak / passes
-
-
 # ---- inside --------------------------------------------------------------------------------------
-
-
-def _compute_seconds(target: Target, costs: hlo_costs.Costs) -> float:
-    """Returns the time of the FLOPs in seconds, on the matrix or vector units, the longer one."""
-    matrix = vector = 0.0
-    for matmul in costs.matmuls:
-        runs_as, peak = unit(target, matmul)
-        seconds = matmul.times * matmul.flops / peak
-        if target.platform == "cuda" and runs_as == "f32":
-            vector += seconds
-        else:
-            matrix += seconds
-    if target.platform == "cuda":  # the peak rate of a TPU's vector units is not published
-        vector += costs.other_flops / target.peaks["f32"]
-    return max(matrix, vector)
-
-
-def _may_round(matmul: hlo_costs.Matmul) -> bool:
-    """Returns whether XLA may round float32 operands to TF32 at the matmul's precision.
-
-    XLA's PTX for A100 and H100 uses ``mma`` on tf32 at the default precision, and ``fma`` on f32 at
-    "high" and "highest". It permits cuBLAS and cuDNN to use TF32 at "high" too.
-    """
-    return matmul.precision == "default" or (matmul.library and matmul.precision == "high")
 
 
 def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpjax._src.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
 from mpjax._src.base.errors import brief, did_you_mean, finite_number
@@ -22,6 +22,29 @@ PCIE = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 128e9}
 
 GPUS = {name: card.sheet for name, card in CARDS.items() if card.sheet}
 TPU_CHIPS = {name: chip for name, chip in TPUS.items() if chip}
+
+
+class Pace(NamedTuple):
+    """How much longer kernels take than the roofline says, from the times of whole steps.
+
+    The first five are factors, of the longer one of the times of a kernel's bytes and FLOPs.
+    """
+
+    bandwidth: float  # of kernels without a matmul
+    matmuls: float
+    odd: float  # of 16-bit matmuls with an axis that is no multiple of 8
+    attention: float  # of calls of cuDNN's attention
+    convolutions: float  # of cuDNN's
+    start: float  # the seconds that each run of a kernel adds
+    source: str  # where they come from, for the report
+
+
+_H100 = (1.25, 1.32, 3.07, 4.3, 1.8, 2e-6)  # ``python -m benchmarks --suite expected`` fits them
+# By chip. An H200 has the same cores as an H100, and other memory: its bytes take less time.
+PACES = {
+    "h100": Pace(*_H100, "Expected times: x"),
+    "h200": Pace(*_H100, "Expected times: scaled from an H100"),
+}
 
 ALIASES = {"a100": "a100-40"}  # the smaller: what fits it fits both
 
