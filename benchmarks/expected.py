@@ -30,10 +30,8 @@ from scipy.optimize import lsq_linear
 from benchmarks import HERE, RESULTS, Options
 from benchmarks.results import FAILED, Results, Row
 from mpjax._src.hardware.hlo_costs import costs
-from mpjax._src.hardware.targets import Pace, find_target
+from mpjax._src.hardware.targets import Pace, Target, find_target
 from mpjax._src.hardware.times import PACE_OF, kernel_rows
-
-jax.config.update("jax_platforms", "cpu")
 
 SETTINGS = {"device": "none: compiled for an absent H100"}
 TARGET, ROOT = "h100", HERE.parent
@@ -72,6 +70,7 @@ Path(path).write_text(report.hlo)
 
 def run(options: Options, results: Results) -> list[str]:
     """Compiles the steps that have no row yet, and predicts each by the others."""
+    jax.config.update("jax_platforms", "cpu")  # compilers run in separate processes
     measured = {
         case: {way: row["ms"] for way, row in rows.items() if "ms" in row}
         for case, rows in _timed().items()
@@ -163,12 +162,16 @@ def figures(case: str, way: str, sizes: dict[str, int], commit: str, smoke: bool
             if "ImportError" in lines[-1]:  # without the compilers, no program would compile
                 raise click.ClickException(lines[-1]) from error
             return {FAILED: lines[-1][:200]}
-        return {**counted(path.read_text()), "commit": commit, "seconds": _since(start)}
+        return {
+            **counted(path.read_text(), find_target(TARGET)),
+            "commit": commit,
+            "seconds": _since(start),
+        }
 
 
-def counted(text: str) -> Row:
-    """Returns what the kernels of an optimized HLO module do, by kind."""
-    target, found = find_target(TARGET), costs(text)
+def counted(text: str, target: Target) -> Row:
+    """Returns what the kernels of an optimized HLO module do on a target, by kind."""
+    found = costs(text)
     rows: Any = kernel_rows(target, text, found)
     return {
         "gb": round(found.bytes / 1e9, 3),

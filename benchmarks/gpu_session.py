@@ -12,7 +12,6 @@ spent, and resumes at the next call. ``--smoke`` runs small models on any device
 """
 
 import collections
-import functools
 import math
 import statistics
 import sys
@@ -36,6 +35,7 @@ from benchmarks.results import FAILED, SKIPPED, Results, Row
 from mpjax._src.base._jax import gpu_matmuls
 from mpjax._src.hardware.hlo_costs import costs
 from mpjax._src.hardware.kernels import kinds_of
+from mpjax._src.hardware.targets import PACES, find_target
 
 ROUNDS, SMOKE_ROUNDS = 11, 2
 TURN = 0.2  # seconds of steps in a turn
@@ -62,43 +62,44 @@ class Experiment(NamedTuple):
     question: str
     case: str
     way: str
-    sizes: dict[str, int] = {}
-    flags: dict[str, Any] = {}
+    sizes: dict[str, int] | None = None
+    flags: dict[str, Any] | None = None
     odd: bool = False
     traced: bool = False
     predicted_ms: float | None = None
 
 
+FUSED = "mpjax fused"
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 # The first one of a model is its reference. Those that decide the most come first.
 EXPERIMENTS = {
     "gpt2": Experiment(
-        "which term of the expected time is wrong", "gpt2", "mpjax fused", {}, {}, False, True, 19.0
+        "which term of the expected time is wrong", "gpt2", FUSED, traced=True, predicted_ms=19.0
     ),
     "gpt2, odd axes": Experiment(
-        "what padding saves", "gpt2", "mpjax fused", odd=True, traced=True, predicted_ms=22.4
+        "what padding saves", "gpt2", FUSED, odd=True, traced=True, predicted_ms=22.4
     ),
     "gpt2, no Triton": Experiment(
-        "cuBLAS or Triton for aligned matmuls", "gpt2", "mpjax fused", flags=NO_TRITON
+        "cuBLAS or Triton for aligned matmuls", "gpt2", FUSED, flags=NO_TRITON
     ),
     "gpt2, odd axes, no Triton": Experiment(
-        "XLA's own padding", "gpt2", "mpjax fused", {}, NO_TRITON, odd=True, predicted_ms=19.0
-    ),
-    "gpt2, vocabulary 50304": Experiment(
-        "whether padding costs anything", "gpt2", "mpjax fused", {"vocabulary": 50304}, {}, True
+        "XLA's own padding", "gpt2", FUSED, flags=NO_TRITON, odd=True, predicted_ms=19.0
     ),
     "gpt2, chunked loss": Experiment(
-        "the loss in blocks", "gpt2", "mpjax fused, chunked loss", predicted_ms=19.9
+        "the loss in blocks", "gpt2", f"{FUSED}, chunked loss", predicted_ms=19.9
     ),
     # 64 x 1024 tokens at 460,000 a second.
     "gpt2, batch 64": Experiment(
-        "other libraries' rates", "gpt2", "mpjax fused", {"batch": 64}, predicted_ms=142.5
+        "other libraries' rates", "gpt2", FUSED, {"batch": 64}, predicted_ms=142.5
     ),
     "bert": Experiment(
-        "a forecast for a step that was never timed", "bert", "mpjax fused", predicted_ms=15.0
+        "a forecast for a step that was never timed", "bert", FUSED, predicted_ms=15.0
     ),
     "resnet50": Experiment("the constant of convolutions", "resnet50", "mpjax", traced=True),
-    "llama": Experiment("a scanned model", "llama", "mpjax fused", traced=True),
+    "llama": Experiment("a scanned model", "llama", FUSED, traced=True),
+    "gpt2, vocabulary 50304": Experiment(
+        "whether padding costs anything", "gpt2", FUSED, {"vocabulary": 50304}, predicted_ms=19.0
+    ),
 }
 CASES = tuple(EXPERIMENTS)
 
@@ -111,7 +112,7 @@ class Step(NamedTuple):
     facts: Row
 
 
-def run(options: Options, results: Results) -> list[str]:
+def run(options: Options, results: Results) -> None:
     """Runs the experiments that have no row yet, until the budget is spent."""
     end = time.monotonic() + options.budget
     reference: tuple[str, Step] | None = None  # of the model at hand; others leave the memory
@@ -126,32 +127,32 @@ def run(options: Options, results: Results) -> list[str]:
             reference = None
         try:
             step = prepared(experiment, options.smoke)
+            row = measured(experiment, step, reference and reference[1], options.smoke)
         except jax_rivals.Skip as why:
             results.put(name, "step", {SKIPPED: str(why)})
             continue
-        except Exception as error:  # out of memory, or a flag that this XLA does not know
-            results.put(name, "step", {FAILED: f"{type(error).__name__}: {error}"[:200]})
+        except jax.errors.JaxRuntimeError as error:  # the memory, or a flag that this XLA lacks
+            results.put(name, "step", {FAILED: str(error).splitlines()[0][:200]})
             continue
-        results.put(name, "step", measured(experiment, step, reference, options.smoke))
+        results.put(name, "step", row)
         reference = reference or (experiment.case, step)
     conclude(results)
-    return []
 
 
 # ---- one experiment ------------------------------------------------------------------------------
 
 
 def sizes_of(experiment: Experiment, smoke: bool) -> dict[str, Any]:
+    """Returns the sizes of a model. A smoke test keeps its own."""
     sizes = cases.sizes_of(experiment.case, smoke)
-    # A smoke test keeps its own sizes, but has an odd vocabulary too.
-    return sizes if smoke else {**sizes, **experiment.sizes}
+    return sizes if smoke else {**sizes, **(experiment.sizes or {})}
 
 
 def prepared(experiment: Experiment, smoke: bool) -> Step:
     """Compiles a step and loads its arrays."""
     least = math.inf if experiment.odd else gpu_matmuls.LEAST_FLOPS
     on_gpu = jax.default_backend() == "gpu"
-    flags = {**experiment.flags, **(ALONE if experiment.traced else {})} if on_gpu else {}
+    flags = {**(experiment.flags or {}), **(ALONE if experiment.traced else {})} if on_gpu else {}
     with mock.patch.object(gpu_matmuls, "LEAST_FLOPS", least):
         jax.clear_caches()  # of programs with the other padding
         sizes = sizes_of(experiment, smoke)
@@ -167,29 +168,28 @@ def prepared(experiment: Experiment, smoke: bool) -> Step:
     return Step(run, compiled.as_text(), facts)
 
 
-def measured(
-    experiment: Experiment, step: Step, reference: tuple[str, Step] | None, smoke: bool
-) -> Row:
+def measured(experiment: Experiment, step: Step, reference: Step | None, smoke: bool) -> Row:
     """Times a step, in turn with its model's reference; returns its row."""
-    beside = [step, *([reference[1]] if reference else [])]
+    beside = [step, reference] if reference else [step]
     count = 1 if smoke else max(1, min(60, round(TURN / (step.run(3) / 3))))
     times: list[list[float]] = [[] for _ in beside]
     for _ in range(SMOKE_ROUNDS if smoke else ROUNDS):
-        for one, seconds in zip(beside, times, strict=True):
-            seconds.append(one.run(count) / count)
+        for one, found in zip(beside, times, strict=True):
+            found.append(one.run(count) / count)
     seconds = statistics.median(times[0])
     sizes = sizes_of(experiment, smoke)
     needs = cases.step_flops(experiment.case, sizes, step.facts["parameters"])
-    kind = jax.devices()[0].device_kind
-    peak = flops.peak_of(kind)
-    counted = expected.counted(step.text, kind)
+    # A smoke test on another device takes the figures of an H100.
+    target = flops.target_of(jax.devices()[0].device_kind) or find_target("h100")
+    counted, pace = expected.counted(step.text, target), PACES.get(target.chip)
     return {
         "question": experiment.question,
         "ms": 1e3 * seconds,
-        "per_second": cases.items(sizes) / seconds,
-        "mfu": flops.mfu(needs, seconds, peak) if needs and peak else None,
         "predicted_ms": experiment.predicted_ms,
+        "expected_ms": expected.time_of(counted, [*pace[:-1]]) if pace else None,
         **({"ratio": paired_ratio(*times)} if reference else {}),
+        "per_second": cases.items(sizes) / seconds,
+        "mfu": flops.mfu(needs, seconds, target.peaks["bf16"]) if needs else None,
         **counted,
         **({"traced": traced(step)} if experiment.traced else {}),
         **step.facts,

@@ -45,6 +45,7 @@ TITLES = {
     "fit": "Memory and roofline of each setting",
     "padding": "Matmuls with odd axes",
     "gpu": "Timed on a GPU",
+    "gpu_session": "Predictions tried on a GPU",
     "expected": "Expected and measured times",
     "cpu": "Timed on a CPU",
     "scaling": "Size of models and number of devices",
