@@ -168,6 +168,24 @@ WAYS = {
 
 
 @pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("storage", ["", ",storage=lean", ",storage=0.5"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_no_axis_is_odd_in_the_gradient_of_a_loop(storage, around):
+    def layers(ws, x):
+        @around
+        def layer(x, w):
+            scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x) / 4)
+            return x + jnp.tanh(jnp.einsum("bts,bsd->btd", scores, x @ w)), None
+
+        return jnp.sum(lax.scan(layer, x, ws)[0] ** 2)
+
+    grad = jax.grad(mpjax.autocast(layers, f"mixed_bfloat16{storage}"))
+    found = dots(lowered(grad, normal(0, 3, 11, 11), normal(1, 2, 7, 11)))
+    assert len(found) >= 9
+    assert all(math.prod(shape) % 64 == 0 for operands in found for shape in operands)
+
+
+@pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_axis_of_a_matmul_of_autocast_is_odd(way):
     w, x = normal(0, 13, 13), normal(1, 5, 7, 13)

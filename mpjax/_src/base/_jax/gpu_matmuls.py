@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from mpjax._src.base._jax.matmuls import HALVES, free_axes, is_local, is_marked, unmarked
+from mpjax._src.base._jax.matmuls import HALVES, free_axes, is_local, is_marked, marked
 
 dot_general_p = jax.lax.dot_general_p
 
@@ -53,13 +53,12 @@ def _lowering(own: Any) -> Any:
 
 def _multiply(*operands: Any, padding: Any, shape: Any, **params: Any) -> Any:
     """Multiplies padded operands, and takes the padding off the result."""
-    with unmarked():
-        out = dot_general_p.bind(
-            *(_padded(x, i, padding) for i, x in enumerate(operands)), **params
-        )
-        for d, size in enumerate(shape):
-            if out.shape[d] != size:
-                out = jax.lax.slice_in_dim(out, 0, size, axis=d)
+    with marked():  # as the matmul that all of it stands for
+        padded = (_padded(x, operand, padding) for operand, x in enumerate(operands))
+        out = dot_general_p.bind(*padded, **params)
+        for axis, size in enumerate(shape):
+            if out.shape[axis] != size:
+                out = jax.lax.slice_in_dim(out, 0, size, axis=axis)
         return out
 
 
