@@ -152,6 +152,11 @@ CONTRACTS = (
         "explain, find_nonfinite, compare and lint: lines, scopes and names of layers are lost",
     ),
     Contract(
+        "stacks",
+        ("jax._src.lax.control_flow.loops",),
+        "autocast on GPUs: what the backward pass keeps of a loop is filled with zeros first",
+    ),
+    Contract(
         "wire",
         ("jax._src.dispatch.apply_primitive", "jax._src.lax.lax._dot_batch_rule"),
         "autocast over several devices: matmuls that send half precision, and vmap of them",

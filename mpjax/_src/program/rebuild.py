@@ -70,7 +70,8 @@ def _map(eqn, bodies, avals, args, gains) -> Sequence[Any]:
 def _traced(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     name = eqn.primitive.name
     programs = [_jax.trace(*each, name) for each in zip(bodies, avals, strict=True)]
-    return _jax.bind(eqn, args, **higher_order(name).holding(programs))
+    with _jax.stacking():
+        return _jax.bind(eqn, args, **higher_order(name).holding(programs))
 
 
 def _scan(eqn, bodies, avals, args, gains) -> Sequence[Any]:

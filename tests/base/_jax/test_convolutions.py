@@ -294,3 +294,18 @@ def test_kernel_gradient_on_other_meshes_matches_float32(name):
 
     got = OTHER_WAYS[name](jax.grad(cast(fun, "float16")), kernel, x)
     assert_near(jax.device_get(got), jax.device_get(jax.jit(jax.grad(fun))(kernel, x)), 0.005)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_a_gpu_lays_out_a_kernel_gradient_as_the_kernel(around):
+    """And no other result of a convolution, and on no other platform."""
+    kernel, x = inputs(7, (3, 3, 8, 6))
+    loss = around(cast(lambda kernel, x: jnp.sum(jnp.sin(convolve(x, kernel)))))
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(kernel, x)
+    (line,) = [
+        line
+        for line in traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+        if "@LayoutConstraint" in line
+    ]
+    assert "tensor<3x3x8x6xf32>" in line and "dense<[3, 2, 1, 0]>" in line
+    assert "@LayoutConstraint" not in traced.lower(lowering_platforms=("cpu",)).as_text()

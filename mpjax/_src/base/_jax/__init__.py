@@ -90,6 +90,7 @@ from mpjax._src.base._jax.sources import (
     source_lines,
     transforms,
 )
+from mpjax._src.base._jax.stacks import stacking
 from mpjax._src.base._jax.wire import (
     by_devices,
     half_dot,

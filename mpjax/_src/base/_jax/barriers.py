@@ -29,7 +29,7 @@ def _laid_out(x: Any, order: tuple[int, ...]) -> Any:
     return with_layout_constraint(x, Layout(order))
 
 
-def _may_be_partitioned(ctx: Any) -> bool:
+def may_be_partitioned(ctx: Any) -> bool:
     """Returns whether XLA may partition what is lowered: several devices, and no shard_map.
 
     An exported program may be partitioned where it is called.
@@ -58,7 +58,7 @@ def _barrier(
 
     def lowering(ctx, x, **params):
         # The lowering of a marked matmul stores its operands as it needs them.
-        left = is_marked(ctx) or (alone and _may_be_partitioned(ctx))
+        left = is_marked(ctx) or (alone and may_be_partitioned(ctx))
         return [x] if left else barrier(ctx, x, **params)
 
     for platform in platforms:

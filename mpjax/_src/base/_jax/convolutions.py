@@ -15,6 +15,7 @@ from jax._src.core import dilate_dim
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base._jax.matmuls import marked
 from mpjax._src.base._jax.programs import retyped
 from mpjax._src.base._jax.wire import placed_freely, primitive_of
@@ -45,10 +46,16 @@ def _plain(x, y, *, half, preferred_element_type, **params):
 
 
 def _convolve(x, y, *, devices, sums, **params):
-    """Convolves. If the convolution sums over a batch, each device sums over its own part."""
+    """Convolves. If the convolution sums over a batch, each device sums over its own part.
+
+    On one GPU that sum, the gradient of a kernel, is laid out as the kernel is. cuDNN has its own
+    layout, in which XLA would otherwise compute the optimizer's update: it would transpose the
+    parameters and moments to it, and back.
+    """
     mesh, axes = _split(x, y, devices, **params) if sums and devices > 1 else (None, ())
     if mesh is None or not axes:
-        return _plain(x, y, **params)
+        out = _plain(x, y, **params)
+        return row_major(out) if sums else out
 
     def run(x, y):
         # Dimensions that other explicit axes split stay split.
