@@ -36,6 +36,18 @@ def test_each_kernel_of_a_step_has_the_kind_of_its_work():
     assert kinds(STEP) == KINDS
 
 
+def test_a_loss_that_is_itself_a_product_has_no_logits():
+    text = """HloModule product
+ENTRY %main (a: f32[9], b: f32[9]) -> f32[] {
+  %a = f32[9]{0} parameter(0)
+  %b = f32[9]{0} parameter(1)
+  %c = f32[9]{0} add(%a, %b)
+  ROOT %d = f32[] dot(%c, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+}
+"""
+    assert kinds(text) == {"c": "elementwise", "d": "float32 matmuls"}
+
+
 def test_updates_are_those_of_donated_arguments():
     kept = STEP.replace("input_output_alias={ {0}: (0, {}, may-alias) }, ", "")
     assert kinds(kept) == {**KINDS, "new": "elementwise"}

@@ -174,9 +174,9 @@ def compile_(
 ) -> None:
     """Compile a function for accelerators that you do not have.
 
-    Shows memory, the dtypes of matmuls and a lower bound on the run time, side by side. For several
-    devices, shows what one of them uses and what it sends to the others. Exits with 1 if the
-    program does not fit on a device, or if its compiler refuses it.
+    Shows memory, the dtypes of matmuls, a lower bound on the run time and where it goes, side by
+    side. For several devices, shows what one of them uses and what it sends to the others. Exits
+    with 1 if the program does not fit on a device, or if its compiler refuses it.
 
     \b
     Examples:

@@ -47,7 +47,7 @@ def kinds_of(text: str) -> Callable[[Kernel], str]:
     numbers = [leaf for index, (leaf, shape) in results if index not in shared and _one(shape)]
     products = _back(module, flow, numbers, lambda op: is_matmul(op) or _is_backward(op))
     found = [module[room].ops[name] for room, name, _ in products]
-    forward = [op.shapes[0] for op in found if not _is_backward(op)]
+    forward = [op.shapes[0] for op in found if op.shapes[0].dims and not _is_backward(op)]
     logits = max(forward, key=lambda shape: shape.size, default=None)
 
     def kind(kernel: Kernel) -> str:

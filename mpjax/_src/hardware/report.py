@@ -26,6 +26,7 @@ from mpjax._src.hardware.targets import GPU_PREALLOCATED, Target, size
 from mpjax._src.hardware.times import (
     KernelRow,
     compute_seconds,
+    figure,
     kernel_rows,
     notes_on_kernels,
     table_of,
@@ -90,7 +91,6 @@ class CompileReport(Report):
             cache keeps arrays between two kernels.
         matmuls: Its matmuls by dtype, the most FLOPs first.
         collectives: The arrays that devices exchange, the most bytes first.
-        kernels: On GPUs, its kernels by the kind of their work: where the time of a step goes.
         compute_ms: The time of the FLOPs at the datasheet's peak rates, in milliseconds.
         memory_ms: The time of the bytes at the datasheet's bandwidth, in milliseconds.
         host_bytes: The bytes that the program exchanges with the host's memory, where it keeps
@@ -101,6 +101,7 @@ class CompileReport(Report):
         xla_costs: XLA's own "flops" and "bytes accessed". XLA counts the body of a loop once and
             ignores library calls.
         hlo: The text of the optimized program.
+        kernels: On GPUs, its kernels by the kind of their work: where the time goes.
     """
 
     target: str
@@ -118,7 +119,6 @@ class CompileReport(Report):
     bytes_accessed: float
     matmuls: tuple[MatmulRow, ...]
     collectives: tuple[CollectiveRow, ...]
-    kernels: tuple[KernelRow, ...]
     compute_ms: float
     memory_ms: float
     host_bytes: float
@@ -126,6 +126,7 @@ class CompileReport(Report):
     notes: tuple[str, ...]
     xla_costs: dict[str, float] = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
+    kernels: tuple[KernelRow, ...] = ()
 
     _without = ("hlo",)
     _also = (
@@ -218,32 +219,37 @@ COSTS: dict[str, Callable[[CompileReport], str]] = {
     "shared": lambda r: size(r.alias_bytes),
     "temporary": lambda r: size(r.temp_bytes),
     "code": lambda r: size(r.code_bytes),
-    "GFLOP": lambda r: _figure(r.flops / 1e9),
-    "in matmuls": lambda r: _figure(r.matmul_flops / 1e9),
-    "GB moved": lambda r: _figure(r.bytes_accessed / 1e9),
+    "GFLOP": lambda r: figure(r.flops / 1e9),
+    "in matmuls": lambda r: figure(r.matmul_flops / 1e9),
+    "GB moved": lambda r: figure(r.bytes_accessed / 1e9),
     "sent to others": lambda r: size(r.wire_bytes) if r.devices > 1 else "-",
-    "roofline, ms": lambda r: _figure(r.roofline_ms),
-    "kernel by kernel, ms": lambda r: _figure(r.kernels_ms) if r.kernels else "-",
-    "expected, ms": lambda r: _figure(r.expected_ms) if r.expected_ms else "-",
-    "compute, ms": lambda r: _figure(r.compute_ms),
-    "memory, ms": lambda r: _figure(r.memory_ms),
+    "roofline, ms": lambda r: figure(r.roofline_ms),
+    "compute, ms": lambda r: figure(r.compute_ms),
+    "memory, ms": lambda r: figure(r.memory_ms),
     "bound by": lambda r: r.bound,
     "matmuls": lambda r: ", ".join(f"{n} {dtype}" for dtype, n in r.matmul_dtypes.items()),
     "widened": lambda r: f"{sum(row.share for row in r.disguised):.1%}",
 }
 
+# The times of kernels, which reports on GPUs have.
+TIMED: dict[str, Callable[[CompileReport], str]] = {
+    "kernel by kernel, ms": lambda r: figure(r.kernels_ms) if r.kernels else "-",
+    "expected, ms": lambda r: figure(r.expected_ms) if r.expected_ms else "-",
+}
+
 # The costs of what a program keeps in the host's memory, which few programs do.
 OFFLOADED: dict[str, Callable[[CompileReport], str]] = {
     "to and from host": lambda r: size(r.host_bytes),
-    "host, ms": lambda r: _figure(r.host_ms),
+    "host, ms": lambda r: figure(r.host_ms),
 }
 
 
 def document_of(reports: Sequence[CompileReport]) -> Document:
     """Returns what reports on one program show, the targets side by side."""
     names = tuple(r.target for r in reports)
-    shown = COSTS | (OFFLOADED if any(r.host_bytes for r in reports) else {})
-    costs = tuple((name, *map(figure, reports)) for name, figure in shown.items())
+    shown = COSTS | (TIMED if any(r.kernels for r in reports) else {})
+    shown |= OFFLOADED if any(r.host_bytes for r in reports) else {}
+    costs = tuple((name, *map(told_of, reports)) for name, told_of in shown.items())
     tables = [Table("Memory and costs of one run", ("", *names), costs, ("",))]
     matmuls = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
     told, notes = [], dict[str, list[str]]()
@@ -277,13 +283,8 @@ def document_of(reports: Sequence[CompileReport]) -> Document:
 
 
 def _cells(row: MatmulRow) -> tuple[str, ...]:
-    numbers = f"{row.instructions}", f"{row.runs}", _figure(row.flops / 1e9), f"{row.share:.1%}"
+    numbers = f"{row.instructions}", f"{row.runs}", figure(row.flops / 1e9), f"{row.share:.1%}"
     return (row.asked, row.operands, row.runs_as, *numbers)
-
-
-def _figure(value: float) -> str:
-    """Returns a number with at least three significant digits."""
-    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
 # ---- from what a compiler answered ---------------------------------------------------------------

@@ -152,9 +152,14 @@ def table_of(name: str, rows: Sequence[KernelRow]) -> Table:
     for row in rows:
         numbers = (row.bytes / 1e9, row.flops / 1e9, row.bound_ms, row.expected_ms or 0.0)
         counts = (f"{row.runs:,}", f"{row.short:,}")
-        cells.append((row.kind, *counts, *(f"{number:,.2f}" for number in numbers))[: len(columns)])
-    title = f"Where the time goes on {name}, in ms of its kernels"
+        cells.append((row.kind, *counts, *map(figure, numbers))[: len(columns)])
+    title = f"Where the time goes on {name}, in ms"
     return Table(title, columns, tuple(cells), columns[:1])
+
+
+def figure(value: float) -> str:
+    """Returns a number with at least three significant digits."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
 def notes_on_kernels(target: Target, costs: Costs, rows: Sequence[KernelRow]) -> Iterator[str]:
