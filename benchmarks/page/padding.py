@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.models import TITLES
-from benchmarks.padding import RIVALS
+from benchmarks.padding import LEFT, PADDED
 from benchmarks.page.tables import shown, table, written
 from benchmarks.results import FAILED
 
@@ -21,7 +21,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
     """Returns the table of all models."""
     rows = []
     for case, found in stored["cases"].items():
-        padded, without = (found.get(name, {FAILED: "not measured"}) for name in RIVALS.values())
+        padded, without = (found.get(name, {FAILED: "not measured"}) for name in (PADDED, LEFT))
         model, _, more = case.partition(", ")
         title = f"{TITLES[model]}, {shown(more)}" if more else TITLES[model]
         if why := padded.get(FAILED) or without.get(FAILED):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from benchmarks import RESULTS, padding
+from benchmarks.padding import LEFT, PADDED
 from benchmarks.page import padding as page
 
-PADDED, LEFT = padding.RIVALS.values()
 RECORDED = json.loads((RESULTS / "padding.json").read_text())["cases"]
 # A bias behind the odd axis: its gradient takes one more pass over the logits.
 BIASED = ("bert_mlm", "bert_mlm, fused attention")

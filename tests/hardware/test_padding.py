@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.thorough, compiles("h100")]
 
 def ratios(model, way="autocast", **sizes):
     """Returns the steps with and without padding, and the ratio of bytes and of memory."""
-    padded, odd = (padding.figures(model, way, on, sizes) for on in (True, False))
+    (padded, _), (odd, _) = (padding.figures(model, way, on, sizes) for on in (True, False))
     keys = ("bytes_gb", "looped_gb", "temp_mib")
     return padded, odd, [padded[key] / odd[key] for key in keys]
 
