@@ -55,16 +55,16 @@ def main(step: str, more: tuple[str, ...], target: str, smoke: bool) -> None:
     arrays = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args))
     if arrays and (smoke or jax.default_backend() == "gpu"):
         rows, best = timed(fun, args, sets, *((2, 0.0) if smoke else (ROUNDS, TURN)))
-        where = f"timed on {jax.devices()[0].device_kind}"
+        where, found = f"timed on {jax.devices()[0].device_kind}", "Fastest"
     else:
         rows, best = expected(fun, args, sets, target)
-        where = f"expected on {target}, not timed"
+        where, found = f"expected on {target}, not timed", "Expected to be the fastest"
     table = Table("flags", "ms", "relative to none", title=f"A step, {where}", box=None)
     table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    click.echo(f"Fastest: {written(best)}" if best else "No set is faster than none.")
+    click.echo(f"{found}: {written(best)}" if best else "No set is faster than none.")
 
 
 def parsed(text: str) -> Flags:

@@ -9,8 +9,8 @@ from benchmarks.page.tables import prose, shown, table
 
 NOTE = """`compile_for` multiplies the roofline of each kernel by a constant of its kind, and adds
 the time in which kernels start. *Predicted*: by constants fitted to all other programs in 16 bits,
-so that none predicts itself. *At least*: the sum of the rooflines of all kernels. Programs
-are those of the version of mpjax that was timed.
+so that none predicts itself. All but Llama's have others of the same model among these. *At least*:
+the sum of the rooflines of all kernels. Programs are those of the version of mpjax that was timed.
 """
 FORECASTS = """Not timed yet, compiled by this version. The *first forecast* is of 2026-11-28, by
 constants of ten programs:
