@@ -188,5 +188,5 @@ def notes_on_kernels(target: Target, costs: Costs, rows: Sequence[KernelRow]) ->
     yield (
         f"Matmuls with an odd axis ({named}) are slower than others{gain}: tensor cores load "
         f"{EIGHT} 16-bit operands at once. Make the axis a multiple of {EIGHT}, or of 64 if it is "
-        "large: pad the weight with zeros, and slice the result."
+        "large, as mpjax.autocast does: pad the weight with zeros, and slice the result."
     )
