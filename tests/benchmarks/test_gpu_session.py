@@ -139,6 +139,7 @@ def test_traced_events_are_joined_to_kernels_by_name(compiled):
 
 @pytest.mark.thorough
 def test_session_runs_on_any_device(results):
-    gpu_session.run(options("gpt2", "gpt2, odd axes"), results)
+    gpu_session.run(options("gpt2", "gpt2, odd axes", "llama, zeros"), results)
     first, second = (results.cases[name]["step"] for name in ("gpt2", "gpt2, odd axes"))
     assert first["kinds"] and first["traced"]["kinds"] and second["ratio"]["median"] > 0
+    assert results.cases["llama, zeros"]["step"]["ms"] > 0
