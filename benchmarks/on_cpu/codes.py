@@ -20,8 +20,8 @@ from benchmarks.models import MODELS, SMALL
 STORAGES = ("fast", "lean", "8bit")
 BATCH = 64  # smaller arrays are not coded
 INTEGERS = 8  # labels and tokens below this number
-# Models whose scale or size is another's, or that are slow to compile here.
-LEFT_OUT = ("gpt2_medium", "ode")
+# Models whose scale or size is another's, that are slow to compile here, or that have no batch.
+LEFT_OUT = ("gpt2_medium", "ode", "graph")
 
 
 def case(smoke: bool) -> Iterator[tuple[str, Any]]:

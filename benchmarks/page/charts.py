@@ -16,9 +16,11 @@ _spec.loader.exec_module(svg)
 STYLES = {
     "autocast": (svg.BLUE, "circle"),
     "autocast, lean": (svg.GREEN, "diamond"),
+    "by hand, strict": (svg.ORANGE, "square"),
     "by hand": (svg.ORANGE, "square"),
     "float32": (svg.GREY, "triangle"),
 }
+WORDS = {"by hand": "casts by hand", "by hand, strict": "strict casts by hand"}
 OTHERS = ((svg.RED, "triangle"), (svg.GREY, "diamond"))
 LABELS, LONGEST = 142, 25  # the width of the column of labels, and the characters in one line
 PITCH, LEADING = 18, 11  # between rows, and between the lines of a label
@@ -62,7 +64,7 @@ def drawn(chart: Chart) -> str:
     styles = dict(zip(series, _styles(series), strict=True))
     for i, label in enumerate(series):
         x = i * svg.WIDTH / max(len(series), 3)
-        words = {"by hand": "casts by hand"}.get(label, label)
+        words = WORDS.get(label, label)
         parts += [mark(x + 5, 48, *styles[label]), svg.text(x + 14, 52, words)]
     places, bottom = [], TOP + 10
     for row in chart.rows:

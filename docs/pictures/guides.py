@@ -37,7 +37,8 @@ RESULTS = FOLDER.parents[1] / "benchmarks" / "results"
 
 STEPS = {
     "float32": ("float32", GREY),
-    "by hand": ("casts by hand", ORANGE),
+    "by hand": ("flax's dtype=", ORANGE),
+    "by hand, strict": ("strict casts by hand", ORANGE),
     "autocast": ("mpjax, mixed_bfloat16", BLUE),
     "autocast, 8bit": ("mpjax, mixed_bfloat16,storage=8bit", GREEN),
 }

@@ -26,6 +26,7 @@ def test_gate_records_and_passes_what_is_not_recorded(path, monkeypatch):
     assert judge(path, ROW, monkeypatch) == []
     assert set(json.loads(path.read_text())["cases"]["gpt2"]) == {
         *gate.MORE["gpt2"],
+        "by hand, strict",
         "by hand",
         "autocast",
         "autocast, lean",

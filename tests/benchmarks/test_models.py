@@ -5,10 +5,12 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 from support import thorough_but
 
 import mpjax
 from benchmarks.models import MODELS, SMALL, TITLES, strictly, training_step
+from benchmarks.models.layers import narrow_softmax
 from benchmarks.rivals import program
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
@@ -89,15 +91,34 @@ def drawn(tree, seed=0):
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-@pytest.mark.parametrize("name", thorough_but(MODELS, "gpt2"))
-def test_losses_agree_in_float32_strictly_by_hand_and_under_autocast(name):
+@pytest.mark.parametrize("name", thorough_but(MODELS, "dlrm"))
+def test_gradients_agree_in_float32_strictly_by_hand_and_under_autocast(name):
     loss, *arguments, _ = MODELS[name](**SMALL[name])
     arguments = drawn(arguments)
     strict = strictly(MODELS[name](dtype=jnp.bfloat16, **SMALL[name])[0])
-    whole = jax.jit(loss)(*arguments)[0]
+
+    def found(loss):
+        (value, _), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(*arguments)
+        # Not biases: casts by hand sum their gradients in bfloat16 on a CPU.
+        return value, ravel_pytree([g for g in jax.tree.leaves(grads) if g.ndim > 1])[0]
+
+    value, gradient = found(loss)
     for half in (strict, mpjax.autocast(loss, "mixed_bfloat16")):
-        # Of a loss of a few units bfloat16 keeps eight bits; the mean over outputs keeps more.
-        assert jnp.allclose(jax.jit(half)(*arguments)[0], whole, rtol=0.01)
+        near, slope = found(half)
+        # bfloat16 keeps 8 bits of each of the tens of values on the way to a loss or a gradient.
+        assert jnp.allclose(near, value, rtol=0.01)
+        assert jnp.linalg.norm(slope - gradient) < 0.2 * jnp.linalg.norm(gradient)
+
+
+def test_the_strict_softmax_has_the_derivative_of_a_softmax():
+    scores, cotangent = jax.random.normal(jax.random.key(0), (2, 4, 16))
+
+    def slope(softmax, dtype):
+        _, pull = jax.vjp(softmax, scores.astype(dtype))
+        return pull(cotangent.astype(dtype))[0].astype(jnp.float32)
+
+    wanted = slope(jax.nn.softmax, jnp.float32)
+    assert jnp.allclose(slope(narrow_softmax, jnp.bfloat16), wanted, atol=0.01)
 
 
 def random_loss(name, sizes):
