@@ -220,3 +220,19 @@ def test_who_reads_the_parts_decides_whether_an_array_is_kept_whole(read):
 
     shapes = {shape for _, shape in kept(fun, LEAN, normal(3, 16, 32), BIG)}
     assert ((64, 32) in shapes) == (read == "elementwise")
+
+
+def test_a_carry_in_16_bits_is_not_kept_in_float32_as_well():
+    """A norm at the start of a layer reads it in float32, for its statistics too."""
+
+    def layer(x, w):
+        x = x.astype(jnp.float32)
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x + jax.nn.silu(y @ w) @ w.T
+
+    fun, params, x = layers_of(layer, LAYERS)
+    for policy in ("mixed_bfloat16", LEAN):
+        found = kept(lambda p, x: fun(p, x @ BIG[:8, :8]), policy, params, x)
+        stacked = {(dtype, shape): n for (dtype, shape), n in found.items() if shape[0] == 6}
+        assert ("f32", (6, 64, 8)) not in stacked, policy
+        assert ("bf16", (6, 64, 8)) in stacked, policy

@@ -199,3 +199,51 @@ def test_a_dataclass_is_a_pytree_of_the_named_fields(leaves):
         **{n: str(getattr(node, n)) for n in leaves},
     }
     assert (tree == jax.tree.structure(Node(1, 0, 3))) == ("b" in leaves)
+
+
+def many(shape, count=4, **more):
+    """Trees of several small arrays of one shape, with moments, and others."""
+    names = [f"{name}{i}" for i in range(count) for name in ("param", "mu", "nu")]
+    tree = {name: np.full(shape, i, np.float32) for i, name in enumerate(names)}
+    return tree | {"count": np.int32(3), "large": np.ones((3, 2**16), np.float32), **more}
+
+
+def barriers(fun, *args):
+    """The shapes that are behind barriers on GPUs."""
+    eqns = jax.make_jaxpr(fun)(*args).eqns
+    return [e.invars[0].aval.shape for e in eqns if e.primitive.name == "gpu_barrier"]
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_select_reads_one_array_of_bools_for_all_small_leaves_of_a_shape(pred):
+    """So that XLA:GPU updates them in one kernel; scalars, large and few leaves get a scalar."""
+    a = many((5, 7), few=np.ones(6, np.float32), flag=np.array([True]))
+    b = jax.tree.map(lambda x: x if x.dtype == bool else -x, a)
+    assert barriers(mpjax.select, jnp.array(pred), a, b) == [(5, 7)]
+    assert not barriers(mpjax.select, jnp.array(pred), many(5, 2), many(5, 2))
+    assert not barriers(lambda p: mpjax.select(p, a, b), jnp.array(pred))  # nothing is updated
+    for run in (jax.jit(mpjax.select), mpjax.select):
+        got, want = run(jnp.array(pred), a, b), a if pred else b
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_select_of_sharded_types_reads_a_scalar():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    tree = {str(i): jax.device_put(np.ones(4, np.float32), place) for i in range(9)}
+    new = jax.jit(lambda p, a: mpjax.select(p, jax.tree.map(jnp.negative, a), a))
+    assert new(jnp.array(True), tree)["3"].tolist() == [-1] * 4
+    assert not barriers(mpjax.select, jnp.array(True), tree, tree)
+
+
+def test_small_arrays_of_one_type_are_checked_together():
+    tree = many((5, 7), half=np.ones((5, 7), np.float16), complex=np.ones((5, 7), np.complex64))
+    check = jax.jit(mpjax.all_finite)
+    assert check(tree)
+    reductions = str(jax.make_jaxpr(mpjax.all_finite)(tree)).count("reduce_and")
+    assert reductions == 4  # the small, the large, the 16-bit and the complex ones
+    assert barriers(mpjax.all_finite, tree) == [(5, 7)] * 12
+    for name in tree.keys() - {"count"}:
+        bad = tree[name].copy()
+        bad[1, 2] = np.inf
+        assert not check(tree | {name: bad}), name

@@ -158,7 +158,8 @@ def _groups(
     steps, (again, kept, _) = part.steps, chosen
     place = {v: i for i, step in enumerate(steps) for v in step.outs}
     there = {*_kept_as_stored(analysis, steps, again)}
-    there.update(v for v in place if v.is_f32 and analysis.stored[v].dtype in HALVES)
+    known = {*place}.union(*(step.ins for step in steps))
+    there.update(v for v in known if v.is_f32 and analysis.stored[v].dtype in HALVES)
     first: dict[Value, int] = {}  # the first of the steps that share a kept value
     alone = {s for s in steps if stands_alone(analysis, s, kinds) or made_where_read(analysis, s)}
     free = [i for i, step in enumerate(steps) if step not in alone and step not in copied]

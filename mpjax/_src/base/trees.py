@@ -4,21 +4,28 @@ Only real floating array leaves are cast. Integers, booleans, complex numbers, P
 leaves that are not arrays (functions and strings, as in Equinox modules) pass through unchanged.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, FLOAT64, DTypeLike, canonical, is_float, is_narrow
 from mpjax._src.base.errors import brief
 from mpjax._src.base.patterns import difference, name_of, path_of, paths
 
 T = TypeVar("T")
 NUMBER = (bool, int, float, complex)
+# On a GPU, arrays of so few entries take longer to start a kernel for than to read.
+SMALL = 2**17
+# So many of one shape are several: with Adam, three parameters with their moments. What their
+# updates have in common takes a kernel too.
+SEVERAL = 9
 
 
 # What `pytree_of` compiles for each class, because loops over the fields would take twice as long.
@@ -197,13 +204,35 @@ def all_finite(tree: Any) -> jax.Array:
             f"tree={brief(tree)} has no arrays and no numbers, so nothing of it can be finite. "
             "Pass gradients, a loss or another tree of arrays."
         )
-    verdicts = [
-        jnp.all(jnp.isfinite(leaf))
+    floats = [
+        leaf
         for leaf in leaves
         if (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
         or isinstance(leaf, (float, complex))
     ]
+    verdicts = [
+        jnp.all(functools.reduce(jnp.logical_and, map(jnp.isfinite, group)))
+        for group in reduced_together(floats)
+    ]
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
+
+
+def reduced_together(leaves: Sequence[Any]) -> Iterable[list[Any]]:
+    """Returns traced leaves in groups, whose entries are combined before they are reduced to one.
+
+    XLA:GPU runs a kernel for each reduction. Those of small arrays of one type can be one. The
+    barrier keeps it from combining them where it computes the arrays, with other kernels apart.
+    """
+    groups: dict[Any, list[Any]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(jax.typeof(leaf) if _is_small(leaf) else i, []).append(leaf)
+    return (
+        [*map(_jax.gpu_barrier, group)] if len(group) > 1 else group for group in groups.values()
+    )
+
+
+def _is_small(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer) and 1 < leaf.size <= SMALL
 
 
 def stays_finite(new: Any, old: Any) -> jax.Array:
@@ -216,6 +245,26 @@ def stays_finite(new: Any, old: Any) -> jax.Array:
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
     verdicts = [all_finite(a) | ~all_finite(b) for a, b in pairs if a is not b]
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
+
+
+def _in_common(pred: Any, leaves: Sequence[Any]) -> Callable[[Any], Any]:
+    """Returns a function from a leaf to ``pred``, broadcast for a small leaf with several like it.
+
+    XLA:GPU updates each parameter in a kernel of its own, unless the updates of arrays of one shape
+    read another array in common.
+    """
+    shapes = collections.Counter(map(jnp.shape, filter(_is_small, leaves)))
+    common: dict[Any, Any] = {}
+
+    def of(leaf):
+        shape = jnp.shape(leaf)
+        if shapes[shape] < SEVERAL or _jax.is_explicit(leaf):
+            return pred
+        if shape not in common:
+            common[shape] = _jax.gpu_barrier(jnp.broadcast_to(pred, shape))
+        return common[shape]
+
+    return of
 
 
 def _check_same_structure(on_true: Any, on_false: Any) -> None:
@@ -269,6 +318,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
         )
 
     _check_same_structure(on_true, on_false)
+    of = _in_common(pred, jax.tree.leaves(on_false))
 
     def choose(keys, a, b):
         where = f"leaf {path_of(keys)!r}"
@@ -287,6 +337,6 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
             return a if pred else b
         check_fits("on_true", keys, a)
         check_fits("on_false", keys, b)
-        return a if a is b else jnp.where(pred, a, b)
+        return a if a is b else jnp.where(of(a), a, b)
 
     return jax.tree_util.tree_map_with_path(choose, on_true, on_false)

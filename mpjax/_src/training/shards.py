@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from mpjax._src.base._jax.programs import inner_jaxprs
+from mpjax._src.base import _jax
 from mpjax._src.base.errors import PrecisionWarning, brief, warn_user
-from mpjax._src.base.trees import varies_over
+from mpjax._src.base.trees import reduced_together, varies_over
 
 Axes = tuple[str, ...]
 # Primitives that combine the parts of devices.
@@ -39,14 +39,12 @@ class Shards(NamedTuple):
     def norm(self, tree: Any) -> jax.Array:
         """Returns the norm of the whole of a tree of which each device has a part."""
         if not self.all:
-            return optax.tree.norm(tree)
+            return jnp.sqrt(_squares(jax.tree.leaves(tree)))
         groups: dict[Axes, list[Any]] = {}  # one sum over devices for each, not for each leaf
         for leaf, axes in zip(jax.tree.leaves(tree), self.each, strict=True):
             groups.setdefault(axes, []).append(leaf)
         squares = (
-            jax.lax.psum(optax.tree.norm(group, squared=True), axes)
-            if axes
-            else optax.tree.norm(group, squared=True)
+            jax.lax.psum(_squares(group), axes) if axes else _squares(group)
             for axes, group in groups.items()
         )
         return jnp.sqrt(sum(squares))
@@ -64,6 +62,16 @@ def agreed(verdict: jax.Array, count: Any) -> jax.Array:
     Over the axes that ``count``, a number of the state, varies over too, each has its own.
     """
     return _on_all(verdict, without(varies_over(verdict), varies_over(count)))
+
+
+def _squares(leaves: Sequence[Any]) -> jax.Array:
+    """Returns the sum of all squares. Those of small arrays of one type are added first."""
+    return sum(
+        jnp.sum(sum(jnp.square(x.real) + jnp.square(x.imag) for x in group))
+        if len(group) > 1
+        else optax.tree.norm(group, squared=True)
+        for group in reduced_together(leaves)
+    )
 
 
 def _on_all(verdict: jax.Array, axes: Axes) -> jax.Array:
@@ -134,7 +142,7 @@ def check_reductions(update: Any, shards: Shards, grads: Any, state: Any, extra_
     waiting = [jax.make_jaxpr(run)(grads, state.opt_state, state.params, extra_args).jaxpr]
     while waiting:
         for eqn in waiting.pop().eqns:
-            waiting += [getattr(inner, "jaxpr", inner) for inner in inner_jaxprs(eqn)]
+            waiting += [getattr(inner, "jaxpr", inner) for inner in _jax.inner_jaxprs(eqn)]
             name, over = eqn.primitive.name, eqn.params.get("axes", eqn.params.get("axis_name"))
             axes = over if isinstance(over, tuple) else (over,)
             communicates |= name.startswith(SUMS) and not {*shards.all}.isdisjoint(axes)

@@ -64,7 +64,9 @@ def test_exported_programs_are_filled_as_by_jax():
 
 def body(h, x):
     h = jnp.tanh(h + x)
-    return h, (h, {"twice": jax.ad_checkpoint.checkpoint_name(h, "kept"), "sum": h.sum()})
+    named = jax.ad_checkpoint.checkpoint_name(h, "kept")
+    called = jax.checkpoint(lambda x, h: (h, x * h))(x, named)
+    return h, (h, {"named": named, "called": called[0], "sum": h.sum()})
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src.lax.control_flow import loops
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Literal
 from jax.extend.core.primitives import name_p
 from jax.interpreters import mlir
 
@@ -31,19 +32,39 @@ def _scan(*args: Any, **params: Any) -> Any:
     XLA finds out that two results are the same only if they start as the same array.
     """
     jaxpr, _ = open_jaxpr(params["jaxpr"])
-    renamed = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is name_p}
+    same = _same(jaxpr)
     results, started = iter(jaxpr.outvars[scan_counts(params)[1] :]), dict[Any, Any]()
 
     def start(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
-        value = next(results)
-        while not isinstance(value, jax.extend.core.Literal) and value in renamed:
-            value = renamed[value]
+        value = _first(next(results), same)
         if id(value) not in started:
             started[id(value)] = _empty(prefix, length_spec, aval)
         return started[id(value)]
 
     code, names = loops._scan_impl.__code__, {**vars(loops), "_empty_array": start}
     return types.FunctionType(code, names)(*args, **params)
+
+
+def _same(jaxpr: Any) -> dict[Any, Any]:
+    """Returns values of a program that are others by another name, or handed through a call."""
+    same = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is name_p:
+            same[eqn.outvars[0]] = eqn.invars[0]
+        elif eqn.primitive.name in ("remat2", "checkpoint", "jit", "pjit"):
+            inner, _ = open_jaxpr(eqn.params["jaxpr"])
+            inside, taken = _same(inner), dict(zip(inner.invars, eqn.invars, strict=True))
+            for out, value in zip(eqn.outvars, inner.outvars, strict=True):
+                value = _first(value, inside)
+                if not isinstance(value, Literal) and value in taken:
+                    same[out] = taken[value]
+    return same
+
+
+def _first(value: Any, same: dict[Any, Any]) -> Any:
+    while not isinstance(value, Literal) and value in same:
+        value = same[value]
+    return value
 
 
 def _empty(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
