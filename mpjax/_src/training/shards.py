@@ -66,12 +66,13 @@ def agreed(verdict: jax.Array, count: Any) -> jax.Array:
 
 def _squares(leaves: Sequence[Any]) -> jax.Array:
     """Returns the sum of all squares. Those of small arrays of one type are added first."""
-    return sum(
-        jnp.sum(sum(jnp.square(x.real) + jnp.square(x.imag) for x in group))
+    sums = (
+        jnp.sum(sum(jnp.real(x * jnp.conj(x)) for x in group))
         if len(group) > 1
         else optax.tree.norm(group, squared=True)
         for group in reduced_together(leaves)
     )
+    return jnp.asarray(sum(sums))
 
 
 def _on_all(verdict: jax.Array, axes: Axes) -> jax.Array:

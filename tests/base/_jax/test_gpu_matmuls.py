@@ -21,6 +21,8 @@ from mpjax._src.base._jax.gpu_matmuls import dot_general_p
 
 PLAIN = ((1,), (0,)), ((), ())
 BATCHED = ((2,), (1,)), ((0,), (0,))  # weights of attention times values
+VECTOR = ((0,), (0,)), ((), ())
+OUTER = ((), ()), ((), ())
 SCORES = ((3,), (3,)), ((0, 2), (0, 2))
 DTYPES = ["bfloat16", "float16"]
 
@@ -29,7 +31,7 @@ DTYPES = ["bfloat16", "float16"]
 def cheap(monkeypatch):
     """Every odd axis of a matmul is large enough to be padded."""
     monkeypatch.setattr(gpu_matmuls, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(gpu_matmuls, "SMALLEST", 0)
+    monkeypatch.setattr(gpu_matmuls, "SMALLEST", 2)
     monkeypatch.setattr(gpu_matmuls, "FLOPS_PER_BYTE", 0)
 
 
@@ -114,7 +116,11 @@ def test_odd_axis_is_padded(left, right, numbers, wanted, dtype):
         ((8192, 768), (768, 50304), PLAIN),  # aligned
         ((8, 1023, 768), (768, 3072), (((2,), (0,)), ((), ()))),  # rows of 8 x 1023: aligned
         ((128, 512), (512, 10), PLAIN),  # few FLOPs
-        ((1, 8192), (8192, 50257), PLAIN),  # a vector
+        ((1, 8192), (8192, 50257), PLAIN),  # a vector, as a row
+        ((2**20,), (2**20, 257), VECTOR),
+        ((50257, 2**20), (2**20,), PLAIN),
+        ((2**30 + 1,), (2**30 + 1,), VECTOR),
+        ((50257,), (50257,), OUTER),
         ((2**20, 768), (768, 10), PLAIN),  # no tile of a tensor core
         ((65536, 49, 49), (65536, 49, 32), BATCHED),  # windows of Swin: a third more scores
     ],

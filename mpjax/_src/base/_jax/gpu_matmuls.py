@@ -89,22 +89,20 @@ def _padding(ctx: Any, dimension_numbers: Any) -> dict[tuple[int, int], int]:
         found = ctx.avals_in[operand].shape[axis]
         return found if isinstance(found, int) else SYMBOLIC
 
-    before, after, padding = [], [], dict[tuple[int, int], int]()
-    for group in groups:
-        count = math.prod(map(size, group))
-        before.append(count)
+    before = [math.prod(map(size, group)) for group in groups]
+    many = math.prod(size([(0, d)]) for d in batch)
+    flops = 2 * many * math.prod(before)
+    if min(before) < SMALLEST or flops < LEAST_FLOPS:
+        return {}
+    after, padding = [*before], dict[tuple[int, int], int]()
+    for i, (group, count) in enumerate(zip(groups, before, strict=True)):
         if count % ALIGNED:
             axes = max(group, key=size)
             width = _width(size(axes))
             if _may_be_divided(ctx, size(axes)):
                 return {}
             padding |= dict.fromkeys(axes, width)
-            count += count // size(axes) * width
-        after.append(count)
-    many = math.prod(size([(0, d)]) for d in batch)
-    flops = 2 * many * math.prod(before)
-    if not padding or min(before) < SMALLEST or flops < LEAST_FLOPS:
-        return {}
+            after[i] += count // size(axes) * width
     # The operands of a matmul with batch axes are computed, and their padding with them. Else, one
     # may be a weight that is given in 16 bits, which a kernel of its own has to read and write.
     copied = not batch
