@@ -4,7 +4,7 @@
 
 Each model's step by autocast is compiled twice: as it is, and with odd axes left alone. A row has
 its 16-bit matmuls with an odd axis (no multiple of 8), of at least `gpu_matmuls.LEAST_FLOPS`, the
-number of its kernels, its temporary memory and its bytes. Figures do not change from run to run.
+time that they are expected to take, the number of its kernels, its temporary memory and its bytes. Figures do not change from run to run.
 A program that XLA cannot compile with Triton's matmuls, because no device is there to tune them, is
 compiled with cuBLAS's alone, which XLA pads itself: ``triton`` is false. Needs mpjax[aot]; minutes.
 """
@@ -26,6 +26,7 @@ from benchmarks.results import FAILED, Results, Row
 from benchmarks.rivals import program
 from mpjax._src.base._jax import gpu_matmuls
 from mpjax._src.hardware.hlo_costs import costs
+from mpjax._src.hardware.kernels import ODD
 
 __all__ = ["SETTINGS"]
 
@@ -75,6 +76,7 @@ def figures(model: str, way: str, padded: bool, sizes: dict[str, Any]) -> tuple[
     )
     row = {
         "odd": dict(odd),
+        "odd_ms": sum(row.expected_ms or 0 for row in report.kernels if row.kind == ODD),
         "kernels": sum(kernel.times for kernel in kernels),
         "temp_mib": round(report.temp_bytes / 2**20, 1),
         "bytes_gb": round(report.xla_costs["bytes accessed"] / 1e9, 3),

@@ -11,8 +11,7 @@ from benchmarks import RESULTS, Options, expected
 from benchmarks.page import expected as page
 from benchmarks.results import FAILED, Results
 from mpjax._src.hardware.hlo_costs import costs
-from mpjax._src.hardware.targets import PACES
-from mpjax._src.hardware.targets import find_target
+from mpjax._src.hardware.targets import PACES, find_target
 
 
 @pytest.fixture(scope="module")

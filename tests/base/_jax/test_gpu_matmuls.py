@@ -94,6 +94,7 @@ def dots(text):
         # Rows, of which there may be several axes: the longest.
         ((1025, 768), (768, 3072), PLAIN, ((1032, 768), (768, 3072))),
         ((3, 8197, 768), (768, 768), (((2,), (0,)), ((), ())), ((3, 8200, 768), (768, 768))),
+        ((65536, 196), (196, 384), PLAIN, ((65536, 200), (200, 384))),  # MLP-Mixer's tokens
         # In a batch: ViT's tokens.
         ((768, 197, 197), (768, 197, 64), BATCHED, ((768, 200, 200), (768, 200, 64))),
         ((64, 197, 12, 64), (64, 197, 12, 64), SCORES, ((64, 200, 12, 64), (64, 200, 12, 64))),
@@ -148,7 +149,7 @@ def test_other_platforms_get_no_padding(platform):
     assert "stablehlo.pad" not in lowered(product(), *args, platform=platform)
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(64, False), (256, False), (1024, True)])
+@pytest.mark.parametrize(("rows", "padded"), [(64, False), (128, False), (512, True)])
 @pytest.mark.parametrize("vocabulary", [50257, 30522])
 def test_weight_is_padded_only_where_a_copy_of_it_would_pay(rows, padded, vocabulary):
     """Weights may be given in 16 bits: their copy moves more than a matmul of few rows."""

@@ -104,10 +104,10 @@ def _padding(ctx: Any, dimension_numbers: Any) -> dict[tuple[int, int], int]:
             padding |= dict.fromkeys(axes, width)
             after[i] += count // size(axes) * width
     # The operands of a matmul with batch axes are computed, and their padding with them. Else, one
-    # may be a weight that is given in 16 bits, which a kernel of its own has to read and write.
+    # may be a weight that is given in 16 bits, which a kernel of its own has to copy.
     copied = not batch
     changes = zip(_numbers(before), _numbers(after), (copied, copied, False), strict=True)
-    added = many * sum((2 * new if copy else new - old) * (new > old) for old, new, copy in changes)
+    added = many * sum((new if copy else new - old) * (new > old) for old, new, copy in changes)
     return padding if flops >= FLOPS_PER_BYTE * BYTES * added else {}
 
 
