@@ -3,10 +3,11 @@
     python -m benchmarks --suite padding [gpt2 bert_mlm ...]
 
 Each model's step by autocast is compiled twice: as it is, and with odd axes left alone. A row has
-its 16-bit matmuls with an odd axis (no multiple of 8), of at least `gpu_matmuls.LEAST_FLOPS`, the
-time that they are expected to take, the number of its kernels, its temporary memory and its bytes. Figures do not change from run to run.
-A program that XLA cannot compile with Triton's matmuls, because no device is there to tune them, is
-compiled with cuBLAS's alone, which XLA pads itself: ``triton`` is false. Needs mpjax[aot]; minutes.
+its 16-bit matmuls with an odd axis (no multiple of 8) of at least `gpu_matmuls.LEAST_FLOPS`, the
+time that these and the step are expected to take, the number of its kernels, its temporary memory
+and its bytes. Figures do not change from run to run. A program that XLA cannot compile with
+Triton's matmuls, because no device is there to tune them, is compiled with cuBLAS's alone, which
+XLA pads itself: ``triton`` is false. Needs mpjax[aot]; minutes.
 """
 
 import collections

@@ -263,3 +263,24 @@ def test_what_keeps_no_logits_is_told():
     report = mpjax.explain(SUMS["mean"], policy())(HIDDEN, WEIGHT, BIAS)
     (row,) = [row for row in report.rows if row.loss]
     assert row.primitive == "dot_general" and "keeps no logits" in row.storage
+
+
+def test_logits_are_stored_in_16_bits_where_the_loss_rounds_them():
+    """The alternative to blocks that docs/memory.md gives: the loss stays float32."""
+
+    def loss(h, w):
+        logits = (jnp.tanh(h) @ w).astype(jnp.bfloat16).astype(jnp.float32)
+        return each(logits, LABELS).mean()
+
+    def plain(h, w):
+        return each(jnp.tanh(h) @ w, LABELS).mean()
+
+    planned = mpjax.autocast(loss, "mixed_bfloat16")
+    kept = mpjax.explain(loss, "mixed_bfloat16", argnums=(0, 1))(HIDDEN, WEIGHT).kept
+    logits = {array.dtype for array in kept if array.shape == (B, T, WORDS)}
+    assert logits <= {"bf16", "bool"}
+    value, grads = jax.value_and_grad(planned, (0, 1))(HIDDEN, WEIGHT)
+    wanted, exact = jax.value_and_grad(plain, (0, 1))(HIDDEN, WEIGHT)
+    assert value.dtype == jnp.float32 and abs(value - wanted) < 2**-8 * abs(wanted)
+    for got, want in zip(grads, exact, strict=True):
+        assert np.linalg.norm(got - want) < 2**-7 * np.linalg.norm(want)
