@@ -56,7 +56,8 @@ def kept_alone(
         return run(arrays)
     arrays = _ended_together(arrays, halves) if prevent_cse else arrays
     policy = jax.checkpoint_policies.save_only_these_names(KEPT) if whole else _is_kept
-    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
+    with _jax.storing():
+        return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
 
 
 def from_codes(

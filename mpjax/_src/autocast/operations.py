@@ -78,7 +78,8 @@ def run_step(step: Any, env: Env) -> None:
 def evaluate(op: Op, env: Env) -> None:
     """Evaluates an op under its plan."""
     ruling = env.rulings[op]
-    with at(op, op.stack, env):
+    held = _jax.storing() if op in env.marks.held else contextlib.nullcontext()
+    with at(op, op.stack, env), held:
         if env.settings.as_written and ruling.rule != "program":
             _run(op, env, FLOAT32)
         else:

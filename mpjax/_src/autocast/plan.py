@@ -59,6 +59,8 @@ from mpjax._src.base.higher_order import NONE, SCAN, THEIRS, Inside, turns_of
 from mpjax._src.policy.fields import CHOICES
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op, Value, build
+from mpjax._src.program.rebuild import REMATS
+from mpjax._src.program.views import VIEWS, is_view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,9 +327,19 @@ def _pick(
         if isinstance(step, Elementwise):
             chains.unrounded(step.ops, flow, differentiated=False)
     analysis.steps[block] = tuple(steps)
+    analysis.marks.held.update(op for op in flow.ops if _is_held(flow, op.outs))
     if by in (LEAN, CODED, AGAIN):
         part = Part(live(steps, block.outvars), block.outvars, alive, block.in_loop)
         picked[block] = Picked(part, flow, links)
+
+
+def _is_held(flow: Flow, values: Sequence[Value]) -> bool:
+    """Returns whether a checkpoint of the user reads one of some values, or a view of it."""
+    readers = [op for value in values for op in flow.readers.get(value, ()) if op]
+    return any(
+        op.name in REMATS or ((op.name in VIEWS or is_view(op)) and _is_held(flow, op.outs))
+        for op in readers
+    )
 
 
 def _once_inside(op: Op, sub: Inside, once: Collection[Value]) -> Iterator[Value]:

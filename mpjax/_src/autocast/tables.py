@@ -335,6 +335,8 @@ class Marks:
 
     # Ops whose operands derivatives may hold constant.
     steady: set[Op] = dataclasses.field(default_factory=set)
+    # Ops whose result a checkpoint of the user reads, which stores it as it is.
+    held: set[Op] = dataclasses.field(default_factory=set)
     # For a matmul, an operand and dimensions over which derivatives subtract its mean.
     centered: dict[Op, Place] = dataclasses.field(default_factory=dict)
     # For a gather that repeats entries: the axis, and how often.

@@ -46,7 +46,8 @@ def rebuild(
 def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     name = eqn.primitive.name
     if name in REMATS:
-        jaxpr, consts = _jax.hoisted(_jax.trace(bodies[0], avals[0], name))
+        with _jax.storing():
+            jaxpr, consts = _jax.hoisted(_jax.trace(bodies[0], avals[0], name))
         new: dict[str, Any] = {"jaxpr": jaxpr}
         if isinstance(eqn.params["prevent_cse"], tuple):  # one for each operand
             new["prevent_cse"] = (True,) * len(consts) + eqn.params["prevent_cse"]

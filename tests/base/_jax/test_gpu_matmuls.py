@@ -258,6 +258,38 @@ def test_softmax_and_loss_do_not_see_the_padding():
         np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
 
+def cross_entropy(w, x):
+    logits = jnp.astype(jnp.tanh(x) @ w, jnp.float32)
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0])
+
+
+def behind_a_checkpoint(w, x):
+    @jax.checkpoint
+    def loss(logits):
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    return loss(jnp.reshape(jnp.tanh(x) @ w, (2, 32, -1)))
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize(
+    ("loss", "storage", "padded"),
+    [
+        (cross_entropy, "", 3),
+        (cross_entropy, ",storage=lean", 2),
+        (behind_a_checkpoint, "", 2),
+        (jax.checkpoint(cross_entropy), "", 2),
+    ],
+)
+def test_logits_that_a_checkpoint_keeps_are_not_padded(loss, storage, padded):
+    """Behind its barrier a kernel would copy them without the padding; their gradient is padded."""
+    grad = jax.grad(mpjax.autocast(loss, f"mixed_bfloat16{storage}"), (0, 1))
+    found = dots(lowered(grad, normal(0, 16, 131), normal(1, 64, 16)))
+    first, *others = found
+    assert first[2] == ((64, 136) if padded == 3 else (64, 131))
+    assert sum(any(136 in shape for shape in operands) for operands in others) >= 2
+
+
 # ---- several devices, other hosts ---------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 HALVES = (BFLOAT16, np.dtype(np.float16))
-MARK = "mpjax_matmul"
+MARK, STORED = "mpjax_matmul", "mpjax_stored"
 
 
 def marked() -> Any:
@@ -30,10 +30,15 @@ def unmarked() -> Any:
     return set_xla_metadata(**{MARK: None})
 
 
-def is_marked(ctx: Any) -> bool:
-    """Returns whether autocast made the operation that is lowered."""
+def storing() -> Any:
+    """Returns a context for code under a checkpoint: what it keeps is stored as it is."""
+    return set_xla_metadata(**{STORED: 1})
+
+
+def is_marked(ctx: Any, mark: str = MARK) -> bool:
+    """Returns whether autocast made the operation that is lowered, or gave it another mark."""
     metadata = ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata
-    return bool(metadata) and MARK in metadata
+    return bool(metadata) and mark in metadata
 
 
 def is_local(ctx: Any) -> bool:
