@@ -327,19 +327,21 @@ def _pick(
         if isinstance(step, Elementwise):
             chains.unrounded(step.ops, flow, differentiated=False)
     analysis.steps[block] = tuple(steps)
-    analysis.marks.held.update(op for op in flow.ops if _is_held(flow, op.outs))
+    analysis.marks.held.update(_held(flow))
     if by in (LEAN, CODED, AGAIN):
         part = Part(live(steps, block.outvars), block.outvars, alive, block.in_loop)
         picked[block] = Picked(part, flow, links)
 
 
-def _is_held(flow: Flow, values: Sequence[Value]) -> bool:
-    """Returns whether a checkpoint of the user reads one of some values, or a view of it."""
-    readers = [op for value in values for op in flow.readers.get(value, ()) if op]
-    return any(
-        op.name in REMATS or ((op.name in VIEWS or is_view(op)) and _is_held(flow, op.outs))
-        for op in readers
-    )
+def _held(flow: Flow) -> Iterator[Op]:
+    """Yields the ops whose result, or a view of it, a checkpoint of the user reads."""
+    read = [value for op in flow.ops if op.name in REMATS for value in op.ins]
+    while read:
+        op = flow.producer.get(read.pop())
+        if op and (op.name in VIEWS or is_view(op)):
+            read += op.ins
+        elif op:
+            yield op
 
 
 def _once_inside(op: Op, sub: Inside, once: Collection[Value]) -> Iterator[Value]:
