@@ -95,7 +95,8 @@ def from_codes(
             for x, carrier in zip(stored, carriers, strict=True)
         ]
         inputs, kept = values[: len(moving)], values[len(moving) :]
-        return _tangent(lambda full: run(full, kept, codes)[:2], inputs, moving, tangents)
+        with _jax.storing():
+            return _tangent(lambda full: run(full, kept, codes)[:2], inputs, moving, tangents)
 
     def jvp(primals, tangents):
         (arrays, codes), tangents = primals, tangents[0]
@@ -111,7 +112,8 @@ def from_codes(
         return out, (*moved, jax.tree.map(_jax.zero_tangent, made))
 
     def kept_in_8_bits(arrays, codes):  # the name by which reports call it
-        return run(arrays)
+        with _jax.storing():
+            return run(arrays)
 
     call = with_tangent(kept_in_8_bits, jvp, symbolic_zeros=True)
     return call(arrays, codes)

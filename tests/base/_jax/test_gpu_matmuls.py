@@ -278,6 +278,8 @@ def behind_a_checkpoint(w, x):
         (cross_entropy, "", 3),
         (cross_entropy, ",storage=lean", 2),
         (behind_a_checkpoint, "", 2),
+        (cross_entropy, ",storage=8bit", 2),
+        (cross_entropy, ",storage=0.5", 2),
         (jax.checkpoint(cross_entropy), "", 2),
     ],
 )
