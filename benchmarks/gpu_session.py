@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,10 +242,12 @@ def times_of(profile: Any) -> dict[str, float]:
     planes = list(profile.planes)
     found = [plane for plane in planes if plane.name.startswith("/device:")] or planes
     times = collections.Counter[str]()
-    for event in events_of(found):
-        name = dict(event.stats).get("hlo_op")
-        if name:
-            times[str(name)] += event.duration_ns / 1e9
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib's own types
+        for event in events_of(found):
+            name = dict(event.stats).get("hlo_op")
+            if name:
+                times[str(name)] += event.duration_ns / 1e9
     return dict(times)
 
 
