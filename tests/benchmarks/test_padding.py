@@ -9,8 +9,6 @@ from benchmarks.padding import LEFT, PADDED
 from benchmarks.page import padding as page
 
 RECORDED = json.loads((RESULTS / "padding.json").read_text())["cases"]
-# A bias behind the odd axis: its gradient takes one more pass over the logits.
-BIASED = ("bert_mlm", "bert_mlm, fused attention")
 
 
 @pytest.mark.parametrize("case", RECORDED)
@@ -18,10 +16,16 @@ def test_padding_leaves_no_time_in_matmuls_with_an_odd_axis(case):
     """Some matmuls are left: bound by the memory, they take the time of their bytes."""
     padded, left = RECORDED[case][PADDED], RECORDED[case][LEFT]
     assert padded["odd_ms"] <= 0.03 * padded["expected_ms"]
-    assert padded["expected_ms"] <= 1.005 * left["expected_ms"]
-    if case not in BIASED:
-        assert padded["looped_gb"] <= left["looped_gb"] * 1.005
-        assert padded["temp_mib"] <= left["temp_mib"] * 1.005
+    assert padded["temp_mib"] <= 1.005 * left["temp_mib"]
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_padding_adds_bytes_only_where_that_pays(case):
+    """A bias behind the odd axis takes one more pass over the logits, in BERT's head."""
+    padded, left = RECORDED[case][PADDED], RECORDED[case][LEFT]
+    bytes_, time = (padded[key] / left[key] for key in ("looped_gb", "expected_ms"))
+    assert time <= 1.005
+    assert bytes_ <= 1.005 or (bytes_ <= 1.04 and time <= 0.95)
 
 
 def test_every_model_of_the_aot_suite_is_recorded():
