@@ -34,9 +34,10 @@ ALIGNED = 8  # numbers of 16 bits that are loaded at once
 TILES, NEGLIGIBLE = (128, 64), 256
 # Tensor cores multiply tiles of 16 x 16 numbers. Smaller matrices are bound by the memory.
 SMALLEST = 16
-# Measured on an H100 (`hardware/targets`): a matmul takes 3.1 times its time at the peak if an axis
-# is odd, else 1.4 times. So each FLOP saves 1.7 / 989e12 seconds, and each byte that the padding
-# adds costs 1.19 / 3.35e12 seconds, as much as 200 FLOPs save. 2**29 FLOPs save a microsecond.
+# By the times of steps on an H100 (`hardware/targets.PACES`), a matmul takes 3.3 times its time at
+# the peak if an axis is odd, else 1.4 times. So each FLOP saves 1.9 / 989e12 seconds, and each byte
+# that the padding adds costs 1.1 / 3.35e12 seconds, as much as 170 FLOPs save; 200 leave a margin.
+# 2**29 FLOPs save a microsecond.
 FLOPS_PER_BYTE, LEAST_FLOPS = 200, 2**29
 BYTES = 2
 SYMBOLIC = 1024  # stands in for a size that is not known yet

@@ -16,6 +16,7 @@ from jax.extend.core.primitives import name_p
 from jax.interpreters import mlir
 
 from mpjax._src.base._jax.barriers import GPUS, may_be_partitioned
+from mpjax._src.base._jax.matmuls import is_marked
 from mpjax._src.base._jax.programs import open_jaxpr, scan_counts
 
 MARK = "mpjax_stack"
@@ -79,8 +80,7 @@ def _empty(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
 
 
 def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
-    marks = ctx.jaxpr_eqn_ctx and ctx.jaxpr_eqn_ctx.xla_metadata
-    alone = bool(marks) and MARK in marks and not may_be_partitioned(ctx)
+    alone = is_marked(ctx, MARK) and not may_be_partitioned(ctx)
     run = _scan if alone else loops._scan_impl
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args, **params)
 
