@@ -10,6 +10,7 @@ import pytest
 from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from support import normal
+from ways import WAYS, loss
 
 import mpjax
 from mpjax._src.base import _jax
@@ -71,20 +72,6 @@ X, Y = arrays((8, 16), (16, 32))
 
 
 # ---- what is marked -----------------------------------------------------------------------------
-
-
-def loss(w, x):
-    return jnp.sum(jnp.tanh(x @ w) @ w)
-
-
-WAYS = {
-    "forward": lambda f: f,
-    "gradient": jax.grad,
-    "vmap": lambda f: jax.vmap(jax.grad(f), (None, 1)),
-    "remat": lambda f: jax.grad(jax.checkpoint(f)),
-    "forward mode": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
-    "scan": lambda f: lambda w, x: lax.scan(lambda c, x: (c, jax.grad(f)(w, x)), 0, x)[1],
-}
 
 
 @pytest.mark.usefixtures("capable")

@@ -13,6 +13,7 @@ from jax import export, lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import normal
+from ways import WAYS, loss
 
 import mpjax
 from mpjax._src.base import _jax
@@ -117,6 +118,7 @@ def test_odd_axis_is_padded(left, right, numbers, wanted, dtype):
         ((8192, 768), (768, 50304), PLAIN),  # aligned
         ((8, 1023, 768), (768, 3072), (((2,), (0,)), ((), ()))),  # rows of 8 x 1023: aligned
         ((128, 512), (512, 10), PLAIN),  # few FLOPs
+        ((512, 512), (512, 100), PLAIN),
         ((1, 8192), (8192, 50257), PLAIN),  # a vector, as a row
         ((2**20,), (2**20, 257), VECTOR),
         ((50257, 2**20), (2**20,), PLAIN),
@@ -158,20 +160,6 @@ def test_weight_is_padded_only_where_a_copy_of_it_would_pay(rows, padded, vocabu
 
 
 # ---- results ------------------------------------------------------------------------------------
-
-
-def loss(w, x):
-    return jnp.sum(jnp.tanh(x @ w) @ w)
-
-
-WAYS = {
-    "forward": lambda f: f,
-    "gradient": jax.grad,
-    "vmap": lambda f: jax.vmap(jax.grad(f), (None, 1)),
-    "remat": lambda f: jax.grad(jax.checkpoint(f)),
-    "forward mode": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
-    "scan": lambda f: lambda w, x: lax.scan(lambda c, x: (c, jax.grad(f)(w, x)), 0, x)[1],
-}
 
 
 @pytest.mark.usefixtures("cheap")
