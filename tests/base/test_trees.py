@@ -220,7 +220,10 @@ def test_select_reads_one_array_of_bools_for_all_small_leaves_of_a_shape(pred):
     a = many((5, 7), few=np.ones(6, np.float32), flag=np.array([True]))
     b = jax.tree.map(lambda x: x if x.dtype == bool else -x, a)
     assert barriers(mpjax.select, jnp.array(pred), a, b) == [(5, 7)]
-    assert not barriers(mpjax.select, jnp.array(pred), many(5, 2), many(5, 2))
+    alone = many(5, 1, master=np.ones(5, np.float32))
+    assert not barriers(mpjax.select, jnp.array(pred), alone, alone)
+    momentum = {str(i): np.ones(5, np.float32) for i in range(6)}  # of three parameters
+    assert barriers(mpjax.select, jnp.array(pred), momentum, momentum) == [(5,)]
     assert not barriers(lambda p: mpjax.select(p, a, b), jnp.array(pred))  # nothing is updated
     for run in (jax.jit(mpjax.select), mpjax.select):
         got, want = run(jnp.array(pred), a, b), a if pred else b
