@@ -24,6 +24,7 @@ SUITES = {
     "cpu": "steps timed in pairs on this CPU, dispatch, tracing, reports, instruments, checksums",
     "aot": "memory, bytes and matmuls of training steps, cross-compiled for GPUs and TPUs",
     "padding": "matmuls with odd axes, padded or not, in steps cross-compiled for a GPU",
+    "tried": "small kernels and known bytes: changes one by one, in steps cross-compiled for a GPU",
     "gpu_session": "what a few minutes on a lent GPU decide: each step with a prediction to refute",
     "gpu": "steps on a GPU: times compared with rivals, memory compared with predictions",
     "expected": "times of steps on an H100 as compile_for expects them, and as they were measured",

@@ -13,6 +13,7 @@ XLA pads itself: ``triton`` is false. Needs mpjax[aot]; minutes.
 import collections
 import math
 import time
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from benchmarks.rivals import program
 from mpjax._src.base._jax import gpu_matmuls
 from mpjax._src.hardware.hlo_costs import costs
 from mpjax._src.hardware.kernels import ODD
+from mpjax._src.hardware.report import CompileReport
 
 __all__ = ["SETTINGS"]
 
@@ -56,29 +58,39 @@ def run(options: Options, results: Results) -> None:
 
 def figures(model: str, way: str, padded: bool, sizes: dict[str, Any]) -> tuple[Row, int]:
     """Compiles a training step; returns its row, and the number of its padded matmuls."""
-    start = time.monotonic()
     least = gpu_matmuls.LEAST_FLOPS
-    jax.clear_caches()  # of programs with the other padding
-    multiply = mock.patch.object(gpu_matmuls, "_multiply", wraps=gpu_matmuls._multiply)
     leave = mock.patch.object(gpu_matmuls, "LEAST_FLOPS", least if padded else math.inf)
+    with mock.patch.object(gpu_matmuls, "_multiply", wraps=gpu_matmuls._multiply) as multiplied:
+        row, report = compiled(model, way, sizes, leave)
+    if report is None:
+        return row, 0
+    odd = collections.Counter(
+        str(matmul.odd)
+        for kernel in costs(report.hlo).kernels
+        for matmul in kernel.matmuls
+        if matmul.odd and matmul.flops >= least
+    )
+    odd_ms = sum(row.expected_ms or 0 for row in report.kernels if row.kind == ODD)
+    return {"odd": dict(odd), "odd_ms": odd_ms, **row}, multiplied.call_count
+
+
+def compiled(
+    model: str, way: str, sizes: dict[str, Any], *changes: AbstractContextManager
+) -> tuple[Row, CompileReport | None]:
+    """Compiles a training step while the changes are in force; returns its row and its report."""
+    start = time.monotonic()
+    jax.clear_caches()  # of programs with other changes
     try:
-        with multiply as multiplied, leave:
+        with ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change)
             found = program(model, way, "bfloat16", **sizes)
             step = jax.jit(found.step, donate_argnums=0)
             report = mpjax.compile_for("h100", step, found.state, found.batch, timeout=TIMEOUT)
     except Exception as error:
-        return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}, 0
-    kernels = costs(report.hlo).kernels
-    odd = collections.Counter(
-        str(matmul.odd)
-        for kernel in kernels
-        for matmul in kernel.matmuls
-        if matmul.odd and matmul.flops >= least
-    )
+        return {FAILED: f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}, None
     row = {
-        "odd": dict(odd),
-        "odd_ms": sum(row.expected_ms or 0 for row in report.kernels if row.kind == ODD),
-        "kernels": sum(kernel.times for kernel in kernels),
+        "kernels": sum(row.runs for row in report.kernels),
         "temp_mib": round(report.temp_bytes / 2**20, 1),
         "bytes_gb": round(report.xla_costs["bytes accessed"] / 1e9, 3),
         "looped_gb": round(report.bytes_accessed / 1e9, 3),
@@ -86,4 +98,4 @@ def figures(model: str, way: str, padded: bool, sizes: dict[str, Any]) -> tuple[
         "triton": not any("triton" in note for note in report.notes),
         "seconds": round(time.monotonic() - start, 1),
     }
-    return row, multiplied.call_count
+    return row, report

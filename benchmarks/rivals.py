@@ -129,18 +129,19 @@ def autocast(make, half, suffix="", **arguments):
     return plainly(mpjax.autocast(loss, f"mixed_{half}{suffix}"), optimizer)
 
 
-def whole_step(make, half):
+def whole_step(make, half, suffix=""):
     """mpjax's training step, with its loss scale and its gate."""
     loss, _, rest, _, optimizer = make()
+    policy = f"mixed_{half}{suffix}"
     if jax.tree.leaves(rest):
         init, step = mpjax.build_train_step(
             lambda params, batch, model_state: loss(params, model_state, batch),
             optimizer,
-            f"mixed_{half}",
+            policy,
         )
     else:
         init, step = mpjax.build_train_step(
-            lambda params, batch: loss(params, rest, batch)[0], optimizer, f"mixed_{half}"
+            lambda params, batch: loss(params, rest, batch)[0], optimizer, policy
         )
         return lambda params, rest: init(params), step
     return init, step
@@ -193,6 +194,7 @@ RIVALS = {
     ),
     "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
+    "build_train_step, fused attention": functools.partial(whole_step, suffix=_FUSED),
     **{
         f"build_train_step, {gate}": functools.partial(gated_step, gate=gate)
         for gate in gates.GATES

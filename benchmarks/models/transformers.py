@@ -37,8 +37,11 @@ class Block(nn.Module):
         y = (self.attention or attention)(q, k, v, is_causal=True)
         x = x + nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.Dense(4 * width, dtype=self.dtype)(y)
-        return x + nn.Dense(width, dtype=self.dtype)(nn.gelu(y))
+        return x + nn.Dense(width, dtype=self.dtype)(expanded(y, self.dtype))
+
+
+def expanded(x, dtype):
+    return nn.gelu(nn.Dense(4 * x.shape[-1], dtype=dtype)(x))
 
 
 class GPT2(nn.Module):

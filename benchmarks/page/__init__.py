@@ -44,6 +44,7 @@ TITLES = {
     "ladder": "Memory settings",
     "fit": "Memory and roofline of each setting",
     "padding": "Matmuls with odd axes",
+    "tried": "Small kernels and known bytes",
     "gpu": "Timed on a GPU",
     "gpu_session": "Predictions tried on a GPU",
     "expected": "Expected and measured times",
