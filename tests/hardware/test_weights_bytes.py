@@ -2,10 +2,12 @@
 
 import functools
 
+import jax
 import pytest
 from absent import compiles
 
 from benchmarks import weights
+from mpjax._src.training.codes import BLOCK
 
 pytestmark = [pytest.mark.thorough, compiles("h100")]
 
@@ -17,12 +19,24 @@ def figures(name):
     return weights.update(name, LAYERS)
 
 
+def scales_mib():
+    """Returns what an update of two 8-bit moments needs beside them.
+
+    A block's scale is known when all of the block is. So the scales of all blocks, of one byte,
+    exist twice until the new codes are written, and the maxima of a parameter's blocks, in float32,
+    until its scales are.
+    """
+    _, params, *_ = weights.model(LAYERS)()
+    blocks = [-(-x.size // BLOCK) for x in jax.tree.leaves(params)]
+    return 2 * (sum(blocks) + 4 * max(blocks)) / 2**20
+
+
 @pytest.mark.parametrize("name", [name for name in weights.KEPT if name != "masters"])
 def test_optimizer_moves_no_more_bytes_a_weight_than_adamw(name):
-    assert (
-        figures(name)["moved_per_weight"] <= 1.02 * figures(weights.REFERENCE)["moved_per_weight"]
-    )
-    assert figures(name)["temp_mib"] <= figures(weights.REFERENCE)["temp_mib"] + 1
+    adamw = figures(weights.REFERENCE)
+    assert figures(name)["moved_per_weight"] <= 1.02 * adamw["moved_per_weight"]
+    scales = scales_mib() if "8-bit" in name else 0
+    assert figures(name)["temp_mib"] <= adamw["temp_mib"] + scales + 1
 
 
 def test_split_masters_take_no_more_bytes_than_float32_weights():
