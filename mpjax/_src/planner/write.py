@@ -39,6 +39,7 @@ def written(
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     writer = Writer(half, given, rounding.wanted(equations, outs, asked))
+    arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
     end = writer.written[-1] if writer.written else None
@@ -46,7 +47,6 @@ def written(
         writer.low(v, end) if low else writer.full(v, end)
         for v, low in zip(outs, halved_out, strict=True)
     ]
-    arrived = [writer.lows.get(v, v) for v in ins]
     return closed(arrived, writer.written, results, _jax.anonymous(program))
 
 
