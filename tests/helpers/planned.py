@@ -29,3 +29,15 @@ def planned(fun, half="bfloat16"):
         return traced.rebuild(outs)
 
     return run
+
+
+def kept(fun, *args):
+    """Returns the bytes that a forward pass hands to its backward pass, arguments left out."""
+
+    def residuals(*args):
+        return jax.tree.leaves(jax.vjp(fun, *args)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    given = {*jaxpr.invars, *jaxpr.constvars}
+    results = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - given
+    return sum(_jax.bytes_of(v.aval) for v in results)

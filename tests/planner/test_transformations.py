@@ -67,16 +67,14 @@ WAYS = {
     "jacrev": lambda f: jax.jacrev(f)(W, X),
     "vmap": lambda f: jax.vmap(f, (None, 0))(W, X[:, None]),
     "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0))(W, X[:, None]),
-    "grad of vmap": lambda f: jax.grad(
-        lambda w: jax.vmap(f, (None, 0))(w, X[:, None]).sum()
-    )(W),
+    "grad of vmap": lambda f: jax.grad(lambda w: jax.vmap(f, (None, 0))(w, X[:, None]).sum())(W),
     "jvp of grad": lambda f: jax.jvp(lambda w: jax.grad(f)(w, X), (W,), (W,)),
     "grad of jvp": lambda f: jax.grad(lambda w: jax.jvp(lambda w: f(w, X), (w,), (w,))[1])(W),
     "grad of grad": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) ** 2))(W),
     "hessian": lambda f: jax.hessian(f, 1)(*SMALL),
-    "third": lambda f: jax.jvp(
-        lambda x: jax.hessian(f, 1)(SMALL[0], x), (SMALL[1],), (SMALL[1],)
-    )[1],
+    "third": lambda f: jax.jvp(lambda x: jax.hessian(f, 1)(SMALL[0], x), (SMALL[1],), (SMALL[1],))[
+        1
+    ],
     "grad of scan": lambda f: jax.grad(scanned(f))(W),
     "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f))(W, X),
     "grad of checkpoint that saves dots": lambda f: jax.grad(
@@ -84,9 +82,7 @@ WAYS = {
     )(W, X),
     "grad of scan of checkpoint": lambda f: jax.grad(scanned(jax.checkpoint(f)))(W),
     "jvp of checkpoint": lambda f: jax.jvp(jax.checkpoint(f), (W, X), (W, X)),
-    "hvp of checkpoint": lambda f: jax.jvp(
-        lambda w: jax.grad(jax.checkpoint(f))(w, X), (W,), (W,)
-    ),
+    "hvp of checkpoint": lambda f: jax.jvp(lambda w: jax.grad(jax.checkpoint(f))(w, X), (W,), (W,)),
     "linearize": lambda f: jax.linearize(f, W, X)[1](W, X),
     "vmap of linearize": lambda f: jax.vmap(jax.linearize(f, W, X)[1])(
         np.stack([W, 2 * W]), np.stack([X, X])
@@ -104,7 +100,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+# The others are compositions of these.
+QUICK = ("grad", "jvp", "vmap of grad", "jvp of grad", "grad of checkpoint", "linearize")
+
+
+@pytest.mark.parametrize(
+    "way", [w if w in QUICK else pytest.param(w, marks=pytest.mark.thorough) for w in WAYS]
+)
 def test_transformations_agree_with_jax(way):
     expected = jax.tree.leaves(WAYS[way](fun))
     found = jax.tree.leaves(WAYS[way](planned(fun, EXACT)))

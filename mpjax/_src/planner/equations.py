@@ -49,7 +49,9 @@ class Equation:
     outs: list[Value]
     like: Any  # the equation of a jaxpr that it came from: its source, context and effects
     stack: Any  # the scopes around it
-    again: bool = False  # whether it stands in a checkpoint's recomputation: it waits for cotangents
+    again: bool = (
+        False  # whether it stands in a checkpoint's recomputation: it waits for cotangents
+    )
 
     @property
     def name(self) -> str:

@@ -7,6 +7,8 @@ of a cond and the program of a shard_map. A pair that is not recognized stays as
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -44,6 +46,7 @@ def joined(
         half: The 16-bit dtype.
     """
     late, results = dependents(equations, cotangents), {*results}
+    readers = readers_of(equations)
     maker = {out: e for e in equations for out in e.outs}
     for back in equations:
         cut = KINDS.get(higher_order(back.name).kind)
@@ -53,15 +56,18 @@ def joined(
         for fore in ahead:
             if fore.primitive is not back.primitive:
                 continue
-            readers = readers_of(equations)
             private = {
                 out: i
                 for i, out in enumerate(fore.outs)
                 if readers[out] == [back] and out not in results
             }
             if private:
+                read = {*back.ins}
                 cut(Pair(fore, back, private, {*free}, half))
                 maker.update((out, fore) for out in fore.outs)
+                for v in dict.fromkeys(back.ins):
+                    if v not in read:
+                        readers[v].append(back)
 
 
 @dataclasses.dataclass
@@ -156,55 +162,57 @@ def _scan(pair: Pair) -> None:
     fore, back = pair.fore, pair.back
     row = higher_order(fore.name)
     length = row.turns(fore)[0]
-    if length != row.turns(back)[0]:
-        return
-    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
-    stacked = {
-        v: i
-        for v, i in pair.private.items()
-        if i >= end - start and v not in back.ins[:back_end]
+    (_, start, end), (_, _, back_end) = rounding.places(fore), rounding.places(back)
+    pair.private = {
+        v: i for v, i in pair.private.items() if i >= end - start and v not in back.ins[:back_end]
     }
-    pair.private = stacked
-    if not stacked:
+    if length != row.turns(back)[0] or not pair.private:
         return
-
-    def same(ins, outs):
-        consts = dict(zip(fore.ins[:start], ins[:start], strict=True))
-        slices = dict(zip(fore.ins[end:], ins[end:], strict=True))
-        slices |= {v: outs[i] for v, i in stacked.items()}
-        return [
-            consts.get(v) if i < back_start else slices.get(v) if i >= back_end else None
-            for i, v in enumerate(back.ins)
-        ]
-
-    body = Body.of(*_programs(pair), same)
-    slices = list(zip(fore.ins[end:], body.ins[end:], strict=True))
-    priced = [*body.ins[start:end], *(x for v, x in slices if v not in pair.free)]
+    body = Body.of(*_programs(pair), functools.partial(_same_turn, pair))
+    sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
+    priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
     body.cut(pair.public, priced, pair.half)
-    outer = dict(zip(body.ins, fore.ins, strict=True))
-    returned = {body.outs[i]: fore.outs[i] for i in pair.public if i >= end - start}
-    sliced = {x for _, x in slices}
-    new = [v for v in body.saved if v not in sliced and v not in returned]
-    tall = {v: Value(_jax.stacked_aval(length, v.aval)) for v in new}
+    stacks = {body.outs[i]: fore.outs[i] for i in pair.public if i >= end - start}
+    known = {*stacks, *body.ins[end:]}
+    new = {v: Value(_jax.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
     kept = [body.outs[i] for i in pair.public]
     inner = closed(body.ins, body.first, [*kept, *new], _info(fore))
-    fore.outs = [*(fore.outs[i] for i in pair.public), *tall.values()]
+    fore.outs = [*(fore.outs[i] for i in pair.public), *new.values()]
     fore.params = _jax.scan_of(fore.params, inner, start, end - start, len(body.ins) - end)
+    _scan_back(pair, body, {**stacks, **new})
 
-    consts, inputs = body.read(body.ins[:start]), body.read(body.ins[end:])
-    handed_over = [v for v in body.saved if v not in {*inputs}]
-    own = body.own
-    groups = [
-        [i for i in own if i < back_start],
-        [i for i in own if back_start <= i < back_end],
-        [i for i in own if i >= back_end],
+
+def _same_turn(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
+    """Returns the arguments of the second body that are values of the first, of the same turn."""
+    fore, back = pair.fore, pair.back
+    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
+    consts = dict(zip(fore.ins[:start], ins[:start], strict=True))
+    slices = dict(zip(fore.ins[end:], ins[end:], strict=True))
+    slices |= {v: outs[i] for v, i in pair.private.items()}
+    return [
+        consts.get(v) if i < back_start else slices.get(v) if i >= back_end else None
+        for i, v in enumerate(back.ins)
     ]
-    mine = [[body.back_ins[i] for i in group] for group in groups]
-    theirs = [[back.ins[i] for i in group] for group in groups]
-    ins = [*consts, *mine[0], *mine[1], *mine[2], *handed_over, *inputs]
-    stacks = [tall.get(v, returned.get(v)) for v in handed_over]
-    at = [[outer[v] for v in consts], [outer[v] for v in inputs]]
-    back.ins = [*at[0], *theirs[0], *theirs[1], *theirs[2], *stacks, *at[1]]
+
+
+def _scan_back(pair: Pair, body: Body, stacks: dict[Value, Value]) -> None:
+    """Gives the second scan its new operands; ``stacks`` has those of values of the first body."""
+    fore, back = pair.fore, pair.back
+    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
+    outer = dict(zip(body.ins, fore.ins, strict=True))
+    consts, inputs = body.read(body.ins[:start]), body.read(body.ins[end:])
+    over = [v for v in body.saved if v not in inputs]
+    ranges = range(back_start), range(back_start, back_end), range(back_end, len(back.ins))
+    own = [[i for i in body.own if i in places] for places in ranges]
+    mine = [[body.back_ins[i] for i in places] for places in own]
+    theirs = [[back.ins[i] for i in places] for places in own]
+    back.ins = [
+        *(outer[v] for v in consts),
+        *itertools.chain(*theirs),
+        *(stacks[v] for v in over),
+        *(outer[v] for v in inputs),
+    ]
+    ins = [*consts, *itertools.chain(*mine), *over, *inputs]
     inner = closed(ins, body.second, body.back_outs, _info(back))
     counts = len(consts) + len(mine[0]), len(mine[1])
     back.params = _jax.scan_of(back.params, inner, *counts, len(ins) - sum(counts))
@@ -214,7 +222,7 @@ def _cond(pair: Pair) -> None:
     fore, back = pair.fore, pair.back
     if fore.ins[0] is not back.ins[0] or back.ins[0] in pair.private:
         return
-    operands = fore.ins[1:]
+    operands, public = fore.ins[1:], pair.public
 
     def same(ins, outs):
         at = dict(zip(operands, ins, strict=True))
@@ -224,30 +232,33 @@ def _cond(pair: Pair) -> None:
     bodies = []
     for first, second in zip(fore.params["branches"], back.params["branches"], strict=True):
         body = Body.of(first, second, same)
-        arguments = list(zip(operands, body.ins, strict=True))
-        body.cut(pair.public, [x for v, x in arguments if v not in pair.free], pair.half)
+        arguments = zip(operands, body.ins, strict=True)
+        body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
         bodies.append(body)
     slots, taken = _slots([[v for v in b.saved if v not in b.ins] for b in bodies])
-    shared = [Value(aval) for aval in slots]
-    read = [any(b.read([b.ins[i]]) for b in bodies) for i in range(len(operands))]
+    read = [i for i in range(len(operands)) if any(b.read([b.ins[i]]) for b in bodies)]
     own = bodies[0].own
-    fore_branches, back_branches = [], []
+    ahead, behind = [], []
     for body, mine in zip(bodies, taken, strict=True):
         equations = [*body.first]
         filled = [
             mine[i] if i in mine else zeros_like(aval, equations) for i, aval in enumerate(slots)
         ]
-        kept = [body.outs[i] for i in pair.public]
-        fore_branches.append(closed(body.ins, equations, [*kept, *filled], _info(fore)))
-        arguments = [v for v, yes in zip(body.ins, read, strict=True) if yes]
-        passed = [mine.get(i) or Value(aval) for i, aval in enumerate(slots)]
-        ins = [*(body.back_ins[i] for i in own), *passed, *arguments]
-        back_branches.append(closed(ins, body.second, body.back_outs, _info(back)))
-    fore.outs = [*(fore.outs[i] for i in pair.public), *shared]
-    fore.params = {**fore.params, "branches": tuple(fore_branches)}
-    arguments = [v for v, yes in zip(operands, read, strict=True) if yes]
-    back.ins = [back.ins[0], *(back.ins[1 + i] for i in own), *shared, *arguments]
-    back.params = {**back.params, "branches": tuple(back_branches)}
+        results = [*(body.outs[i] for i in public), *filled]
+        ahead.append(closed(body.ins, equations, results, _info(fore)))
+        passed = [mine[i] if i in mine else Value(aval) for i, aval in enumerate(slots)]
+        ins = [*(body.back_ins[i] for i in own), *passed, *(body.ins[i] for i in read)]
+        behind.append(closed(ins, body.second, body.back_outs, _info(back)))
+    shared = [Value(aval) for aval in slots]
+    fore.outs = [*(fore.outs[i] for i in public), *shared]
+    fore.params = {**fore.params, "branches": tuple(ahead)}
+    back.ins = [
+        back.ins[0],
+        *(back.ins[1 + i] for i in own),
+        *shared,
+        *(operands[i] for i in read),
+    ]
+    back.params = {**back.params, "branches": tuple(behind)}
 
 
 def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, Value]]]:
@@ -272,63 +283,75 @@ def zeros_like(aval: Any, into: list[Equation]) -> Value:
 
 
 def _map(pair: Pair) -> None:
-    fore, back = pair.fore, pair.back
+    fore, back, public_specs = pair.fore, pair.back, pair.fore.params["out_specs"]
     params, back_params = fore.params, back.params
     names = ("mesh", "check_vma", "newly_manual_axes", "manual_axes")
-    if any(params.get(name) != back_params.get(name) for name in names):
-        return
-    specs, back_specs = params["in_specs"], back_params["in_specs"]
-    places = {v: [i for i, x in enumerate(back.ins) if x is v] for v in pair.private}
+    back_specs = back_params["in_specs"]
+    read = [*zip(back.ins, back_specs, strict=True)]
     pair.private = {
         v: i
         for v, i in pair.private.items()
-        if all(back_specs[place] == params["out_specs"][i] for place in places[v])
+        if all(spec == public_specs[i] for x, spec in read if x is v)
     }
-    if not pair.private:
+    same = all(params.get(name) == back_params.get(name) for name in names)
+    if not same or not pair.private:
         return
-
-    def same(ins, outs):
-        at = dict(zip(zip(fore.ins, specs, strict=True), ins, strict=True))
-        private = {v: outs[i] for v, i in pair.private.items()}
-        return [
-            private[v] if v in private else at.get((v, spec))
-            for v, spec in zip(back.ins, back_specs, strict=True)
-        ]
-
+    public = pair.public
     with _jax.on_each_device(params):
-        body = Body.of(*_programs(pair), same)
-        arguments = list(zip(fore.ins, body.ins, strict=True))
-        body.cut(pair.public, [x for v, x in arguments if v not in pair.free], pair.half)
-        new = [v for v in body.saved if v not in body.ins]
-        first, second = [*body.first], []
-        # An array without axes has none to put the devices' values side by side.
-        out = [v if v.aval.shape else _viewed(v, (1,), first) for v in new]
-        passed = [v if v.aval.shape else Value(o.aval) for v, o in zip(new, out, strict=True)]
-        for v, x in zip(new, passed, strict=True):
-            if v is not x:
-                _viewed(x, (), second)
-                second[-1].outs = [v]
-        kept = [body.outs[i] for i in pair.public]
+        body = Body.of(*_programs(pair), functools.partial(_same_part, pair))
+        arguments = zip(fore.ins, body.ins, strict=True)
+        body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
+        first, second = [*body.first], [*body.second]
+        out, passed = _with_axes([v for v in body.saved if v not in body.ins], first, second)
+        kept = [body.outs[i] for i in public]
         inner = closed(body.ins, first, [*kept, *out], _info(fore))
         inputs, own = body.read(body.ins), body.own
         ins = [*(body.back_ins[i] for i in own), *passed, *inputs]
-        back_inner = closed(ins, [*second, *body.second], body.back_outs, _info(back))
-        handed_specs = _jax.spread_specs(params, [v.aval for v in out])
+        back_inner = closed(ins, second, body.back_outs, _info(back))
+        specs = _jax.spread_specs(params, [v.aval for v in out])
     if any(_jax.open_jaxpr(program)[1] for program in (inner, back_inner)):
         return  # a constant of a shard_map's program would have no spec
-    typed = zip(handed_specs, out, strict=True)
+    typed = zip(specs, out, strict=True)
     whole = [Value(_jax.whole_aval(params, spec, v.aval)) for spec, v in typed]
-    fore.outs = [*(fore.outs[i] for i in pair.public), *whole]
-    out_specs = [*(params["out_specs"][i] for i in pair.public), *handed_specs]
-    fore.params = {**params, "jaxpr": _jax.as_body(params, inner), "out_specs": tuple(out_specs)}
-    outer = dict(zip(body.ins, zip(fore.ins, specs, strict=True), strict=True))
-    back.ins = [*(back.ins[i] for i in own), *whole, *(outer[v][0] for v in inputs)]
-    in_specs = [*(back_specs[i] for i in own), *handed_specs, *(outer[v][1] for v in inputs)]
-    back.params = {
-        **back_params,
-        "jaxpr": _jax.as_body(params, back_inner),
-        "in_specs": tuple(in_specs),
-    }
+    fore.outs = [*(fore.outs[i] for i in public), *whole]
+    out_specs = [*(public_specs[i] for i in public), *specs]
+    body_of = functools.partial(_jax.as_body, params)
+    fore.params = {**params, "jaxpr": body_of(inner), "out_specs": tuple(out_specs)}
+    at = [body.ins.index(v) for v in inputs]
+    in_specs = [*(back_specs[i] for i in own), *specs, *(params["in_specs"][i] for i in at)]
+    back.ins = [*(back.ins[i] for i in own), *whole, *(fore.ins[i] for i in at)]
+    back.params = {**back_params, "jaxpr": body_of(back_inner), "in_specs": tuple(in_specs)}
+
+
+def _same_part(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
+    """Returns the arguments of the second program that are values of the first, on each device."""
+    fore, back = pair.fore, pair.back
+    at = dict(zip(zip(fore.ins, fore.params["in_specs"], strict=True), ins, strict=True))
+    read = zip(back.ins, back.params["in_specs"], strict=True)
+    private = {v: outs[i] for v, i in pair.private.items()}
+    return [private.get(v, at.get((v, spec))) for v, spec in read]
+
+
+def _with_axes(
+    values: Sequence[Value], first: list[Equation], second: list[Equation]
+) -> tuple[list[Value], list[Value]]:
+    """Gives arrays without axes one, along which the values of the devices are put together.
+
+    Returns:
+        What the first program returns, and what the second gets.
+    """
+    out, passed = [], []
+    again: list[Equation] = []
+    for v in values:
+        tall = v if v.aval.shape else _viewed(v, (1,), first)
+        arrived = v if v.aval.shape else Value(tall.aval)
+        if not v.aval.shape:
+            _viewed(arrived, (), again)
+            again[-1].outs = [v]
+        out.append(tall)
+        passed.append(arrived)
+    second[:0] = again
+    return out, passed
 
 
 def _viewed(v: Value, shape: tuple[int, ...], into: list[Equation]) -> Value:

@@ -22,7 +22,7 @@ from mpjax._src.planner.mincut import cheapest_cut
 VIEWS = frozenset({"name", "pad", "pvary", "pcast", "reduce_precision", "rev", "xor"})
 
 # The price of a value that is handed over, in bytes.
-Price = Callable[[Value], int]
+Pricing = Callable[[Value], int]
 
 
 class Handed(NamedTuple):
@@ -50,7 +50,7 @@ def handed(
     early: Sequence[Equation],
     late: Sequence[Equation],
     results: Iterable[Value],
-    price: Price,
+    price: Pricing,
     given: Collection[Value] = (),
     free: Collection[Value] = (),
 ) -> Handed:
@@ -74,7 +74,7 @@ def handed(
 def _lightest(
     equations: Sequence[Equation],
     crossing: Sequence[Value],
-    price: Price,
+    price: Pricing,
     given: Collection[Value],
 ) -> list[Value]:
     """Returns the lightest set of values from which the crossing ones are computed cheaply."""

@@ -1,4 +1,4 @@
-"""A float32 program, what it becomes in mixed precision, and what JAX's transformations make of it."""
+"""A float32 program, as it is written in mixed precision, and what transformations make of it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -140,9 +140,7 @@ class Derivative:
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
         forward = closed(self._ins, early, [*self._outs, *self.saved], self._info)
-        self.forward = Program(
-            forward, half, program.halved_in, [*program.halved_out, *self._low]
-        )
+        self.forward = Program(forward, half, program.halved_in, [*program.halved_out, *self._low])
         self._backward: dict[tuple[bool, ...], Any] = {}
 
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
@@ -152,24 +150,21 @@ class Derivative:
         return self._backward[nonzero]
 
     def _make_backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
-        places = zip(self._cts, self._floats, strict=True)
-        cts = [(ct, i) for ct, i in places if nonzero[i]]
-        zeros = {*self._cts} - {ct for ct, _ in cts}
+        program, numbered = self.program, zip(self._cts, self._floats, strict=True)
+        cts = {ct: i for ct, i in numbered if nonzero[i]}
+        zeros = {*self._cts} - {*cts}
         equations, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        places = [i for i, g in enumerate(grads) if g not in zeros]
-        ins = [*(self._ins[i] for i in self.given), *self.saved]
         body, grads = _held_apart(self.saved, [*self._again, *equations], grads)
-        ct_values = [ct for ct, _ in cts]
-        results = [grads[i] for i in places]
-        program = self.program
+        places = [i for i, g in enumerate(grads) if g not in zeros]
+        ins = [*(self._ins[i] for i in self.given), *self.saved, *cts]
         low_in = [
             *(program.halved_in[i] for i in self.given),
             *self._low,
-            *(program.halved_out[i] for _, i in cts),
+            *(program.halved_out[i] for i in cts.values()),
         ]
         low_out = [program.halved_in[self.by[i]] for i in places]
-        jaxpr = closed([*ins, *ct_values], body, results, self._info)
+        jaxpr = closed(ins, body, [grads[i] for i in places], self._info)
         return Program(jaxpr, program.half, low_in, low_out), places
 
     @functools.cached_property
@@ -203,7 +198,7 @@ def _with_gradient(program: Program, by: Sequence[int], floats: Sequence[int]) -
             full = list(arguments)
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
-            return _jax.eval_closed(program.closed, *full)
+            return _jax.eval_once(program.closed, *full)
 
         outs, vjp = jax.vjp(of_moving, *(arguments[i] for i in by))
         given = [
@@ -224,7 +219,9 @@ def without_zeros(
     Returns:
         The equations that are left; and for a value that is the same as another one, that one.
     """
-    linear, alias, left = dependents(equations, cotangents), {}, []
+    linear = dependents(equations, cotangents)
+    alias: dict[Value, Value] = {}
+    left = []
     for e in equations:
         ins = [alias.get(v, v) for v in e.ins]
         if e.name == BARRIER:

@@ -5,8 +5,9 @@ value is stored in 16 bits without another rounding if a matmul made it (`made`)
 layout, or if matmuls alone read it (`wanted`), which would round it themselves.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -75,33 +76,41 @@ def places(e: Equation) -> tuple[int, int, int]:
     return 0, consts, consts + carry
 
 
-def made(
-    equations: Iterable[Equation], given: Collection[Value], half: np.dtype
-) -> set[Value]:
+def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype) -> set[Value]:
     """Returns the values that are 16-bit numbers, if the given ones are."""
-    found = set(given)
+    equations = [*equations]
+    found, numbers = set(given), constants(equations, half)
     for e in equations:
         if is_half_matmul(e):
             found.update(e.outs)
         elif is_view(e):
-            found.update(_views(e, found, half))
+            found.update(_views(e, found, numbers))
         elif programs(e):
             found.update(_results(e, found, half))
     return found
 
 
-def _views(e: Equation, found: Collection[Value], half: np.dtype) -> list[Value]:
+def _views(e: Equation, found: Collection[Value], numbers: Collection[Value]) -> list[Value]:
     if e.name == BARRIER:
         return [out for v, out in zip(e.ins, e.outs, strict=True) if v in found]
     floats = [v for v in e.ins if is_float32(v)]
-    exact = any(v in found for v in floats) and all(
-        v in found or is_exact(v.const, half) for v in floats
-    )
-    return e.outs if exact else []
+    moves = any(v in found for v in floats)
+    return e.outs if moves and all(v in found or v in numbers for v in floats) else []
+
+
+def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
+    """Returns the constants of equations that are 16-bit numbers, as literals or views of them."""
+    found: set[Value] = set()
+    for e in equations:
+        found.update(v for v in e.ins if is_exact(v.const, half))
+        same = is_view(e) or e.name == "convert_element_type"
+        if same and e.ins and all(v in found for v in e.ins):
+            found.update(e.outs)
+    return found
 
 
 def is_exact(const: Any, half: np.dtype) -> bool:
-    """Returns whether a known number is a 16-bit number too."""
+    """Returns whether a known number is a 16-bit number."""
     if const is None or isinstance(const, _jax.Tracer) or np.ndim(const):
         return False
     with np.errstate(over="ignore"):
@@ -176,7 +185,8 @@ def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
     return {**e.params, **row.holding(changed)}
 
 
-class Price(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Price:
     """What it costs to hand over a value, in bytes.
 
     Attributes:
@@ -194,4 +204,5 @@ class Price(NamedTuple):
         return is_float32(v) and (v in self.made or v in self.wanted)
 
     def __call__(self, v: Value) -> int:
+        """Returns the bytes of a value as it is handed over."""
         return _jax.bytes_of(v.aval, self.half if self.is_half(v) else None)

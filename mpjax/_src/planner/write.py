@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._src.base import _jax
@@ -38,7 +37,9 @@ def written(
     outs = opened(program, ins, equations, rules=True)
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
-    writer = Writer(half, given, rounding.wanted(equations, outs, asked))
+    writer = Writer(
+        half, given, rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
+    )
     arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
@@ -56,13 +57,20 @@ class Writer:
     Attributes:
         half: The 16-bit dtype.
         wanted: The values that are read in 16 bits alone.
+        numbers: The constants that are 16-bit numbers.
         fulls: The float32 forms.
         lows: The 16-bit forms.
         written: The equations.
     """
 
-    def __init__(self, half: np.dtype, given: Collection[Value], wanted: set[Value]) -> None:
-        self.half, self.wanted = half, wanted
+    def __init__(
+        self,
+        half: np.dtype,
+        given: Collection[Value],
+        wanted: Collection[Value],
+        numbers: Collection[Value],
+    ) -> None:
+        self.half, self.wanted, self.numbers = half, wanted, numbers
         self.lows = {v: Value(_jax.retyped(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
         self.written: list[Equation] = []
@@ -132,11 +140,14 @@ class Writer:
     def _view(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         if e.name == BARRIER:
             pairs = zip(e.ins, e.outs, strict=True)
-            low = [self.is_made(v) or (rounding.is_float32(v) and out in self.wanted) for v, out in pairs]
-            return low, low, e.params
+            each = [
+                self.is_made(v) or (rounding.is_float32(v) and out in self.wanted)
+                for v, out in pairs
+            ]
+            return each, each, e.params
         floats = [v for v in e.ins if rounding.is_float32(v)]
         kept = any(map(self.is_made, floats)) and all(
-            self.is_made(v) or rounding.is_exact(v.const, self.half) for v in floats
+            self.is_made(v) or v in self.numbers for v in floats
         )
         asked = rounding.commutes(e) and all(out in self.wanted for out in e.outs)
         low = bool(floats) and (kept or asked)
@@ -145,7 +156,9 @@ class Writer:
     def _plain(self, program: Any) -> Any:
         """Returns the program of a loop's body or condition, whose arguments are all float32."""
         jaxpr, _ = _jax.open_jaxpr(program)
-        return written(program, self.half, [False] * len(jaxpr.invars), [False] * len(jaxpr.outvars))
+        return written(
+            program, self.half, [False] * len(jaxpr.invars), [False] * len(jaxpr.outvars)
+        )
 
     def _around(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Writes the programs of a loop, branch or map."""

@@ -43,7 +43,7 @@ from mpjax._src.base._jax.building import (
     whole_aval,
     zeros_of,
 )
-from mpjax._src.base._jax.calls import linearized_once
+from mpjax._src.base._jax.calls import eval_once, linearized_once
 from mpjax._src.base._jax.convolutions import half_conv
 from mpjax._src.base._jax.cpu_matmuls import cpu_flags
 from mpjax._src.base._jax.held import Cut, Held, call_held, is_inexact

@@ -26,7 +26,7 @@ from jax._src.shard_map import (
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters import ad
 
-from mpjax._src.base._jax.programs import close, open_jaxpr, scan_counts
+from mpjax._src.base._jax.programs import close, open_jaxpr
 from mpjax._src.base._jax.rules import manual_axes
 
 NO_EFFECTS = no_effects
@@ -78,7 +78,7 @@ def anonymous(jaxpr: Any) -> Any:
 
 
 def forward_mode(jaxpr: Any, moving: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
-    """Returns the closed jaxpr of arguments and moving tangents, and which results have tangents."""
+    """Returns the closed jaxpr of arguments and moving tangents, and which results have one."""
     return jvp_jaxpr(jaxpr, moving, False)
 
 
@@ -87,13 +87,11 @@ def batched(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence
     return batch_jaxpr(jaxpr, axis, which, False)
 
 
-def scan_of(
-    params: Mapping[str, Any], jaxpr: Any, consts: int, carry: int, xs: int
-) -> dict[str, Any]:
+def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int) -> dict[str, Any]:
     """Returns the parameters of a scan with another body and other numbers of operands."""
     if "num_consts" in params:
         return {**params, "jaxpr": jaxpr, "num_consts": consts, "num_carry": carry}
-    from jax._src import flattree as ft  # of JAX 0.12
+    from jax._src import flattree as ft  # type: ignore[attr-defined]  # of JAX 0.12
 
     ys = len(open_jaxpr(jaxpr)[0].outvars) - carry
     ins, outs = map(ft.nones, (consts, carry, xs)), map(ft.nones, (carry, ys))
@@ -106,7 +104,7 @@ def stacked_aval(length: Any, aval: Any) -> Any:
 
 
 @contextlib.contextmanager
-def on_each_device(params: Mapping[str, Any]) -> Iterator[None]:
+def on_each_device(params: dict[str, Any]) -> Iterator[None]:
     """Enters the body of a shard_map with these parameters."""
     mesh, axes = params["mesh"], manual_axes(params)
     manual = use_abstract_mesh(_as_manual_mesh(mesh, axes))
@@ -114,17 +112,17 @@ def on_each_device(params: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def spread_specs(params: Mapping[str, Any], avals: Sequence[Any]) -> list[Any]:
+def spread_specs(params: dict[str, Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the specs by which a shard_map hands out what its devices keep for themselves."""
     names = _all_newly_manual_mesh_names(params["mesh"], manual_axes(params))
     return [aval.nospec(params["mesh"], params["check_vma"], names) for aval in avals]
 
 
-def whole_aval(params: Mapping[str, Any], spec: Any, aval: Any) -> Any:
+def whole_aval(params: dict[str, Any], spec: Any, aval: Any) -> Any:
     """Returns the type of an array of which each device of a shard_map has a part."""
     return unshard_aval(params["mesh"], params["check_vma"], spec, aval)
 
 
-def as_body(params: Mapping[str, Any], jaxpr: Any) -> Any:
+def as_body(params: dict[str, Any], jaxpr: Any) -> Any:
     """Returns an open jaxpr as the body of a shard_map."""
     return remove_named_axis_effects(open_jaxpr(jaxpr)[0], params["mesh"].axis_names)

@@ -68,7 +68,7 @@ class Cut(Protocol):
 def _holding(name: str, program: Callable[..., Held], *, shown: bool = True) -> Primitive:
     """Returns a primitive that runs the program that its parameters hold.
 
-    An equation shows what it runs (``shown``): to people, and to JAX, which looks for devices in it.
+    An equation shows what it runs (``shown``): to people, and to JAX, which finds devices there.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -157,6 +157,10 @@ def _batch(axis, args, dims, *, program, jaxpr=None):
     return call_held(new, *args), [0 if w else None for w in which]
 
 
+def _taylor(primals, series, *, program, jaxpr=None):
+    return jet.jet(lambda *args: eval_closed(program.written, *args), primals, series)
+
+
 call_p.def_impl(lambda *args, program, jaxpr=None: program.jitted(*args))
 call_p.def_effectful_abstract_eval(
     lambda *args, program, jaxpr=None: (program.out_avals, program.effects)
@@ -164,9 +168,7 @@ call_p.def_effectful_abstract_eval(
 ad.primitive_jvps[call_p] = _jvp
 primitive_linearizations[call_p] = _linearize
 fancy_primitive_batchers[call_p] = _batch
-jet.jet_rules[call_p] = lambda primals, series, *, program, jaxpr=None: jet.jet(
-    lambda *args: eval_closed(program.written, *args), primals, series
-)
+jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
 
 # ---- a program and its derivative, where JAX separates them later -------------------------------
 
