@@ -1,43 +1,108 @@
-"""Functions under the planner that sees the derivative."""
+"""Plans programs without running them, and returns the plan's facts and decisions."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import ShapeDtypeStruct as Shape
+from support import normal
 
-from mpjax._src.base import _jax
-from mpjax._src.planner.program import Program
-from mpjax._src.program import trace as programs
-from mpjax._src.program.trace import Flat
+import mpjax
+from mpjax._src.autocast.plan import analyze, outline
+from mpjax._src.autocast.tables import Analysis
+from mpjax._src.instruments.explain import words
 
-# Plans as for 16 bits, but rounds nothing: gradients are JAX's own.
-EXACT = np.dtype("float32")
-
-
-def planned(fun, half="bfloat16"):
-    """Returns a function under the planner; with `EXACT`, nothing is rounded."""
-
-    @functools.wraps(fun)
-    def run(*args, **kwargs):
-        flat = Flat.of((args, kwargs))
-        traced = programs.trace(flat.on(fun), flat.avals, getattr(fun, "__name__", "planned"))
-        inner, consts = _jax.hoisted(traced.jaxpr)
-        program = Program(_jax.as_closed(inner), np.dtype(jnp.dtype(half)))
-        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in flat.arrays]
-        outs = _jax.call_held(program, *consts, *arrays)
-        return traced.rebuild(outs)
-
-    return run
+H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
+SCALAR, VECTOR = jnp.float32(0.1), normal(3, 16)
 
 
-def kept(fun, *args):
-    """Returns the bytes that a forward pass hands to its backward pass, arguments left out."""
+def analyzed(fun, *args, policy="mixed_bfloat16", linear=()):
+    """Returns the analyzed block of a function, with the decision for every operation and value."""
+    closed = jax.make_jaxpr(fun)(*args)
+    dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
+    policy = mpjax.get_policy(policy) if isinstance(policy, str) else policy
+    plan = outline(closed.jaxpr, closed.consts, policy)
+    know(analyze(plan, dtypes, linear=linear))
+    return plan.block
 
-    def residuals(*args):
-        return jax.tree.leaves(jax.vjp(fun, *args)[1])
 
-    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    results = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - given
-    return sum(_jax.bytes_of(v.aval) for v in results)
+def know(analysis):
+    """Records the tables of a plan, so that the functions below answer for its ops and values."""
+    for field in dataclasses.fields(analysis):
+        if field.name != "marks":  # which storage makes
+            getattr(KNOWN, field.name).update(getattr(analysis, field.name))
+
+
+KNOWN = Analysis(arguments=set())  # about all blocks that were analyzed
+
+
+def ruling(op):
+    return KNOWN.rulings[op]
+
+
+def choice(op):
+    return KNOWN.choices[op]
+
+
+def stored(value):
+    return KNOWN.stored[value]
+
+
+def is_small(value):
+    return value in KNOWN.small
+
+
+def is_raw(value):
+    return KNOWN.is_raw(value)
+
+
+def fact_of(value):
+    return KNOWN.facts[value]
+
+
+def want(value):
+    """Returns the demand of a value's readers."""
+    return KNOWN.wants[value]
+
+
+def carries(block):
+    """Returns which arguments of a loop's body are stored in half."""
+    return KNOWN.carries[block]
+
+
+def fact(fun, *args, **options):
+    """Returns the facts about a function's (first) result."""
+    return fact_of(analyzed(fun, *args, **options).outvars[0])
+
+
+def op(block, name, place=-1):
+    """Returns the last operation of that name, or the one at an index among them."""
+    return [op for op in block.walk() if op.name == name][place]
+
+
+def said(op):
+    """Returns in words why an operation computes in its dtype."""
+    return words(KNOWN.why(op))
+
+
+__all__ = [
+    "SCALAR",
+    "VECTOR",
+    "H",
+    "Shape",
+    "V",
+    "W",
+    "analyzed",
+    "carries",
+    "choice",
+    "fact",
+    "fact_of",
+    "is_raw",
+    "is_small",
+    "know",
+    "op",
+    "ruling",
+    "said",
+    "stored",
+    "want",
+]

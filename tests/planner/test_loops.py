@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from planned import EXACT, kept, planned
+from joint import EXACT, kept, planned
 from support import assert_near, normal, thorough_but
 
 TURNS, BATCH, WIDTH = 5, 4, 16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import EXACT, planned
+from joint import EXACT, planned
 from support import assert_near, equations, normal, thorough_but
 
 WS = [normal(i, 16, 16, scale=0.25) for i in range(4)]
@@ -145,3 +145,14 @@ def test_scopes_and_lines_stay_on_the_derivative():
     matmuls = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert len(matmuls) == 2
     assert all("layer" in str(e.source_info.name_stack) for e in matmuls)
+
+
+def test_refs_of_its_own():
+    def fun(w, x):
+        total = jax.new_ref(jnp.zeros_like(x))
+        for _ in range(2):
+            total[...] += jnp.tanh(x @ w)
+        return jnp.sum(total[...] ** 2)
+
+    for wrap in (lambda f: f, jax.grad, lambda f: jax.jit(jax.grad(f))):
+        assert_near(wrap(planned(fun, EXACT))(WS[0], X), wrap(fun)(WS[0], X), rtol=1e-4)

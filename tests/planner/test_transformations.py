@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import EXACT, planned
+from joint import EXACT, planned
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 W = np.asarray(jax.random.normal(KEYS[0], (8, 8)) / 3)

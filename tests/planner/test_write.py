@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planned import EXACT, planned
+from joint import EXACT, planned
 from support import matmul_dtypes, normal
 
 from mpjax._src.base import _jax

@@ -41,8 +41,9 @@ class Program:
         halved_in: Sequence[bool] = (),
         halved_out: Sequence[bool] = (),
     ) -> None:
-        jaxpr, _ = _jax.open_jaxpr(closed)
-        self.closed, self.half, self.effects = closed, half, jaxpr.effects
+        self.closed, self.half = _jax.without_refs(closed), half
+        jaxpr, _ = _jax.open_jaxpr(self.closed)
+        self.effects = jaxpr.effects
         self.float_avals = [v.aval for v in jaxpr.invars]
         self.result_avals = [v.aval for v in jaxpr.outvars]
         self.halved_in = tuple(halved_in) or (False,) * len(self.float_avals)

@@ -1,6 +1,7 @@
 """A primitive that holds a program asks it, and nobody else, for its derivatives."""
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ X = normal(0, 3)
 class Squares:
     """``sum(x * x)``, which hands ``10 x`` to a backward part that divides by 5."""
 
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
     in_avals = (jax.core.ShapedArray((3,), np.float32),)
     out_avals = (jax.core.ShapedArray((), np.float32),)
     effects = _jax.NO_EFFECTS

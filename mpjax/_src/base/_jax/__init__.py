@@ -41,6 +41,7 @@ from mpjax._src.base._jax.building import (
     stacked_aval,
     varying,
     whole_aval,
+    without_refs,
     zeros_of,
 )
 from mpjax._src.base._jax.calls import eval_once, linearized_once

@@ -23,6 +23,7 @@ from jax._src.shard_map import (
     _extend_axis_env,
     use_abstract_mesh,
 )
+from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters import ad
 
@@ -65,6 +66,13 @@ def blank() -> Any:
 def as_closed(jaxpr: Any) -> Any:
     """Returns an open or closed jaxpr as a closed one."""
     return close(*open_jaxpr(jaxpr))
+
+
+def without_refs(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr whose own Refs are values: a Ref has no derivative in two parts."""
+    effects = open_jaxpr(jaxpr)[0].effects
+    has_refs = any(isinstance(e, InternalMutableArrayEffect) for e in effects)
+    return discharge_state(jaxpr) if has_refs else jaxpr
 
 
 def zeros_of(aval: Any) -> Any:
