@@ -1,6 +1,7 @@
 """Building jaxprs from equations, and equations of loops from their parts."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,8 +100,7 @@ def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int
     """Returns the parameters of a scan with another body and other numbers of operands."""
     if "num_consts" in params:
         return {**params, "jaxpr": jaxpr, "num_consts": consts, "num_carry": carry}
-    from jax._src import flattree as ft  # type: ignore[attr-defined]  # of JAX 0.12
-
+    ft = sys.modules[type(params["ft_in"]).__module__]  # from JAX 0.12 on
     ys = len(open_jaxpr(jaxpr)[0].outvars) - carry
     ins, outs = map(ft.nones, (consts, carry, xs)), map(ft.nones, (carry, ys))
     return {**params, "jaxpr": jaxpr, "ft_in": ft.pack((*ins,)), "ft_out": ft.pack((*outs,))}

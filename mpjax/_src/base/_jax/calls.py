@@ -9,9 +9,8 @@ import numpy as np
 from jax._src.core import set_current_trace
 from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
-from jax._src.source_info_util import NameStack, current_name_stack, user_context
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
-from jax.extend.source_info_util import current
+from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
 from mpjax._src.base._jax.programs import bind, close, equation_key, eval_closed, open_jaxpr
