@@ -40,6 +40,8 @@ MADE = {
     "masked by no 16-bit number": (lambda x, w: jnp.where(x > 0, x @ w, 0.1), False),
     "sum": (lambda x, w: x @ w + x, False),
     "with an argument": (lambda x, w: jnp.concatenate([x @ w, x]), False),
+    "short sum": (lambda x, w: x[:, :4] @ w[:4], False),
+    "longer sum": (lambda x, w: x[:, :5] @ w[:5], True),
     "of its own precision": (lambda x, w: jnp.dot(x, w, precision="highest"), False),
     "stacked by a loop": (lambda x, w: lax.scan(lambda c, r: (c, r @ w), 0, x)[1], True),
     "carried by a loop": (lambda x, w: lax.scan(lambda c, _: (c @ w, 0), x, W)[0], False),

@@ -26,10 +26,19 @@ def is_float32(v: Value) -> bool:
     return _jax.is_array(v.aval) and v.aval.dtype == FLOAT32
 
 
+# Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
+# sum is no faster in 16 bits, and often a coordinate or an angle.
+SHORT = 4
+
+
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
     if rule_of(e.name).need != HALF or e.params.get("precision") is not None:
         return False
+    if e.name == "dot_general":
+        (contracted, _), _ = e.params["dimension_numbers"]
+        if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
+            return False
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
 
 
