@@ -89,10 +89,17 @@ def pytest_configure(config):
         name, deadline=None, max_examples=PROFILES[name], derandomize=seed_of_run() == 0
     )
     settings.load_profile(name)
+    if config.option.sees_derivative:
+        from mpjax._src.autocast.transform import SEES_DERIVATIVE
+
+        SEES_DERIVATIVE.set(True)
 
 
 def pytest_addoption(parser):
     parser.addoption("--drawing", action="store_true", help="only tests that draw random numbers")
+    parser.addoption(
+        "--sees-derivative", action="store_true", help="autocast by programs that see theirs"
+    )
 
 
 DRAWS = re.compile(r"\brng\b|hypothesis|fresh_rng|seed_of_run")

@@ -18,7 +18,17 @@ INSIDE = PACKAGE / "_src"
 # From the bottom up: a package imports only what stands before. So the core imports none of the
 # tools, which are the rest.
 ORDER = (
-    *("base", "program", "document", "policy", "autocast", "training", "checkpoint", "frameworks"),
+    *(
+        "base",
+        "program",
+        "document",
+        "policy",
+        "planner",
+        "autocast",
+        "training",
+        "checkpoint",
+        "frameworks",
+    ),
     *("hardware", "watching", "lint", "instruments", "cli"),
 )
 

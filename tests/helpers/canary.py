@@ -53,6 +53,16 @@ CONTRACTS = (
         "autocast in float16: gradients without a loss scale are not warned of",
     ),
     Contract(
+        "building",
+        ("jax._src",),
+        "programs that see their derivative (`planner`): none can be put together",
+    ),
+    Contract(
+        "held",
+        ("jax._src.interpreters",),
+        "programs that see their derivative (`planner`): JAX cannot transform them",
+    ),
+    Contract(
         "calls",
         ("jax._src.core.set_current_trace", "jax._src.interpreters"),
         "gradients of autocast: what is called several times is differentiated as a whole",

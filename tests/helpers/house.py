@@ -189,7 +189,10 @@ def shared_fields(paths):
 
 # The packages that someone needs who trains a model: they import none of the others, the tools.
 CORE = frozenset(
-    ["base", "program", "document", "policy", "autocast", "training", "checkpoint", "frameworks"]
+    (
+        *("base", "program", "document", "policy", "planner"),
+        *("autocast", "training", "checkpoint", "frameworks"),
+    )
 )
 
 

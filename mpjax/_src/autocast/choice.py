@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpjax._src.autocast.mincut import cheapest_cut
 from mpjax._src.autocast.schedule import Step, needs, ops_of, runs_once
 from mpjax._src.autocast.sizes import kept_bytes
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import rules
+from mpjax._src.planner.mincut import cheapest_cut
 from mpjax._src.program.graph import Op, Value
 
 

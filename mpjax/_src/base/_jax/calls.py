@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.core import set_current_trace
 from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
-from jax.extend.core import Literal, Primitive
-from jax.extend.source_info_util import current
+from jax.extend.core import Jaxpr, Literal, Primitive, Var
+from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
-from mpjax._src.base._jax.programs import eval_closed, open_jaxpr
+from mpjax._src.base._jax.programs import bind, close, equation_key, eval_closed, open_jaxpr
 
 
 class _Inlined(Primitive):
@@ -40,6 +41,49 @@ _inlined_p = _Inlined("inlined")
 def linearized_once(jaxpr: Any) -> Callable[..., list[Any]]:
     """Returns a closed jaxpr as a function whose derivative is computed once for all calls."""
     return functools.partial(_inlined_p.bind, jaxpr=jaxpr)
+
+
+def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr; equal equations of it are linearized once, for they repeat."""
+    inner, consts = open_jaxpr(jaxpr)
+    env = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
+    programs: dict[Any, Any] = {}
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        stack = current_name_stack() + eqn.source_info.name_stack
+        with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            program = None if eqn.effects else _alone(eqn, inner.debug_info, programs)
+            if program is None:
+                outs = bind(eqn, [read(atom) for atom in eqn.invars])
+            else:
+                outs = linearized_once(program)(
+                    *(env[a] for a in eqn.invars if not isinstance(a, Literal))
+                )
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in inner.outvars]
+
+
+def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
+    """Returns an equation as a program of its variables, the same one for equal equations."""
+    literals = [(i, a) for i, a in enumerate(eqn.invars) if isinstance(a, Literal)]
+    types = tuple(atom.aval for atom in eqn.invars)
+    try:
+        numbers = tuple((i, type(a.val), np.asarray(a.val).tobytes()) for i, a in literals)
+        key = equation_key(eqn), types, numbers
+        if key in programs:
+            return programs[key]
+    except TypeError:  # a parameter that has no hash
+        return None
+    ins = [a if isinstance(a, Literal) else Var(a.aval) for a in eqn.invars]
+    outs = [Var(var.aval) for var in eqn.outvars]
+    source = eqn.source_info.replace(name_stack=NameStack())
+    alone = eqn.replace(invars=ins, outvars=outs, source_info=source)
+    variables = [a for a in ins if not isinstance(a, Literal)]
+    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, info.with_unknown_names())
+    return programs.setdefault(key, close(jaxpr, ()))
 
 
 def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax._src.autocast.mincut import cheapest_cut
+from mpjax._src.planner.mincut import cheapest_cut
 
 
 def computed(kept, edges, needed):

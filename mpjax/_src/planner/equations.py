@@ -1,0 +1,223 @@
+"""A program as a list of equations on shared values, its calls inlined.
+
+The variables of a jaxpr are its own. Here a result of one program may be an operand of another, so
+the forward and the backward part of a function are one list, which can be cut anywhere and closed
+into jaxprs again.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from mpjax._src.base import _jax
+from mpjax._src.base.higher_order import CALL, higher_order
+
+BARRIER = "optimization_barrier"
+REMATS = ("remat2", "checkpoint")
+# Their author's rules say how they are differentiated: they stay calls until the end.
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+class Value:
+    """What an argument, a constant or an equation gives.
+
+    Attributes:
+        aval: Its type.
+        const: Its value, if it is a constant.
+        literal: Whether the constant is written into the equations that read it.
+    """
+
+    __slots__ = ("aval", "const", "literal")
+
+    def __init__(self, aval: Any, const: Any = None, literal: bool = False) -> None:
+        self.aval, self.const, self.literal = aval, const, literal
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the array."""
+        return _jax.bytes_of(self.aval)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Equation:
+    """An operation on values."""
+
+    primitive: Any
+    params: dict[str, Any]
+    ins: list[Value]
+    outs: list[Value]
+    like: Any  # the equation of a jaxpr that it came from: its source, context and effects
+    stack: Any  # the scopes around it
+    again: bool = (
+        False  # whether it stands in a checkpoint's recomputation: it waits for cotangents
+    )
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.primitive.name
+
+    @property
+    def acts(self) -> bool:
+        """Whether it has an effect, so that it runs even if nobody reads its results."""
+        return _jax.acts(self.like.effects)
+
+    def on(self, ins: Iterable[Value], **changes: Any) -> "Equation":
+        """Returns it on other operands."""
+        return dataclasses.replace(self, ins=[*ins], **changes)
+
+
+def opened(
+    closed: Any,
+    ins: Sequence[Value],
+    into: list[Equation],
+    *,
+    again: bool = False,
+    stack: Any = None,
+    rules: bool = False,
+) -> list[Value]:
+    """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
+
+    Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
+    what is written.
+    """
+    jaxpr, consts = _jax.open_jaxpr(closed)
+    pairs = zip(jaxpr.constvars, consts, strict=True)
+    env = {var: Value(var.aval, const) for var, const in pairs}
+    env.update(zip(jaxpr.invars, ins, strict=True))
+
+    def read(atom):
+        literal = isinstance(atom, _jax.Literal)
+        return Value(atom.aval, atom.val, literal=True) if literal else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        scopes = eqn.source_info.name_stack
+        scopes = scopes if stack is None else stack + scopes
+        inner = _called(eqn, rules)
+        if inner is None:
+            outs = [Value(var.aval) for var in eqn.outvars]
+            into.append(Equation(eqn.primitive, eqn.params, operands, outs, eqn, scopes, again))
+        else:
+            once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
+            if once_more:
+                operands = _apart(eqn, operands, into, scopes)
+            flags = {"again": again or once_more, "stack": scopes, "rules": rules}
+            outs = opened(inner, operands, into, **flags)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called(eqn: Any, rules: bool) -> Any:
+    """Returns the closed jaxpr of an equation that is no more than a call of it, or None."""
+    name = eqn.primitive.name
+    if name in REMATS:
+        return _jax.close(*_jax.open_jaxpr(eqn.params["jaxpr"]))
+    if name in CUSTOM:
+        return eqn.params[higher_order(name).params[0]] if rules else None
+    return _jax.inlined(eqn) if higher_order(name).kind == CALL else None
+
+
+def _apart(eqn: Any, operands: list[Value], into: list[Equation], stack: Any) -> list[Value]:
+    """Puts the operands of a recomputation behind a barrier, where its author did not forbid it."""
+    which = eqn.params["prevent_cse"]
+    which = which if isinstance(which, tuple) else (which,) * len(operands)
+    chosen = [v for v, yes in zip(operands, which, strict=True) if yes]
+    held = iter(barred(chosen, into, like=eqn, stack=stack))
+    return [next(held) if yes else v for v, yes in zip(operands, which, strict=True)]
+
+
+def barred(
+    values: Sequence[Value],
+    into: list[Equation],
+    *,
+    like: Any,
+    stack: Any,
+    outs: Sequence[Value] | None = None,
+) -> list[Value]:
+    """Appends a barrier, which keeps compilers from merging what reads it with what does not."""
+    outs = [Value(v.aval) for v in values] if outs is None else outs
+    groups = collections.defaultdict(list)
+    for v, out in zip(values, outs, strict=True):  # a barrier's values vary over the same axes
+        groups[_jax.varying(v.aval)].append((v, out))
+    for pairs in groups.values():
+        ins, results = map(list, zip(*pairs, strict=True))
+        plain = like.replace(effects=_jax.NO_EFFECTS)
+        into.append(Equation(_jax.barrier_p, {}, ins, results, plain, stack, again=True))
+    return [*outs]
+
+
+def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equation]:
+    """Returns the equations that the results depend on, and those that have effects."""
+    wanted, found = set(results), []
+    for e in reversed(equations):
+        if e.acts or not wanted.isdisjoint(e.outs):
+            found.append(e)
+            wanted.update(e.ins)
+    return found[::-1]
+
+
+def between(
+    equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
+) -> list[Equation]:
+    """Returns the equations that compute wanted values from known ones."""
+    missing, found = {v for v in wanted if v not in known}, []
+    for e in reversed(equations):
+        if not missing.isdisjoint(e.outs):
+            found.append(e)
+            missing.update(v for v in e.ins if v not in known)
+    return found[::-1]
+
+
+def dependents(equations: Iterable[Equation], values: Iterable[Value]) -> set[Value]:
+    """Returns the values, and those that are computed from them."""
+    found = set(values)
+    for e in equations:
+        if e.name == BARRIER:  # each result is one of the operands
+            found.update(out for v, out in zip(e.ins, e.outs, strict=True) if v in found)
+        elif not found.isdisjoint(e.ins):
+            found.update(e.outs)
+    return found
+
+
+def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
+    """Returns the equations that read each value."""
+    readers: dict[Value, list[Equation]] = collections.defaultdict(list)
+    for e in equations:
+        for v in dict.fromkeys(e.ins):
+            readers[v].append(e)
+    return readers
+
+
+def closed(
+    ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], info: Any
+) -> Any:
+    """Returns the closed jaxpr of the equations that the results need."""
+    env: dict[Value, Any] = {v: _jax.Var(v.aval) for v in ins}
+    constants: dict[Any, Any] = {}
+
+    def read(v):
+        if v not in env and v.const is not None:
+            if v.literal:
+                return _jax.Literal(v.const, v.aval)
+            env[v] = _jax.Var(v.aval)
+            constants[env[v]] = v.const
+        return env[v]
+
+    eqns = []
+    for e in needed(equations, outs):
+        operands = [read(v) for v in e.ins]
+        env.update((out, _jax.Var(out.aval)) for out in e.outs)
+        source = e.like.source_info.replace(name_stack=e.stack)
+        eqns.append(
+            e.like.replace(
+                invars=operands,
+                outvars=[env[out] for out in e.outs],
+                primitive=e.primitive,
+                params=e.params,
+                source_info=source,
+            )
+        )
+    arguments, results = [env[v] for v in ins], [read(v) for v in outs]
+    return _jax.jaxpr_of(constants, arguments, results, eqns, info)

@@ -1,0 +1,373 @@
+"""Loops, branches and maps of which one part runs forward and one backward, cut inside.
+
+JAX differentiates a scan as two scans, and what the second reads of the first is stacked. Here both
+bodies are one list of equations, so the same cut that divides a program divides its loops: what is
+stacked is chosen in the body, and the rest is computed again there. The same holds for the branches
+of a cond and the program of a shard_map. A pair that is not recognized stays as JAX made it.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import (
+    Equation,
+    Value,
+    closed,
+    dependents,
+    opened,
+    readers_of,
+)
+from mpjax._src.planner.partition import handed
+
+
+def joined(
+    equations: Sequence[Equation],
+    cotangents: Iterable[Value],
+    free: Collection[Value],
+    results: Iterable[Value],
+    half: np.dtype,
+) -> None:
+    """Cuts the loops, branches and maps of a program again, in place.
+
+    Args:
+        equations: The equations of the program, forward and backward part.
+        cotangents: The arguments of the backward part alone.
+        free: Values that the backward part has anyway.
+        results: What the program returns.
+        half: The 16-bit dtype.
+    """
+    late, results = dependents(equations, cotangents), {*results}
+    readers = readers_of(equations)
+    maker = {out: e for e in equations for out in e.outs}
+    for back in equations:
+        cut = KINDS.get(higher_order(back.name).kind)
+        if cut is None or late.isdisjoint(back.ins):
+            continue
+        ahead = dict.fromkeys(maker[v] for v in back.ins if v in maker and v not in late)
+        for fore in ahead:
+            if fore.primitive is not back.primitive:
+                continue
+            private = {
+                out: i
+                for i, out in enumerate(fore.outs)
+                if readers[out] == [back] and out not in results
+            }
+            if private:
+                read = {*back.ins}
+                cut(Pair(fore, back, private, {*free}, half))
+                maker.update((out, fore) for out in fore.outs)
+                for v in dict.fromkeys(back.ins):
+                    if v not in read:
+                        readers[v].append(back)
+
+
+@dataclasses.dataclass
+class Pair:
+    """An equation of the forward part, and one of the backward part that reads its results.
+
+    Attributes:
+        fore: The first.
+        back: The second.
+        private: The results of the first that only the second reads, with their places.
+        free: Values that the backward part has anyway.
+        half: The 16-bit dtype.
+    """
+
+    fore: Equation
+    back: Equation
+    private: dict[Value, int]
+    free: set[Value]
+    half: np.dtype
+
+    @property
+    def public(self) -> list[int]:
+        """The places of the other results of the first."""
+        return [i for i, out in enumerate(self.fore.outs) if out not in self.private]
+
+
+@dataclasses.dataclass
+class Body:
+    """Both programs of a pair as one list of equations.
+
+    Attributes:
+        ins: The arguments of the first.
+        first: Its equations.
+        outs: Its results.
+        back_ins: The arguments of the second: those that are values of the first are these values.
+        shared: Whether each is one.
+        second: The equations of the second.
+        back_outs: Its results.
+        saved: What the first hands to the second.
+    """
+
+    ins: list[Value]
+    first: list[Equation]
+    outs: list[Value]
+    back_ins: list[Value]
+    shared: list[bool]
+    second: list[Equation]
+    back_outs: list[Value]
+    saved: list[Value] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, fore: Any, back: Any, same: Callable[..., Sequence[Value | None]]) -> "Body":
+        """Opens two programs; ``same`` finds the arguments of the second in the first."""
+        arguments, _ = _jax.open_jaxpr(fore)
+        ins = [Value(var.aval) for var in arguments.invars]
+        first: list[Equation] = []
+        outs = opened(fore, ins, first)
+        arguments, _ = _jax.open_jaxpr(back)
+        known = same(ins, outs)
+        back_ins = [
+            Value(var.aval) if v is None else v
+            for v, var in zip(known, arguments.invars, strict=True)
+        ]
+        second: list[Equation] = []
+        back_outs = opened(back, back_ins, second)
+        return cls(ins, first, outs, back_ins, [v is not None for v in known], second, back_outs)
+
+    @property
+    def own(self) -> list[int]:
+        """The places of the second's arguments that are not of the first."""
+        return [i for i, shared in enumerate(self.shared) if not shared]
+
+    def read(self, values: Iterable[Value]) -> list[Value]:
+        """Returns the values that the second reads."""
+        read = {*self.back_outs, *(v for e in self.second for v in e.ins)}
+        return [v for v in values if v in read]
+
+    def cut(self, public: Sequence[int], priced: Sequence[Value], half: np.dtype) -> None:
+        """Chooses what is handed over; ``priced`` arguments are handed over at a price too."""
+        new = [self.back_ins[i] for i in self.own]
+        free = {*self.ins} - {*priced}
+        returned = [self.outs[i] for i in public]
+        both = [*self.first, *self.second]
+        joined(both, new, free, [*returned, *self.back_outs], half)
+        made = rounding.made(self.first, (), half)
+        price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
+        hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)
+        self.saved, self.second = hand.saved, [*hand.again, *self.second]
+
+
+def _scan(pair: Pair) -> None:
+    fore, back = pair.fore, pair.back
+    row = higher_order(fore.name)
+    length = row.turns(fore)[0]
+    (_, start, end), (_, _, back_end) = rounding.places(fore), rounding.places(back)
+    pair.private = {
+        v: i for v, i in pair.private.items() if i >= end - start and v not in back.ins[:back_end]
+    }
+    if length != row.turns(back)[0] or not pair.private:
+        return
+    body = Body.of(*_programs(pair), functools.partial(_same_turn, pair))
+    sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
+    priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
+    body.cut(pair.public, priced, pair.half)
+    stacks = {body.outs[i]: fore.outs[i] for i in pair.public if i >= end - start}
+    known = {*stacks, *body.ins[end:]}
+    new = {v: Value(_jax.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
+    kept = [body.outs[i] for i in pair.public]
+    inner = closed(body.ins, body.first, [*kept, *new], _info(fore))
+    fore.outs = [*(fore.outs[i] for i in pair.public), *new.values()]
+    fore.params = _jax.scan_of(fore.params, inner, start, end - start, len(body.ins) - end)
+    _scan_back(pair, body, {**stacks, **new})
+
+
+def _same_turn(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
+    """Returns the arguments of the second body that are values of the first, of the same turn."""
+    fore, back = pair.fore, pair.back
+    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
+    consts = dict(zip(fore.ins[:start], ins[:start], strict=True))
+    slices = dict(zip(fore.ins[end:], ins[end:], strict=True))
+    slices |= {v: outs[i] for v, i in pair.private.items()}
+    return [
+        consts.get(v) if i < back_start else slices.get(v) if i >= back_end else None
+        for i, v in enumerate(back.ins)
+    ]
+
+
+def _scan_back(pair: Pair, body: Body, stacks: dict[Value, Value]) -> None:
+    """Gives the second scan its new operands; ``stacks`` has those of values of the first body."""
+    fore, back = pair.fore, pair.back
+    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
+    outer = dict(zip(body.ins, fore.ins, strict=True))
+    consts, inputs = body.read(body.ins[:start]), body.read(body.ins[end:])
+    over = [v for v in body.saved if v not in inputs]
+    ranges = range(back_start), range(back_start, back_end), range(back_end, len(back.ins))
+    own = [[i for i in body.own if i in places] for places in ranges]
+    mine = [[body.back_ins[i] for i in places] for places in own]
+    theirs = [[back.ins[i] for i in places] for places in own]
+    back.ins = [
+        *(outer[v] for v in consts),
+        *itertools.chain(*theirs),
+        *(stacks[v] for v in over),
+        *(outer[v] for v in inputs),
+    ]
+    ins = [*consts, *itertools.chain(*mine), *over, *inputs]
+    inner = closed(ins, body.second, body.back_outs, _info(back))
+    counts = len(consts) + len(mine[0]), len(mine[1])
+    back.params = _jax.scan_of(back.params, inner, *counts, len(ins) - sum(counts))
+
+
+def _cond(pair: Pair) -> None:
+    fore, back = pair.fore, pair.back
+    if fore.ins[0] is not back.ins[0] or back.ins[0] in pair.private:
+        return
+    operands, public = fore.ins[1:], pair.public
+
+    def same(ins, outs):
+        at = dict(zip(operands, ins, strict=True))
+        at |= {v: outs[i] for v, i in pair.private.items()}
+        return [at.get(v) for v in back.ins[1:]]
+
+    bodies = []
+    for first, second in zip(fore.params["branches"], back.params["branches"], strict=True):
+        body = Body.of(first, second, same)
+        arguments = zip(operands, body.ins, strict=True)
+        body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
+        bodies.append(body)
+    slots, taken = _slots([[v for v in b.saved if v not in b.ins] for b in bodies])
+    read = [i for i in range(len(operands)) if any(b.read([b.ins[i]]) for b in bodies)]
+    own = bodies[0].own
+    ahead, behind = [], []
+    for body, mine in zip(bodies, taken, strict=True):
+        equations = [*body.first]
+        filled = [
+            mine[i] if i in mine else zeros_like(aval, equations) for i, aval in enumerate(slots)
+        ]
+        results = [*(body.outs[i] for i in public), *filled]
+        ahead.append(closed(body.ins, equations, results, _info(fore)))
+        passed = [mine[i] if i in mine else Value(aval) for i, aval in enumerate(slots)]
+        ins = [*(body.back_ins[i] for i in own), *passed, *(body.ins[i] for i in read)]
+        behind.append(closed(ins, body.second, body.back_outs, _info(back)))
+    shared = [Value(aval) for aval in slots]
+    fore.outs = [*(fore.outs[i] for i in public), *shared]
+    fore.params = {**fore.params, "branches": tuple(ahead)}
+    back.ins = [
+        back.ins[0],
+        *(back.ins[1 + i] for i in own),
+        *shared,
+        *(operands[i] for i in read),
+    ]
+    back.params = {**back.params, "branches": tuple(behind)}
+
+
+def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, Value]]]:
+    """Finds places for what each branch hands over, which branches share by type."""
+    slots: list[Any] = []
+    taken = []
+    for values in each:
+        mine: dict[int, Value] = {}
+        for v in values:
+            free = [i for i, aval in enumerate(slots) if aval == v.aval and i not in mine]
+            if not free:
+                slots.append(v.aval)
+            mine[free[0] if free else len(slots) - 1] = v
+        taken.append(mine)
+    return slots, taken
+
+
+def zeros_like(aval: Any, into: list[Equation]) -> Value:
+    """Appends the equations of an array of zeros."""
+    (out,) = opened(_jax.trace(lambda: [_jax.zeros_of(aval)], [], "zeros"), [], into)
+    return out
+
+
+def _map(pair: Pair) -> None:
+    fore, back, public_specs = pair.fore, pair.back, pair.fore.params["out_specs"]
+    params, back_params = fore.params, back.params
+    names = ("mesh", "check_vma", "newly_manual_axes", "manual_axes")
+    back_specs = back_params["in_specs"]
+    read = [*zip(back.ins, back_specs, strict=True)]
+    pair.private = {
+        v: i
+        for v, i in pair.private.items()
+        if all(spec == public_specs[i] for x, spec in read if x is v)
+    }
+    same = all(params.get(name) == back_params.get(name) for name in names)
+    if not same or not pair.private:
+        return
+    public = pair.public
+    with _jax.on_each_device(params):
+        body = Body.of(*_programs(pair), functools.partial(_same_part, pair))
+        arguments = zip(fore.ins, body.ins, strict=True)
+        body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
+        first, second = [*body.first], [*body.second]
+        out, passed = _with_axes([v for v in body.saved if v not in body.ins], first, second)
+        kept = [body.outs[i] for i in public]
+        inner = closed(body.ins, first, [*kept, *out], _info(fore))
+        inputs, own = body.read(body.ins), body.own
+        ins = [*(body.back_ins[i] for i in own), *passed, *inputs]
+        back_inner = closed(ins, second, body.back_outs, _info(back))
+        specs = _jax.spread_specs(params, [v.aval for v in out])
+    if any(_jax.open_jaxpr(program)[1] for program in (inner, back_inner)):
+        return  # a constant of a shard_map's program would have no spec
+    typed = zip(specs, out, strict=True)
+    whole = [Value(_jax.whole_aval(params, spec, v.aval)) for spec, v in typed]
+    fore.outs = [*(fore.outs[i] for i in public), *whole]
+    out_specs = [*(public_specs[i] for i in public), *specs]
+    body_of = functools.partial(_jax.as_body, params)
+    fore.params = {**params, "jaxpr": body_of(inner), "out_specs": tuple(out_specs)}
+    at = [body.ins.index(v) for v in inputs]
+    in_specs = [*(back_specs[i] for i in own), *specs, *(params["in_specs"][i] for i in at)]
+    back.ins = [*(back.ins[i] for i in own), *whole, *(fore.ins[i] for i in at)]
+    back.params = {**back_params, "jaxpr": body_of(back_inner), "in_specs": tuple(in_specs)}
+
+
+def _same_part(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
+    """Returns the arguments of the second program that are values of the first, on each device."""
+    fore, back = pair.fore, pair.back
+    at = dict(zip(zip(fore.ins, fore.params["in_specs"], strict=True), ins, strict=True))
+    read = zip(back.ins, back.params["in_specs"], strict=True)
+    private = {v: outs[i] for v, i in pair.private.items()}
+    return [private.get(v, at.get((v, spec))) for v, spec in read]
+
+
+def _with_axes(
+    values: Sequence[Value], first: list[Equation], second: list[Equation]
+) -> tuple[list[Value], list[Value]]:
+    """Gives arrays without axes one, along which the values of the devices are put together.
+
+    Returns:
+        What the first program returns, and what the second gets.
+    """
+    out, passed = [], []
+    again: list[Equation] = []
+    for v in values:
+        tall = v if v.aval.shape else _viewed(v, (1,), first)
+        arrived = v if v.aval.shape else Value(tall.aval)
+        if not v.aval.shape:
+            _viewed(arrived, (), again)
+            again[-1].outs = [v]
+        out.append(tall)
+        passed.append(arrived)
+    second[:0] = again
+    return out, passed
+
+
+def _viewed(v: Value, shape: tuple[int, ...], into: list[Equation]) -> Value:
+    program = _jax.trace(lambda x: [jax.lax.reshape(x, shape)], [v.aval], "view")
+    (out,) = opened(program, [v], into)
+    return out
+
+
+def _programs(pair: Pair) -> tuple[Any, Any]:
+    """Returns the programs of a pair as closed jaxprs."""
+    first, second = (_jax.as_closed(e.params["jaxpr"]) for e in (pair.fore, pair.back))
+    return first, second
+
+
+def _info(e: Equation) -> Any:
+    return _jax.anonymous(rounding.programs(e)[0])
+
+
+KINDS: dict[str, Callable[[Pair], None]] = {SCAN: _scan, BRANCH: _cond, MAP: _map}

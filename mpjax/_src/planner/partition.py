@@ -1,0 +1,100 @@
+"""What a program hands from its forward part to its backward part.
+
+The lightest set of values is chosen from which the backward part can compute what it reads: a
+minimum cut, as in functorch's partitioner and in "Rematerialization via min-cut" (Chen et al.,
+AOTAutograd). Only what is cheap to compute is computed again.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from mpjax._src.base.rules import rule_of
+from mpjax._src.planner.equations import (
+    BARRIER,
+    Equation,
+    Value,
+    between,
+    dependents,
+)
+from mpjax._src.planner.mincut import cheapest_cut
+
+# Operations that a table of memory traffic calls dear, but that are computed where they are read.
+VIEWS = frozenset({"name", "pad", "pvary", "pcast", "reduce_precision", "rev", "xor"})
+
+# The price of a value that is handed over, in bytes.
+Pricing = Callable[[Value], int]
+
+
+class Handed(NamedTuple):
+    """What the backward part gets, and how it finds the rest."""
+
+    saved: list[Value]  # what the forward part computes and hands over
+    again: list[Equation]  # what the backward part computes a second time
+
+
+def parted(
+    equations: Sequence[Equation], cotangents: Iterable[Value]
+) -> tuple[list[Equation], list[Equation]]:
+    """Returns the equations that can run before there are cotangents, and the others.
+
+    A checkpoint's recomputation waits for them: that it runs late is what its author asked for.
+    """
+    waiting = [out for e in equations if e.again for out in e.outs]
+    late = dependents(equations, [*cotangents, *waiting])
+    early = [e for e in equations if not e.again and late.isdisjoint(e.ins)]
+    first = {*map(id, early)}
+    return early, [e for e in equations if id(e) not in first]
+
+
+def handed(
+    early: Sequence[Equation],
+    late: Sequence[Equation],
+    results: Iterable[Value],
+    price: Pricing,
+    given: Collection[Value] = (),
+    free: Collection[Value] = (),
+) -> Handed:
+    """Returns what to hand over from equations to later ones, which return ``results`` too.
+
+    Args:
+        early: The equations of the forward part.
+        late: The equations of the backward part.
+        results: What the backward part returns.
+        price: The price of handing over a value.
+        given: Arguments of the forward part that have a price as well, as the slices of a loop.
+        free: Arguments that the backward part has anyway.
+    """
+    made = {*given, *(out for e in early for out in e.outs)}
+    read = dict.fromkeys([*(v for e in late for v in e.ins), *results])
+    crossing = [v for v in read if v in made]
+    saved = _lightest(early, crossing, price, given)
+    return Handed(saved, between(early, crossing, {*saved, *free}))
+
+
+def _lightest(
+    equations: Sequence[Equation],
+    crossing: Sequence[Value],
+    price: Pricing,
+    given: Collection[Value],
+) -> list[Value]:
+    """Returns the lightest set of values from which the crossing ones are computed cheaply."""
+    if not crossing:
+        return []
+    nodes = [*given, *(out for e in equations for out in e.outs)]
+    number = {v: i for i, v in enumerate(nodes)}
+    edges, sources = [], [number[v] for v in given]
+    for e in equations:
+        outs = [number[out] for out in e.outs]
+        if not runs_again(e):
+            sources += outs
+            continue
+        ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
+        edges += [(i, out) for i in ins for out in outs]
+    weights = [price(v) for v in nodes]
+    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing])
+    return [nodes[i] for i in sorted(cut)]
+
+
+def runs_again(e: Equation) -> bool:
+    """Returns whether an equation may run a second time in the backward part."""
+    return (e.name in VIEWS or rule_of(e.name).runs_again) and not e.acts and e.name != BARRIER

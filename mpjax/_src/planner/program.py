@@ -1,0 +1,282 @@
+"""A float32 program, as it is written in mixed precision, and what transformations make of it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import (
+    BARRIER,
+    Equation,
+    Value,
+    barred,
+    closed,
+    dependents,
+    needed,
+    opened,
+)
+from mpjax._src.planner.loops import joined, zeros_like
+from mpjax._src.planner.partition import handed, parted
+from mpjax._src.planner.write import written
+
+
+class Program:
+    """A float32 program, and which of its arguments and results are passed in 16 bits.
+
+    Attributes:
+        closed: The closed jaxpr. Its constants are no tracers.
+        half: The 16-bit dtype; float32 plans the same, but rounds nothing.
+        halved_in: For each argument, whether it arrives in 16 bits.
+        halved_out: For each result, whether it leaves in 16 bits.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        half: np.dtype,
+        halved_in: Sequence[bool] = (),
+        halved_out: Sequence[bool] = (),
+    ) -> None:
+        self.closed, self.half = _jax.without_refs(closed), half
+        jaxpr, _ = _jax.open_jaxpr(self.closed)
+        self.effects = jaxpr.effects
+        self.float_avals = [v.aval for v in jaxpr.invars]
+        self.result_avals = [v.aval for v in jaxpr.outvars]
+        self.halved_in = tuple(halved_in) or (False,) * len(self.float_avals)
+        self.halved_out = tuple(halved_out) or (False,) * len(self.result_avals)
+        self.in_avals = _passed(self.float_avals, self.halved_in, half)
+        self.out_avals = _passed(self.result_avals, self.halved_out, half)
+        self._derived: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def written(self) -> Any:
+        """The closed jaxpr that runs."""
+        return written(self.closed, self.half, self.halved_in, self.halved_out)
+
+    @functools.cached_property
+    def jitted(self) -> Callable[..., list[Any]]:
+        """The program that runs, jitted."""
+        program = self.written
+        return jax.jit(lambda *args: _jax.eval_closed(program, *args))
+
+    def cut(self, moving: tuple[bool, ...]) -> "Derivative":
+        """Returns the derivative by the arguments that move."""
+        return self._once(moving, lambda: Derivative(self, moving))
+
+    def forward_mode(self, moving: tuple[bool, ...]) -> tuple["Program", Sequence[bool]]:
+        """Returns the program of arguments and moving tangents, and which results have tangents."""
+
+        def make():
+            jaxpr, moves = _jax.forward_mode(self.closed, moving)
+            ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
+            outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
+            return Program(jaxpr, self.half, ins, outs), moves
+
+        return self._once(("jvp", moving), make)
+
+    def batched(self, axis: Any, which: tuple[bool, ...]) -> tuple["Program", Sequence[bool]]:
+        """Returns the program of batched arguments, and which results are batched."""
+
+        def make():
+            jaxpr, batched = _jax.batched(self.closed, axis, which)
+            return Program(jaxpr, self.half, self.halved_in, self.halved_out), batched
+
+        return self._once((axis, which), make)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
+
+
+def _passed(avals: Sequence[Any], halved: Sequence[bool], half: np.dtype) -> list[Any]:
+    pairs = zip(avals, halved, strict=True)
+    return [a.update(dtype=half, weak_type=False) if low else a for a, low in pairs]
+
+
+def _chosen(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [v for v, yes in zip(values, which, strict=True) if yes]
+
+
+class Derivative:
+    """A program and its derivative by some arguments, cut into a forward and a backward part.
+
+    Attributes:
+        program: The program.
+        by: The arguments that move.
+        given: The arguments that the backward part reads.
+        saved: What the forward part hands to the backward part besides.
+        moves: Which results depend on the arguments that move.
+    """
+
+    def __init__(self, program: Program, moving: Sequence[bool]) -> None:
+        self.program, half = program, program.half
+        self.by = [i for i, m in enumerate(moving) if m]
+        self._floats = [i for i, a in enumerate(program.result_avals) if _jax.is_inexact(a)]
+        both = _with_gradient(program, self.by, self._floats)
+        self._info = _jax.anonymous(both)
+        values = [Value(aval) for aval in _jax.in_avals(both)]
+        equations: list[Equation] = []
+        results = opened(both, values, equations)
+        self._ins, self._cts = values[: len(moving)], values[len(moving) :]
+        count = len(program.result_avals)
+        self._outs, self._grads = results[:count], results[count:]
+        joined(equations := needed(equations, results), self._cts, self._ins, results, half)
+        early, self._late = parted(needed(equations, results), self._cts)
+        halved = _chosen(self._ins, program.halved_in)
+        asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
+        made = rounding.made(early, halved, half)
+        price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
+        self.saved, self._again = handed(early, self._late, self._grads, price, free=self._ins)
+        later = [*self._again, *self._late]
+        read = {*self._grads, *(v for e in later for v in e.ins)}
+        self.given = [i for i, v in enumerate(self._ins) if v in read]
+        moved = dependents(early, [self._ins[i] for i in self.by])
+        self.moves = [v in moved and _jax.is_inexact(v.aval) for v in self._outs]
+        self.moved_avals = _chosen(program.out_avals, self.moves)
+        exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
+        self._low = [exact.is_half(v) for v in self.saved]
+        forward = closed(self._ins, early, [*self._outs, *self.saved], self._info)
+        self.forward = Program(forward, half, program.halved_in, [*program.halved_out, *self._low])
+        self._backward: dict[tuple[bool, ...], Any] = {}
+
+    def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
+        """Returns the program of residuals and cotangents, and the places of its gradients."""
+        if nonzero not in self._backward:
+            self._backward[nonzero] = self._make_backward(nonzero)
+        return self._backward[nonzero]
+
+    def _make_backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
+        program, numbered = self.program, zip(self._cts, self._floats, strict=True)
+        cts = {ct: i for ct, i in numbered if nonzero[i]}
+        zeros = {*self._cts} - {*cts}
+        equations, alias = without_zeros(self._late, self._cts, zeros)
+        grads = [alias.get(g, g) for g in self._grads]
+        body, grads = _held_apart(self.saved, [*self._again, *equations], grads)
+        places = [i for i, g in enumerate(grads) if g not in zeros]
+        ins = [*(self._ins[i] for i in self.given), *self.saved, *cts]
+        low_in = [
+            *(program.halved_in[i] for i in self.given),
+            *self._low,
+            *(program.halved_out[i] for i in cts.values()),
+        ]
+        low_out = [program.halved_in[self.by[i]] for i in places]
+        jaxpr = closed(ins, body, [grads[i] for i in places], self._info)
+        return Program(jaxpr, program.half, low_in, low_out), places
+
+    @functools.cached_property
+    def tangent(self) -> Program:
+        """The linear program of residuals and tangents: the transpose of the backward part."""
+        back, places = self.backward(tuple(self.moves))
+        count = len(self.given) + len(self.saved)
+        jaxpr = unbarred(back.closed)
+        avals = back.float_avals
+        tangents = [self.program.float_avals[i].to_tangent_aval() for i in self.by]
+
+        def run(*args):
+            residuals, given = args[:count], args[count:]
+            gradients = lambda *cts: _jax.eval_closed(jaxpr, *residuals, *cts)  # noqa: E731
+            like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[count:]]
+            return jax.linear_transpose(gradients, *like)([given[i] for i in places])
+
+        linear = _jax.trace(run, [*avals[:count], *tangents], "tangent")
+        low = [*back.halved_in[:count], *(self.program.halved_in[i] for i in self.by)]
+        return Program(linear, back.half, low, back.halved_in[count:])
+
+
+def _with_gradient(program: Program, by: Sequence[int], floats: Sequence[int]) -> Any:
+    """Returns the closed jaxpr of arguments and cotangents, of results and gradients."""
+    count = len(program.float_avals)
+
+    def both(*args):
+        arguments, cts = args[:count], iter(args[count:])
+
+        def of_moving(*moving):
+            full = list(arguments)
+            for i, x in zip(by, moving, strict=True):
+                full[i] = x
+            return _jax.eval_once(program.closed, *full)
+
+        outs, vjp = jax.vjp(of_moving, *(arguments[i] for i in by))
+        given = [
+            next(cts) if i in floats else np.zeros(out.shape, jax.dtypes.float0)
+            for i, out in enumerate(outs)
+        ]
+        return [*outs, *vjp(given)]
+
+    cts = [program.result_avals[i].to_ct_aval() for i in floats]
+    return _jax.trace(both, [*program.float_avals, *cts], "planned")
+
+
+def without_zeros(
+    equations: Sequence[Equation], cotangents: Sequence[Value], zeros: set[Value]
+) -> tuple[list[Equation], dict[Value, Value]]:
+    """Leaves out what only zero cotangents make; adds to ``zeros`` the values that are.
+
+    Returns:
+        The equations that are left; and for a value that is the same as another one, that one.
+    """
+    linear = dependents(equations, cotangents)
+    alias: dict[Value, Value] = {}
+    left = []
+    for e in equations:
+        ins = [alias.get(v, v) for v in e.ins]
+        if e.name == BARRIER:
+            pairs = [(v, out) for v, out in zip(ins, e.outs, strict=True)]
+            zeros.update(out for v, out in pairs if v in zeros)
+            rest = [(v, out) for v, out in pairs if v not in zeros]
+            if rest:
+                left.append(e.on([v for v, _ in rest], outs=[out for _, out in rest]))
+            continue
+        moved = [v for v in ins if v in linear]
+        if moved and all(v in zeros for v in moved):
+            zeros.update(e.outs)
+        elif e.name == "add_any" and any(v in zeros for v in ins):
+            alias[e.outs[0]] = next(v for v in ins if v not in zeros)
+        else:
+            left.append(e.on(ins))
+    return _filled(left, zeros), alias
+
+
+def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
+    """Makes the zeros that equations read."""
+    read = {v for e in equations for v in e.ins}
+    made: list[Equation] = []
+    at = {v: zeros_like(v.aval, made) for v in zeros if v in read}
+    return [*made, *(e.on(at.get(v, v) for v in e.ins) for e in equations)]
+
+
+def _held_apart(
+    saved: Sequence[Value], equations: Sequence[Equation], results: Sequence[Value]
+) -> tuple[list[Equation], list[Value]]:
+    """Puts what is handed over behind a barrier: XLA would find the forward part's values again."""
+    if not saved or not equations:
+        return [*equations], [*results]
+    first = equations[0]
+    into: list[Equation] = []
+    fresh = dict(zip(saved, barred(saved, into, like=first.like, stack=first.stack), strict=True))
+    body = [e.on(fresh.get(v, v) for v in e.ins) for e in equations]
+    return [*into, *body], [fresh.get(v, v) for v in results]
+
+
+def unbarred(program: Any) -> Any:
+    """Returns a closed jaxpr without barriers, also inside.
+
+    JAX cannot transpose a barrier that holds residuals and tangents together.
+    """
+    ins = [Value(aval) for aval in _jax.in_avals(program)]
+    equations: list[Equation] = []
+    outs = opened(program, ins, equations)
+    same: dict[Value, Value] = {}
+    kept = []
+    for e in equations:
+        operands = [same.get(v, v) for v in e.ins]
+        if e.name == BARRIER:
+            same.update(zip(e.outs, operands, strict=True))
+        else:
+            kept.append(e.on(operands, params=rounding.with_programs(e, unbarred)))
+    return closed(ins, kept, [same.get(v, v) for v in outs], _jax.anonymous(program))

@@ -1,0 +1,217 @@
+"""Which values exist in 16 bits: what matmuls make, and what matmuls alone read.
+
+A matmul reads 16-bit copies of its operands and returns 16 bits; nothing else is rounded. So a
+value is stored in 16 bits without another rounding if a matmul made it (`made`), perhaps in another
+layout, or if matmuls alone read it (`wanted`), which would round it themselves.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
+from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
+from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
+
+# Operations without rounding, besides those of layout: their results are their operands' numbers.
+EXACT = ("neg", "abs", "max", "min", "select_n")
+
+
+def is_float32(v: Value) -> bool:
+    """Returns whether a value is a float32 array."""
+    return _jax.is_array(v.aval) and v.aval.dtype == FLOAT32
+
+
+# Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
+# sum is no faster in 16 bits, and often a coordinate or an angle.
+SHORT = 4
+
+
+def is_half_matmul(e: Equation) -> bool:
+    """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
+    if rule_of(e.name).need != HALF or e.params.get("precision") is not None:
+        return False
+    if e.name == "dot_general":
+        (contracted, _), _ = e.params["dimension_numbers"]
+        if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
+            return False
+    return all(map(is_float32, (*e.ins[:2], *e.outs)))
+
+
+def is_view(e: Equation) -> bool:
+    """Returns whether the results of an equation are its operands in another layout or sign."""
+    return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE
+
+
+def commutes(e: Equation) -> bool:
+    """Returns whether a view of rounded operands is the rounded view: ranks see other ties."""
+    return RANKS not in rule_of(e.name).traits
+
+
+def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]:
+    """Returns the programs of a loop, branch or map: arguments, equations and results of each.
+
+    Of a branch, the operand that selects one is left out.
+    """
+    opens = []
+    for program in programs(e):
+        inner, _ = _jax.open_jaxpr(program)
+        ins: list[Value] = [Value(var.aval) for var in inner.invars]
+        equations: list[Equation] = []
+        outs = opened(program, ins, equations, rules=True)
+        opens.append((ins, equations, outs))
+    return opens
+
+
+def programs(e: Equation) -> Sequence[Any]:
+    """Returns the closed jaxprs of a scan, a branch or a map, which planning enters."""
+    row = higher_order(e.name)
+    if row.kind not in (SCAN, BRANCH, MAP):
+        return ()
+    held = e.params[row.params[0]]
+    return held if row.kind == BRANCH else (held,)
+
+
+def places(e: Equation) -> tuple[int, int, int]:
+    """Returns where the arguments of its programs begin, and where the carries begin and end."""
+    row = higher_order(e.name)
+    if row.kind != SCAN:
+        return (1 if row.kind == BRANCH else 0), 0, 0
+    consts, carry = _jax.scan_counts(e.params)
+    return 0, consts, consts + carry
+
+
+def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype) -> set[Value]:
+    """Returns the values that are 16-bit numbers, if the given ones are."""
+    equations = [*equations]
+    found, numbers = set(given), constants(equations, half)
+    for e in equations:
+        if is_half_matmul(e):
+            found.update(e.outs)
+        elif is_view(e):
+            found.update(_views(e, found, numbers))
+        elif programs(e):
+            found.update(_results(e, found, half))
+    return found
+
+
+def _views(e: Equation, found: Collection[Value], numbers: Collection[Value]) -> list[Value]:
+    if e.name == BARRIER:
+        return [out for v, out in zip(e.ins, e.outs, strict=True) if v in found]
+    floats = [v for v in e.ins if is_float32(v)]
+    moves = any(v in found for v in floats)
+    return e.outs if moves and all(v in found or v in numbers for v in floats) else []
+
+
+def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
+    """Returns the constants of equations that are 16-bit numbers, as literals or views of them."""
+    found: set[Value] = set()
+    for e in equations:
+        found.update(v for v in e.ins if is_exact(v.const, half))
+        same = is_view(e) or e.name == "convert_element_type"
+        if same and e.ins and all(v in found for v in e.ins):
+            found.update(e.outs)
+    return found
+
+
+def is_exact(const: Any, half: np.dtype) -> bool:
+    """Returns whether a known number is a 16-bit number."""
+    if const is None or isinstance(const, _jax.Tracer) or np.ndim(const):
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.asarray(const, half).astype(np.float32) == np.float32(const))
+
+
+def _results(e: Equation, found: Collection[Value], half: np.dtype) -> list[Value]:
+    """Returns the results of a loop, branch or map that are 16-bit numbers; no carries are."""
+    first, start, end = places(e)
+    exact = [v in found and not start <= i < end for i, v in enumerate(e.ins[first:])]
+    each = []
+    for ins, equations, outs in bodies(e):
+        inside = made(equations, {v for v, yes in zip(ins, exact, strict=True) if yes}, half)
+        each.append([out in inside for out in outs])
+    carries = end - start
+    return [
+        out
+        for i, (out, *flags) in enumerate(zip(e.outs, *each, strict=True))
+        if all(flags) and i >= carries
+    ]
+
+
+def wanted(
+    equations: Sequence[Equation], results: Collection[Value], halved: Collection[Value]
+) -> set[Value]:
+    """Returns the values of which all readers take 16 bits: matmuls, or views for matmuls.
+
+    ``halved`` are those of the results that leave the program in 16 bits.
+    """
+    full = {*results} - {*halved}
+    for e in reversed(equations):
+        full.update(_read_in_full(e, full))
+    values = {*results, *(v for e in equations for v in (*e.ins, *e.outs))}
+    return {v for v in values if is_float32(v) and v not in full}
+
+
+def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
+    """Returns the operands of an equation that it reads in float32."""
+    if is_half_matmul(e):
+        return e.ins[2:]
+    if e.name == BARRIER:
+        return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
+    if is_view(e):
+        return e.ins if not commutes(e) or any(out in full for out in e.outs) else []
+    if programs(e):
+        return _read_inside(e, full)
+    return e.ins
+
+
+def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:
+    first, start, end = places(e)
+    carries, found = end - start, {*e.ins[:first], *e.ins[start:end]}
+    for ins, equations, outs in bodies(e):
+        halved = {
+            out
+            for i, (out, outer) in enumerate(zip(outs, e.outs, strict=True))
+            if i >= carries and outer not in full
+        }
+        inside = wanted(equations, outs, halved)
+        found.update(v for v, x in zip(e.ins[first:], ins, strict=True) if x not in inside)
+    return [*found]
+
+
+def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation; the programs of a loop, branch or map are changed."""
+    row, inner = higher_order(e.name), programs(e)
+    if not inner:
+        return e.params
+    changed = [change(_jax.as_closed(program)) for program in inner]
+    if row.kind == MAP:
+        changed = [_jax.as_body(e.params, program) for program in changed]
+    return {**e.params, **row.holding(changed)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """What it costs to hand over a value, in bytes.
+
+    Attributes:
+        made: The values that are 16-bit numbers.
+        wanted: The values that the backward part reads in 16 bits alone.
+        half: The 16-bit dtype.
+    """
+
+    made: Collection[Value]
+    wanted: Collection[Value]
+    half: np.dtype
+
+    def is_half(self, v: Value) -> bool:
+        """Returns whether a value is handed over in 16 bits."""
+        return is_float32(v) and (v in self.made or v in self.wanted)
+
+    def __call__(self, v: Value) -> int:
+        """Returns the bytes of a value as it is handed over."""
+        return _jax.bytes_of(v.aval, self.half if self.is_half(v) else None)

@@ -1,0 +1,188 @@
+"""Writes a float32 program in mixed precision: graph in, graph out.
+
+Nothing is traced again, for the types of all results are known. Each float32 value has a float32
+form, a 16-bit form, or both; a form that is missing is cast where it is first read.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
+
+from mpjax._src.base import _jax
+from mpjax._src.base.higher_order import WHILE, higher_order
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, opened
+
+
+def written(
+    program: Any, half: np.dtype, halved_in: Sequence[bool], halved_out: Sequence[bool]
+) -> Any:
+    """Returns a float32 program with casts.
+
+    Args:
+        program: The closed jaxpr.
+        half: The 16-bit dtype; float32 leaves the program as it is.
+        halved_in: For each argument, whether it arrives in 16 bits.
+        halved_out: For each result, whether it leaves in 16 bits.
+
+    Returns:
+        The closed jaxpr.
+    """
+    arguments, _ = _jax.open_jaxpr(program)
+    ins = [Value(var.aval) for var in arguments.invars]
+    equations: list[Equation] = []
+    outs = opened(program, ins, equations, rules=True)
+    given = [v for v, low in zip(ins, halved_in, strict=True) if low]
+    asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
+    writer = Writer(
+        half, given, rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
+    )
+    arrived = [writer.lows.get(v, v) for v in ins]
+    for e in equations:
+        writer.write(e)
+    end = writer.written[-1] if writer.written else None
+    results = [
+        writer.low(v, end) if low else writer.full(v, end)
+        for v, low in zip(outs, halved_out, strict=True)
+    ]
+    return closed(arrived, writer.written, results, _jax.anonymous(program))
+
+
+class Writer:
+    """The equations that are written so far, and the forms of the values.
+
+    Attributes:
+        half: The 16-bit dtype.
+        wanted: The values that are read in 16 bits alone.
+        numbers: The constants that are 16-bit numbers.
+        fulls: The float32 forms.
+        lows: The 16-bit forms.
+        written: The equations.
+    """
+
+    def __init__(
+        self,
+        half: np.dtype,
+        given: Collection[Value],
+        wanted: Collection[Value],
+        numbers: Collection[Value],
+    ) -> None:
+        self.half, self.wanted, self.numbers = half, wanted, numbers
+        self.lows = {v: Value(_jax.retyped(v.aval, half)) for v in given}
+        self.fulls: dict[Value, Value] = {}
+        self.written: list[Equation] = []
+
+    def full(self, v: Value, near: Equation | None) -> Value:
+        """Returns the float32 form of a value, or a value of another dtype itself."""
+        if v not in self.lows:
+            return v
+        if v not in self.fulls:
+            self.fulls[v] = self._cast(self.lows[v], v.aval, near)
+        return self.fulls[v]
+
+    def low(self, v: Value, near: Equation | None) -> Value:
+        """Returns the 16-bit form of a float32 value."""
+        if not rounding.is_float32(v):
+            return v
+        if v not in self.lows:
+            self.fulls[v] = v
+            self.lows[v] = self._cast(v, _half_aval(v.aval, self.half), near)
+        return self.lows[v]
+
+    def is_made(self, v: Value) -> bool:
+        """Returns whether a value was made in 16 bits: its float32 form would be a cast."""
+        return v in self.lows and self.fulls.get(v) is not v
+
+    def _cast(self, v: Value, aval: Any, near: Equation | None) -> Value:
+        if v.aval.dtype == aval.dtype:
+            return v
+        if v.literal:
+            with np.errstate(over="ignore"):
+                return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
+        out = Value(aval)
+        params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+        like = near.like.replace(effects=_jax.NO_EFFECTS) if near else _jax.blank()
+        stack = near.stack if near else like.source_info.name_stack
+        self.written.append(Equation(convert_element_type_p, params, [v], [out], like, stack))
+        return out
+
+    def write(self, e: Equation) -> None:
+        """Writes an equation in the dtypes that its operands and readers ask for."""
+        halved_in, halved_out, params = self._forms(e)
+        forms = zip(e.ins, halved_in, strict=True)
+        ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
+        outs = []
+        for v, low in zip(e.outs, halved_out, strict=True):
+            if low:
+                self.lows[v] = Value(_half_aval(v.aval, self.half))
+            outs.append(self.lows[v] if low else v)
+        self.written.append(e.on(ins, outs=outs, params=params))
+
+    def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+        """Returns which operands and results are in 16 bits, and the parameters for that."""
+        row = higher_order(e.name)
+        if rounding.is_half_matmul(e):
+            ins = [i < 2 for i in range(len(e.ins))]
+            kind = {"preferred_element_type": self.half}
+            return ins, [True] * len(e.outs), {**e.params, **kind}
+        if rounding.is_view(e):
+            return self._view(e)
+        if row.kind == WHILE:
+            inner = {k: self._plain(e.params[k]) for k in row.params}
+            return [False] * len(e.ins), [False] * len(e.outs), {**e.params, **inner}
+        if rounding.programs(e):
+            return self._around(e)
+        return [False] * len(e.ins), [False] * len(e.outs), e.params
+
+    def _view(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+        if e.name == BARRIER:
+            pairs = zip(e.ins, e.outs, strict=True)
+            each = [
+                self.is_made(v) or (rounding.is_float32(v) and out in self.wanted)
+                for v, out in pairs
+            ]
+            return each, each, e.params
+        floats = [v for v in e.ins if rounding.is_float32(v)]
+        kept = any(map(self.is_made, floats)) and all(
+            self.is_made(v) or v in self.numbers for v in floats
+        )
+        asked = rounding.commutes(e) and all(out in self.wanted for out in e.outs)
+        low = bool(floats) and (kept or asked)
+        return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
+
+    def _plain(self, program: Any) -> Any:
+        """Returns the program of a loop's body or condition, whose arguments are all float32."""
+        jaxpr, _ = _jax.open_jaxpr(program)
+        return written(
+            program, self.half, [False] * len(jaxpr.invars), [False] * len(jaxpr.outvars)
+        )
+
+    def _around(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
+        """Writes the programs of a loop, branch or map."""
+        first, start, end = rounding.places(e)
+        low = [v for v in e.ins if self.is_made(v)]
+        outs_made = rounding.made([e], low, self.half)
+        asked = [v in self.wanted for v in e.outs]
+        read = rounding.wanted([e], e.outs, [v for v in e.outs if v in self.wanted])
+        inside = [
+            rounding.is_float32(v)
+            and i >= first
+            and not start <= i < end
+            and (self.is_made(v) or v in read)
+            for i, v in enumerate(e.ins)
+        ]
+        results = [
+            rounding.is_float32(v) and i >= end - start and (ask or v in outs_made)
+            for i, (v, ask) in enumerate(zip(e.outs, asked, strict=True))
+        ]
+        rewrite = functools.partial(
+            written, half=self.half, halved_in=inside[first:], halved_out=results
+        )
+        return inside, results, rounding.with_programs(e, rewrite)
+
+
+def _half_aval(aval: Any, half: np.dtype) -> Any:
+    return aval.update(dtype=half, weak_type=False)

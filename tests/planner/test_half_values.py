@@ -1,0 +1,91 @@
+"""Rule S: a matmul reads 16-bit operands and returns 16 bits, and nothing else is rounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from mpjax._src.base import _jax
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import Value, opened
+
+HALF = np.dtype(jnp.bfloat16)
+X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
+
+
+def flags(fun, *args):
+    """Returns for each result of a function whether it is a 16-bit number."""
+    program = jax.make_jaxpr(fun)(*args)
+    equations = []
+    outs = opened(program, [Value(aval) for aval in _jax.in_avals(program)], equations)
+    made = rounding.made(equations, (), HALF)
+    return [out in made for out in outs]
+
+
+def wanted(fun, *args):
+    """Returns for each argument of a function whether it is read in 16 bits alone."""
+    program = jax.make_jaxpr(fun)(*args)
+    ins, equations = [Value(aval) for aval in _jax.in_avals(program)], []
+    outs = opened(program, ins, equations)
+    found = rounding.wanted(equations, outs, ())
+    return [v in found for v in ins]
+
+
+MADE = {
+    "matmul": (lambda x, w: x @ w, True),
+    "view": (lambda x, w: (x @ w).T.reshape(2, 16)[:, ::-1], True),
+    "relu": (lambda x, w: jnp.maximum(x @ w, 0), True),
+    "masked by zeros": (lambda x, w: jnp.where(x > 0, x @ w, 0), True),
+    "masked by no 16-bit number": (lambda x, w: jnp.where(x > 0, x @ w, 0.1), False),
+    "sum": (lambda x, w: x @ w + x, False),
+    "with an argument": (lambda x, w: jnp.concatenate([x @ w, x]), False),
+    "short sum": (lambda x, w: x[:, :4] @ w[:4], False),
+    "longer sum": (lambda x, w: x[:, :5] @ w[:5], True),
+    "of its own precision": (lambda x, w: jnp.dot(x, w, precision="highest"), False),
+    "stacked by a loop": (lambda x, w: lax.scan(lambda c, r: (c, r @ w), 0, x)[1], True),
+    "carried by a loop": (lambda x, w: lax.scan(lambda c, _: (c @ w, 0), x, W)[0], False),
+    "of both branches": (lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: -(x @ w)), True),
+    "of one branch": (lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x), False),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_a_16_bit_number(name):
+    fun, expected = MADE[name]
+    assert flags(fun, X, W) == [expected]
+
+
+WANTED = {
+    "matmul": (lambda x, w: x @ w, [True, True]),
+    "view": (lambda x, w: x[:, ::-1] @ w.T, [True, True]),
+    "also a sum": (lambda x, w: x @ w + x, [False, True]),
+    "returned": (lambda x, w: (x @ w, x), [False, True]),
+    "sorted first": (lambda x, w: jnp.sort(x) @ w, [False, True]),
+    "in a loop": (lambda x, w: lax.scan(lambda c, r: (c + r @ w, 0), x[0], x)[0], [False, True]),
+    "sliced by a loop": (
+        lambda x, w: lax.scan(lambda c, r: (c, r @ w), 0, x)[1],
+        [True, True],
+    ),
+    "in one branch": (
+        lambda x, w: lax.cond(w[0, 0] > 0, lambda: x @ w, lambda: x @ w + 1),
+        [True, False],
+    ),
+    "by a condition": (
+        lambda x, w: lax.while_loop(lambda c: c[0, 0] < 1, lambda c: c @ w, x),
+        [False, False],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_what_matmuls_alone_read(name):
+    fun, expected = WANTED[name]
+    assert wanted(fun, X, W) == expected
+
+
+def test_the_price_of_handing_over():
+    made, read, other = (Value(jax.typeof(X)) for _ in range(3))
+    mask = Value(jax.typeof(X > 0))
+    price = rounding.Price({made}, {read}, HALF)
+    assert [price(v) / X.size for v in (made, read, other, mask)] == [2, 2, 4, 1]

@@ -1,0 +1,102 @@
+"""What loops hand to their backward passes: chosen in the body, never more than JAX's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from joint import EXACT, kept, planned
+from support import assert_near, normal, thorough_but
+
+TURNS, BATCH, WIDTH = 5, 4, 16
+
+
+def lstm(params, xs):
+    def step(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(x @ params["x"] + h @ params["h"] + params["b"], 4, -1)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = jnp.zeros((BATCH, WIDTH))
+    return jnp.mean(lax.scan(step, (start, start), xs)[1] ** 2)
+
+
+def layers(params, xs, wrap=lambda f: f):
+    def layer(x, w):
+        y = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x + jax.nn.gelu(y @ w) @ w.T, None
+
+    stack = params["h"].reshape(4, WIDTH, WIDTH)
+    return jnp.mean(lax.scan(wrap(layer), xs[0], stack)[0] ** 2)
+
+
+def checkpointed(params, xs):
+    return layers(params, xs, jax.checkpoint)
+
+
+def branches(params, xs):
+    w = params["h"][:, :WIDTH]
+    ways = [lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x) * x, lambda x: x]
+
+    def step(x, i):
+        return lax.switch(i, ways, x), None
+
+    return jnp.sum(lax.scan(step, xs[0], jnp.arange(TURNS) % 3)[0] ** 2)
+
+
+def nested(params, xs):
+    w = params["h"][:, :WIDTH]
+
+    def inner(c, x):
+        return jnp.tanh(c @ w + x), c.sum()
+
+    def outer(c, x):
+        c, sums = lax.scan(inner, c, xs, reverse=True)
+        return c + x, sums
+
+    return sum(jnp.mean(y**2) for y in lax.scan(outer, xs[0], xs))
+
+
+LOOPS = {f.__name__: f for f in (lstm, layers, checkpointed, branches, nested)}
+SHAPES = {"x": (WIDTH, 4 * WIDTH), "h": (WIDTH, 4 * WIDTH), "b": (4 * WIDTH,)}
+PARAMS = {name: normal(i, *shape, scale=0.2) for i, (name, shape) in enumerate(SHAPES.items())}
+XS = normal(5, TURNS, BATCH, WIDTH)
+
+
+@pytest.mark.parametrize("name", thorough_but(LOOPS, "lstm", "branches"))
+def test_gradients_are_jax_s_and_no_more_is_kept(name):
+    fun = LOOPS[name]
+    found = jax.jit(jax.grad(planned(fun, EXACT), (0, 1)))(PARAMS, XS)
+    assert_near(found, jax.jit(jax.grad(fun, (0, 1)))(PARAMS, XS), rtol=1e-4)
+    assert kept(planned(fun, EXACT), PARAMS, XS) <= kept(fun, PARAMS, XS)
+
+
+# In 16 bits, as a part of what JAX keeps in float32. The gates of an LSTM are computed again from
+# what its matmuls made; a checkpoint keeps the carries alone.
+SHARE = {"lstm": 0.5, "layers": 0.25, "checkpointed": 1.0, "branches": 0.6, "nested": 0.6}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_matmuls_make_is_kept_in_16_bits(name):
+    fun = LOOPS[name]
+    assert kept(planned(fun), PARAMS, XS) <= SHARE[name] * kept(fun, PARAMS, XS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("check", [True, False])
+def test_maps_hand_over_a_part_on_each_device(check):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("m",))
+
+    def local(w, v, x):
+        return lax.psum(jnp.sum((jnp.tanh(x @ w) @ v) ** 2), "m")
+
+    fun = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(None, "m"), P("m"), P()), out_specs=P(), check_vma=check
+    )
+    args = PARAMS["x"], PARAMS["x"].T, XS[0]
+    found = jax.jit(jax.grad(planned(fun, EXACT), (0, 1)))(*args)
+    assert_near(found, jax.jit(jax.grad(fun, (0, 1)))(*args), rtol=1e-4)
+    assert kept(planned(fun), *args) <= 0.5 * kept(fun, *args)

@@ -1,0 +1,66 @@
+"""The cut: the lightest values, and nothing dear is computed twice."""
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.base import _jax
+from mpjax._src.planner.equations import Value, opened
+from mpjax._src.planner.partition import handed, parted, runs_again
+
+
+def cut_of(fun, *args, cotangents=1):
+    """Returns what a function of arguments and cotangents hands over, and what it repeats."""
+    program = jax.make_jaxpr(fun)(*args)
+    ins = [Value(aval) for aval in _jax.in_avals(program)]
+    equations = []
+    outs = opened(program, ins, equations)
+    early, late = parted(equations, ins[-cotangents:])
+    saved, again = handed(early, late, outs, lambda v: v.bytes, free=ins[:-cotangents])
+    maker = {out: e.name for e in equations for out in e.outs}
+    return [maker[v] for v in saved], [e.name for e in again]
+
+
+WIDE, NARROW = jnp.ones((8, 64)), jnp.ones((8, 1))
+
+
+def test_the_lightest_value_is_kept():
+    def fun(x, ct):
+        mask = jnp.sum(x, 0) > 0  # a byte for each entry, of a float32 sum
+        return jnp.where(mask, ct, 0)
+
+    saved, again = cut_of(fun, WIDE, jnp.ones(64))
+    assert saved == ["gt"] and "reduce_sum" not in again
+
+
+def test_what_is_cheap_runs_again_from_arguments():
+    saved, again = cut_of(lambda x, ct: jnp.tanh(x) * jnp.exp(x) * ct, WIDE, WIDE)
+    assert not saved and {*again} == {"tanh", "exp", "mul"}
+
+
+def test_matmuls_and_reductions_never_run_again():
+    def fun(x, w, ct):
+        return jnp.tanh(x @ w) * ct, jnp.sum(x, 1, keepdims=True) * ct
+
+    saved, again = cut_of(fun, WIDE, jnp.ones((64, 4)), jnp.ones((8, 4)))
+    assert len(saved) == 2
+    assert "dot_general" not in again and "reduce_sum" not in again
+
+
+def test_a_recomputation_runs_late():
+    def fun(x, ct):
+        return jax.vjp(jax.checkpoint(lambda x: jnp.sum(jnp.sin(x @ x.T))), x)[1](ct)
+
+    saved, again = cut_of(fun, WIDE, jnp.float32(1))
+    assert not saved and not again
+
+
+def test_barriers_and_effects_do_not_run_again():
+    def fun(x, ct):
+        y = jax.lax.optimization_barrier(x)
+        jax.debug.callback(lambda y: None, y)
+        return y * ct
+
+    program = jax.make_jaxpr(fun)(WIDE, WIDE)
+    equations = []
+    opened(program, [Value(aval) for aval in _jax.in_avals(program)], equations)
+    assert [runs_again(e) for e in equations] == [False, False, True]

@@ -1,0 +1,158 @@
+"""What a planned program computes: what is asked for, once, and its effects in their order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from joint import EXACT, planned
+from support import assert_near, equations, normal, thorough_but
+
+WS = [normal(i, 16, 16, scale=0.25) for i in range(4)]
+X = normal(9, 8, 16)
+
+
+def net(ws, x):
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+def loss(ws, x):
+    return jnp.mean(net(ws, x) ** 2)
+
+
+def scanned(ws, x):
+    return jnp.mean(lax.scan(lambda c, w: (c + jnp.tanh(c @ w), jnp.sum(c)), x, ws)[0] ** 2)
+
+
+def with_aux(ws, x):
+    y = net(ws, x)
+    return jnp.mean(y**2), (net([w * 2 for w in ws], x), y, jnp.argmax(y))
+
+
+def two(ws, x):
+    y = net(ws[:2], x)
+    return jnp.mean(y**2), jnp.mean(net(ws[2:], lax.stop_gradient(y)) ** 2)
+
+
+def part(i, fun):
+    return lambda f: lambda ws, x: jax.grad(lambda w: fun(f, [*ws[:i], w, *ws[i + 1 :]], x))(ws[i])
+
+
+PLAIN = lambda f, ws, x: f(ws, x)  # noqa: E731
+ASKED = {
+    "value": (loss, lambda f: f),
+    "all gradients": (loss, jax.grad),
+    "gradient of the data": (loss, lambda f: jax.grad(f, 1)),
+    "gradient of the last": (loss, part(3, PLAIN)),
+    "gradient of the first": (loss, part(0, PLAIN)),
+    "has_aux": (with_aux, lambda f: lambda *a: jax.value_and_grad(f, has_aux=True)(*a)[1]),
+    "first of two": (two, part(0, lambda f, ws, x: f(ws, x)[0])),
+    "second of two": (two, part(3, lambda f, ws, x: f(ws, x)[1])),
+    "jvp": (loss, lambda f: lambda ws, x: jax.jvp(f, (ws, x), (ws, x))),
+    "linearize": (loss, lambda f: lambda ws, x: jax.linearize(f, ws, x)[1](ws, x)),
+    "checkpoint": (loss, lambda f: jax.grad(jax.checkpoint(f))),
+    "scan": (scanned, jax.grad),
+    "scan, gradient of the data": (scanned, lambda f: jax.grad(f, 1)),
+}
+
+
+@pytest.mark.parametrize("asked", thorough_but(ASKED, "all gradients", "second of two", "scan"))
+def test_nothing_runs_that_jax_would_not_run(asked):
+    fun, ask = ASKED[asked]
+    args = (jnp.stack(WS), X) if fun is scanned else (WS, X)
+    plain, ours = (jax.jit(ask(f)).lower(*args).compile() for f in (fun, planned(fun, EXACT)))
+    assert_near(ours(*args), plain(*args), rtol=1e-4)
+    assert ours.cost_analysis()["flops"] <= 1.1 * plain.cost_analysis()["flops"]
+
+
+def test_results_that_are_not_floats():
+    def fun(ws, x):
+        y = net(ws, x)
+        return jnp.sum(y**2), jnp.argmax(y, -1)
+
+    zero = np.zeros((8,), jax.dtypes.float0)
+    ours, plain = (jax.vjp(f, WS, X)[1]((1.0, zero)) for f in (planned(fun, EXACT), fun))
+    assert_near(ours, plain, rtol=1e-4)
+
+
+def test_arguments_that_are_not_floats():
+    def fun(i, w):
+        return jnp.sum((w @ w)[i] ** 2)
+
+    at = jnp.arange(3)
+    ours, plain = (
+        jax.grad(f, (0, 1), allow_int=True)(at, WS[0]) for f in (planned(fun, EXACT), fun)
+    )
+    assert ours[0].dtype == jax.dtypes.float0
+    assert_near(ours[1], plain[1], rtol=1e-4)
+
+
+def test_typed_keys():
+    def fun(key, w):
+        kept = jax.random.bernoulli(key, 0.5, X.shape)
+        return jnp.mean((jnp.where(kept, X @ w, 0) @ w) ** 2)
+
+    key = jax.random.key(3)
+    assert_near(
+        jax.grad(planned(fun, EXACT), 1)(key, WS[0]), jax.grad(fun, 1)(key, WS[0]), rtol=1e-4
+    )
+    keys, _ = planned(lambda k, w: (jax.random.split(k), w @ w))(key, WS[0])
+    assert (jax.random.key_data(keys) == jax.random.key_data(jax.random.split(key))).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_effects_happen_once_and_in_order(wrap):
+    seen = []
+
+    def fun(w, x):
+        y = x @ w
+        jax.debug.callback(lambda v: seen.append(1), y.sum(), ordered=True)
+        z = y @ w
+        jax.debug.callback(lambda v: seen.append(2), z.sum(), ordered=True)
+        return jnp.mean(z**2)
+
+    jax.block_until_ready(wrap(jax.grad(planned(fun)))(WS[0], X))
+    jax.effects_barrier()
+    assert seen == [1, 2]
+
+
+def test_rules_of_their_author_outlive_the_first_derivative():
+    """The derivative by one argument leaves the rule for the other as it was."""
+
+    @jax.custom_vjp
+    def straight(x):
+        return jnp.round(x)
+
+    straight.defvjp(lambda x: (jnp.round(x), None), lambda _, ct: (7 * ct,))
+
+    def fun(w, s):
+        return jnp.sum(jnp.tanh(X @ w) ** 2) * straight(s)
+
+    def mixed(f):
+        return jax.grad(lambda s: jnp.sum(jax.grad(f)(WS[0], s)))(jnp.float32(2.2))
+
+    assert_near(mixed(planned(fun, EXACT)), mixed(fun), rtol=1e-4)
+
+
+def test_scopes_and_lines_stay_on_the_derivative():
+    def fun(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum(jnp.tanh(x @ w))
+
+    jaxpr = jax.make_jaxpr(jax.grad(planned(fun)))(WS[0], X)
+    matmuls = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert len(matmuls) == 2
+    assert all("layer" in str(e.source_info.name_stack) for e in matmuls)
+
+
+def test_refs_of_its_own():
+    def fun(w, x):
+        total = jax.new_ref(jnp.zeros_like(x))
+        for _ in range(2):
+            total[...] += jnp.tanh(x @ w)
+        return jnp.sum(total[...] ** 2)
+
+    for wrap in (lambda f: f, jax.grad, lambda f: jax.jit(jax.grad(f))):
+        assert_near(wrap(planned(fun, EXACT))(WS[0], X), wrap(fun)(WS[0], X), rtol=1e-4)

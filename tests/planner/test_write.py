@@ -1,0 +1,70 @@
+"""The written program: each value once in each dtype that is read, casts where they are read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from joint import EXACT, planned
+from support import matmul_dtypes, normal
+
+from mpjax._src.base import _jax
+from mpjax._src.planner.write import written
+
+X, W = normal(0, 4, 8), normal(1, 8, 8)
+HALF = np.dtype(jnp.bfloat16)
+
+
+def write(fun, *args, halved_in=None, halved_out=(False,), half=HALF):
+    program = jax.make_jaxpr(fun)(*args)
+    return written(program, half, halved_in or [False] * len(args), halved_out)
+
+
+def casts(program):
+    eqns = _jax.open_jaxpr(program)[0].eqns
+    return [e.outvars[0].aval.str_short() for e in eqns if e.primitive.name[:7] == "convert"]
+
+
+def test_a_value_is_cast_once_for_all_its_readers():
+    program = write(lambda x, w: x @ w + (x @ w.T) + x, X, W)
+    assert casts(program).count("bfloat16[4,8]") == 1
+    assert casts(program).count("bfloat16[8,8]") == 1
+
+
+def test_what_a_matmul_made_goes_to_the_next_as_it_is():
+    program = write(lambda x, w: jnp.maximum(x @ w, 0)[::-1] @ w, X, W, halved_out=(True,))
+    assert casts(program) == ["bfloat16[4,8]", "bfloat16[8,8]"]
+
+
+def test_exact_mode_writes_no_cast():
+    assert not casts(write(lambda x, w: jax.nn.relu(x @ w) @ w, X, W, half=EXACT))
+
+
+def test_passed_in_16_bits():
+    program = write(lambda x, w: (x @ w, x), X, W, halved_in=[True, True], halved_out=(True, True))
+    assert not casts(program)
+    assert [aval.dtype for aval in _jax.in_avals(program)] == [HALF, HALF]
+    # An argument that is returned in the other form, without any equation between.
+    (cast,) = write(lambda x: (x,), X, halved_in=[True]).eqns
+    assert cast.primitive.name == "convert_element_type"
+
+
+def test_slices_and_constants_enter_a_loop_in_16_bits():
+    def fun(x, w):
+        return lax.scan(lambda c, r: (c + jnp.sum(r @ w), r @ w), 0.0, x)
+
+    program = write(fun, X, W, halved_out=(False, True))
+    (loop,) = [e for e in program.eqns if e.primitive.name == "scan"]
+    assert [v.aval.str_short() for v in loop.invars] == [
+        "bfloat16[8,8]",
+        "float32[]",
+        "bfloat16[4,8]",
+    ]
+    assert [v.aval.str_short() for v in loop.outvars] == ["float32[]", "bfloat16[4,8]"]
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_a_precision_of_its_own_stays_float32(precision):
+    fun = planned(lambda x, w: jnp.dot(x, w, precision=precision))
+    expected = "float32" if precision else "bfloat16"
+    assert {d for pair in matmul_dtypes(fun, X, W) for d in pair} == {expected}
