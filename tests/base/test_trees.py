@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax._src.base.trees import cast_like, pytree_of, widen
+from mpjax._src.training.shards import Shards
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -237,6 +239,28 @@ def test_select_of_sharded_types_reads_a_scalar():
     new = jax.jit(lambda p, a: mpjax.select(p, jax.tree.map(jnp.negative, a), a))
     assert new(jnp.array(True), tree)["3"].tolist() == [-1] * 4
     assert not barriers(mpjax.select, jnp.array(True), tree, tree)
+
+
+def test_small_arrays_that_devices_divide_differently_are_not_exchanged():
+    """Combined, some of them would have to be divided like the others."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = [jax.sharding.PartitionSpec(*axes) for axes in (("x",), (None, "x"), ("y",))]
+    tree = {
+        str(i): jax.ShapeDtypeStruct(
+            (4, 6), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, specs[i % 3])
+        )
+        for i in range(27)
+    }
+
+    def gate(tree):
+        norm = Shards((), (), False).norm(tree)
+        finite = mpjax.all_finite(tree) & (norm < 1)
+        return mpjax.select(finite, jax.tree.map(jnp.negative, tree), tree)
+
+    places = jax.tree.map(lambda x: x.sharding, tree)
+    text = jax.jit(gate, out_shardings=places).lower(tree).compile().as_text()
+    assert "all-reduce" in text
+    assert not re.findall(r" (all-gather|all-to-all|collective-permute)\(", text)
 
 
 def test_small_arrays_of_one_type_are_checked_together():

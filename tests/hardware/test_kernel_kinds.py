@@ -93,6 +93,9 @@ backend_config={{"known_trip_count":{{"n":"3"}}}}
         (64, 31, 64, "bf16", 31),  # the contracted axis
         (64, 31, 1001, "f32", 0),  # TF32
         (1, 32, 1000, "bf16", 0),  # one row is no axis to pad
+        (2708, 2704, 7, "bf16", 0),  # few columns: to pad the rows would save nothing
+        (257, 15, 64, "f16", 0),
+        (17, 16, 16, "bf16", 17),
     ],
 )
 def test_odd_axes_are_no_multiple_of_8_of_16_bit_operands(rows, inner, columns, dtype, odd):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from joint import EXACT, kept, planned
 from support import assert_near, normal, thorough_but
 
-TURNS, BATCH, WIDTH = 5, 4, 16
+TURNS, BATCH, WIDTH = 5, 8, 16
 
 
 def lstm(params, xs):

@@ -56,8 +56,7 @@ def kept_alone(
         return run(arrays)
     arrays = _ended_together(arrays, halves) if prevent_cse else arrays
     policy = jax.checkpoint_policies.save_only_these_names(KEPT) if whole else _is_kept
-    with _jax.storing():
-        return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
 
 
 def from_codes(
@@ -95,8 +94,7 @@ def from_codes(
             for x, carrier in zip(stored, carriers, strict=True)
         ]
         inputs, kept = values[: len(moving)], values[len(moving) :]
-        with _jax.storing():
-            return _tangent(lambda full: run(full, kept, codes)[:2], inputs, moving, tangents)
+        return _tangent(lambda full: run(full, kept, codes)[:2], inputs, moving, tangents)
 
     def jvp(primals, tangents):
         (arrays, codes), tangents = primals, tangents[0]
@@ -112,8 +110,7 @@ def from_codes(
         return out, (*moved, jax.tree.map(_jax.zero_tangent, made))
 
     def kept_in_8_bits(arrays, codes):  # the name by which reports call it
-        with _jax.storing():
-            return run(arrays)
+        return run(arrays)
 
     call = with_tangent(kept_in_8_bits, jvp, symbolic_zeros=True)
     return call(arrays, codes)

@@ -55,11 +55,11 @@ from mpjax._src.autocast.steps import (
 from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.devices import current_facts
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import NONE, SCAN, THEIRS, Inside, turns_of
+from mpjax._src.base.higher_order import NONE, SCAN, THEIRS, WHILE, Inside, turns_of
 from mpjax._src.policy.fields import CHOICES
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op, Value, build
-from mpjax._src.program.rebuild import REMATS
+from mpjax._src.program.rebuild import has_barrier
 from mpjax._src.program.views import VIEWS, is_view
 
 
@@ -261,6 +261,7 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
             planned.steps[inner] = tuple(kept.steps[inner])
             for step in kept.steps[inner]:
                 planned.passing.update(step.passing if isinstance(step, WholeCheckpoint) else ())
+        _hold(planned, picked)
         return planned
     for inner, part in parts.items():
         kinds = coding.kinds(planned, part.steps) if by == CODED else {}
@@ -270,7 +271,15 @@ def store(block: Block, analysis: Analysis, by: str | float, replaced: Collectio
         planned.steps[inner] = tuple(checkpoints(planned, part, chosen, kinds))
         if goal == FAST:
             chains.unround_again(planned.steps[inner], picked[inner].flow, picked[inner].links)
+    _hold(planned, picked)
     return planned
+
+
+def _hold(planned: Analysis, picked: dict[Block, Picked]) -> None:
+    """Marks the ops whose results are kept behind a barrier, which loops have none of."""
+    for one in picked.values():
+        if not one.part.in_loop:
+            planned.marks.held.update(_behind(planned.kept | planned.passing, one.flow))
 
 
 def _pick(
@@ -327,20 +336,21 @@ def _pick(
         if isinstance(step, Elementwise):
             chains.unrounded(step.ops, flow, differentiated=False)
     analysis.steps[block] = tuple(steps)
-    analysis.marks.held.update(_held(flow))
+    read = [value for op in flow.ops if has_barrier(op.eqn) for value in op.ins]
+    analysis.marks.held.update(_behind(read, flow))
     if by in (LEAN, CODED, AGAIN):
         part = Part(live(steps, block.outvars), block.outvars, alive, block.in_loop)
         picked[block] = Picked(part, flow, links)
 
 
-def _held(flow: Flow) -> Iterator[Op]:
-    """Yields the ops whose result, or a view of it, a checkpoint of the user reads."""
-    read = [value for op in flow.ops if op.name in REMATS for value in op.ins]
-    while read:
-        op = flow.producer.get(read.pop())
+def _behind(read: Iterable[Value], flow: Flow) -> Iterator[Op]:
+    """Yields the ops, without loops, that compute values or what values are views of."""
+    waiting = [*read]
+    while waiting:
+        op = flow.producer.get(waiting.pop())
         if op and (op.name in VIEWS or is_view(op)):
-            read += op.ins
-        elif op:
+            waiting += op.ins
+        elif op and op.inside.kind not in (SCAN, WHILE):
             yield op
 
 

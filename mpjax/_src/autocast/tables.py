@@ -335,7 +335,7 @@ class Marks:
 
     # Ops whose operands derivatives may hold constant.
     steady: set[Op] = dataclasses.field(default_factory=set)
-    # Ops whose result a checkpoint of the user reads, which stores it as it is.
+    # Ops whose result, or a view of it, is kept behind the barrier of a checkpoint.
     held: set[Op] = dataclasses.field(default_factory=set)
     # For a matmul, an operand and dimensions over which derivatives subtract its mean.
     centered: dict[Op, Place] = dataclasses.field(default_factory=dict)

@@ -233,7 +233,12 @@ def reduced_together(leaves: Sequence[Any]) -> Iterable[list[Any]]:
 
 
 def _is_small(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer) and 1 < leaf.size <= SMALL
+    """Returns whether a leaf is small, and not one that devices divide unlike others of its type.
+
+    They would exchange such leaves to combine them.
+    """
+    traced = isinstance(leaf, jax.core.Tracer)
+    return traced and 1 < leaf.size <= SMALL and not _jax.may_be_divided(leaf)
 
 
 def stays_finite(new: Any, old: Any) -> jax.Array:
@@ -259,7 +264,7 @@ def _in_common(pred: Any, leaves: Sequence[Any]) -> Callable[[Any], Any]:
 
     def of(leaf):
         shape = jnp.shape(leaf)
-        if shapes[shape] < SEVERAL or _jax.is_explicit(leaf):
+        if shapes[shape] < SEVERAL or _jax.is_explicit(leaf) or _jax.may_be_divided(leaf):
             return pred
         if shape not in common:
             common[shape] = _jax.gpu_barrier(jnp.broadcast_to(pred, shape))

@@ -45,6 +45,7 @@ NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
 DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
 LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
 EIGHT = 8  # tensor cores load as many 16-bit operands at once
+TILE = 16  # they multiply tiles of as many rows and columns; smaller matrices are bound by memory
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 
@@ -61,7 +62,8 @@ class Matmul:
     times: int  # how often it runs
     flops: float  # of one run, of one pass
     kind: str = DOT  # one of `DOT`, `CONVOLUTION` and `ATTENTION`
-    odd: int = 0  # of 16-bit operands, a free or contracted axis that is no multiple of 8
+    # Of 16-bit operands, a free or contracted axis that is no multiple of 8; none is below `TILE`.
+    odd: int = 0
 
 
 @dataclasses.dataclass
@@ -180,7 +182,8 @@ def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul |
         kind = ATTENTION
     elif op.opcode == "dot" or custom_target(op).startswith("__cublas"):
         kind, axes = DOT, _matmul_axes(op, left, right)
-        odd = next((a for a in axes if bits(operands) == 16 and a > 1 and a % EIGHT), 0)
+        if bits(operands) == 16 and min(axes) >= TILE:
+            odd = next((axis for axis in axes if axis % EIGHT), 0)
     return Matmul(
         jax_name(op, scope),
         operands,

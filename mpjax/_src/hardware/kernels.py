@@ -5,7 +5,8 @@ The first rule that holds decides:
 - *fused attention*: it calls cuDNN's attention.
 - *convolutions*: it contains a convolution.
 - *matmuls*: it contains a dot, of float32, of 16-bit operands *with an odd axis*, or another one. A
-  free or contracted axis is odd if it is no multiple of 8, as tensor cores load their operands.
+  free or contracted axis is odd if it is no multiple of 8, as tensor cores load their operands,
+  and none of the matmul is shorter than the 16 of their tiles.
 - *other calls*: any other custom call, such as a kernel that the user wrote, or an FFT.
 - *updates*: it writes a result that replaces a donated argument, as an optimizer does.
 - *logits and loss*: it reads or writes an array as large as the logits. These are the largest

@@ -35,8 +35,8 @@ class KernelRow:
 
     Attributes:
         kind: ``matmuls``, ``matmuls with an odd axis`` (of 16-bit operands, an axis that is no
-            multiple of 8), ``float32 matmuls``, ``convolutions``, ``fused attention``,
-            ``norms and reductions``, ``elementwise``, ``copies and casts``,
+            multiple of 8, and none below 16), ``float32 matmuls``, ``convolutions``,
+            ``fused attention``, ``norms and reductions``, ``elementwise``, ``copies and casts``,
             ``gathers and scatters``, ``logits and loss``, ``updates`` (of donated arguments) or
             ``other calls``. The guide has the rules that tell them apart.
         instructions: The number of kernels in the program.

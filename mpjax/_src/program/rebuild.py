@@ -4,11 +4,13 @@ It serves those who change a program: autocast, which gives the programs other d
 watching of tensors, whose programs return more than their own results.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from mpjax._src.base import _jax
@@ -46,7 +48,8 @@ def rebuild(
 def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     name = eqn.primitive.name
     if name in REMATS:
-        with _jax.storing():
+        stores = has_barrier(eqn) and eqn.params["policy"] is not None
+        with _jax.storing() if stores else contextlib.nullcontext():
             jaxpr, consts = _jax.hoisted(_jax.trace(bodies[0], avals[0], name))
         new: dict[str, Any] = {"jaxpr": jaxpr}
         if isinstance(eqn.params["prevent_cse"], tuple):  # one for each operand
@@ -59,6 +62,11 @@ def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
 
 
 REMATS, JITS = ("remat2", "checkpoint"), ("jit", "pjit")
+
+
+def has_barrier(eqn: Any) -> bool:
+    """Returns whether an equation is a checkpoint with a barrier before what it repeats."""
+    return eqn.primitive.name in REMATS and bool(np.any(eqn.params["prevent_cse"]))
 
 
 def _map(eqn, bodies, avals, args, gains) -> Sequence[Any]:

@@ -74,6 +74,7 @@ from mpjax._src.base._jax.programs import (
     is_array,
     is_explicit,
     is_sharded_along,
+    may_be_divided,
     numbered,
     open_jaxpr,
     primitive_names,

@@ -32,11 +32,25 @@ STRUCTURED = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 class Held(Protocol):
     """A program that a primitive holds. What is derived from it is made once."""
 
-    in_avals: Sequence[Any]
-    out_avals: Sequence[Any]
-    effects: Any
-    written: Any  # the closed jaxpr that runs
-    jitted: Callable[..., list[Any]]  # the same, jitted
+    @property
+    def in_avals(self) -> Sequence[Any]:
+        """The types of its arguments."""
+
+    @property
+    def out_avals(self) -> Sequence[Any]:
+        """The types of its results."""
+
+    @property
+    def effects(self) -> Any:
+        """Its effects."""
+
+    @property
+    def written(self) -> Any:
+        """The closed jaxpr that runs."""
+
+    @property
+    def jitted(self) -> Callable[..., list[Any]]:
+        """The same, jitted."""
 
     def cut(self, moving: tuple[bool, ...]) -> "Cut":
         """Returns the derivative by the arguments that move."""
@@ -51,12 +65,29 @@ class Held(Protocol):
 class Cut(Protocol):
     """A program and its derivative by some arguments, as a forward and a backward part."""
 
-    by: Sequence[int]  # the arguments that move
-    given: Sequence[int]  # the arguments that the backward part reads: its first residuals
-    forward: Held  # returns the results, then the other residuals
-    moves: Sequence[bool]  # which results depend on the arguments that move
-    moved_avals: Sequence[Any]  # the types of these results
-    tangent: Held  # the linear map of residuals and tangents
+    @property
+    def by(self) -> Sequence[int]:
+        """The arguments that move."""
+
+    @property
+    def given(self) -> Sequence[int]:
+        """The arguments that the backward part reads: its first residuals."""
+
+    @property
+    def forward(self) -> Held:
+        """The program of the results, then the other residuals."""
+
+    @property
+    def moves(self) -> Sequence[bool]:
+        """Which results depend on the arguments that move."""
+
+    @property
+    def moved_avals(self) -> Sequence[Any]:
+        """The types of these results."""
+
+    @property
+    def tangent(self) -> Held:
+        """The linear map of residuals and tangents."""
 
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Held, Sequence[int]]:
         """Returns the program of residuals and cotangents of these results.

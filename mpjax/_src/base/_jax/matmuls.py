@@ -31,7 +31,7 @@ def unmarked() -> Any:
 
 
 def storing() -> Any:
-    """Returns a context for code under a checkpoint: what it keeps is stored as it is."""
+    """Returns a context for code whose results a checkpoint may keep, stored as they are."""
     return set_xla_metadata(**{STORED: 1})
 
 

@@ -253,6 +253,13 @@ def is_explicit(x: Any) -> bool:
     return sharding is not None and bool(not sharding.mesh.empty and sharding.mesh.explicit_axes)
 
 
+def may_be_divided(x: Any) -> bool:
+    """Returns whether the type of an array or shape leaves it to XLA how devices divide it."""
+    sharding = _sharding(x)
+    axes = () if sharding is None or sharding.mesh.empty else sharding.mesh.auto_axes
+    return any(sharding.mesh.shape[axis] > 1 for axis in axes)
+
+
 def is_sharded_along(x: Any, dim: int) -> bool:
     """Returns whether the type of an array says that a given dimension is sharded."""
     if not is_explicit(x):
