@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from mpjax._src.base import _jax
 from mpjax._src.planner.equations import Value, opened
@@ -64,3 +65,22 @@ def test_barriers_and_effects_do_not_run_again():
     equations = []
     opened(program, [Value(aval) for aval in _jax.in_avals(program)], equations)
     assert [runs_again(e) for e in equations] == [False, False, True]
+
+
+JUMPING = {
+    "a maximum's place": (lambda x: jnp.tanh(x) == jnp.tanh(jnp.flip(x)), "eq"),
+    "the larger": (lambda x: jnp.tanh(x) > jnp.sin(x), "gt"),
+    "an integer": (lambda x: jnp.round(jnp.tanh(x) * 3) > 1, None),
+    "a sign": (lambda x: jnp.tanh(x) > 0, None),
+}
+
+
+@pytest.mark.parametrize("name", JUMPING)
+def test_what_jumps_is_not_computed_again(name):
+    """But a mask of a constant is, and what is computed from arguments alone by moves."""
+    compare, kept = JUMPING[name]
+    saved, again = cut_of(lambda x, ct: jnp.where(compare(x), ct, 0), WIDE, WIDE)
+    assert [n for n in saved if n == kept] == ([kept] if kept else [])
+    assert "round" not in again
+    if name == "a sign":
+        assert not saved

@@ -8,7 +8,8 @@ AOTAutograd). Only what is cheap to compute is computed again.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from mpjax._src.base.rules import rule_of
+from mpjax._src.base import _jax
+from mpjax._src.base.rules import COMPARE, JUMPS, rule_of
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -83,9 +84,10 @@ def _lightest(
     nodes = [*given, *(out for e in equations for out in e.outs)]
     number = {v: i for i, v in enumerate(nodes)}
     edges, sources = [], [number[v] for v in given]
+    known = _constants(equations)
     for e in equations:
         outs = [number[out] for out in e.outs]
-        if not runs_again(e):
+        if not runs_again(e) or _jumps(e, number, known):
             sources += outs
             continue
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
@@ -98,3 +100,27 @@ def _lightest(
 def runs_again(e: Equation) -> bool:
     """Returns whether an equation may run a second time in the backward part."""
     return (e.name in VIEWS or rule_of(e.name).runs_again) and not e.acts and e.name != BARRIER
+
+
+def _jumps(e: Equation, computed: Collection[Value], known: set[Value]) -> bool:
+    """Returns whether another last bit of a computed operand changes the result by much.
+
+    Compilers may compute a value otherwise when it is computed again. Then ``x == max(x)`` fails,
+    or a number is rounded to another integer. A comparison with a constant, as in a ReLU, may run
+    again: its branches meet there.
+    """
+    rule = rule_of(e.name)
+    floats = [v for v in e.ins if v in computed and _jax.is_inexact(v.aval) and v not in known]
+    if rule.need != COMPARE:
+        return JUMPS in rule.traits and bool(floats)
+    return bool(floats) and (e.name in ("eq", "ne") or known.isdisjoint(e.ins))
+
+
+def _constants(equations: Iterable[Equation]) -> set[Value]:
+    """Returns the values that are computed from constants alone."""
+    found: set[Value] = set()
+    for e in equations:
+        found.update(v for v in e.ins if v.const is not None)
+        if found.issuperset(e.ins):
+            found.update(e.outs)
+    return found
