@@ -1,14 +1,16 @@
 """Golden programs for what no other golden program has.
 
-`CONSTRUCTS` has a program for each step of a plan, and `SPELLINGS` the ways in which other tests
-write softmaxes, attention, sums of exponentials, norms, regions and kernels. Each is a name, a
-function and its arguments.
+`CONSTRUCTS` has a program for each step of a plan. `SPELLINGS`, `ATTENTIONS` and `LOSSES` have the
+ways in which other tests write softmaxes, sums of exponentials, norms, regions and kernels; of
+attention that a kernel replaces, or nearly; and of losses whose logits are chunked. Each is a name,
+a function and its arguments.
 """
 
 import jax
 import jax.numpy as jnp
 import test_again
 import test_communication
+import test_cross_entropies
 import test_fusion
 import test_kernels
 import test_norms
@@ -125,11 +127,11 @@ NORMED = {
 SUMS = {**test_shifts.SUMS, **test_shifts.OTHERS}
 SOFTMAXES = {name: fun for name, (fun, _) in test_sound_softmax.SPELLINGS.items()}
 QKV = test_sound_softmax.Q, test_sound_softmax.K, test_sound_softmax.V
+ATTENTIONS = {
+    **{name: (fun, (x,)) for name, (fun, x, _) in test_fusion.SPELLINGS.items()},
+    **{f"not {k}": (fun, (test_fusion.Q,)) for k, (fun, _) in test_fusion.NEAR_MISSES.items()},
+}
 SPELLINGS = {
-    **{f"fused {name}": (fun, (x,)) for name, (fun, x, _) in test_fusion.SPELLINGS.items()},
-    **{
-        f"not fused {k}": (fun, (test_fusion.Q,)) for k, (fun, _) in test_fusion.NEAR_MISSES.items()
-    },
     **{f"softmax {k}": (test_sound_softmax.attention(f), QKV) for k, f in SOFTMAXES.items()},
     **{
         f"heads {k}": (test_peepholes.of_heads(k), (test_peepholes.S4, test_peepholes.V4))
@@ -143,5 +145,15 @@ SPELLINGS = {
     **{f"region {name}": (fun, (W, X)) for name, fun in test_regions.AROUND.items()},
     **{f"kernel {name}": (fun, (X, W)) for name, fun in test_kernels.AROUND.items()},
 }
-SPELLINGS = {name: (test_shifts.weighed(fun), args) for name, (fun, args) in SPELLINGS.items()}
-SETTINGS |= {f"spelling {k}": ",fused_attention=true" for k in SPELLINGS if "fused " in k}
+SPELLINGS, ATTENTIONS = (
+    {name: (test_shifts.weighed(fun), args) for name, (fun, args) in table.items()}
+    for table in (SPELLINGS, ATTENTIONS)
+)
+HEAD = test_cross_entropies.HIDDEN, test_cross_entropies.WEIGHT, test_cross_entropies.BIAS
+LOSSES = {
+    name: (fun, HEAD)
+    for name, fun in {**test_cross_entropies.SUMS, **test_cross_entropies.EACH}.items()
+    if name != "one-hot"  # it holds labels of the seed of the run
+}
+SETTINGS |= {f"attention {k}": ",fused_attention=true" for k in ATTENTIONS}
+SETTINGS |= {f"loss {k}": ",chunked_loss=true" for k in LOSSES}

@@ -2,7 +2,7 @@
 
     python tests/autocast/test_golden.py    records golden/jaxprs.json again (three minutes)
 
-Of each program that the suite knows, under five policies: hashes of the printed jaxprs, forward
+Of each program that the suite knows, under several policies: hashes of the printed jaxprs, forward
 and gradient; in which dtypes the gradient's matmuls run; and the bytes kept from the forward to the
 backward pass, by dtype. A difference is either meant, and its commit says why and changes nothing
 else, or a bug. The command prints which programs changed, and how. A jaxpr is a fact of one version
@@ -29,9 +29,12 @@ POLICIES = {
     "lean": "mixed_bfloat16,storage=lean",
     "number": "mixed_bfloat16,storage=0.5",
     "8bit": "mixed_bfloat16,storage=8bit",
+    "replaced": "mixed_bfloat16,fused_attention=true,chunked_loss=true",
 }
-KINDS = ("program", "construct", "model", "random", "spelling", "benchmark")
-FOR_GPUS = ("construct", "spelling", "benchmark")  # traced for an H100
+KINDS = ("program", "construct", "model", "random", "spelling", "attention", "loss", "benchmark")
+FOR_GPUS = ("construct", "spelling", "attention", "benchmark")  # traced for an H100
+# What has attention and losses to replace. Those of two kinds are replaced under every policy.
+REPLACED = tuple(f"benchmark {name}" for name in ("gpt2", "bert", "vit", "llama"))
 LIBRARIES = ("jax", "flax", "equinox")  # whose versions the programs depend on
 LONGEST = 20_000  # letters of a failure's message
 
@@ -43,10 +46,12 @@ def programs(kind=""):
     """Yields (name, function, arguments), of all kinds or one, differentiable in the first one."""
     made = {
         "program": small,
-        "construct": of_constructs,
+        "construct": lambda: of("construct", "CONSTRUCTS"),
         "model": models,
         "random": random,
-        "spelling": spellings,
+        "spelling": lambda: of("spelling", "SPELLINGS"),
+        "attention": lambda: of("attention", "ATTENTIONS"),
+        "loss": lambda: of("loss", "LOSSES"),
         "benchmark": benchmarks,
     }
     for name in [kind] if kind else made:
@@ -60,18 +65,11 @@ def small():
         yield f"program {name}", fun, (W, X)
 
 
-def of_constructs():
-    from constructs import CONSTRUCTS
+def of(kind, table):
+    import constructs
 
-    for name, (fun, args) in CONSTRUCTS.items():
-        yield f"construct {name}", fun, args
-
-
-def spellings():
-    from constructs import SPELLINGS
-
-    for name, (fun, args) in SPELLINGS.items():
-        yield f"spelling {name}", fun, args
+    for name, (fun, args) in getattr(constructs, table).items():
+        yield f"{kind} {name}", fun, args
 
 
 def models():
@@ -114,15 +112,37 @@ def compared(want, policy, kind=""):
     """Returns the rows of all programs. Of those whose hashes are as wanted, nothing is counted."""
     rows = {}
     for name, fun, args in programs(kind):
+        if policy == "replaced" and name not in REPLACED:
+            continue
         with target(name):
             rows[f"{name}, {policy}"] = row(name, fun, args, policy, want.get(f"{name}, {policy}"))
     return rows
 
 
 def target(name):
+    """Returns the context in which the programs of a kind are traced."""
     from mpjax._src.base.devices import traced_for
 
-    return traced_for("h100") if name.split()[0] in FOR_GPUS else contextlib.nullcontext()
+    kind = name.split()[0]
+    if kind == "loss":
+        return fixed_losses()
+    return traced_for("h100") if kind in FOR_GPUS else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def fixed_losses():
+    """Small losses run by several blocks, of labels that no seed changes."""
+    import test_cross_entropies as losses
+
+    from mpjax._src.autocast import chunked
+
+    labels = np.arange(losses.B * losses.T).reshape(losses.B, losses.T) % losses.WORDS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "ROWS", 16)
+        patch.setattr(chunked, "OPERATIONS_PER_BYTE", 1)
+        patch.setattr(losses, "LABELS", labels)
+        patch.setattr(losses, "MASK", labels % 3 > 0)
+        yield
 
 
 def row(name, fun, args, policy, want):
@@ -208,12 +228,16 @@ QUICK = (
     "program lean",
     "construct bfloat16",
     "construct 8bit",
+    "construct number",
     "model bfloat16",
+    "attention bfloat16",
+    "loss bfloat16",
 )
 CASES = [
     pytest.param(kind, policy, marks=[pytest.mark.thorough] * (f"{kind} {policy}" not in QUICK))
     for kind in KINDS
     for policy in POLICIES
+    if policy != "replaced" or any(name.startswith(kind) for name in REPLACED)
 ]
 
 

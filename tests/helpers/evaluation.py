@@ -351,6 +351,19 @@ def _cond_eagerly(eqn, ins, way, wanted):
     return evaluate(branches[index], ins[1:], way, wanted)
 
 
-CALLED = dict.fromkeys(CALLS, _call)
+def _shard_map(eqn, ins, way, wanted):
+    p, way = eqn.params, dataclasses.replace(way, eager=False)
+    mapped = jax.shard_map(
+        lambda *xs: tuple(evaluate(p["jaxpr"], xs, way)),
+        mesh=p["mesh"],
+        in_specs=p["in_specs"],
+        out_specs=p["out_specs"],
+        check_vma=p["check_vma"],
+        axis_names=p["newly_manual_axes"],
+    )
+    return jax.jit(mapped)(*ins)
+
+
+CALLED = {**dict.fromkeys(CALLS, _call), "shard_map": _shard_map}
 PROGRAMS = {**CALLED, "scan": _scan, "while": _while, "cond": _cond}
 EAGER = {**CALLED, "scan": _scan_eagerly, "while": _while_eagerly, "cond": _cond_eagerly}

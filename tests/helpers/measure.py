@@ -30,6 +30,7 @@ UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 TIMES = 4  # autocast's error may be this many times the yardstick's,
 FLOOR = 2.0**-23  # which is at least a rounding to float32
 SEEDS, CONFIRM = 3, 10  # the arguments of a measurement, and of one that confirms a finding
+FIRST, CONFIRMING = range(SEEDS), range(SEEDS, SEEDS + CONFIRM)
 HALVES = [jnp.dtype(name) for name in UNIT]
 LOSS_SCALE = {"bfloat16": 1.0, "float16": 2.0**10}
 SHORT = 8  # a matmul that sums at most this many products gains nothing from half operands
@@ -145,6 +146,20 @@ def _rounding(
     return [(rounded_backwards if amplified else rounded)(out, half)]
 
 
+def _rounding_all(half: Any, eqn: Any, ins: list[Any], amplified: bool) -> list[Any]:
+    return _rounding(half, eqn, ins, False)
+
+
+def in_the_lowering(fun: Callable[..., Any], args: Sequence[Any], half: Any, argnums: Any = 0):
+    """Returns a function of arguments: results and gradients of the float32 program of ``fun``.
+
+    Operands and results of all matmuls are rounded, after JAX has differentiated the program.
+    """
+    args = jax.tree.map(jnp.asarray, tuple(args))
+    program = traced(_measured(fun, args, argnums, 1.0), args)
+    return _runner(program, functools.partial(_rounding_all, jnp.dtype(half)))
+
+
 def traced(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Returns the jaxpr of a function, and the tree structure of its result."""
     jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
@@ -240,8 +255,10 @@ def errors(
     by_hand: Callable[..., Any] | None = None,
     update: Callable[..., Any] | None = None,
     storage: str = "fast",
-    seeds: Sequence[int] = range(SEEDS),
+    seeds: Sequence[int] = FIRST,
     eager: bool = False,
+    planned: Callable[..., Any] = mpjax.autocast,
+    spared: bool = True,
 ) -> list[Error]:
     """Returns the errors of autocast and of the yardstick, for each result and gradient leaf.
 
@@ -262,17 +279,21 @@ def errors(
         seeds: The seeds of the arguments.
         eager: Whether to run operation by operation, which is faster for a small program without
             long loops.
+        planned: The planner that is judged: ``(fun, policy) -> function``.
+        spared: Whether the yardstick spares matmuls that an amplifying operation reads. If not, it
+            rounds operands and results of all.
     """
     draw = args if callable(args) else functools.partial(redrawn, args)
     given = [jax.tree.map(jnp.asarray, tuple(draw(seed))) for seed in seeds]
     scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
-    auto = mpjax.autocast(fun, f"mixed_{half},storage={storage}")
+    auto = planned(fun, f"mixed_{half},storage={storage}")
     exact, hand, auto = (
         traced(_measured(f, given[0], argnums, factor), given[0])
         for f, factor in ((fun, 1.0), (by_hand or fun, scale), (auto, scale))
     )
     rounding = functools.partial(_rounding, jnp.dtype(half))
     ways = [functools.partial(rounding, results=results) for results in (False, True)]
+    ways = ways if spared else [functools.partial(_rounding_all, jnp.dtype(half))]
     runs = [_runner(exact, _in_float64, eager), *(_runner(hand, way, eager) for way in ways)]
     runs.append(_runner(auto, _as_written if eager else _as_it_is, eager))
     found = []
@@ -426,7 +447,7 @@ def findings(fun: Any, draw: Callable[[int], Any], *args: Any, **kwargs: Any) ->
 
     Among many programs, a yardstick is sometimes lucky.
     """
-    for seeds in (range(SEEDS), range(SEEDS, SEEDS + CONFIRM)):
+    for seeds in (FIRST, CONFIRMING):
         rows = errors(fun, draw, *args, seeds=seeds, **kwargs)
         if not (wrong := [row for row in rows if not row.sound]):
             break

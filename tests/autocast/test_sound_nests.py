@@ -1,0 +1,99 @@
+"""Random nests of loops, branches, checkpoints and custom rules: exactly JAX's, or as by hand.
+
+The same nests are taken every time. What a planner gets wrong is named; its line goes when it is
+mended.
+"""
+
+import jax
+import nests
+import planners
+import pytest
+from planners import PLANNERS
+
+PROGRAMS, SHARDED, CHUNK = 2000, 50, 25
+FEW, FEW_EXACT = range(12), range(100, 106)
+# The nests that each planner gets wrong in bfloat16; and of those over devices. In 1357 a scan in a
+# custom rule is derived in float64, of which JAX warns. The others are 7 to 10 times as far off as
+# by hand, most of them where the gradient of a softmax is differentiated again.
+WRONG = {"forward": {821, 1139, 1357, 1415, 1847}}
+WRONG_SHARDED: dict[str, set[int]] = {}
+# JAX itself stands in for an exact planner: compiled, and all is computed again from the arguments.
+AGAIN = planners.Planner(lambda fun, policy: jax.jit(jax.checkpoint(fun)), "float32")
+EXACT = {"jax": AGAIN, **PLANNERS}
+
+
+def test_nests_hold_every_block():
+    every = {*nests.LEAVES, *nests.HOLDERS}
+    assert every == {name for seed in range(100) for name in nests.drawn(seed)[1]}
+    sharded = {name for seed in range(100) for name in nests.drawn(seed, True)[1]}
+    assert sharded == {*every, *nests.SHARDED} - {n for n in every if n.startswith("vmap")}
+
+
+def as_by_hand(planner, seed, sharding=False):
+    """Returns what is wrong with the nest of a seed, or ""."""
+    fun, names = nests.drawn(seed, sharding)
+    draw = lambda i: nests.arguments(seed + 10_000 * i)  # noqa: E731
+    options = {"stored": True, "confirm": True, "eager": True}
+    try:
+        rows = planners.sound(PLANNERS[planner], fun, draw, "bfloat16", (0, 1), **options)
+    except Exception as error:  # whatever it is, it is one fault among others
+        refused = nests.is_refused(fun, nests.arguments(seed))
+        rows = [] if refused else [f"{type(error).__name__}: {error}"]
+    return "\n".join((f"{seed}: {names}", *map(str, rows))) if rows else ""
+
+
+def judge(planner, seeds, known, sharding=False):
+    for seed in seeds:
+        text = as_by_hand(planner, seed, sharding)
+        assert bool(text) == (seed in known.get(planner, ())), text or f"{seed} is right now"
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("seed", FEW)
+def test_nest_is_as_by_hand(planner, seed):
+    judge(planner, [seed], WRONG)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+def test_nests_are_as_by_hand(planner, first):
+    judge(planner, range(first, first + CHUNK), WRONG)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("first", range(0, SHARDED, CHUNK))
+def test_nests_over_devices_are_as_by_hand(planner, first):
+    judge(planner, range(first, first + CHUNK), WRONG_SHARDED, True)
+
+
+def judge_exact(name, seeds, sharding=False):
+    planner = EXACT[name]
+    if not planner.exact:
+        pytest.skip(planner.why)
+    for seed in seeds:
+        fun, names = nests.drawn(seed, sharding)
+        args = nests.arguments(seed)
+        if nests.is_refused(fun, args):
+            continue
+        assert not planners.exact(planner.planned, planner.exact, fun, args, (0, 1)), (seed, names)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_few_nests_are_exact(name):
+    judge_exact(name, FEW_EXACT)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+def test_nests_are_exact(name, first):
+    judge_exact(name, range(first, first + CHUNK))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("first", range(0, SHARDED, CHUNK))
+def test_nests_over_devices_are_exact(name, first):
+    judge_exact(name, range(first, first + CHUNK), True)

@@ -1,0 +1,194 @@
+"""What is asked of every planner: to be exact where nothing is rounded, and as accurate as by hand.
+
+`PLANNERS` has the planners by name. Whoever builds another adds its line: the tests that are
+parametrized by `PLANNERS` then judge it too.
+
+- **Exact mode** (`exact`): under a policy that puts float32 in the place of 16 bits, values and
+  gradients are those of JAX, and no more is kept for the backward pass than JAX keeps.
+- **Rounded in the lowering** (`sound`): the yardstick is the float32 program, differentiated by
+  JAX, whose every matmul then rounds its operands and its result, forward and backward. A planned
+  program may be four times as far from float64.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+from evaluation import is_var
+
+import mpjax
+
+
+class Planner(NamedTuple):
+    """A planner: ``planned(fun, policy)`` returns the planned function.
+
+    Attributes:
+        planned: The planner.
+        exact: The policy of its exact mode; "" if it has none.
+        why: Why it has none.
+        stores: Whether it also rounds what no matmul reads or makes, to store it.
+    """
+
+    planned: Callable[[Callable[..., Any], str], Callable[..., Any]]
+    exact: str = ""
+    why: str = ""
+    stores: bool = False
+
+
+PLANNERS = {
+    # It plans the forward pass, and guesses what the backward pass reads.
+    "forward": Planner(
+        mpjax.autocast,
+        stores=True,
+        why="it plans no float32 program: under the policy float32 a function is left as it is",
+    ),
+}
+CLOSE = 1e-4  # of the norm: what another order of float32's sums may move
+
+
+# ---- exact mode ---------------------------------------------------------------------------------
+
+
+def kept(fun: Callable[..., Any], args: Sequence[Any], argnums: Any = 0) -> int:
+    """Returns the bytes that the forward pass hands to the backward pass, beside arguments.
+
+    Arrays that repeat one number are not kept: compilers make them again.
+    """
+
+    def residuals(*args):
+        _, back = jax.vjp(_partial(fun, args, argnums), *_diff(args, argnums))
+        return [x for x in jax.tree.leaves(back) if isinstance(x, jax.Array)]
+
+    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
+    fills = {v for eqn in jaxpr.eqns if measure._fills(eqn) for v in eqn.outvars}
+    made = {v for v in jaxpr.outvars if is_var(v)} - {*jaxpr.invars, *jaxpr.constvars} - fills
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in made)
+
+
+def _numbers(argnums: Any) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _diff(args, argnums):
+    return [args[i] for i in _numbers(argnums)]
+
+
+def _partial(fun, args, argnums):
+    """Returns a function of the differentiated arguments alone."""
+
+    def run(*diff):
+        changed = dict(zip(_numbers(argnums), diff, strict=True))
+        return fun(*(changed.get(i, x) for i, x in enumerate(args)))
+
+    return run
+
+
+def exact(
+    planned: Callable[..., Any],
+    policy: str,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Any = 0,
+) -> list[str]:
+    """Returns in what a planned program is not JAX's own: results, gradients, bytes kept.
+
+    Args:
+        planned: The planner.
+        policy: The policy of its exact mode.
+        fun: A function of arrays of float32 in the arguments ``argnums``.
+        args: Its arguments.
+        argnums: The arguments to differentiate in.
+    """
+    args = jax.tree.map(jnp.asarray, tuple(args))
+    auto = planned(fun, policy)
+    want, got = (
+        jax.jit(measure._measured(f, args, argnums, 1.0), compiler_options=measure.options())(*args)
+        for f in (fun, auto)
+    )
+    if jax.tree.structure(want) != jax.tree.structure(got):
+        return [f"the structure is {jax.tree.structure(got)}, JAX's {jax.tree.structure(want)}"]
+    wrong = []
+    parts = zip(("result", "gradient"), want, got, strict=True)
+    for part, w, g in parts:
+        wrong += [f"{part}{line}" for line in different(w, g)]
+    mine, theirs = (kept(f, args, argnums) for f in (auto, fun))
+    return [*wrong, *[f"keeps {mine} bytes, JAX {theirs}"] * (mine > theirs)]
+
+
+def different(want: Any, got: Any) -> list[str]:
+    """Returns the leaves of two trees that differ by more than `CLOSE`, or in shape or dtype.
+
+    A leaf that vanishes beside the whole tree is judged by the norm of the tree.
+    """
+    pairs = jax.tree_util.tree_flatten_with_path(want)[0]
+    floats = [np.asarray(w, np.float64) for _, w in pairs if measure.is_f32(w)]
+    whole = measure.norm(np.concatenate([w.ravel() for w in floats])) if floats else 0.0
+    wrong = []
+    for (path, w), g in zip(pairs, jax.tree.leaves(got), strict=True):
+        name = jax.tree_util.keystr(path)
+        if (w.shape, w.dtype) != (g.shape, g.dtype):
+            wrong.append(f"{name} is {g.dtype}{list(g.shape)}, not {w.dtype}{list(w.shape)}")
+        elif not measure.is_f32(w):
+            wrong += [f"{name} is another one"] * (not np.array_equal(w, g))
+        elif not np.array_equal(np.isfinite(w), np.isfinite(g)):
+            wrong.append(f"{name} has Infs or NaNs elsewhere")
+        else:
+            w, g = (np.where(np.isfinite(x), x, 0).astype(np.float64) for x in (w, g))
+            size = measure.norm(w)
+            size = size if size > measure.VANISHES * whole else whole
+            off = measure.norm(g - w)
+            wrong += [f"{name} is {off / (size or 1):.2g} off"] * (off > CLOSE * size)
+    return wrong
+
+
+# ---- rounded in the lowering --------------------------------------------------------------------
+
+
+def in_the_lowering(
+    fun: Callable[..., Any], args: Sequence[Any], half: str, argnums: Any = 0
+) -> tuple[Any, Any]:
+    """Returns results and gradients of the float32 program whose matmuls round in the lowering."""
+    args = jax.tree.map(jnp.asarray, tuple(args))
+    return measure.in_the_lowering(fun, args, half, argnums)(args)
+
+
+def sound(
+    planner: Planner,
+    fun: Callable[..., Any],
+    args: Any,
+    half: str,
+    argnums: Any = 0,
+    *,
+    times: float = measure.TIMES,
+    stored: bool = False,
+    confirm: bool = False,
+    **options: Any,
+) -> list[measure.Error]:
+    """Returns the errors of a planned program that are too large, or not finite.
+
+    Args:
+        planner: The planner.
+        fun: The float32 program.
+        args: Its arguments, or a function that returns those of a seed.
+        half: "bfloat16" or "float16".
+        argnums: The arguments to differentiate in.
+        times: How many times the error of the yardstick is allowed.
+        stored: Whether as many roundings to 16 bits are allowed too, of a planner that stores in
+            16 bits what no matmul reads or makes.
+        confirm: Whether further arguments must confirm what is found, as among many programs.
+        options: Further options of `measure.errors`, such as ``storage``.
+    """
+    floor = measure.UNIT[half] if stored and planner.stores else measure.FLOOR
+    options |= {"planned": planner.planned, "spared": False}
+    wrong = []
+    for seeds in (measure.FIRST, measure.CONFIRMING)[: 1 + confirm]:
+        rows = measure.errors(fun, args, half, argnums, seeds=seeds, **options)
+        bound = [times * max(row.yardstick, floor) for row in rows]
+        pairs = zip(rows, bound, strict=True)
+        wrong = [row for row, most in pairs if row.nonfinite or row.autocast > most]
+        if not wrong:
+            break
+    return wrong
