@@ -466,7 +466,9 @@ WRONG: dict[str, set[str]] = {
         "units: relu, reciprocal, float16",
         "units: relu, of rows, float16",
         "units: a maximum, float16",
-    }
+    },
+    # Beyond exp(-50), by hand returns zero, and this a millionth.
+    "derivative": {"distances: in a kernel, float16"},
 }
 
 
@@ -480,7 +482,8 @@ def cases():
             marks = []
             if half in wrong:
                 marks.append(pytest.mark.xfail(strict=True, raises=AssertionError, reason=name))
-            if program.thorough or (half, storage) != (quick, program.storages[0]):
+            seldom = program.thorough or (planner != "forward" and place % 4)
+            if seldom or (half, storage) != (quick, program.storages[0]):
                 marks.append(pytest.mark.thorough)
             case = (planner, name, half, storage)
             yield pytest.param(*case, marks=marks, id="-".join(case))

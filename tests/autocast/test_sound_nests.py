@@ -48,8 +48,10 @@ def judge(planner, seeds, known, sharding=False):
         assert bool(text) == (seed in known.get(planner, ())), text or f"{seed} is right now"
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("seed", FEW)
+@pytest.mark.parametrize(
+    ("planner", "seed"),
+    [(planner, seed) for planner in PLANNERS for seed in FEW if seed < 4 or planner == "forward"],
+)
 def test_nest_is_as_by_hand(planner, seed):
     judge(planner, [seed], WRONG)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import joint
 import measure
 import numpy as np
 from evaluation import is_var
@@ -38,6 +39,10 @@ class Planner(NamedTuple):
     stores: bool = False
 
 
+def _sees_derivative(fun, policy):
+    return joint.planned(fun, mpjax.get_policy(policy).compute_dtype)
+
+
 PLANNERS = {
     # It plans the forward pass, and guesses what the backward pass reads.
     "forward": Planner(
@@ -45,6 +50,8 @@ PLANNERS = {
         stores=True,
         why="it plans no float32 program: under the policy float32 a function is left as it is",
     ),
+    # It plans the function with its derivative.
+    "derivative": Planner(_sees_derivative, exact="float32"),
 }
 CLOSE = 1e-4  # of the norm: what another order of float32's sums may move
 
