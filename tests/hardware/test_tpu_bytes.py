@@ -39,6 +39,11 @@ def test_autocast_group_norms_take_no_more_than_by_hand_on_a_tpu():
     assert ours.bytes_accessed <= 1.05 * hand.bytes_accessed
 
 
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="what an island alone reads is float32: a TPU's compiler stores the matmul's result so",
+)
 def test_no_barrier_keeps_what_a_tpu_computes_again_by_itself():
     def compiled(rival):
         found = program("convnext", rival, "bfloat16", blocks=(1, 1), widths=(96, 192))
