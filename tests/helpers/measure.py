@@ -257,7 +257,7 @@ def errors(
     storage: str = "fast",
     seeds: Sequence[int] = FIRST,
     eager: bool = False,
-    planned: Callable[..., Any] = mpjax.autocast,
+    planned: Callable[..., Any] | None = None,
     spared: bool = True,
 ) -> list[Error]:
     """Returns the errors of autocast and of the yardstick, for each result and gradient leaf.
@@ -279,14 +279,14 @@ def errors(
         seeds: The seeds of the arguments.
         eager: Whether to run operation by operation, which is faster for a small program without
             long loops.
-        planned: The planner that is judged: ``(fun, policy) -> function``.
+        planned: The planner that is judged: ``(fun, policy) -> function``. Today's if None.
         spared: Whether the yardstick spares matmuls that an amplifying operation reads. If not, it
             rounds operands and results of all.
     """
     draw = args if callable(args) else functools.partial(redrawn, args)
     given = [jax.tree.map(jnp.asarray, tuple(draw(seed))) for seed in seeds]
     scale = LOSS_SCALE[half] if loss_scale is None else loss_scale
-    auto = planned(fun, f"mixed_{half},storage={storage}")
+    auto = (planned or mpjax.autocast)(fun, f"mixed_{half},storage={storage}")
     exact, hand, auto = (
         traced(_measured(f, given[0], argnums, factor), given[0])
         for f, factor in ((fun, 1.0), (by_hand or fun, scale), (auto, scale))

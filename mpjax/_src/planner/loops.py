@@ -230,7 +230,7 @@ def _cond(pair: Pair) -> None:
         return [at.get(v) for v in back.ins[1:]]
 
     bodies = []
-    for first, second in zip(fore.params["branches"], back.params["branches"], strict=True):
+    for first, second in zip(*map(rounding.programs, (fore, back)), strict=True):
         body = Body.of(first, second, same)
         arguments = zip(operands, body.ins, strict=True)
         body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
@@ -251,14 +251,15 @@ def _cond(pair: Pair) -> None:
         behind.append(closed(ins, body.second, body.back_outs, _info(back)))
     shared = [Value(aval) for aval in slots]
     fore.outs = [*(fore.outs[i] for i in public), *shared]
-    fore.params = {**fore.params, "branches": tuple(ahead)}
+    row = higher_order(fore.name)
+    fore.params = {**fore.params, **row.holding(ahead)}
     back.ins = [
         back.ins[0],
         *(back.ins[1 + i] for i in own),
         *shared,
         *(operands[i] for i in read),
     ]
-    back.params = {**back.params, "branches": tuple(behind)}
+    back.params = {**back.params, **row.holding(behind)}
 
 
 def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, Value]]]:
@@ -362,7 +363,7 @@ def _viewed(v: Value, shape: tuple[int, ...], into: list[Equation]) -> Value:
 
 def _programs(pair: Pair) -> tuple[Any, Any]:
     """Returns the programs of a pair as closed jaxprs."""
-    first, second = (_jax.as_closed(e.params["jaxpr"]) for e in (pair.fore, pair.back))
+    first, second = (_jax.as_closed(rounding.programs(e)[0]) for e in (pair.fore, pair.back))
     return first, second
 
 
