@@ -37,7 +37,8 @@ class Block(nn.Module):
         y = (self.attention or attention)(q, k, v, is_causal=True)
         x = x + nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        return x + nn.Dense(width, dtype=self.dtype)(expanded(y, self.dtype))
+        y = expanded(y, self.dtype)
+        return x + nn.Dense(width, dtype=self.dtype)(y)
 
 
 def expanded(x, dtype):
