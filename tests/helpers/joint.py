@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.autocast import transform
 from mpjax._src.base import _jax
 from mpjax._src.planner.program import Program
 from mpjax._src.program import trace as programs
 from mpjax._src.program.trace import Flat
 
 # Plans as for 16 bits, but rounds nothing: gradients are JAX's own.
-EXACT = np.dtype("float32")
+EXACT = F32 = np.dtype("float32")
+_call = transform.call
 
 
 def planned(fun, half="bfloat16"):
@@ -31,13 +33,24 @@ def planned(fun, half="bfloat16"):
     return run
 
 
-def kept(fun, *args):
-    """Returns the bytes that a forward pass hands to its backward pass, arguments left out."""
+def call(traced, arrays, rows=False):
+    """Does what `transform.call` does, by programs that see their derivative.
 
-    def residuals(*args):
-        return jax.tree.leaves(jax.vjp(fun, *args)[1])
+    They know neither lists, overrides and regions nor settings of storage.
+    """
+    if traced.as_written or rows:
+        return _call(traced, arrays, rows)
+    half, (inner, consts) = traced.policy.compute_dtype, _jax.hoisted(traced.jaxpr)
+    arrays = [*consts, *map(jnp.asarray, arrays)]
+    avals = [v.aval for v in inner.invars]
+    passed = [a.dtype == F32 and x.dtype == half for a, x in zip(avals, arrays, strict=True)]
+    results = zip(inner.outvars, traced.out_dtypes, strict=True)
+    returned = [v.aval.dtype == F32 and to == half for v, to in results]
+    program = Program(_jax.as_closed(inner), half, passed, returned)
+    typed = zip(arrays, program.in_avals, strict=True)
+    outs = _jax.call_held(program, *(cast(x, aval.dtype) for x, aval in typed))
+    return [cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
 
-    jaxpr = jax.make_jaxpr(residuals)(*args).jaxpr
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    results = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)} - given
-    return sum(_jax.bytes_of(v.aval) for v in results)
+
+def cast(x, dtype):
+    return x if dtype is None or x.dtype == dtype else x.astype(dtype)

@@ -4,7 +4,6 @@ This module traces, caches and calls the function. `plan` decides the dtypes, an
 evaluates the program with them.
 """
 
-import contextvars
 import dataclasses
 import functools
 import itertools
@@ -26,7 +25,6 @@ from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.wrapped import Decorator, Wrapped
-from mpjax._src.planner.program import Program
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
@@ -60,19 +58,6 @@ class Traced(programs.Traced):
     def plan(self) -> Plan:
         """The whole plan."""
         return complete(self.outline, [getattr(a, "dtype", None) for a in self.avals])
-
-    @functools.cached_property
-    def program(self) -> tuple[Program, list[Any]]:
-        """The program that sees its derivative, and the constants that it gets first."""
-        inner, consts = _jax.hoisted(self.jaxpr)
-        half = self.policy.compute_dtype or FLOAT32
-        types = [getattr(v.aval, "dtype", None) for v in inner.invars]
-        given = [None] * len(consts) + [getattr(a, "dtype", None) for a in self.avals]
-        pairs = zip(types, given, strict=True)
-        halved_in = [a == FLOAT32 and b == half for a, b in pairs]
-        results = zip(inner.outvars, self.out_dtypes, strict=True)
-        halved_out = [v.aval.dtype == FLOAT32 and to == half for v, to in results]
-        return Program(_jax.close(inner, ()), half, halved_in, halved_out), consts
 
     @functools.cached_property
     def as_written(self) -> bool:
@@ -307,8 +292,6 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
         checked = jax.debug_nans.value or jax.debug_infs.value
         if traced.as_written and not rows and not checked:
             results = _run_as_written(traced, arrays)
-        elif SEES_DERIVATIVE.get():
-            results = _run_program(traced, arrays)
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
             if traced.computes_in_float16 and not rows:
@@ -317,19 +300,6 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
-
-
-# Whether functions become programs that see their derivative. No policy asks for it yet: they know
-# neither lists, overrides and regions nor settings of storage. Tests set it.
-SEES_DERIVATIVE = contextvars.ContextVar("sees_derivative", default=False)
-
-
-def _run_program(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
-    program, consts = traced.program
-    pairs = zip(arrays, program.in_avals[len(consts) :], strict=True)
-    inputs = [_cast(x, getattr(aval, "dtype", None)) for x, aval in pairs]
-    results = _jax.call_held(program, *consts, *inputs)
-    return [_cast(x, dtype) for x, dtype in zip(results, traced.out_dtypes, strict=True)]
 
 
 def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
