@@ -16,7 +16,9 @@ def cut_of(fun, *args, cotangents=1):
     equations = []
     outs = opened(program, ins, equations)
     early, late = parted(equations, ins[-cotangents:])
-    saved, again = handed(early, late, outs, lambda v: v.bytes, free=ins[:-cotangents])
+    saved, again = handed(
+        early, late, outs, lambda v: _jax.bytes_of(v.aval), free=ins[:-cotangents]
+    )
     maker = {out: e.name for e in equations for out in e.outs}
     return [maker[v] for v in saved], [e.name for e in again]
 

@@ -142,5 +142,6 @@ HIGHER_ORDER: dict[str, HigherOrder] = {
     "linear_call": calling("callee", pinned=True),
     "closed_call": calling("call_jaxpr"),
 }
+REMATS = ("remat2", "checkpoint")  # the names of `jax.checkpoint`
 HIGHER_ORDER |= {"pjit": HIGHER_ORDER["jit"], "checkpoint": HIGHER_ORDER["remat2"]}
 HIGHER_ORDER |= dict.fromkeys(("core_call", "call"), HIGHER_ORDER["closed_call"])

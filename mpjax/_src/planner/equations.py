@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
-from mpjax._src.base.higher_order import CALL, higher_order
+from mpjax._src.base.higher_order import CALL, REMATS, higher_order
 
 BARRIER = "optimization_barrier"
-REMATS = ("remat2", "checkpoint")
 # Their author's rules say how they are differentiated: they stay calls until the end.
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
@@ -33,11 +32,6 @@ class Value:
     def __init__(self, aval: Any, const: Any = None, literal: bool = False) -> None:
         self.aval, self.const, self.literal = aval, const, literal
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of the array."""
-        return _jax.bytes_of(self.aval)
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Equation:
@@ -49,9 +43,7 @@ class Equation:
     outs: list[Value]
     like: Any  # the equation of a jaxpr that it came from: its source, context and effects
     stack: Any  # the scopes around it
-    again: bool = (
-        False  # whether it stands in a checkpoint's recomputation: it waits for cotangents
-    )
+    again: bool = False  # whether a checkpoint computes it again: it waits for cotangents
 
     @property
     def name(self) -> str:
@@ -66,6 +58,14 @@ class Equation:
     def on(self, ins: Iterable[Value], **changes: Any) -> "Equation":
         """Returns it on other operands."""
         return dataclasses.replace(self, ins=[*ins], **changes)
+
+
+def parts(program: Any, rules: bool = False) -> tuple[list[Value], list[Equation], list[Value]]:
+    """Returns the arguments, equations and results of a program; ``rules`` as for `opened`."""
+    ins = [Value(aval) for aval in _jax.in_avals(program)]
+    equations: list[Equation] = []
+    outs = opened(program, ins, equations, rules=rules)
+    return ins, equations, outs
 
 
 def opened(
@@ -113,7 +113,7 @@ def _called(eqn: Any, rules: bool) -> Any:
     """Returns the closed jaxpr of an equation that is no more than a call of it, or None."""
     name = eqn.primitive.name
     if name in REMATS:
-        return _jax.close(*_jax.open_jaxpr(eqn.params["jaxpr"]))
+        return _jax.as_closed(eqn.params["jaxpr"])
     if name in CUSTOM:
         return eqn.params[higher_order(name).params[0]] if rules else None
     return _jax.inlined(eqn) if higher_order(name).kind == CALL else None
@@ -128,16 +128,9 @@ def _apart(eqn: Any, operands: list[Value], into: list[Equation], stack: Any) ->
     return [next(held) if yes else v for v, yes in zip(operands, which, strict=True)]
 
 
-def barred(
-    values: Sequence[Value],
-    into: list[Equation],
-    *,
-    like: Any,
-    stack: Any,
-    outs: Sequence[Value] | None = None,
-) -> list[Value]:
+def barred(values: Sequence[Value], into: list[Equation], *, like: Any, stack: Any) -> list[Value]:
     """Appends a barrier, which keeps compilers from merging what reads it with what does not."""
-    outs = [Value(v.aval) for v in values] if outs is None else outs
+    outs = [Value(v.aval) for v in values]
     groups = collections.defaultdict(list)
     for v, out in zip(values, outs, strict=True):  # a barrier's values vary over the same axes
         groups[_jax.varying(v.aval)].append((v, out))
@@ -145,7 +138,7 @@ def barred(
         ins, results = map(list, zip(*pairs, strict=True))
         plain = like.replace(effects=_jax.NO_EFFECTS)
         into.append(Equation(_jax.barrier_p, {}, ins, results, plain, stack, again=True))
-    return [*outs]
+    return outs
 
 
 def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equation]:

@@ -24,6 +24,7 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     opened,
+    parts,
     readers_of,
 )
 from mpjax._src.planner.partition import handed
@@ -121,16 +122,10 @@ class Body:
     @classmethod
     def of(cls, fore: Any, back: Any, same: Callable[..., Sequence[Value | None]]) -> "Body":
         """Opens two programs; ``same`` finds the arguments of the second in the first."""
-        arguments, _ = _jax.open_jaxpr(fore)
-        ins = [Value(var.aval) for var in arguments.invars]
-        first: list[Equation] = []
-        outs = opened(fore, ins, first)
-        arguments, _ = _jax.open_jaxpr(back)
+        ins, first, outs = parts(fore)
         known = same(ins, outs)
-        back_ins = [
-            Value(var.aval) if v is None else v
-            for v, var in zip(known, arguments.invars, strict=True)
-        ]
+        pairs = zip(known, _jax.in_avals(back), strict=True)
+        back_ins = [Value(aval) if v is None else v for v, aval in pairs]
         second: list[Equation] = []
         back_outs = opened(back, back_ins, second)
         return cls(ins, first, outs, back_ins, [v is not None for v in known], second, back_outs)

@@ -17,7 +17,7 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     needed,
-    opened,
+    parts,
 )
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.partition import handed, parted
@@ -95,7 +95,7 @@ class Program:
 
 def _passed(avals: Sequence[Any], halved: Sequence[bool], half: np.dtype) -> list[Any]:
     pairs = zip(avals, halved, strict=True)
-    return [a.update(dtype=half, weak_type=False) if low else a for a, low in pairs]
+    return [rounding.halved(a, half) if low else a for a, low in pairs]
 
 
 def _chosen(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
@@ -119,13 +119,12 @@ class Derivative:
         self._floats = [i for i, a in enumerate(program.result_avals) if _jax.is_inexact(a)]
         both = _with_gradient(program, self.by, self._floats)
         self._info = _jax.anonymous(both)
-        values = [Value(aval) for aval in _jax.in_avals(both)]
-        equations: list[Equation] = []
-        results = opened(both, values, equations)
+        values, equations, results = parts(both)
         self._ins, self._cts = values[: len(moving)], values[len(moving) :]
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
-        joined(equations := needed(equations, results), self._cts, self._ins, results, half)
+        equations = needed(equations, results)
+        joined(equations, self._cts, self._ins, results, half)
         early, self._late = parted(needed(equations, results), self._cts)
         halved = _chosen(self._ins, program.halved_in)
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
@@ -268,9 +267,7 @@ def unbarred(program: Any) -> Any:
 
     JAX cannot transpose a barrier that holds residuals and tangents together.
     """
-    ins = [Value(aval) for aval in _jax.in_avals(program)]
-    equations: list[Equation] = []
-    outs = opened(program, ins, equations)
+    ins, equations, outs = parts(program)
     same: dict[Value, Value] = {}
     kept = []
     for e in equations:

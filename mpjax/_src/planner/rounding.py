@@ -15,7 +15,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
-from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
+from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
@@ -29,6 +29,11 @@ def is_float32(v: Value) -> bool:
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
 # sum is no faster in 16 bits, and often a coordinate or an angle.
 SHORT = 4
+
+
+def halved(aval: Any, half: np.dtype) -> Any:
+    """Returns the type of a float32 array in 16 bits."""
+    return aval.update(dtype=half, weak_type=False)
 
 
 def is_half_matmul(e: Equation) -> bool:
@@ -57,14 +62,7 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
 
     Of a branch, the operand that selects one is left out.
     """
-    opens = []
-    for program in programs(e):
-        inner, _ = _jax.open_jaxpr(program)
-        ins: list[Value] = [Value(var.aval) for var in inner.invars]
-        equations: list[Equation] = []
-        outs = opened(program, ins, equations, rules=True)
-        opens.append((ins, equations, outs))
-    return opens
+    return [parts(program, rules=True) for program in programs(e)]
 
 
 def programs(e: Equation) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import WHILE, higher_order
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, opened
+from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, parts
 
 
 def written(
@@ -31,10 +31,7 @@ def written(
     Returns:
         The closed jaxpr.
     """
-    arguments, _ = _jax.open_jaxpr(program)
-    ins = [Value(var.aval) for var in arguments.invars]
-    equations: list[Equation] = []
-    outs = opened(program, ins, equations, rules=True)
+    ins, equations, outs = parts(program, rules=True)
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     writer = Writer(
@@ -71,7 +68,7 @@ class Writer:
         numbers: Collection[Value],
     ) -> None:
         self.half, self.wanted, self.numbers = half, wanted, numbers
-        self.lows = {v: Value(_jax.retyped(v.aval, half)) for v in given}
+        self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
         self.written: list[Equation] = []
 
@@ -89,7 +86,7 @@ class Writer:
             return v
         if v not in self.lows:
             self.fulls[v] = v
-            self.lows[v] = self._cast(v, _half_aval(v.aval, self.half), near)
+            self.lows[v] = self._cast(v, rounding.halved(v.aval, self.half), near)
         return self.lows[v]
 
     def is_made(self, v: Value) -> bool:
@@ -117,7 +114,7 @@ class Writer:
         outs = []
         for v, low in zip(e.outs, halved_out, strict=True):
             if low:
-                self.lows[v] = Value(_half_aval(v.aval, self.half))
+                self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
         self.written.append(e.on(ins, outs=outs, params=params))
 
@@ -182,7 +179,3 @@ class Writer:
             written, half=self.half, halved_in=inside[first:], halved_out=results
         )
         return inside, results, rounding.with_programs(e, rewrite)
-
-
-def _half_aval(aval: Any, half: np.dtype) -> Any:
-    return aval.update(dtype=half, weak_type=False)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mpjax._src.base import _jax
-from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.base.higher_order import BRANCH, CALL, MAP, REMATS, SCAN, WHILE, higher_order
 
 # A program as a function of flat arrays.
 Body = Callable[..., Sequence[Any]]
@@ -61,7 +61,7 @@ def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     return bodies[0](*args)
 
 
-REMATS, JITS = ("remat2", "checkpoint"), ("jit", "pjit")
+JITS = ("jit", "pjit")
 
 
 def has_barrier(eqn: Any) -> bool:
