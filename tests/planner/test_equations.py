@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
 from mpjax._src.planner.equations import (
     Value,
     between,
@@ -49,7 +50,7 @@ def test_closing_gives_the_program_again():
         return jnp.sin(x) * table, lax.fori_loop(0, 3, lambda i, y: y * x, x)
 
     program, ins, equations, outs = opened_of(fun, 2.0)
-    again = closed(ins, equations, outs, _jax.anonymous(program))
+    again = closed(ins, equations, outs, building.anonymous(program))
     for a, b in zip(_jax.eval_closed(again, 2.0), fun(2.0), strict=True):
         assert (a == b).all()
 
@@ -61,7 +62,7 @@ def test_closing_leaves_out_what_nothing_needs_but_effects():
 
     program, ins, equations, outs = opened_of(fun, 2.0)
     assert names(needed(equations, outs[:1])) == ["debug_callback", "sin"]
-    one = closed(ins, equations, outs[:1], _jax.anonymous(program))
+    one = closed(ins, equations, outs[:1], building.anonymous(program))
     assert [e.primitive.name for e in one.eqns] == ["debug_callback", "sin"]
     assert one.effects
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import CALL, REMATS, higher_order
 
 BARRIER = "optimization_barrier"
@@ -53,7 +54,7 @@ class Equation:
     @property
     def acts(self) -> bool:
         """Whether it has an effect, so that it runs even if nobody reads its results."""
-        return _jax.acts(self.like.effects)
+        return building.acts(self.like.effects)
 
     def on(self, ins: Iterable[Value], **changes: Any) -> "Equation":
         """Returns it on other operands."""
@@ -113,7 +114,7 @@ def _called(eqn: Any, rules: bool) -> Any:
     """Returns the closed jaxpr of an equation that is no more than a call of it, or None."""
     name = eqn.primitive.name
     if name in REMATS:
-        return _jax.as_closed(eqn.params["jaxpr"])
+        return building.as_closed(eqn.params["jaxpr"])
     if name in CUSTOM:
         return eqn.params[higher_order(name).params[0]] if rules else None
     return _jax.inlined(eqn) if higher_order(name).kind == CALL else None
@@ -133,11 +134,11 @@ def barred(values: Sequence[Value], into: list[Equation], *, like: Any, stack: A
     outs = [Value(v.aval) for v in values]
     groups = collections.defaultdict(list)
     for v, out in zip(values, outs, strict=True):  # a barrier's values vary over the same axes
-        groups[_jax.varying(v.aval)].append((v, out))
+        groups[building.varying(v.aval)].append((v, out))
     for pairs in groups.values():
         ins, results = map(list, zip(*pairs, strict=True))
-        plain = like.replace(effects=_jax.NO_EFFECTS)
-        into.append(Equation(_jax.barrier_p, {}, ins, results, plain, stack, again=True))
+        plain = like.replace(effects=building.NO_EFFECTS)
+        into.append(Equation(building.barrier_p, {}, ins, results, plain, stack, again=True))
     return outs
 
 
@@ -187,21 +188,21 @@ def closed(
     ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], info: Any
 ) -> Any:
     """Returns the closed jaxpr of the equations that the results need."""
-    env: dict[Value, Any] = {v: _jax.Var(v.aval) for v in ins}
+    env: dict[Value, Any] = {v: building.Var(v.aval) for v in ins}
     constants: dict[Any, Any] = {}
 
     def read(v):
         if v not in env and v.const is not None:
             if v.literal:
                 return _jax.Literal(v.const, v.aval)
-            env[v] = _jax.Var(v.aval)
+            env[v] = building.Var(v.aval)
             constants[env[v]] = v.const
         return env[v]
 
     eqns = []
     for e in needed(equations, outs):
         operands = [read(v) for v in e.ins]
-        env.update((out, _jax.Var(out.aval)) for out in e.outs)
+        env.update((out, building.Var(out.aval)) for out in e.outs)
         source = e.like.source_info.replace(name_stack=e.stack)
         eqns.append(
             e.like.replace(
@@ -213,4 +214,4 @@ def closed(
             )
         )
     arguments, results = [env[v] for v in ins], [read(v) for v in outs]
-    return _jax.jaxpr_of(constants, arguments, results, eqns, info)
+    return building.jaxpr_of(constants, arguments, results, eqns, info)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
@@ -169,11 +170,11 @@ def _scan(pair: Pair) -> None:
     body.cut(pair.public, priced, pair.half)
     stacks = {body.outs[i]: fore.outs[i] for i in pair.public if i >= end - start}
     known = {*stacks, *body.ins[end:]}
-    new = {v: Value(_jax.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
+    new = {v: Value(building.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
     kept = [body.outs[i] for i in pair.public]
     inner = closed(body.ins, body.first, [*kept, *new], _info(fore))
     fore.outs = [*(fore.outs[i] for i in pair.public), *new.values()]
-    fore.params = _jax.scan_of(fore.params, inner, start, end - start, len(body.ins) - end)
+    fore.params = building.scan_of(fore.params, inner, start, end - start, len(body.ins) - end)
     _scan_back(pair, body, {**stacks, **new})
 
 
@@ -210,7 +211,7 @@ def _scan_back(pair: Pair, body: Body, stacks: dict[Value, Value]) -> None:
     ins = [*consts, *itertools.chain(*mine), *over, *inputs]
     inner = closed(ins, body.second, body.back_outs, _info(back))
     counts = len(consts) + len(mine[0]), len(mine[1])
-    back.params = _jax.scan_of(back.params, inner, *counts, len(ins) - sum(counts))
+    back.params = building.scan_of(back.params, inner, *counts, len(ins) - sum(counts))
 
 
 def _cond(pair: Pair) -> None:
@@ -274,7 +275,7 @@ def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, V
 
 def zeros_like(aval: Any, into: list[Equation]) -> Value:
     """Appends the equations of an array of zeros."""
-    (out,) = opened(_jax.trace(lambda: [_jax.zeros_of(aval)], [], "zeros"), [], into)
+    (out,) = opened(_jax.trace(lambda: [building.zeros_of(aval)], [], "zeros"), [], into)
     return out
 
 
@@ -293,7 +294,7 @@ def _map(pair: Pair) -> None:
     if not same or not pair.private:
         return
     public = pair.public
-    with _jax.on_each_device(params):
+    with building.on_each_device(params):
         body = Body.of(*_programs(pair), functools.partial(_same_part, pair))
         arguments = zip(fore.ins, body.ins, strict=True)
         body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
@@ -304,14 +305,14 @@ def _map(pair: Pair) -> None:
         inputs, own = body.read(body.ins), body.own
         ins = [*(body.back_ins[i] for i in own), *passed, *inputs]
         back_inner = closed(ins, second, body.back_outs, _info(back))
-        specs = _jax.spread_specs(params, [v.aval for v in out])
+        specs = building.spread_specs(params, [v.aval for v in out])
     if any(_jax.open_jaxpr(program)[1] for program in (inner, back_inner)):
         return  # a constant of a shard_map's program would have no spec
     typed = zip(specs, out, strict=True)
-    whole = [Value(_jax.whole_aval(params, spec, v.aval)) for spec, v in typed]
+    whole = [Value(building.whole_aval(params, spec, v.aval)) for spec, v in typed]
     fore.outs = [*(fore.outs[i] for i in public), *whole]
     out_specs = [*(public_specs[i] for i in public), *specs]
-    body_of = functools.partial(_jax.as_body, params)
+    body_of = functools.partial(building.as_body, params)
     fore.params = {**params, "jaxpr": body_of(inner), "out_specs": tuple(out_specs)}
     at = [body.ins.index(v) for v in inputs]
     in_specs = [*(back_specs[i] for i in own), *specs, *(params["in_specs"][i] for i in at)]
@@ -358,12 +359,12 @@ def _viewed(v: Value, shape: tuple[int, ...], into: list[Equation]) -> Value:
 
 def _programs(pair: Pair) -> tuple[Any, Any]:
     """Returns the programs of a pair as closed jaxprs."""
-    first, second = (_jax.as_closed(rounding.programs(e)[0]) for e in (pair.fore, pair.back))
+    first, second = (building.as_closed(rounding.programs(e)[0]) for e in (pair.fore, pair.back))
     return first, second
 
 
 def _info(e: Equation) -> Any:
-    return _jax.anonymous(rounding.programs(e)[0])
+    return building.anonymous(rounding.programs(e)[0])
 
 
 KINDS: dict[str, Callable[[Pair], None]] = {SCAN: _scan, BRANCH: _cond, MAP: _map}

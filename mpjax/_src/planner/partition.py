@@ -8,7 +8,7 @@ AOTAutograd). Only what is cheap to compute is computed again.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from mpjax._src.base import _jax
+from mpjax._src.base._jax import held
 from mpjax._src.base.rules import COMPARE, JUMPS, rule_of
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -110,7 +110,7 @@ def _jumps(e: Equation, computed: Collection[Value], known: set[Value]) -> bool:
     again: its branches meet there.
     """
     rule = rule_of(e.name)
-    floats = [v for v in e.ins if v in computed and _jax.is_inexact(v.aval) and v not in known]
+    floats = [v for v in e.ins if v in computed and held.is_inexact(v.aval) and v not in known]
     if rule.need != COMPARE:
         return JUMPS in rule.traits and bool(floats)
     return bool(floats) and (e.name in ("eq", "ne") or known.isdisjoint(e.ins))

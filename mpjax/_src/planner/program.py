@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building, held
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -41,7 +42,7 @@ class Program:
         halved_in: Sequence[bool] = (),
         halved_out: Sequence[bool] = (),
     ) -> None:
-        self.closed, self.half = _jax.without_refs(closed), half
+        self.closed, self.half = building.without_refs(closed), half
         jaxpr, _ = _jax.open_jaxpr(self.closed)
         self.effects = jaxpr.effects
         self.float_avals = [v.aval for v in jaxpr.invars]
@@ -71,7 +72,7 @@ class Program:
         """Returns the program of arguments and moving tangents, and which results have tangents."""
 
         def make():
-            jaxpr, moves = _jax.forward_mode(self.closed, moving)
+            jaxpr, moves = building.forward_mode(self.closed, moving)
             ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
             outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
             return Program(jaxpr, self.half, ins, outs), moves
@@ -82,7 +83,7 @@ class Program:
         """Returns the program of batched arguments, and which results are batched."""
 
         def make():
-            jaxpr, batched = _jax.batched(self.closed, axis, which)
+            jaxpr, batched = building.batched(self.closed, axis, which)
             return Program(jaxpr, self.half, self.halved_in, self.halved_out), batched
 
         return self._once((axis, which), make)
@@ -116,9 +117,9 @@ class Derivative:
     def __init__(self, program: Program, moving: Sequence[bool]) -> None:
         self.program, half = program, program.half
         self.by = [i for i, m in enumerate(moving) if m]
-        self._floats = [i for i, a in enumerate(program.result_avals) if _jax.is_inexact(a)]
+        self._floats = [i for i, a in enumerate(program.result_avals) if held.is_inexact(a)]
         both = _with_gradient(program, self.by, self._floats)
-        self._info = _jax.anonymous(both)
+        self._info = building.anonymous(both)
         values, equations, results = parts(both)
         self._ins, self._cts = values[: len(moving)], values[len(moving) :]
         count = len(program.result_avals)
@@ -135,7 +136,7 @@ class Derivative:
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self._ins) if v in read]
         moved = dependents(early, [self._ins[i] for i in self.by])
-        self.moves = [v in moved and _jax.is_inexact(v.aval) for v in self._outs]
+        self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
@@ -276,4 +277,4 @@ def unbarred(program: Any) -> Any:
             same.update(zip(e.outs, operands, strict=True))
         else:
             kept.append(e.on(operands, params=rounding.with_programs(e, unbarred)))
-    return closed(ins, kept, [same.get(v, v) for v in outs], _jax.anonymous(program))
+    return closed(ins, kept, [same.get(v, v) for v in outs], building.anonymous(program))

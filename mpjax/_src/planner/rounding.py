@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
@@ -186,9 +187,9 @@ def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
     row, inner = higher_order(e.name), programs(e)
     if not inner:
         return e.params
-    changed = [change(_jax.as_closed(program)) for program in inner]
+    changed = [change(building.as_closed(program)) for program in inner]
     if row.kind == MAP:
-        changed = [_jax.as_body(e.params, program) for program in changed]
+        changed = [building.as_body(e.params, program) for program in changed]
     return {**e.params, **row.holding(changed)}
 
 

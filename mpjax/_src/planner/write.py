@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import WHILE, higher_order
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, parts
@@ -45,7 +46,7 @@ def written(
         writer.low(v, end) if low else writer.full(v, end)
         for v, low in zip(outs, halved_out, strict=True)
     ]
-    return closed(arrived, writer.written, results, _jax.anonymous(program))
+    return closed(arrived, writer.written, results, building.anonymous(program))
 
 
 class Writer:
@@ -101,7 +102,7 @@ class Writer:
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
         out = Value(aval)
         params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
-        like = near.like.replace(effects=_jax.NO_EFFECTS) if near else _jax.blank()
+        like = near.like.replace(effects=building.NO_EFFECTS) if near else building.blank()
         stack = near.stack if near else like.source_info.name_stack
         self.written.append(Equation(convert_element_type_p, params, [v], [out], like, stack))
         return out

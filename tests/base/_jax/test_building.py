@@ -6,14 +6,15 @@ import numpy as np
 from jax import lax
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building, held
 
 
 def test_a_jaxpr_of_parts():
     program = jax.make_jaxpr(lambda x: jnp.sin(x) * jnp.arange(3.0))(2.0)
     inner, consts = _jax.open_jaxpr(program)
     constants = dict(zip(inner.constvars, consts, strict=True))
-    info = _jax.anonymous(program)
-    again = _jax.jaxpr_of(constants, inner.invars, inner.outvars, inner.eqns, info)
+    info = building.anonymous(program)
+    again = building.jaxpr_of(constants, inner.invars, inner.outvars, inner.eqns, info)
     np.testing.assert_allclose(_jax.eval_closed(again, 2.0)[0], np.sin(2) * np.arange(3), rtol=1e-6)
 
 
@@ -27,7 +28,7 @@ def test_a_scan_with_another_body():
         return [c + k * a, c, a]
 
     new = jax.make_jaxpr(body)(2.0, 1.0, 1.0)
-    params = _jax.scan_of(eqn.params, new, 1, 1, 1)
+    params = building.scan_of(eqn.params, new, 1, 1, 1)
     assert _jax.scan_counts(params) == (1, 1)
     outs = eqn.primitive.bind(2.0, 1.0, jnp.arange(3.0), **params)
     assert [np.asarray(x).tolist() for x in outs] == [7.0, [1.0, 1.0, 3.0], [0.0, 1.0, 2.0]]
@@ -35,10 +36,10 @@ def test_a_scan_with_another_body():
 
 def test_types():
     aval = jax.typeof(jnp.ones((2, 3)))
-    assert _jax.stacked_aval(5, aval).shape == (5, 2, 3)
-    zeros = _jax.zeros_of(aval)
+    assert building.stacked_aval(5, aval).shape == (5, 2, 3)
+    zeros = building.zeros_of(aval)
     assert zeros.shape == (2, 3) and not zeros.any()
-    assert _jax.is_inexact(aval) and not _jax.is_inexact(jax.typeof(jnp.arange(3)))
+    assert held.is_inexact(aval) and not held.is_inexact(jax.typeof(jnp.arange(3)))
 
 
 def test_what_acts():
@@ -47,5 +48,5 @@ def test_what_acts():
         return jnp.sin(x)
 
     eqns = jax.make_jaxpr(fun)(1.0).eqns
-    assert [_jax.acts(e.effects) for e in eqns] == [True, False]
-    assert not _jax.blank().invars
+    assert [building.acts(e.effects) for e in eqns] == [True, False]
+    assert not building.blank().invars

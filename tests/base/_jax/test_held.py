@@ -10,6 +10,7 @@ import pytest
 from support import assert_near, normal
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building, held
 
 X = normal(0, 3)
 
@@ -20,7 +21,7 @@ class Squares:
     asked: ClassVar[list[str]] = []
     in_avals = (jax.core.ShapedArray((3,), np.float32),)
     out_avals = (jax.core.ShapedArray((), np.float32),)
-    effects = _jax.NO_EFFECTS
+    effects = building.NO_EFFECTS
 
     @functools.cached_property
     def written(self):
@@ -62,7 +63,7 @@ class SquaresCut:
 
 
 def fun(x):
-    return jnp.sin(_jax.call_held(Squares(), x)[0])
+    return jnp.sin(held.call_held(Squares(), x)[0])
 
 
 def plain(x):

@@ -23,31 +23,9 @@ from mpjax._src.base._jax.barriers import (
     row_major,
     told,
 )
-from mpjax._src.base._jax.building import (
-    NO_EFFECTS,
-    Var,
-    acts,
-    anonymous,
-    as_body,
-    as_closed,
-    barrier_p,
-    batched,
-    blank,
-    forward_mode,
-    jaxpr_of,
-    on_each_device,
-    scan_of,
-    spread_specs,
-    stacked_aval,
-    varying,
-    whole_aval,
-    without_refs,
-    zeros_of,
-)
 from mpjax._src.base._jax.calls import eval_once, linearized_once
 from mpjax._src.base._jax.convolutions import half_conv
 from mpjax._src.base._jax.cpu_matmuls import cpu_flags
-from mpjax._src.base._jax.held import Cut, Held, call_held, is_inexact
 from mpjax._src.base._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src.base._jax.keys import program_key
 from mpjax._src.base._jax.literals import casts_of_numbers

@@ -25,7 +25,7 @@ from jax._src.shard_map import (
     use_abstract_mesh,
 )
 from jax._src.state.discharge import discharge_state
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Var
 from jax.interpreters import ad
 
 from mpjax._src.base._jax.programs import close, open_jaxpr
@@ -33,7 +33,7 @@ from mpjax._src.base._jax.rules import manual_axes
 
 NO_EFFECTS = no_effects
 
-__all__ = ["Literal", "Var", "barrier_p"]
+__all__ = ["Var", "barrier_p"]
 
 
 def acts(effects: Any) -> bool:
