@@ -275,7 +275,7 @@ def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, V
 
 def zeros_like(aval: Any, into: list[Equation]) -> Value:
     """Appends the equations of an array of zeros."""
-    (out,) = opened(_jax.trace(lambda: [building.zeros_of(aval)], [], "zeros"), [], into)
+    (out,) = opened(_jax.trace(lambda: [_jax.zeros_of(aval)], [], "zeros"), [], into)
     return out
 
 

@@ -37,7 +37,7 @@ def test_a_scan_with_another_body():
 def test_types():
     aval = jax.typeof(jnp.ones((2, 3)))
     assert building.stacked_aval(5, aval).shape == (5, 2, 3)
-    zeros = building.zeros_of(aval)
+    zeros = _jax.zeros_of(aval)
     assert zeros.shape == (2, 3) and not zeros.any()
     assert held.is_inexact(aval) and not held.is_inexact(jax.typeof(jnp.arange(3)))
 

@@ -75,6 +75,7 @@ from mpjax._src.base._jax.rules import (
     manual_axes,
     shard_map,
     zero_tangent,
+    zeros_of,
 )
 from mpjax._src.base._jax.sources import (
     below,

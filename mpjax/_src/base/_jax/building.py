@@ -26,7 +26,6 @@ from jax._src.shard_map import (
 )
 from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, Var
-from jax.interpreters import ad
 
 from mpjax._src.base._jax.programs import close, open_jaxpr
 from mpjax._src.base._jax.rules import manual_axes
@@ -74,11 +73,6 @@ def without_refs(jaxpr: Any) -> Any:
     effects = open_jaxpr(jaxpr)[0].effects
     has_refs = any(isinstance(e, InternalMutableArrayEffect) for e in effects)
     return discharge_state(jaxpr) if has_refs else jaxpr
-
-
-def zeros_of(aval: Any) -> Any:
-    """Returns zeros of a type."""
-    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def anonymous(jaxpr: Any) -> Any:

@@ -115,15 +115,20 @@ def _is_taylor(x: Any) -> bool:
     return isinstance(x, JetTracer)
 
 
+def zeros_of(aval: Any) -> Any:
+    """Returns zeros of a type."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
 def zero_tangent(x: Any) -> Any:
     """Returns a zero tangent of ``x`` as an array."""
-    return ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval()))
+    return zeros_of(jax.typeof(x).to_tangent_aval())
 
 
 def instantiated(ct: Any) -> Any:
     """Returns a cotangent as an array, also if it is a symbolic zero."""
     zero = isinstance(ct, jax.custom_derivatives.SymbolicZero)
-    return ad.instantiate_zeros(ad.Zero(ct.aval)) if zero else ct
+    return zeros_of(ct.aval) if zero else ct
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:
