@@ -1,6 +1,7 @@
 """The cut: the lightest values, and nothing dear is computed twice."""
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import pytest
 
@@ -86,3 +87,17 @@ def test_what_jumps_is_not_computed_again(name):
     assert "round" not in again
     if name == "a sign":
         assert not saved
+
+
+FREE = {
+    "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "kept"),
+    "pad": lambda x: jnp.pad(x, 1)[1:-1, 1:-1],
+    "rev": lambda x: x[::-1],
+    "reduce_precision": lambda x: jax.lax.reduce_precision(x, 8, 7),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_is_computed_where_it_is_read_is_not_handed_over(name):
+    saved, again = cut_of(lambda x, ct: jnp.sin(FREE[name](jnp.tanh(x))) * ct, WIDE, WIDE)
+    assert not saved and name in again

@@ -8,6 +8,8 @@ from jax import lax
 from joint import EXACT, planned
 from support import assert_near, equations, normal, thorough_but
 
+from mpjax._src.planner.program import Program
+
 WS = [normal(i, 16, 16, scale=0.25) for i in range(4)]
 X = normal(9, 8, 16)
 
@@ -156,3 +158,28 @@ def test_refs_of_its_own():
 
     for wrap in (lambda f: f, jax.grad, lambda f: jax.jit(jax.grad(f))):
         assert_near(wrap(planned(fun, EXACT))(WS[0], X), wrap(fun)(WS[0], X), rtol=1e-4)
+
+
+def test_zero_cotangents_run_nothing():
+    def fun(w, x):
+        y = jnp.tanh(x @ w)
+        return jnp.sum(y), jnp.sum(jnp.tanh(y @ w) @ w)
+
+    program = Program(jax.make_jaxpr(fun)(WS[0], X), EXACT)
+    cut = program.cut((True, False))
+
+    def matmuls(*nonzero):
+        names = [e.primitive.name for e in cut.backward(nonzero)[0].closed.eqns]
+        return names.count("dot_general")
+
+    assert [matmuls(True, False), matmuls(False, True), matmuls(True, True)] == [1, 5, 5]
+
+
+def test_what_is_handed_over_stands_behind_a_barrier():
+    """XLA would find it equal to the forward part's, and keep what that is computed from."""
+    program = Program(jax.make_jaxpr(lambda w, x: [jnp.sum(jnp.tanh(x @ w))])(WS[0], X), EXACT)
+    cut = program.cut((True, False))
+    back = cut.backward((True,))[0].closed
+    barrier = back.eqns[0]
+    assert barrier.primitive.name == "optimization_barrier"
+    assert len(cut.saved) == len(barrier.invars) and {*barrier.invars} <= {*back.jaxpr.invars}
