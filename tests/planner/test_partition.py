@@ -50,6 +50,12 @@ def test_matmuls_and_reductions_never_run_again():
     assert "dot_general" not in again and "reduce_sum" not in again
 
 
+def test_a_number_made_of_constants_is_not_handed_over():
+    one = jax.numpy.full(3, 0.5)
+    saved, again = cut_of(lambda x, ct: ct * jnp.dot(one, one) * x, WIDE, WIDE)
+    assert not saved and "dot_general" in again
+
+
 def test_a_recomputation_runs_late():
     def fun(x, ct):
         return jax.vjp(jax.checkpoint(lambda x: jnp.sum(jnp.sin(x @ x.T))), x)[1](ct)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from joint import EXACT, planned
+from planners import kept
 from support import assert_near, equations, normal, thorough_but
 
 from mpjax._src.planner.program import Program
@@ -136,6 +137,22 @@ def test_rules_of_their_author_outlive_the_first_derivative():
         return jax.grad(lambda s: jnp.sum(jax.grad(f)(WS[0], s)))(jnp.float32(2.2))
 
     assert_near(mixed(planned(fun, EXACT)), mixed(fun), rtol=1e-4)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_what_a_rule_computes_again_is_not_handed_over(loop):
+    """As `jax.checkpoint` was written by hand before there was one."""
+
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def block(x, w):
+        return lax.scan(lambda c, _: (layer(c, w), None), x, length=2)[0] if loop else layer(x, w)
+
+    rule = jax.custom_vjp(block)
+    rule.defvjp(lambda x, w: (block(x, w), (x, w)), lambda kept, ct: jax.vjp(block, *kept)[1](ct))
+    fun = lambda x, w: jnp.sum(rule(rule(x, w), w))  # noqa: E731
+    assert kept(planned(fun, EXACT), (X, WS[0])) == kept(fun, (X, WS[0])) == X.nbytes
 
 
 def test_scopes_and_lines_stay_on_the_derivative():

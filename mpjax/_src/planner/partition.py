@@ -87,7 +87,8 @@ def _lightest(
     known = _constants(equations)
     for e in equations:
         outs = [number[out] for out in e.outs]
-        if not runs_again(e) or _jumps(e, number, known):
+        constant = known.issuperset(e.outs) and all(out.aval.shape == () for out in e.outs)
+        if not (constant or runs_again(e)) or _jumps(e, number, known):
             sources += outs
             continue
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
@@ -121,6 +122,6 @@ def _constants(equations: Iterable[Equation]) -> set[Value]:
     found: set[Value] = set()
     for e in equations:
         found.update(v for v in e.ins if v.const is not None)
-        if found.issuperset(e.ins):
+        if found.issuperset(e.ins) and not e.acts:
             found.update(e.outs)
     return found

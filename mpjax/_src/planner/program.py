@@ -18,6 +18,7 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     needed,
+    opened,
     parts,
 )
 from mpjax._src.planner.loops import joined, zeros_like
@@ -118,9 +119,8 @@ class Derivative:
         self.program, half = program, program.half
         self.by = [i for i, m in enumerate(moving) if m]
         self._floats = [i for i, a in enumerate(program.result_avals) if held.is_inexact(a)]
-        both = _with_gradient(program, self.by, self._floats)
-        self._info = building.anonymous(both)
-        values, equations, results = parts(both)
+        self._info = building.anonymous(program.closed)
+        values, equations, results = _with_gradient(program, self.by, self._floats)
         self._ins, self._cts = values[: len(moving)], values[len(moving) :]
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
@@ -188,28 +188,45 @@ class Derivative:
         return Program(linear, back.half, low, back.halved_in[count:])
 
 
-def _with_gradient(program: Program, by: Sequence[int], floats: Sequence[int]) -> Any:
-    """Returns the closed jaxpr of arguments and cotangents, of results and gradients."""
-    count = len(program.float_avals)
+def _with_gradient(
+    program: Program, by: Sequence[int], floats: Sequence[int]
+) -> tuple[list[Value], list[Equation], list[Value]]:
+    """Returns the arguments, equations and results of a program with its gradients.
 
-    def both(*args):
-        arguments, cts = args[:count], iter(args[count:])
+    The arguments are followed by the cotangents of the results ``floats``, the results by the
+    gradients by the arguments ``by``. What JAX does in its backward pass waits for the cotangents:
+    that a rule computes its function again there is what its author asked for.
+    """
+    residuals: Any = None
+
+    def ahead(*args):
+        nonlocal residuals
 
         def of_moving(*moving):
-            full = list(arguments)
+            full = list(args)
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
             return _jax.eval_once(program.closed, *full)
 
-        outs, vjp = jax.vjp(of_moving, *(arguments[i] for i in by))
-        given = [
-            next(cts) if i in floats else np.zeros(out.shape, jax.dtypes.float0)
-            for i, out in enumerate(outs)
-        ]
-        return [*outs, *vjp(given)]
+        outs, vjp = jax.vjp(of_moving, *(args[i] for i in by))
+        kept, residuals = jax.tree.flatten(vjp)
+        return [*outs, *kept]
 
-    cts = [program.result_avals[i].to_ct_aval() for i in floats]
-    return _jax.trace(both, [*program.float_avals, *cts], "planned")
+    def back(*args):
+        kept, given = args[: len(args) - len(floats)], iter(args[len(args) - len(floats) :])
+        cts = [
+            next(given) if i in floats else np.zeros(a.shape, jax.dtypes.float0)
+            for i, a in enumerate(program.result_avals)
+        ]
+        return jax.tree.unflatten(residuals, kept)(cts)
+
+    values, equations, outs = parts(_jax.trace(ahead, program.float_avals, "planned"))
+    outs, kept = outs[: len(program.result_avals)], outs[len(program.result_avals) :]
+    cts = [Value(program.result_avals[i].to_ct_aval()) for i in floats]
+    inputs = [*kept, *cts]
+    later = _jax.trace(back, [v.aval for v in inputs], "planned")
+    grads = opened(later, inputs, equations, again=True)
+    return [*values, *cts], equations, [*outs, *grads]
 
 
 def without_zeros(

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p, reduce_precision_p
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
@@ -100,11 +101,29 @@ class Writer:
         if v.literal:
             with np.errstate(over="ignore"):
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
-        out = Value(aval)
+        if v.aval.dtype == self.half:
+            v = self._rounded(v, near)
         params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+        return self._append(convert_element_type_p, params, v, aval, near)
+
+    def _rounded(self, v: Value, near: Equation | None) -> Value:
+        """Returns a 16-bit value whose rounding XLA does not skip.
+
+        XLA removes a cast to 16 bits and back (`xla_allow_excess_precision`), also that of a
+        matmul's result on CPU. What is kept in 16 bits would then be another number than what the
+        forward pass went on with: rows of softmax weights would not sum to one.
+        """
+        info = jnp.finfo(self.half)
+        params = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
+        return self._append(reduce_precision_p, params, v, v.aval, near)
+
+    def _append(
+        self, primitive: Any, params: dict[str, Any], v: Value, aval: Any, near: Equation | None
+    ) -> Value:
         like = near.like.replace(effects=building.NO_EFFECTS) if near else building.blank()
         stack = near.stack if near else like.source_info.name_stack
-        self.written.append(Equation(convert_element_type_p, params, [v], [out], like, stack))
+        out = Value(aval)
+        self.written.append(Equation(primitive, params, [v], [out], like, stack))
         return out
 
     def write(self, e: Equation) -> None:
