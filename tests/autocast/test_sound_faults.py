@@ -468,7 +468,7 @@ WRONG: dict[str, set[str]] = {
         "units: a maximum, float16",
     },
     # Beyond exp(-50), by hand returns zero, and this a millionth.
-    "derivative": {"distances: in a kernel, float16"},
+    "derivative": {*both_dtypes("distances: in a kernel")},
 }
 
 
