@@ -20,7 +20,7 @@ from mpjax._src.planner.equations import (
 from mpjax._src.planner.mincut import cheapest_cut
 
 # Operations that a table of memory traffic calls dear, but that are computed where they are read.
-VIEWS = frozenset({"name", "pad", "pvary", "pcast", "reduce_precision", "rev", "xor"})
+VIEWS = frozenset({"name", "pad", "pvary", "pcast", "reduce_precision", "rev", "rounded", "xor"})
 
 # The price of a value that is handed over, in bytes.
 Pricing = Callable[[Value], int]
@@ -94,7 +94,8 @@ def _lightest(
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
         edges += [(i, out) for i in ins for out in outs]
     weights = [price(v) for v in nodes]
-    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing])
+    costs = price.costs(nodes) if hasattr(price, "costs") else {}
+    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing], costs)
     return [nodes[i] for i in sorted(cut)]
 
 

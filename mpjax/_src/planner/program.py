@@ -10,6 +10,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner import rounding
+from mpjax._src.planner.cotangents import rounded_once, with_rounded
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -23,6 +24,8 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.partition import handed, parted
+from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.traffic import Traffic
 from mpjax._src.planner.write import written
 
 
@@ -127,11 +130,15 @@ class Derivative:
         equations = needed(equations, results)
         joined(equations, self._cts, self._ins, results, half)
         early, self._late = parted(needed(equations, results), self._cts)
+        early, self._late = rewritten(early, self._late, self._grads, half)
+        once = rounded_once([*early, *self._late], self._late, self._grads)
+        self._late, _ = with_rounded(self._late, once, half)
         halved = _chosen(self._ins, program.halved_in)
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = rounding.made(early, halved, half)
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        self.saved, self._again = handed(early, self._late, self._grads, price, free=self._ins)
+        prices = Traffic.of(price, early, self._late, self._grads)
+        self.saved, self._again = handed(early, self._late, self._grads, prices, free=self._ins)
         later = [*self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self._ins) if v in read]

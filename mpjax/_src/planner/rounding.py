@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
@@ -20,11 +21,21 @@ from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
+ROUNDED = rounded_p.name
 
 
 def is_float32(v: Value) -> bool:
     """Returns whether a value is a float32 array."""
     return _jax.is_array(v.aval) and v.aval.dtype == FLOAT32
+
+
+# A smaller array costs a kernel more to start than to read.
+SMALL = 1 << 14
+
+
+def is_large(v: Value) -> bool:
+    """Returns whether a value has so many entries that moving them takes time."""
+    return is_float32(v) and _jax.size_of(v.aval.shape) >= SMALL
 
 
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
@@ -46,6 +57,14 @@ def is_half_matmul(e: Equation) -> bool:
         if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
             return False
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
+
+
+def append_rounded(v: Value, half: np.dtype, into: list[Equation], *, like: Equation) -> Value:
+    """Appends the rounding of a float32 value."""
+    out = Value(v.aval)
+    plain = like.like.replace(effects=building.NO_EFFECTS)
+    into.append(Equation(rounded_p, {"half": half}, [v], [out], plain, like.stack, like.again))
+    return out
 
 
 def is_view(e: Equation) -> bool:
@@ -89,7 +108,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
-        if is_half_matmul(e):
+        if is_half_matmul(e) or e.name == ROUNDED:
             found.update(e.outs)
         elif is_view(e):
             found.update(_views(e, found, numbers))
@@ -157,7 +176,7 @@ def wanted(
 
 def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
-    if is_half_matmul(e):
+    if is_half_matmul(e) or e.name == ROUNDED:
         return e.ins[2:]
     if e.name == BARRIER:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
@@ -166,6 +185,16 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     if programs(e):
         return _read_inside(e, full)
     return e.ins
+
+
+def fed(equations: Sequence[Equation]) -> set[Value]:
+    """Returns the values that matmuls read, as they are or in another layout."""
+    found: set[Value] = set()
+    for e in reversed(equations):
+        moves = is_view(e) and not found.isdisjoint(e.outs)
+        if moves or is_half_matmul(e) or e.name == ROUNDED:
+            found.update(e.ins)
+    return found
 
 
 def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:

@@ -1,0 +1,139 @@
+"""Which axes of which values are the same axis, as far as operations tell.
+
+A mean that is taken off along the features of one array is taken off along the features of all that
+is computed from it, entry by entry: in another layout, after a sum over the tokens, in a row of a
+table. The axes of all values are divided into classes; what an operation does to axes that is not
+known puts them into one class. Matmuls separate: their results are other axes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mpjax._src.base.rules import DEAR, FUSED, rule_of
+from mpjax._src.planner.equations import BARRIER, Equation, Value
+from mpjax._src.planner.rounding import is_half_matmul
+
+Axis = tuple[Value, int]
+Pairs = Iterable[Sequence[Axis]]
+
+# Operations whose results have the axes of their operands, in the same places.
+IN_PLACE = {
+    *("slice", "pad", "rev", "split", "concatenate", "dynamic_slice", "dynamic_update_slice"),
+    *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "copy", "reduce_precision"),
+    *("reduce_window_sum", "reduce_window_max", "rounded"),
+}
+
+
+class Axes:
+    """The classes of the axes of some equations' values."""
+
+    def __init__(self, equations: Iterable[Equation]) -> None:
+        self._above: dict[Axis, Axis] = {}
+        for e in equations:
+            if not is_half_matmul(e) and e.outs:
+                for same in _same_axes(e):
+                    self._join(same)
+
+    def of(self, v: Value, axes: Iterable[int]) -> set[Axis]:
+        """Returns the classes of some axes of a value; those of length one do not count."""
+        return {self._find((v, d)) for d in axes if _shape(v)[d] != 1}
+
+    def _find(self, axis: Axis) -> Axis:
+        while axis in self._above:
+            axis = self._above[axis]
+        return axis
+
+    def _join(self, axes: Sequence[Axis]) -> None:
+        classes = [self._find((v, d)) for v, d in axes if _shape(v)[d] != 1]
+        for other in classes[1:]:
+            if self._find(other) != self._find(classes[0]):
+                self._above[self._find(other)] = self._find(classes[0])
+
+
+def summed(e: Equation) -> tuple[Value, Iterable[int]]:
+    """Returns the value that an equation sums entries of, and over which axes."""
+    if e.name.startswith("scatter"):
+        v, window = e.ins[-1], e.params["dimension_numbers"].update_window_dims
+        return v, [d for d in range(len(_shape(v))) if d not in window]
+    v = e.ins[0]
+    if e.name == "cumsum":
+        return v, [e.params["axis"]]
+    return v, e.params["axes"] if e.name == "reduce_sum" else range(len(_shape(v)))
+
+
+def _shape(v: Value) -> tuple[Any, ...]:
+    return getattr(v.aval, "shape", ())
+
+
+def _same_axes(e: Equation) -> Pairs:
+    """Returns lists of axes of an equation's operands and results that are the same."""
+    ins, out = [v for v in e.ins if v.const is None], e.outs[0]
+    if not ins:
+        return []
+    if e.name == BARRIER:
+        pairs = zip(e.ins, e.outs, strict=True)
+        return [same for v, x in pairs for same in _by_place([v], [x])]
+    if e.name in MAPPED:
+        return MAPPED[e.name](e, ins[0], out)
+    if e.name.startswith("scatter"):
+        return _of_scatter(e)
+    if e.name.startswith("reduce_") and "axes" in e.params:
+        kept = [d for d in range(len(_shape(ins[0]))) if d not in e.params["axes"]]
+        return [[(ins[0], i), (out, d)] for d, i in enumerate(kept)]
+    aligned = all(_shape(v) == () or _fits(_shape(v), _shape(out)) for v in ins)
+    if e.name in IN_PLACE or (rule_of(e.name).cost in (FUSED, DEAR) and aligned):
+        return _by_place(ins, e.outs)
+    return [[(v, d) for v in (*ins, *e.outs) for d in range(len(_shape(v)))]]
+
+
+def _fits(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
+    return len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
+
+
+def _by_place(ins: Iterable[Value], outs: Sequence[Value]) -> Pairs:
+    return [
+        [(v, d), (out, d)]
+        for out in outs
+        for v in ins
+        if len(_shape(v)) == len(_shape(out))
+        for d in range(len(_shape(out)))
+    ]
+
+
+def _of_reshape(e: Equation, v: Value, out: Value) -> Pairs:
+    """Axes are the same as far as they are split or merged with one another."""
+    a, b, i, j = _shape(v), _shape(out), 0, 0
+    groups = []
+    while i < len(a) or j < len(b):
+        sizes, start = [1, 1], (i, j)
+        while (i, j) == start or sizes[0] != sizes[1]:
+            if i < len(a) and (sizes[0] <= sizes[1] or j == len(b)):
+                sizes[0], i = sizes[0] * a[i], i + 1
+            else:
+                sizes[1], j = sizes[1] * b[j], j + 1
+        own, theirs = range(start[0], i), range(start[1], j)
+        groups.append([*((v, d) for d in own), *((out, d) for d in theirs)])
+    return groups
+
+
+def _of_scatter(e: Equation) -> Pairs:
+    """The window of an update is the operand's; all else is one class."""
+    numbers, (operand, _, update), out = e.params["dimension_numbers"], e.ins, e.outs[0]
+    window = numbers.update_window_dims
+    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(_shape(out))) if d not in inserted]
+    rest = [(update, d) for d in range(len(_shape(update))) if d not in window]
+    rest += [(out, d) for d in range(len(_shape(out))) if d not in kept]
+    pairs = zip(window, kept, strict=True)
+    return [*([(update, a), (out, b)] for a, b in pairs), rest, *_by_place([operand], [out])]
+
+
+MAPPED: dict[str, Callable[[Equation, Value, Value], Pairs]] = {
+    "transpose": lambda e, v, out: [
+        [(v, i), (out, d)] for d, i in enumerate(e.params["permutation"])
+    ],
+    "broadcast_in_dim": lambda e, v, out: [
+        [(v, i), (out, d)] for i, d in enumerate(e.params["broadcast_dimensions"])
+    ],
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _of_reshape),
+}

@@ -1,0 +1,223 @@
+"""Cotangents that are rounded once, for a matmul and for all their other readers.
+
+A cotangent that a matmul reads is rounded for it. Where others read it too, it would be written in
+float32 and in 16 bits. It is rounded for all of them where that adds no error of another kind:
+
+1. It carries the rounding of a matmul already, as large as its own entries (`noise_of`): another
+   one makes the error larger by a factor.
+2. No other float32 copy of what it is made of meets it again in a sum, where common parts could
+   cancel and leave the rounding (`_Lone`).
+3. It is not summed over an axis along which something was subtracted from it: such a sum is small,
+   and its roundings do not cancel.
+"""
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base.rules import BOUNDED, FOLLOW, FULL, MOVE, NOTHING, ONE, PROGRAM, SUM, rule_of
+from mpjax._src.planner import rounding
+from mpjax._src.planner.axes import Axes, Axis, summed
+from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.rounding import is_float32, is_half_matmul
+
+# How large the rounding errors are that a value is known to carry.
+EXACT, AVERAGED, WHOLE = 0, 1, 2  # none; of some of its terms; one of its own size in each entry
+
+
+def noise_of(
+    equations: Iterable[Equation], given: Mapping[Value, int] | None = None
+) -> dict[Value, int]:
+    """Returns how large the rounding errors are that values carry; `EXACT` where it has none."""
+    noise = {**(given or {})}
+    for e in equations:
+        if rounding.programs(e):
+            noise.update(_inside(e, noise))
+            continue
+        floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v) and not _is_zero(v)]
+        noise.update(dict.fromkeys(e.outs, _noise(e, floats)))
+    return noise
+
+
+def _noise(e: Equation, floats: Sequence[int]) -> int:
+    rule = rule_of(e.name)
+    if is_half_matmul(e) or e.name == rounding.ROUNDED:
+        return WHOLE
+    if not floats:
+        return EXACT
+    if rule.multiplies:
+        return max(floats)
+    if rule.need == FOLLOW and rule.gain == SUM:
+        return max(floats) if min(floats) else EXACT
+    if is_sum(e):
+        return min(AVERAGED, *floats)
+    unary = rule.need in (FOLLOW, FULL) and rule.gain_of(e.params) == ONE and rule.span != BOUNDED
+    keeps = unary or rule.need == MOVE or rounding.is_view(e) or e.name == "convert_element_type"
+    return min(floats) if keeps else EXACT
+
+
+def is_sum(e: Equation) -> bool:
+    """Returns whether an equation sums entries of an array."""
+    rule = rule_of(e.name)
+    return rule.need == FULL and rule.gain == SUM and rule.saves == NOTHING
+
+
+def _is_zero(v: Value) -> bool:
+    known = v.const is not None and not isinstance(v.const, _jax.Tracer)
+    return known and not np.any(np.asarray(v.const))
+
+
+def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
+    """Returns the noise of the results of a loop, branch or map."""
+    first, start, end = rounding.places(e)
+    given = [WHOLE if _is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
+    bodies = rounding.bodies(e)
+    while True:
+        each = []
+        for ins, equations, outs in bodies:
+            inner = noise_of(equations, dict(zip(ins, given, strict=True)))
+            each.append([inner.get(v, EXACT) for v in outs])
+        found = [min(levels) for levels in zip(*each, strict=True)]
+        carried = [min(a, b) for a, b in zip(given[start:end], found, strict=False)]
+        if carried == given[start:end]:
+            return dict(zip(e.outs, found, strict=True))
+        given[start:end] = carried
+
+
+def rounded_once(
+    equations: Sequence[Equation],
+    late: Sequence[Equation],
+    results: Collection[Value],
+) -> list[Value]:
+    """Returns the cotangents that may be rounded once for all their readers.
+
+    Args:
+        equations: The equations of the forward and the backward part.
+        late: Those of the backward part.
+        results: What the backward part returns.
+    """
+    read, alone = rounding.fed(late), rounding.wanted(late, results, ())
+    noise = noise_of(equations)
+    made = rounding.made(late, (), np.dtype(np.float16))
+    shared = [
+        v
+        for e in late
+        for v in e.outs
+        if rounding.is_large(v)
+        and v not in results
+        and v not in made
+        and noise.get(v) == WHOLE
+        and v in read
+        and v not in alone
+    ]
+    return Lone(late).of(shared) if shared else []
+
+
+class Lone:
+    """Which cotangents meet no other copy of what they are made of."""
+
+    def __init__(self, late: Sequence[Equation]) -> None:
+        self.late, self.axes = late, Axes(late)
+        self.place = {id(e): i for i, e in enumerate(late)}
+        self.readers, self.maker = readers_of(late), {out: e for e in late for out in e.outs}
+        self.centered: dict[Value, frozenset[Axis]] = {}
+        for e in late:
+            found: frozenset[Axis] = frozenset()
+            if not is_half_matmul(e):
+                found = found.union(*(self.centered.get(v, frozenset()) for v in e.ins))
+                if is_sum(e) and e.ins[0] in self.maker:
+                    found |= self.axes.of(*summed(e))
+            self.centered.update(dict.fromkeys(e.outs, found))
+
+    def of(self, values: Sequence[Value]) -> list[Value]:
+        """Returns those of the values, in the order in which they are computed, that are alone."""
+        alone: set[Value] = set()
+        for v in values:
+            if self._is_alone(v, self._before(v, alone)):
+                alone.add(v)
+        return [v for v in values if v in alone]
+
+    def _before(self, v: Value, alone: Collection[Value]) -> set[Value]:
+        """Returns what a value is made of, up to matmuls and to values that are alone."""
+        before, ahead = set(), [v]
+        while ahead:
+            e = self.maker.get(ahead.pop())
+            if e is None or is_half_matmul(e):
+                continue
+            for x in e.ins:
+                if x in self.maker and x not in before:
+                    before.add(x)
+                    if x not in alone:
+                        ahead.append(x)
+        return before - {v}
+
+    def _is_alone(self, v: Value, other: set[Value]) -> bool:
+        own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
+        ahead = [*{self.place[id(e)] for x in (v, *other) for e in self.readers[x]}]
+        heapq.heapify(ahead)
+        seen: set[int] = set()
+        while ahead:
+            place = heapq.heappop(ahead)
+            e = self.late[place]
+            if place in seen or is_half_matmul(e) or v in e.outs:
+                continue
+            seen.add(place)
+            mine = [x for x in e.ins if x in own]
+            theirs = [x for x in e.ins if x in other]
+            scales = not theirs and _scales(e, mine) and len({own[x] for x in mine}) == 1
+            if mine and not scales and not self._may_read(e, v, len(mine) + len(theirs)):
+                return False
+            if mine and theirs:
+                return False
+            for x in e.outs:
+                if mine:
+                    own[x] = own[mine[0]] if scales else x
+                else:
+                    other.add(x)
+                for reader in self.readers[x]:
+                    heapq.heappush(ahead, self.place[id(reader)])
+        return True
+
+    def _may_read(self, e: Equation, v: Value, copies: int) -> bool:
+        """Returns whether an equation may read a value made of ``v``, beside further copies."""
+        rule = rule_of(e.name)
+        if rounding.programs(e) or rule.need == PROGRAM:
+            return e.name == "convert_element_type"
+        adds = rule.need == FOLLOW and rule.gain == SUM
+        if copies > 1 and (adds or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")):
+            return False
+        return not is_sum(e) or self.axes.of(*summed(e)).isdisjoint(self.centered[v])
+
+
+def _scales(e: Equation, mine: Sequence[Value]) -> bool:
+    """Returns whether results are multiples, by entries, of what some operands are multiples of.
+
+    Then a rounding of that stays as small beside each entry.
+    """
+    if not mine or any(v.aval.shape != e.outs[0].aval.shape for v in mine):
+        return False
+    rule = rule_of(e.name)
+    if rule.multiplies:
+        return len(mine) == 1 and (e.name == "mul" or mine[0] is e.ins[0])
+    adds = rule.need == FOLLOW and rule.gain == SUM
+    return len(mine) == len(e.ins) if adds else e.name in ("neg", "copy")
+
+
+def with_rounded(
+    equations: Iterable[Equation], values: Collection[Value], half: np.dtype
+) -> tuple[list[Equation], dict[Value, Value]]:
+    """Rounds values where they are made.
+
+    Returns:
+        The equations; and the rounded value of each.
+    """
+    written: list[Equation] = []
+    rounded: dict[Value, Value] = {}
+    for e in equations:
+        written.append(e.on(rounded.get(v, v) for v in e.ins))
+        for v in e.outs:
+            if v in values:
+                rounded[v] = rounding.append_rounded(v, half, written, like=e)
+    return written, rounded
