@@ -12,7 +12,9 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     needed,
+    once,
     opened,
+    parts,
 )
 
 
@@ -97,3 +99,21 @@ def test_what_depends_on_what():
     assert [out in moved for out in outs] == [True, False, True]
     first = equations[0].outs[0]
     assert names(between(equations, [outs[2]], {first})) == ["cos", "add"]
+
+
+def test_equal_equations_are_one():
+    def fun(x):
+        signs = jnp.copysign(x, -0.0), jnp.copysign(x, 0.0)
+        return jnp.exp(x) / jnp.exp(x).sum(), signs
+
+    _, equations, outs = parts(jax.make_jaxpr(fun)(jnp.ones(4)))
+    left, results = once(equations, outs)
+    assert [e.name for e in left].count("exp") == 1
+    assert len({*results}) == 3
+
+
+def test_what_is_computed_again_is_no_repetition():
+    x, equations = Value(jax.typeof(jnp.ones(4))), []
+    program = jax.make_jaxpr(jnp.sin)(jnp.ones(4))
+    outs = [opened(program, [x], equations, again=again)[0] for again in (False, True)]
+    assert once(equations, outs) == (equations, outs)

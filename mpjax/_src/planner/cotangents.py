@@ -23,8 +23,9 @@ from mpjax._src.planner.axes import Axes, Axis, summed
 from mpjax._src.planner.equations import Equation, Value, readers_of
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
-# How large the rounding errors are that a value is known to carry.
-EXACT, AVERAGED, WHOLE = 0, 1, 2  # none; of some of its terms; one of its own size in each entry
+# How large the rounding errors are that a value is known to carry: none; those of some of its
+# terms; one of its own size in each entry. Zeros carry whatever is beside them.
+EXACT, AVERAGED, WHOLE, ZERO = range(4)
 
 
 def noise_of(
@@ -36,8 +37,13 @@ def noise_of(
         if rounding.programs(e):
             noise.update(_inside(e, noise))
             continue
-        floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v) and not _is_zero(v)]
-        noise.update(dict.fromkeys(e.outs, _noise(e, floats)))
+        noise.update((v, ZERO) for v in e.ins if _is_zero(v))
+        moves = rounding.is_view(e) or e.name == "convert_element_type"
+        if moves and all(noise.get(v) == ZERO for v in e.ins):
+            noise.update(dict.fromkeys(e.outs, ZERO))
+            continue
+        floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v)]
+        noise.update(dict.fromkeys(e.outs, _noise(e, [k for k in floats if k != ZERO])))
     return noise
 
 
@@ -72,7 +78,7 @@ def _is_zero(v: Value) -> bool:
 def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
     """Returns the noise of the results of a loop, branch or map."""
     first, start, end = rounding.places(e)
-    given = [WHOLE if _is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
+    given = [ZERO if _is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
     bodies = rounding.bodies(e)
     while True:
         each = []

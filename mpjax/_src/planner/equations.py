@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import CALL, REMATS, higher_order
@@ -150,6 +152,40 @@ def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equa
             found.append(e)
             wanted.update(e.ins)
     return found[::-1]
+
+
+def once(
+    equations: Iterable[Equation], results: Sequence[Value]
+) -> tuple[list[Equation], list[Value]]:
+    """Returns equations without repetitions, and the results that they give then.
+
+    People write ``exp(x) / exp(x).sum()``; JAX traces both. What a checkpoint computes again stays.
+    """
+    same: dict[Value, Value] = {}
+    seen: dict[Any, Equation] = {}
+    left = []
+    for e in equations:
+        e = e if same.keys().isdisjoint(e.ins) else e.on(same.get(v, v) for v in e.ins)
+        key = _key(e)
+        twin = e if key is None else seen.setdefault(key, e)
+        if twin is e:
+            left.append(e)
+        else:
+            same.update(zip(e.outs, twin.outs, strict=True))
+    return left, [same.get(v, v) for v in results]
+
+
+def _key(e: Equation) -> Any:
+    """Returns what equal equations have in common, or None if an equation is like no other."""
+    if e.acts or e.name == BARRIER:
+        return None
+    ins = tuple((np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins)
+    key = (e.primitive, ins, e.again, tuple(e.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def between(

@@ -19,6 +19,7 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     needed,
+    once,
     opened,
     parts,
 )
@@ -130,7 +131,7 @@ class Derivative:
         equations = needed(equations, results)
         joined(equations, self._cts, self._ins, results, half)
         early, self._late = parted(needed(equations, results), self._cts)
-        early, self._late = rewritten(early, self._late, self._grads, half)
+        early, self._late = rewritten(early, self._late, self._outs, half)
         once = rounded_once([*early, *self._late], self._late, self._grads)
         self._late, _ = with_rounded(self._late, once, half)
         halved = _chosen(self._ins, program.halved_in)
@@ -233,7 +234,8 @@ def _with_gradient(
     inputs = [*kept, *cts]
     later = _jax.trace(back, [v.aval for v in inputs], "planned")
     grads = opened(later, inputs, equations, again=True)
-    return [*values, *cts], equations, [*outs, *grads]
+    equations, results = once(equations, [*outs, *grads])
+    return [*values, *cts], equations, results
 
 
 def without_zeros(

@@ -4,13 +4,24 @@ The results are the same numbers, or as accurate. Each rewrite takes the equatio
 returns them changed.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from mpjax._src.base.rules import MOVE, rule_of
+from mpjax._src.base import _jax
+from mpjax._src.base.rules import MOVE, REDUCES, rule_of
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.equations import (
+    Equation,
+    Value,
+    dependents,
+    needed,
+    opened,
+    readers_of,
+)
 
 Parts = tuple[list[Equation], list[Equation]]
 EXPONENTIALS = ("exp", "exp2")
@@ -19,28 +30,25 @@ EXPONENTIALS = ("exp", "exp2")
 def rewritten(
     early: Sequence[Equation],
     late: Sequence[Equation],
-    results: Collection[Value],
+    outs: Sequence[Value],
     half: np.dtype,
 ) -> Parts:
     """Returns the forward and the backward part, changed where that needs less memory.
 
     Args:
-        early: The equations of the forward part.
+        early: The equations of the forward part, with what prepares the backward part.
         late: The equations of the backward part.
-        results: What the backward part returns.
+        outs: What the forward part returns.
         half: The 16-bit dtype.
     """
     both = [*early], [*late]
     for rewrite in REWRITES:
-        both = rewrite(*both, results, half)
+        both = rewrite(*both, outs, half)
     return both
 
 
 def weights_of_softmax(
-    early: list[Equation],
-    late: list[Equation],
-    results: Collection[Value],
-    half: np.dtype,
+    early: list[Equation], late: list[Equation], outs: Sequence[Value], half: np.dtype
 ) -> Parts:
     """The backward part reads the 16-bit weights of a softmax that a matmul read, normalized.
 
@@ -48,64 +56,111 @@ def weights_of_softmax(
     most a rounding unit: their rows sum to one, and the difference between a confident row's weight
     and one has a small relative error. Rounded weights alone have neither. So neither the scores
     nor float32 weights are kept.
+
+    The derivative of ``e / sum(e)`` is the same for multiples of ``e``. So it may read the weights
+    in place of the exponentials, and one in place of their sums.
     """
-    maker = {out: e for e in early for out in e.outs}
-    behind, read, read_late = readers_of(late), rounding.fed(early), rounding.fed(late)
-    first: list[Equation] = []
-    weights, exponentials = {}, {}
-    for e in list(early):
-        chain = _sums(e, maker)
-        p = e.outs[0] if chain else None
-        if p is None or not rounding.is_large(p):
-            continue
-        if p not in read or not (behind[p] or behind[e.ins[0]]):
-            continue
-        at = early.index(e) + 1
-        into: list[Equation] = []
-        q = rounding.append_rounded(p, half, into, like=e)
-        early[at:at] = into
-        y = q
-        for link in chain:
-            out = Value(link.outs[0].aval)
-            first.append(link.on([y, *link.ins[1:]], outs=[out], again=True))
-            y = out
-        weights[p] = q, _appended(e, [q, y], first)
-        exponentials[e.ins[0]] = weights[p][1], e.ins[1], e
-    mul = next((e for e in (*early, *late) if e.name == "mul"), None)
-    again = {
-        v: _appended(mul, [y, s], first, like=e)
-        for v, (y, s, e) in exponentials.items()
-        if mul is not None
-    }
-    if mul is None:
+    forward = needed(early, outs)
+    maker, readers = {out: e for e in forward for out in e.outs}, readers_of(forward)
+    read = rounding.fed(forward)
+    found = [s for e in forward if (s := Softmax.at(e, maker)) and s.weights in read]
+    found = [s for s in found if rounding.is_large(s.weights)]
+    if not found:
         return early, late
+    first: list[Equation] = []
+    instead, written = {}, {}
+    for s in found:
+        q, y = s.normalized(half, early, first)
+        instead[s.weights], written[s.weights] = y, q
+        if s.is_alone(readers, outs):
+            instead[s.exponentials] = y
+            instead.update((v, _ones(v, s.division, first)) for v in s.sums)
+    ahead = {*map(id, forward), *(id(e) for e in early if e.name == rounding.ROUNDED)}
+    prepared = [e for e in early if id(e) not in ahead]
+    moved = dependents(prepared, instead)
+    later = [e for e in prepared if not moved.isdisjoint(e.outs)]
+    behind = [*(dataclasses.replace(e, again=True) for e in later), *late]
+    reads = rounding.fed(behind)
     changed = []
-    for e in late:
-        moves = rounding.is_view(e) and not read_late.isdisjoint(e.outs)
-        takes = rounding.is_half_matmul(e) or moves
-        pick = {p: q if takes else y for p, (q, y) in weights.items()}
-        changed.append(e.on(pick.get(v, again.get(v, v)) for v in e.ins))
-    return early, [*first, *changed]
+    for e in behind:
+        moves = rounding.is_view(e) and not reads.isdisjoint(e.outs)
+        pick = instead | written if moves or rounding.is_half_matmul(e) else instead
+        changed.append(e.on(pick.get(v, v) for v in e.ins))
+    gone = {*map(id, later)}
+    return [e for e in early if id(e) not in gone], [*first, *changed]
 
 
-def _appended(e, ins, into, like=None):
-    like = like or e
-    out = Value(like.outs[0].aval)
-    into.append(Equation(e.primitive, e.params, [*ins], [out], like.like, like.stack, True))
+class Softmax(NamedTuple):
+    """A quotient of exponentials and their sums."""
+
+    division: Equation
+    chain: Sequence[Equation]  # the sum, then what broadcasts it
+
+    @property
+    def weights(self) -> Value:
+        """Its result."""
+        return self.division.outs[0]
+
+    @property
+    def exponentials(self) -> Value:
+        """What is summed."""
+        return self.division.ins[0]
+
+    @property
+    def sums(self) -> list[Value]:
+        """The sums, in all their layouts."""
+        return [e.outs[0] for e in self.chain]
+
+    @classmethod
+    def at(cls, e: Equation, maker: Mapping[Value, Equation]) -> "Softmax | None":
+        """Returns the softmax that an equation ends, if it does."""
+        if e.name != "div" or e.ins[0] not in maker or maker[e.ins[0]].name not in EXPONENTIALS:
+            return None
+        chain, v = [], e.ins[1]
+        while v in maker and _broadcasts(maker[v]):
+            chain.append(maker[v])
+            v = maker[v].ins[0]
+        if v not in maker or maker[v].name != "reduce_sum" or maker[v].ins[0] is not e.ins[0]:
+            return None
+        return cls(e, [maker[v], *reversed(chain)])
+
+    def is_alone(
+        self, readers: Mapping[Value, Sequence[Equation]], outs: Collection[Value]
+    ) -> bool:
+        """Returns whether nothing else reads the exponentials and their sums."""
+        own = {*map(id, self.chain), id(self.division)}
+        inner = [self.exponentials, *self.sums]
+        return all(id(r) in own for v in inner for r in readers[v]) and {*outs}.isdisjoint(inner)
+
+    def normalized(
+        self, half: np.dtype, early: list[Equation], late: list[Equation]
+    ) -> tuple[Value, Value]:
+        """Appends the rounded weights to the forward part, and their quotients to the backward one.
+
+        Returns:
+            The rounded weights, and these divided by their sums.
+        """
+        q = rounding.append_rounded(self.weights, half, early, like=self.division)
+        v = q
+        for link in self.chain:
+            out = Value(link.outs[0].aval)
+            late.append(link.on([v, *link.ins[1:]], outs=[out], again=True))
+            v = out
+        y = Value(self.weights.aval)
+        late.append(self.division.on([q, v], outs=[y], again=True))
+        return q, y
+
+
+def _broadcasts(e: Equation) -> bool:
+    rule = rule_of(e.name)
+    return rule.need == MOVE and REDUCES not in rule.traits and len(e.outs) == 1
+
+
+def _ones(v: Value, like: Equation, into: list[Equation]) -> Value:
+    """Appends an array of ones."""
+    trace = _jax.trace(lambda: [jax.numpy.ones(v.aval.shape, v.aval.dtype)], [], "ones")
+    (out,) = opened(trace, [], into, again=True, stack=like.stack)
     return out
-
-
-def _sums(e: Equation, maker) -> list[Equation]:
-    """Returns the sum of exponentials by which an equation divides them, and its broadcasts."""
-    if e.name != "div" or e.ins[0] not in maker or maker[e.ins[0]].name not in EXPONENTIALS:
-        return []
-    chain, v = [], e.ins[1]
-    while v in maker and rule_of(maker[v].name).need == MOVE and maker[v].name != "reduce_max":
-        chain.append(maker[v])
-        v = maker[v].ins[0]
-    if v not in maker or maker[v].name != "reduce_sum" or maker[v].ins[0] is not e.ins[0]:
-        return []
-    return [maker[v], *reversed(chain)]
 
 
 REWRITES: Sequence[Callable[..., Parts]] = (weights_of_softmax,)

@@ -1,0 +1,125 @@
+"""Rule C: a cotangent is rounded once for a matmul and all others where no common part cancels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from joint import planned
+from planners import PLANNERS, sound
+from support import equations, normal
+
+from mpjax._src.planner import rounding
+from mpjax._src.planner.cotangents import AVERAGED, EXACT, WHOLE, noise_of
+from mpjax._src.planner.equations import parts
+
+N, D = 8, 16
+X, W, V = normal(0, N, D), normal(1, D, D, scale=0.25), normal(2, D, D, scale=0.25)
+B = normal(3, D)
+ROWS = normal(4, N, 1)
+
+
+def rounded(fun, *args):
+    """Returns how many cotangents of a program are rounded for several readers."""
+    program = planned(fun)
+    eqns = equations(jax.make_jaxpr(lambda *args: jax.vjp(program, *args)[1](1.0))(*args))
+    programs = [e.params["program"].closed for e in eqns if e.primitive.name == "planned"]
+    return sum(e.primitive.name == rounding.ROUNDED for p in programs for e in equations(p))
+
+
+def normed(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3)
+
+
+def head(h):
+    return jnp.mean(jnp.tanh(h @ V) ** 2)
+
+
+def block(x, w):
+    return x + jnp.tanh(x @ w) @ w
+
+
+def layer(x, w, b):
+    return head(jnp.tanh(x @ w + b))
+
+
+# A program, and whether the cotangent that a matmul and others read is rounded for all of them.
+PROGRAMS = {
+    "a bias": (layer, (X, W, B), True),
+    "what no matmul has made": (
+        lambda x, w, b: jnp.mean(jnp.tanh(x @ w + b) ** 2),
+        (X, W, B),
+        False,
+    ),
+    "a residual stream": (lambda x, w: head(block(block(x, w), w)), (X, W), True),
+    "less its mean": (lambda x, w, b: head(normed(x @ w + b)), (X, W, B), True),
+    # Along the features, its mean has been subtracted: the sum is small, its roundings are not.
+    "less its mean, along the features": (
+        lambda x, w, r: head(normed(x @ w + r)),
+        (X, W, ROWS),
+        False,
+    ),
+    # The stream's cotangent meets its own copy, moved by one entry.
+    "displaced": (lambda x, w: head(x @ w + 10 * (x - jnp.roll(x, 1, 0))), (X, W), None),
+    "in a loop": (
+        lambda x, w: head(lax.scan(lambda c, r: (c + jnp.tanh(c @ r), None), x, w)[0]),
+        (X, jnp.stack([W, V])),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_cotangents_that_several_read(name):
+    fun, args, once = PROGRAMS[name]
+    if once is not None:
+        assert (rounded(fun, *args) > 0) == once
+    wrong = sound(PLANNERS["derivative"], fun, args, "bfloat16", tuple(range(len(args))))
+    assert not wrong, wrong
+
+
+def test_a_multiple_of_a_cotangent_may_meet_another_one():
+    """By entries, ``a v - b v`` is ``(a - b) v``, however close ``a`` and ``b`` are."""
+
+    def fun(x, w):
+        return head(jnp.tanh(x @ w + 3 * jnp.sinh(x) - 3 * jnp.sin(x)))
+
+    assert rounded(fun, X, W)
+    assert not sound(PLANNERS["derivative"], fun, (X, W), "bfloat16", (0, 1))
+
+
+NOISE = {
+    "a matmul": (lambda x, w: x @ w, WHOLE),
+    "its entries times others": (lambda x, w: (x @ w) * x, WHOLE),
+    "with another one": (lambda x, w: x @ w + (x @ w.T), WHOLE),
+    "with something exact": (lambda x, w: x @ w + x, EXACT),
+    "its sum": (lambda x, w: jnp.sum(x @ w, 0), AVERAGED),
+    "a function": (lambda x, w: jnp.exp(x @ w), EXACT),
+    "beside zeros": (lambda x, w: jnp.where(x > 0, x @ w, 0), WHOLE),
+    "an argument": (lambda x, w: x * 2, EXACT),
+    "of a loop": (lambda x, w: lax.scan(lambda c, r: (c + 1, r @ w), 0.0, x)[1], WHOLE),
+    "carried by a loop": (
+        lambda x, w: lax.fori_loop(0, 2, lambda i, c: c @ w + c, x @ w),
+        WHOLE,
+    ),
+    "carried from something exact": (
+        lambda x, w: lax.fori_loop(0, 2, lambda i, c: c + x @ w, x),
+        EXACT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise(name):
+    fun, level = NOISE[name]
+    _, equations, (out,) = parts(jax.make_jaxpr(fun)(X, W))
+    assert noise_of(equations).get(out, EXACT) == level
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_second_derivatives_do_not_round_twice(half):
+    fun = lambda x, w: head(jnp.tanh(x + jnp.tanh(x @ w)))  # noqa: E731
+    grad = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(X, w) ** 2))  # noqa: E731
+    got, want = (np.asarray(grad(f)(W)) for f in (planned(fun, half), fun))
+    assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
