@@ -213,12 +213,8 @@ def _scales(e: Equation, mine: Sequence[Value]) -> bool:
 
 def with_rounded(
     equations: Iterable[Equation], values: Collection[Value], half: np.dtype
-) -> tuple[list[Equation], dict[Value, Value]]:
-    """Rounds values where they are made.
-
-    Returns:
-        The equations; and the rounded value of each.
-    """
+) -> list[Equation]:
+    """Returns equations that round some values where they are made, for all their readers."""
     written: list[Equation] = []
     rounded: dict[Value, Value] = {}
     for e in equations:
@@ -226,4 +222,4 @@ def with_rounded(
         for v in e.outs:
             if v in values:
                 rounded[v] = rounding.append_rounded(v, half, written, like=e)
-    return written, rounded
+    return written

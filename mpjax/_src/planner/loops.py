@@ -19,6 +19,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.planner import rounding
+from mpjax._src.planner.cotangents import rounded_once, with_rounded
 from mpjax._src.planner.equations import (
     Equation,
     Value,
@@ -29,6 +30,7 @@ from mpjax._src.planner.equations import (
     readers_of,
 )
 from mpjax._src.planner.partition import handed
+from mpjax._src.planner.rewrites import rewritten
 
 
 def joined(
@@ -148,6 +150,9 @@ class Body:
         returned = [self.outs[i] for i in public]
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half)
+        self.first, self.second = rewritten(self.first, self.second, returned, half)
+        shared = rounded_once([*self.first, *self.second], self.second, self.back_outs)
+        self.second = with_rounded(self.second, shared, half)
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)

@@ -133,7 +133,7 @@ class Derivative:
         early, self._late = parted(needed(equations, results), self._cts)
         early, self._late = rewritten(early, self._late, self._outs, half)
         once = rounded_once([*early, *self._late], self._late, self._grads)
-        self._late, _ = with_rounded(self._late, once, half)
+        self._late = with_rounded(self._late, once, half)
         halved = _chosen(self._ins, program.halved_in)
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = rounding.made(early, halved, half)
