@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mpjax._src.base import _jax
 from mpjax._src.base.rules import BOUNDED, FOLLOW, FULL, MOVE, NOTHING, ONE, PROGRAM, SUM, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, Axis, summed
@@ -37,7 +36,7 @@ def noise_of(
         if rounding.programs(e):
             noise.update(_inside(e, noise))
             continue
-        noise.update((v, ZERO) for v in e.ins if _is_zero(v))
+        noise.update((v, ZERO) for v in e.ins if rounding.is_zero(v))
         moves = rounding.is_view(e) or e.name == "convert_element_type"
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
@@ -70,15 +69,10 @@ def is_sum(e: Equation) -> bool:
     return rule.need == FULL and rule.gain == SUM and rule.saves == NOTHING
 
 
-def _is_zero(v: Value) -> bool:
-    known = v.const is not None and not isinstance(v.const, _jax.Tracer)
-    return known and not np.any(np.asarray(v.const))
-
-
 def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
     """Returns the noise of the results of a loop, branch or map."""
     first, start, end = rounding.places(e)
-    given = [ZERO if _is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
+    given = [ZERO if rounding.is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
     bodies = rounding.bodies(e)
     while True:
         each = []

@@ -17,7 +17,7 @@ from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
-from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
+from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
@@ -72,6 +72,12 @@ def is_view(e: Equation) -> bool:
     return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE
 
 
+def is_zero(v: Value) -> bool:
+    """Returns whether a value is the constant zero."""
+    known = v.const is not None and not isinstance(v.const, _jax.Tracer)
+    return known and not np.any(np.asarray(v.const))
+
+
 def commutes(e: Equation) -> bool:
     """Returns whether a view of rounded operands is the rounded view: ranks see other ties."""
     return RANKS not in rule_of(e.name).traits
@@ -86,9 +92,9 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
 
 
 def programs(e: Equation) -> Sequence[Any]:
-    """Returns the closed jaxprs of a scan, a branch or a map, which planning enters."""
+    """Returns the closed jaxprs of a scan, branch, map or custom rule, which planning enters."""
     row = higher_order(e.name)
-    if row.kind not in (SCAN, BRANCH, MAP):
+    if row.kind not in (SCAN, BRANCH, MAP) and e.name not in CUSTOM:
         return ()
     held = e.params[row.params[0]]
     return held if row.kind == BRANCH else (held,)
@@ -187,14 +193,25 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     return e.ins
 
 
-def fed(equations: Sequence[Equation]) -> set[Value]:
-    """Returns the values that matmuls read, as they are or in another layout."""
-    found: set[Value] = set()
+def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value]:
+    """Returns the values that matmuls read, as they are or in another layout, beside given ones."""
+    found = {*given}
     for e in reversed(equations):
         moves = is_view(e) and not found.isdisjoint(e.outs)
         if moves or is_half_matmul(e) or e.name == ROUNDED:
             found.update(e.ins)
+        elif programs(e):
+            found.update(_fed_inside(e, found))
     return found
+
+
+def _fed_inside(e: Equation, found: Collection[Value]) -> Iterable[Value]:
+    first, start, end = places(e)
+    for ins, equations, outs in bodies(e):
+        carries = end - start
+        given = [x for x, v in zip(outs[carries:], e.outs[carries:], strict=True) if v in found]
+        inside = fed(equations, given)
+        yield from (v for v, x in zip(e.ins[first:], ins, strict=True) if x in inside)
 
 
 def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:
