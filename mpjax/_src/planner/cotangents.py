@@ -203,17 +203,3 @@ def _scales(e: Equation, mine: Sequence[Value]) -> bool:
         return len(mine) == 1 and (e.name == "mul" or mine[0] is e.ins[0])
     adds = rule.need == FOLLOW and rule.gain == SUM
     return len(mine) == len(e.ins) if adds else e.name in ("neg", "copy")
-
-
-def with_rounded(
-    equations: Iterable[Equation], values: Collection[Value], half: np.dtype
-) -> list[Equation]:
-    """Returns equations that round some values where they are made, for all their readers."""
-    written: list[Equation] = []
-    rounded: dict[Value, Value] = {}
-    for e in equations:
-        written.append(e.on(rounded.get(v, v) for v in e.ins))
-        for v in e.outs:
-            if v in values:
-                rounded[v] = rounding.append_rounded(v, half, written, like=e)
-    return written

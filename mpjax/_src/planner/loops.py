@@ -17,9 +17,10 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.planner import rounding
-from mpjax._src.planner.cotangents import rounded_once, with_rounded
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
@@ -152,7 +153,7 @@ class Body:
         joined(both, new, free, [*returned, *self.back_outs], half)
         self.first, self.second = rewritten(self.first, self.second, returned, half)
         shared = rounded_once([*self.first, *self.second], self.second, self.back_outs)
-        self.second = with_rounded(self.second, shared, half)
+        self.second = rounding.with_rounded(self.second, shared, half)
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)
@@ -173,6 +174,7 @@ def _scan(pair: Pair) -> None:
     sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
     priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
     body.cut(pair.public, priced, pair.half)
+    _in_order(body)
     stacks = {body.outs[i]: fore.outs[i] for i in pair.public if i >= end - start}
     known = {*stacks, *body.ins[end:]}
     new = {v: Value(building.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
@@ -181,6 +183,32 @@ def _scan(pair: Pair) -> None:
     fore.outs = [*(fore.outs[i] for i in pair.public), *new.values()]
     fore.params = building.scan_of(fore.params, inner, start, end - start, len(body.ins) - end)
     _scan_back(pair, body, {**stacks, **new})
+
+
+def _in_order(body: Body) -> None:
+    """Stacks what a matmul reads in the order in which it reads it: batch axes, rows, summed axes.
+
+    Else XLA:GPU may store it in another order than the second scan reads it in, and copies the
+    whole stack in between.
+    """
+    readers, own = readers_of(body.first), {*body.ins, *body.outs}
+    for i, v in enumerate(body.saved):
+        dots = [e for e in readers[v] if e.name == "dot_general"]
+        if not dots or v in own:
+            continue
+        place = dots[0].ins.index(v)
+        summed, batch = (sides[place] for sides in dots[0].params["dimension_numbers"])
+        rows = [d for d in range(len(v.aval.shape)) if d not in (*summed, *batch)]
+        order = (*batch, *rows, *summed)
+        back = tuple(np.argsort(order).tolist())
+        moved = _viewed(v, functools.partial(jax.lax.transpose, permutation=order), body.first)
+        stored = _viewed(moved, row_major, body.first)
+        again: list[Equation] = []
+        _viewed(stored, functools.partial(jax.lax.transpose, permutation=back), again)
+        if again:
+            again[-1].outs = [v]
+            body.saved[i] = stored
+            body.second[:0] = again
 
 
 def _same_turn(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
@@ -345,10 +373,10 @@ def _with_axes(
     out, passed = [], []
     again: list[Equation] = []
     for v in values:
-        tall = v if v.aval.shape else _viewed(v, (1,), first)
+        tall = v if v.aval.shape else _viewed(v, lambda x: jax.lax.reshape(x, (1,)), first)
         arrived = v if v.aval.shape else Value(tall.aval)
         if not v.aval.shape:
-            _viewed(arrived, (), again)
+            _viewed(arrived, lambda x: jax.lax.reshape(x, ()), again)
             again[-1].outs = [v]
         out.append(tall)
         passed.append(arrived)
@@ -356,9 +384,9 @@ def _with_axes(
     return out, passed
 
 
-def _viewed(v: Value, shape: tuple[int, ...], into: list[Equation]) -> Value:
-    program = _jax.trace(lambda x: [jax.lax.reshape(x, shape)], [v.aval], "view")
-    (out,) = opened(program, [v], into)
+def _viewed(v: Value, view: Callable[[Any], Any], into: list[Equation]) -> Value:
+    """Appends a view of a value."""
+    (out,) = opened(_jax.trace(lambda x: [view(x)], [v.aval], "view"), [v], into)
     return out
 
 

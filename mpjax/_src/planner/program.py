@@ -9,8 +9,9 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
+from mpjax._src.base.higher_order import higher_order
 from mpjax._src.planner import rounding
-from mpjax._src.planner.cotangents import rounded_once, with_rounded
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -133,7 +134,7 @@ class Derivative:
         early, self._late = parted(needed(equations, results), self._cts)
         early, self._late = rewritten(early, self._late, self._outs, half)
         once = rounded_once([*early, *self._late], self._late, self._grads)
-        self._late = with_rounded(self._late, once, half)
+        self._late = rounding.with_rounded(self._late, once, half)
         halved = _chosen(self._ins, program.halved_in)
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = rounding.made(early, halved, half)
@@ -164,7 +165,7 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         equations, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        body, grads = _held_apart(self.saved, [*self._again, *equations], grads)
+        body, grads = _held_apart(self.saved, [*self._again, *equations], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self._ins[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -277,16 +278,31 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
 
 
 def _held_apart(
-    saved: Sequence[Value], equations: Sequence[Equation], results: Sequence[Value]
+    saved: Sequence[Value],
+    equations: Sequence[Equation],
+    results: Sequence[Value],
+    cotangents: Sequence[Value],
 ) -> tuple[list[Equation], list[Value]]:
-    """Puts what is handed over behind a barrier: XLA would find the forward part's values again."""
-    if not saved or not equations:
+    """Puts what something is computed from again behind a barrier.
+
+    XLA would find that it has been computed before, and would keep that in place of what is handed
+    over. It finds nothing in loops, and nothing that cotangents are part of. There a barrier would
+    only ask for the default layout, which costs a copy.
+    """
+    late = dependents(equations, cotangents)
+    again = {v for e in equations for v in e.ins if late.isdisjoint(e.outs) and not _turns(e)}
+    apart = [v for v in saved if v in again]
+    if not apart:
         return [*equations], [*results]
     first = equations[0]
     into: list[Equation] = []
-    fresh = dict(zip(saved, barred(saved, into, like=first.like, stack=first.stack), strict=True))
+    fresh = dict(zip(apart, barred(apart, into, like=first.like, stack=first.stack), strict=True))
     body = [e.on(fresh.get(v, v) for v in e.ins) for e in equations]
     return [*into, *body], [fresh.get(v, v) for v in results]
+
+
+def _turns(e: Equation) -> bool:
+    return higher_order(e.name).loops
 
 
 def unbarred(program: Any) -> Any:

@@ -68,23 +68,26 @@ def weights_of_softmax(
     if not found:
         return early, late
     first: list[Equation] = []
-    instead, written = {}, {}
+    low = rounding.wanted(early, outs, ())
+    weights = {s.weights for s in found}
+    early = rounding.with_rounded(early, weights, half, lambda e: _takes_half(e, low))
+    written = {e.ins[0]: e.outs[0] for e in early if e.name == rounding.ROUNDED}
+    instead = {}
     for s in found:
-        q, y = s.normalized(half, early, first)
-        instead[s.weights], written[s.weights] = y, q
+        y = instead[s.weights] = s.normalized(written[s.weights], first)
         if s.is_alone(readers, outs):
             instead[s.exponentials] = y
             instead.update((v, _ones(v, s.division, first)) for v in s.sums)
-    ahead = {*map(id, forward), *(id(e) for e in early if e.name == rounding.ROUNDED)}
+    forward = needed(early, outs)
+    ahead = {*map(id, forward)}
     prepared = [e for e in early if id(e) not in ahead]
     moved = dependents(prepared, instead)
     later = [e for e in prepared if not moved.isdisjoint(e.outs)]
     behind = [*(dataclasses.replace(e, again=True) for e in later), *late]
-    reads = rounding.fed(behind)
+    low = rounding.wanted(behind, (), ())
     changed = []
     for e in behind:
-        moves = rounding.is_view(e) and not reads.isdisjoint(e.outs)
-        pick = instead | written if moves or rounding.is_half_matmul(e) else instead
+        pick = instead | written if _takes_half(e, low) else instead
         changed.append(e.on(pick.get(v, v) for v in e.ins))
     gone = {*map(id, later)}
     return [e for e in early if id(e) not in gone], [*first, *changed]
@@ -132,23 +135,20 @@ class Softmax(NamedTuple):
         inner = [self.exponentials, *self.sums]
         return all(id(r) in own for v in inner for r in readers[v]) and {*outs}.isdisjoint(inner)
 
-    def normalized(
-        self, half: np.dtype, early: list[Equation], late: list[Equation]
-    ) -> tuple[Value, Value]:
-        """Appends the rounded weights to the forward part, and their quotients to the backward one.
-
-        Returns:
-            The rounded weights, and these divided by their sums.
-        """
-        q = rounding.append_rounded(self.weights, half, early, like=self.division)
-        v = q
+    def normalized(self, rounded: Value, late: list[Equation]) -> Value:
+        """Appends the quotients of the rounded weights and their sums to the backward part."""
+        v = rounded
         for link in self.chain:
             out = Value(link.outs[0].aval)
             late.append(link.on([v, *link.ins[1:]], outs=[out], again=True))
             v = out
         y = Value(self.weights.aval)
-        late.append(self.division.on([q, v], outs=[y], again=True))
-        return q, y
+        late.append(self.division.on([rounded, v], outs=[y], again=True))
+        return y
+
+
+def _takes_half(e: Equation, low: set[Value]) -> bool:
+    return rounding.is_half_matmul(e) or (rounding.is_view(e) and low.issuperset(e.outs))
 
 
 def _broadcasts(e: Equation) -> bool:

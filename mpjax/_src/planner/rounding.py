@@ -67,6 +67,23 @@ def append_rounded(v: Value, half: np.dtype, into: list[Equation], *, like: Equa
     return out
 
 
+def with_rounded(
+    equations: Iterable[Equation],
+    values: Collection[Value],
+    half: np.dtype,
+    reads: Callable[[Equation], bool] = lambda e: True,
+) -> list[Equation]:
+    """Returns equations that round some values where they are made, for the readers ``reads``."""
+    written: list[Equation] = []
+    rounded: dict[Value, Value] = {}
+    for e in equations:
+        written.append(e.on(rounded.get(v, v) for v in e.ins) if reads(e) else e)
+        for v in e.outs:
+            if v in values:
+                rounded[v] = append_rounded(v, half, written, like=e)
+    return written
+
+
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
     return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE

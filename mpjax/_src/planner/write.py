@@ -14,7 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.higher_order import WHILE, higher_order
+from mpjax._src.base.higher_order import SCAN, WHILE, higher_order
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, parts
 
@@ -132,6 +132,8 @@ class Writer:
             self.lows[e.outs[0]] = self.low(e.ins[0], e)
             return
         halved_in, halved_out, params = self._forms(e)
+        if higher_order(e.name).kind == SCAN:
+            e = e.on(e.ins, like=building.stacking(e.like))
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
         outs = []
