@@ -10,7 +10,7 @@ from planners import PLANNERS, sound
 from support import equations, normal
 
 from mpjax._src.planner import rounding
-from mpjax._src.planner.cotangents import AVERAGED, EXACT, WHOLE, noise_of
+from mpjax._src.planner.cotangents import AVERAGED, EACH, EXACT, WHOLE, noise_of
 from mpjax._src.planner.equations import parts
 
 N, D = 8, 16
@@ -90,13 +90,15 @@ def test_a_multiple_of_a_cotangent_may_meet_another_one():
 
 
 NOISE = {
-    "a matmul": (lambda x, w: x @ w, WHOLE),
-    "its entries times others": (lambda x, w: (x @ w) * x, WHOLE),
-    "with another one": (lambda x, w: x @ w + (x @ w.T), WHOLE),
+    "a matmul": (lambda x, w: x @ w, EACH),
+    "its entries times others": (lambda x, w: (x @ w) * x, EACH),
+    "with another one": (lambda x, w: x @ w + (x @ w.T), EACH),
     "with something exact": (lambda x, w: x @ w + x, EXACT),
     "its sum": (lambda x, w: jnp.sum(x @ w, 0), AVERAGED),
+    "its copies": (lambda x, w: jnp.broadcast_to(x @ w, (3, N, D)), WHOLE),
+    "its differences": (lambda x, w: jnp.diff(x @ w), WHOLE),
     "a function": (lambda x, w: jnp.exp(x @ w), EXACT),
-    "beside zeros": (lambda x, w: jnp.where(x > 0, x @ w, 0), WHOLE),
+    "beside zeros": (lambda x, w: jnp.where(x > 0, x @ w, 0), EACH),
     "an argument": (lambda x, w: x * 2, EXACT),
     "of a loop": (lambda x, w: lax.scan(lambda c, r: (c + 1, r @ w), 0.0, x)[1], WHOLE),
     "carried by a loop": (

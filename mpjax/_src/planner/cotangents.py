@@ -6,25 +6,44 @@ float32 and in 16 bits. It is rounded for all of them where that adds no error o
 1. It carries the rounding of a matmul already, as large as its own entries (`noise_of`): another
    one makes the error larger by a factor.
 2. No other float32 copy of what it is made of meets it again in a sum, where common parts could
-   cancel and leave the rounding (`_Lone`).
+   cancel and leave the rounding; nor does it meet itself, moved or scaled, if entries share errors
+   (`Lone`). Independent errors do not cancel there either.
 3. It is not summed over an axis along which something was subtracted from it: such a sum is small,
    and its roundings do not cancel.
 """
 
+import functools
 import heapq
+import itertools
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mpjax._src.base.rules import BOUNDED, FOLLOW, FULL, MOVE, NOTHING, ONE, PROGRAM, SUM, rule_of
+from mpjax._src.base.rules import (
+    BOUNDED,
+    FOLLOW,
+    FULL,
+    MOVE,
+    NOTHING,
+    ONE,
+    PROGRAM,
+    SUM,
+    SUMS_BACK,
+    having,
+    rule_of,
+)
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, Axis, summed
 from mpjax._src.planner.equations import Equation, Value, readers_of
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
 # How large the rounding errors are that a value is known to carry: none; those of some of its
-# terms; one of its own size in each entry. Zeros carry whatever is beside them.
-EXACT, AVERAGED, WHOLE, ZERO = range(4)
+# terms; one of its own size in each entry; such ones that are independent of each other. Zeros
+# carry whatever is beside them.
+EXACT, AVERAGED, WHOLE, EACH, ZERO = range(5)
+# Moves that put an entry in several places, or may do so.
+COPIES = {*having(SUMS_BACK), "concatenate", "dynamic_update_slice", "scatter", "stack"}
 
 
 def noise_of(
@@ -32,9 +51,10 @@ def noise_of(
 ) -> dict[Value, int]:
     """Returns how large the rounding errors are that values carry; `EXACT` where it has none."""
     noise = {**(given or {})}
-    for e in equations:
+    sources: dict[Value, int] = {}  # a bit for each matmul that its errors come from
+    for i, e in enumerate(equations):
         if rounding.programs(e):
-            noise.update(_inside(e, noise))
+            noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
             continue
         noise.update((v, ZERO) for v in e.ins if rounding.is_zero(v))
         moves = rounding.is_view(e) or e.name == "convert_element_type"
@@ -42,19 +62,35 @@ def noise_of(
             noise.update(dict.fromkeys(e.outs, ZERO))
             continue
         floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v)]
-        noise.update(dict.fromkeys(e.outs, _noise(e, [k for k in floats if k != ZERO])))
+        level = _noise(e, [k for k in floats if k != ZERO])
+        bits = [1 << i] if _rounds(e) else [sources.get(v, 0) for v in e.ins]
+        each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
+        shared = any(a & b for a, b in itertools.combinations(each, 2))
+        if level == EACH and (e.name in COPIES or (_adds(e) and shared)):
+            level = WHOLE
+        noise.update(dict.fromkeys(e.outs, level))
+        sources.update(dict.fromkeys(e.outs, functools.reduce(operator.or_, bits, 0)))
     return noise
+
+
+def _rounds(e: Equation) -> bool:
+    return is_half_matmul(e) or e.name == rounding.ROUNDED
+
+
+def _adds(e: Equation) -> bool:
+    rule = rule_of(e.name)
+    return rule.need == FOLLOW and rule.gain == SUM
 
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
     rule = rule_of(e.name)
-    if is_half_matmul(e) or e.name == rounding.ROUNDED:
-        return WHOLE
+    if _rounds(e):
+        return EACH
     if not floats:
         return EXACT
     if rule.multiplies:
         return max(floats)
-    if rule.need == FOLLOW and rule.gain == SUM:
+    if _adds(e):
         return max(floats) if min(floats) else EXACT
     if is_sum(e):
         return min(AVERAGED, *floats)
@@ -108,18 +144,18 @@ def rounded_once(
         if rounding.is_large(v)
         and v not in results
         and v not in made
-        and noise.get(v) == WHOLE
+        and noise.get(v, EXACT) in (WHOLE, EACH)
         and v in read
         and v not in alone
     ]
-    return Lone(late).of(shared) if shared else []
+    return Lone(late, noise).of(shared) if shared else []
 
 
 class Lone:
     """Which cotangents meet no other copy of what they are made of."""
 
-    def __init__(self, late: Sequence[Equation]) -> None:
-        self.late, self.axes = late, Axes(late)
+    def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
+        self.late, self.axes, self.noise = late, Axes(late), noise
         self.place = {id(e): i for i, e in enumerate(late)}
         self.readers, self.maker = readers_of(late), {out: e for e in late for out in e.outs}
         self.centered: dict[Value, frozenset[Axis]] = {}
@@ -185,8 +221,8 @@ class Lone:
         rule = rule_of(e.name)
         if rounding.programs(e) or rule.need == PROGRAM:
             return e.name == "convert_element_type"
-        adds = rule.need == FOLLOW and rule.gain == SUM
-        if copies > 1 and (adds or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")):
+        mixes = _adds(e) or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")
+        if copies > 1 and mixes and self.noise[v] != EACH:
             return False
         return not is_sum(e) or self.axes.of(*summed(e)).isdisjoint(self.centered[v])
 
@@ -201,5 +237,4 @@ def _scales(e: Equation, mine: Sequence[Value]) -> bool:
     rule = rule_of(e.name)
     if rule.multiplies:
         return len(mine) == 1 and (e.name == "mul" or mine[0] is e.ins[0])
-    adds = rule.need == FOLLOW and rule.gain == SUM
-    return len(mine) == len(e.ins) if adds else e.name in ("neg", "copy")
+    return len(mine) == len(e.ins) if _adds(e) else e.name in ("neg", "copy")
