@@ -1,0 +1,44 @@
+"""What is kept moves the fewest bytes: what is written anyway is kept, what is fused is not."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from joint import planned
+from planners import kept
+from support import normal
+
+N, D = 8, 32
+X, W, V = normal(0, N, D), normal(1, D, D, scale=0.2), normal(2, D, D, scale=0.2)
+HALF = 2 * N * D  # bytes of a 16-bit array
+
+
+def layer(x, w):
+    return jax.nn.gelu(x @ w)
+
+
+def head(y):
+    return jnp.sum(jnp.sin(y))
+
+
+def test_what_a_matmul_reads_is_written_and_so_kept():
+    """Computed again for the gradient of ``v``, it would be written again."""
+    fun = lambda x, w, v: head(layer(x, w) @ v)  # noqa: E731
+    assert kept(planned(fun), (X, W, V), (0, 1, 2)) == 3 * HALF
+
+
+def test_what_is_read_by_elementwise_operations_is_computed_again():
+    fun = lambda x, w: head(layer(x, w))  # noqa: E731
+    assert kept(planned(fun), (X, W), (0, 1)) == HALF
+
+
+def test_what_no_gradient_needs_is_not_kept():
+    fun = lambda w: head(layer(X, w) @ V)  # noqa: E731
+    assert kept(planned(fun), (W,)) == 2 * HALF
+
+
+def test_loops_keep_the_fewest_bytes():
+    def fun(x, w, v):
+        return head(lax.scan(lambda c, _: (layer(c, w) @ v + c, None), x, length=2)[0])
+
+    carry, of_layer = 2 * 4 * N * D, 2 * HALF
+    assert kept(planned(fun), (X, W, V), (0, 1, 2)) <= carry + of_layer + 4 * N * D
