@@ -50,7 +50,7 @@ def rewritten(
 def weights_of_softmax(
     early: list[Equation], late: list[Equation], outs: Sequence[Value], half: np.dtype
 ) -> Parts:
-    """The backward part reads the 16-bit weights of a softmax that a matmul read, normalized.
+    """The backward part reads the 16-bit weights of a softmax that matmuls alone read, normalized.
 
     The rounded weights divided by their sums are exactly a softmax, of scores that have moved by at
     most a rounding unit: their rows sum to one, and the difference between a confident row's weight
@@ -62,13 +62,12 @@ def weights_of_softmax(
     """
     forward = needed(early, outs)
     maker, readers = {out: e for e in forward for out in e.outs}, readers_of(forward)
-    read = rounding.fed(forward)
+    low = rounding.wanted(forward, outs, ())
+    read = {v for v in rounding.fed(forward) if v in low and rounding.is_large(v)}
     found = [s for e in forward if (s := Softmax.at(e, maker)) and s.weights in read]
-    found = [s for s in found if rounding.is_large(s.weights)]
     if not found:
         return early, late
     first: list[Equation] = []
-    low = rounding.wanted(early, outs, ())
     weights = {s.weights for s in found}
     early = rounding.with_rounded(early, weights, half, lambda e: _takes_half(e, low))
     written = {e.ins[0]: e.outs[0] for e in early if e.name == rounding.ROUNDED}
