@@ -10,6 +10,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner import rounding
+from mpjax._src.planner.classify import Exceptions
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -34,6 +35,7 @@ class Program:
         half: The 16-bit dtype; float32 plans the same, but rounds nothing.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
+        exceptions: What the policy says of single operations that JAX adds to it later.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Program:
         half: np.dtype,
         halved_in: Sequence[bool] = (),
         halved_out: Sequence[bool] = (),
+        exceptions: Exceptions | None = None,
     ) -> None:
         self.closed, self.half = building.without_refs(closed), half
+        self.exceptions = exceptions or Exceptions(half)
         jaxpr, _ = _jax.open_jaxpr(self.closed)
         self.effects = jaxpr.effects
         self.float_avals = [v.aval for v in jaxpr.invars]
@@ -76,7 +80,7 @@ class Program:
             jaxpr, moves = building.forward_mode(self.closed, moving)
             ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
             outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
-            return Program(jaxpr, self.half, ins, outs), moves
+            return self.another(self.exceptions.marked(jaxpr), ins, outs), moves
 
         return self._once(("jvp", moving), make)
 
@@ -85,9 +89,15 @@ class Program:
 
         def make():
             jaxpr, batched = building.batched(self.closed, axis, which)
-            return Program(jaxpr, self.half, self.halved_in, self.halved_out), batched
+            return self.another(jaxpr, self.halved_in, self.halved_out), batched
 
         return self._once((axis, which), make)
+
+    def another(
+        self, closed: Any, halved_in: Sequence[bool], halved_out: Sequence[bool]
+    ) -> "Program":
+        """Returns a program that is made from this one."""
+        return Program(closed, self.half, halved_in, halved_out, self.exceptions)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
@@ -141,7 +151,8 @@ class Derivative:
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
         forward = closed(self._ins, early, [*self._outs, *self.saved], self._info)
-        self.forward = Program(forward, half, program.halved_in, [*program.halved_out, *self._low])
+        low_out = [*program.halved_out, *self._low]
+        self.forward = program.another(forward, program.halved_in, low_out)
         self._backward: dict[tuple[bool, ...], Any] = {}
 
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
@@ -166,7 +177,7 @@ class Derivative:
         ]
         low_out = [program.halved_in[self.by[i]] for i in places]
         jaxpr = closed(ins, body, [grads[i] for i in places], self._info)
-        return Program(jaxpr, program.half, low_in, low_out), places
+        return program.another(jaxpr, low_in, low_out), places
 
     @functools.cached_property
     def tangent(self) -> Program:
@@ -185,7 +196,7 @@ class Derivative:
 
         linear = _jax.trace(run, [*avals[:count], *tangents], "tangent")
         low = [*back.halved_in[:count], *(self.program.halved_in[i] for i in self.by)]
-        return Program(linear, back.half, low, back.halved_in[count:])
+        return back.another(linear, low, back.halved_in[count:])
 
 
 def _with_gradient(
@@ -226,6 +237,7 @@ def _with_gradient(
     inputs = [*kept, *cts]
     later = _jax.trace(back, [v.aval for v in inputs], "planned")
     grads = opened(later, inputs, equations, again=True)
+    program.exceptions.mark(equations)
     return [*values, *cts], equations, [*outs, *grads]
 
 

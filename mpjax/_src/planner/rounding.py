@@ -13,9 +13,9 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
-from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
+from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
 from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
@@ -30,6 +30,8 @@ def is_float32(v: Value) -> bool:
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
 # sum is no faster in 16 bits, and often a coordinate or an angle.
 SHORT = 4
+HALF_NAMES = tuple(half.name for half in HALVES)
+OTHER = "other."  # in front of a region's dtype: the 16-bit dtype that is not the program's
 
 
 def halved(aval: Any, half: np.dtype) -> Any:
@@ -39,13 +41,50 @@ def halved(aval: Any, half: np.dtype) -> Any:
 
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
-    if rule_of(e.name).need != HALF or e.params.get("precision") is not None:
+    return e.region.dtype in ("", *HALF_NAMES) and may_be_half_matmul(e)
+
+
+def may_be_half_matmul(e: Equation) -> bool:
+    """Returns whether an equation is a matmul of float32, which its author left to the policy."""
+    if rule_of(e.name).need != HALF or _jax.own_precision(e.params) is not None:
         return False
     if e.name == "dot_general":
         (contracted, _), _ = e.params["dimension_numbers"]
         if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
             return False
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
+
+
+def is_half_operation(e: Equation) -> bool:
+    """Returns whether a region asks an equation that is no matmul to read and return 16 bits."""
+    return e.region.dtype in HALF_NAMES and may_be_half_operation(e)
+
+
+def may_be_half_operation(e: Equation) -> bool:
+    """Returns whether a region of 16 bits means an equation that is no matmul.
+
+    Its derivative stays in float32.
+    """
+    row = rule_of(e.name)
+    if row.need not in (FULL, FOLLOW) or NO_HALF_FORM in row.traits or e.region.back:
+        return False
+    return any(map(is_float32, e.outs))
+
+
+def again(e: Equation) -> Equation:
+    """Returns an equation as it runs a second time in a backward pass: in the same dtype."""
+    if e.region.dtype and may_be_half_operation(e):
+        e = e.on(e.ins)
+        e.enter(f"{e.region.dtype}:{e.name}:again")
+    return e
+
+
+def other_half(e: Equation) -> np.dtype | None:
+    """Returns the 16-bit dtype of an equation, if it is another one than the program's."""
+    name = e.region.dtype.removeprefix(OTHER)
+    if name == e.region.dtype or not (may_be_half_matmul(e) or may_be_half_operation(e)):
+        return None
+    return np.dtype(name)
 
 
 def is_view(e: Equation) -> bool:
@@ -63,7 +102,7 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
 
     Of a branch, the operand that selects one is left out.
     """
-    return [parts(program, rules=True) for program in programs(e)]
+    return [parts(program, rules=True, region=e.region) for program in programs(e)]
 
 
 def programs(e: Equation) -> Sequence[Any]:
@@ -91,6 +130,8 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     for e in equations:
         if is_half_matmul(e):
             found.update(e.outs)
+        elif is_half_operation(e):
+            found.update(filter(is_float32, e.outs))
         elif is_view(e):
             found.update(_views(e, found, numbers))
         elif programs(e):
@@ -120,6 +161,8 @@ def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
 def is_exact(const: Any, half: np.dtype) -> bool:
     """Returns whether a known number is a 16-bit number."""
     if const is None or isinstance(const, _jax.Tracer) or np.ndim(const):
+        return False
+    if np.iscomplexobj(const):
         return False
     with np.errstate(over="ignore"):
         return bool(np.asarray(const, half).astype(np.float32) == np.float32(const))
@@ -159,6 +202,8 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
     if is_half_matmul(e):
         return e.ins[2:]
+    if is_half_operation(e):
+        return []
     if e.name == BARRIER:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
     if is_view(e):

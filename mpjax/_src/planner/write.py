@@ -14,13 +14,26 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.higher_order import WHILE, higher_order
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, parts
+from mpjax._src.planner.equations import (
+    BARRIER,
+    NOWHERE,
+    Equation,
+    Region,
+    Value,
+    closed,
+    parts,
+)
 
 
 def written(
-    program: Any, half: np.dtype, halved_in: Sequence[bool], halved_out: Sequence[bool]
+    program: Any,
+    half: np.dtype,
+    halved_in: Sequence[bool],
+    halved_out: Sequence[bool],
+    region: Region = NOWHERE,
 ) -> Any:
     """Returns a float32 program with casts.
 
@@ -29,11 +42,12 @@ def written(
         half: The 16-bit dtype; float32 leaves the program as it is.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
+        region: The region of the equation that holds the program.
 
     Returns:
         The closed jaxpr.
     """
-    ins, equations, outs = parts(program, rules=True)
+    ins, equations, outs = parts(program, rules=True, region=region)
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     writer = Writer(
@@ -101,7 +115,7 @@ class Writer:
         if v.literal:
             with np.errstate(over="ignore"):
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
-        if v.aval.dtype == self.half:
+        if v.aval.dtype in HALVES:
             v = self._rounded(v, near)
         params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
         return self._append(convert_element_type_p, params, v, aval, near)
@@ -113,7 +127,7 @@ class Writer:
         matmul's result on CPU. What is kept in 16 bits would then be another number than what the
         forward pass went on with: rows of softmax weights would not sum to one.
         """
-        info = jnp.finfo(self.half)
+        info = jnp.finfo(v.aval.dtype)
         params = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
         return self._append(reduce_precision_p, params, v, v.aval, near)
 
@@ -128,6 +142,8 @@ class Writer:
 
     def write(self, e: Equation) -> None:
         """Writes an equation in the dtypes that its operands and readers ask for."""
+        if (other := rounding.other_half(e)) is not None:
+            return self._in_other_half(e, other)
         halved_in, halved_out, params = self._forms(e)
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
@@ -145,10 +161,12 @@ class Writer:
             ins = [i < 2 for i in range(len(e.ins))]
             kind = {"preferred_element_type": self.half}
             return ins, [True] * len(e.outs), {**e.params, **kind}
+        if rounding.is_half_operation(e):
+            return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
         if rounding.is_view(e):
             return self._view(e)
         if row.kind == WHILE:
-            inner = {k: self._plain(e.params[k]) for k in row.params}
+            inner = {k: self._plain(e.params[k], e.region) for k in row.params}
             return [False] * len(e.ins), [False] * len(e.outs), {**e.params, **inner}
         if rounding.programs(e):
             return self._around(e)
@@ -170,12 +188,29 @@ class Writer:
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
 
-    def _plain(self, program: Any) -> Any:
+    def _in_other_half(self, e: Equation, half: np.dtype) -> None:
+        """Writes an equation in another 16-bit dtype than the program's; results are float32."""
+
+        def cast(v):
+            typed = rounding.halved(v.aval, half)
+            return self._cast(self.full(v, e), typed, e) if rounding.is_float32(v) else v
+
+        floats = map(rounding.is_float32, e.outs)
+        pairs = zip(e.outs, floats, strict=True)
+        outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
+        returns = "preferred_element_type" in e.params
+        params = {**e.params, "preferred_element_type": half} if returns else e.params
+        self.written.append(e.on(map(cast, e.ins), outs=outs, params=params))
+        for v, out in zip(e.outs, outs, strict=True):
+            if out is not v:
+                self._cast(out, v.aval, e)
+                self.written[-1].outs = [v]
+
+    def _plain(self, program: Any, region: Region) -> Any:
         """Returns the program of a loop's body or condition, whose arguments are all float32."""
         jaxpr, _ = _jax.open_jaxpr(program)
-        return written(
-            program, self.half, [False] * len(jaxpr.invars), [False] * len(jaxpr.outvars)
-        )
+        ins, outs = ([False] * len(each) for each in (jaxpr.invars, jaxpr.outvars))
+        return written(program, self.half, ins, outs, region)
 
     def _around(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Writes the programs of a loop, branch or map."""
@@ -196,6 +231,10 @@ class Writer:
             for i, (v, ask) in enumerate(zip(e.outs, asked, strict=True))
         ]
         rewrite = functools.partial(
-            written, half=self.half, halved_in=inside[first:], halved_out=results
+            written,
+            half=self.half,
+            halved_in=inside[first:],
+            halved_out=results,
+            region=e.region,
         )
         return inside, results, rounding.with_programs(e, rewrite)

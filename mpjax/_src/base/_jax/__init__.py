@@ -32,6 +32,7 @@ from mpjax._src.base._jax.literals import casts_of_numbers
 from mpjax._src.base._jax.matmuls import marked, storing
 from mpjax._src.base._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src.base._jax.programs import (
+    FASTEST,
     Structure,
     abstract,
     at_default_precision,
@@ -55,6 +56,7 @@ from mpjax._src.base._jax.programs import (
     may_be_divided,
     numbered,
     open_jaxpr,
+    own_precision,
     primitive_names,
     programs_in,
     retyped,
