@@ -17,7 +17,7 @@ HALF = np.dtype(jnp.bfloat16)
 
 def write(fun, *args, halved_in=None, halved_out=(False,), half=HALF):
     program = jax.make_jaxpr(fun)(*args)
-    return written(program, half, halved_in or [False] * len(args), halved_out)
+    return written(program, half, halved_in or [False] * len(args), halved_out, halved_out)
 
 
 def casts(program):

@@ -35,6 +35,7 @@ class Program:
         half: The 16-bit dtype; float32 plans the same, but rounds nothing.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
+        returned: How many results are returned. The others are kept for a backward pass.
         exceptions: What the policy says of single operations that JAX adds to it later.
     """
 
@@ -45,6 +46,7 @@ class Program:
         halved_in: Sequence[bool] = (),
         halved_out: Sequence[bool] = (),
         exceptions: Exceptions | None = None,
+        returned: int | None = None,
     ) -> None:
         self.closed, self.half = building.without_refs(closed), half
         self.exceptions = exceptions or Exceptions(half)
@@ -54,6 +56,7 @@ class Program:
         self.result_avals = [v.aval for v in jaxpr.outvars]
         self.halved_in = tuple(halved_in) or (False,) * len(self.float_avals)
         self.halved_out = tuple(halved_out) or (False,) * len(self.result_avals)
+        self.returned = len(self.result_avals) if returned is None else returned
         self.in_avals = _passed(self.float_avals, self.halved_in, half)
         self.out_avals = _passed(self.result_avals, self.halved_out, half)
         self._derived: dict[Any, Any] = {}
@@ -61,7 +64,8 @@ class Program:
     @functools.cached_property
     def written(self) -> Any:
         """The closed jaxpr that runs."""
-        return written(self.closed, self.half, self.halved_in, self.halved_out)
+        returned = [i < self.returned for i in range(len(self.result_avals))]
+        return written(self.closed, self.half, self.halved_in, self.halved_out, returned)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
@@ -80,7 +84,9 @@ class Program:
             jaxpr, moves = building.forward_mode(self.closed, moving)
             ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
             outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
-            return self.another(self.exceptions.marked(jaxpr), ins, outs), moves
+            all_of_them = self.returned == len(self.result_avals)
+            returned = None if all_of_them else self.returned
+            return self.another(self.exceptions.marked(jaxpr), ins, outs, returned), moves
 
         return self._once(("jvp", moving), make)
 
@@ -89,15 +95,19 @@ class Program:
 
         def make():
             jaxpr, batched = building.batched(self.closed, axis, which)
-            return self.another(jaxpr, self.halved_in, self.halved_out), batched
+            return self.another(jaxpr, self.halved_in, self.halved_out, self.returned), batched
 
         return self._once((axis, which), make)
 
     def another(
-        self, closed: Any, halved_in: Sequence[bool], halved_out: Sequence[bool]
+        self,
+        closed: Any,
+        halved_in: Sequence[bool],
+        halved_out: Sequence[bool],
+        returned: int | None = None,
     ) -> "Program":
         """Returns a program that is made from this one."""
-        return Program(closed, self.half, halved_in, halved_out, self.exceptions)
+        return Program(closed, self.half, halved_in, halved_out, self.exceptions, returned)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
@@ -152,7 +162,7 @@ class Derivative:
         self._low = [exact.is_half(v) for v in self.saved]
         forward = closed(self._ins, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
-        self.forward = program.another(forward, program.halved_in, low_out)
+        self.forward = program.another(forward, program.halved_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
 
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:

@@ -14,9 +14,11 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.dtypes import HALVES
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import WHILE, higher_order
+from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.planner import rounding
+from mpjax._src.planner.accumulators import Returned, unrounded
 from mpjax._src.planner.equations import (
     BARRIER,
     NOWHERE,
@@ -33,6 +35,7 @@ def written(
     half: np.dtype,
     halved_in: Sequence[bool],
     halved_out: Sequence[bool],
+    returned: Sequence[bool],
     region: Region = NOWHERE,
 ) -> Any:
     """Returns a float32 program with casts.
@@ -42,17 +45,20 @@ def written(
         half: The 16-bit dtype; float32 leaves the program as it is.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
+        returned: For each result, whether it leaves as an accumulator, if it is one.
         region: The region of the equation that holds the program.
 
     Returns:
         The closed jaxpr.
     """
     ins, equations, outs = parts(program, rules=True, region=region)
+    in_full = [yes and not low for yes, low in zip(returned, halved_out, strict=True)]
+    sums = unrounded(equations, outs, in_full)
+    equations, outs = sums.equations, sums.outs
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
-    writer = Writer(
-        half, given, rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
-    )
+    wanted, numbers = rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
+    writer = Writer(half, given, wanted, numbers, sums)
     arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
@@ -71,6 +77,7 @@ class Writer:
         half: The 16-bit dtype.
         wanted: The values that are read in 16 bits alone.
         numbers: The constants that are 16-bit numbers.
+        sums: The accumulators that the program returns.
         fulls: The float32 forms.
         lows: The 16-bit forms.
         written: The equations.
@@ -82,8 +89,9 @@ class Writer:
         given: Collection[Value],
         wanted: Collection[Value],
         numbers: Collection[Value],
+        sums: Returned,
     ) -> None:
-        self.half, self.wanted, self.numbers = half, wanted, numbers
+        self.half, self.wanted, self.numbers, self.sums = half, wanted, numbers, sums
         self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
         self.written: list[Equation] = []
@@ -147,11 +155,14 @@ class Writer:
         halved_in, halved_out, params = self._forms(e)
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
+        if e.outs and e.outs[0] in self.sums.of:
+            return self._with_accumulator(e.on(ins, params=params))
         outs = []
         for v, low in zip(e.outs, halved_out, strict=True):
             if low:
                 self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
+        e = _marked(e) if rounding.is_half_matmul(e) else e
         self.written.append(e.on(ins, outs=outs, params=params))
 
     def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
@@ -188,6 +199,14 @@ class Writer:
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
 
+    def _with_accumulator(self, e: Equation) -> None:
+        """Writes a matmul that returns float32, and its rounding, if someone reads it."""
+        (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
+        accumulator = self.sums.of[v]
+        wide = e.on(e.ins, outs=[accumulator], params={**e.params, **kind})
+        self.written.append(_marked(wide))
+        self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
+
     def _in_other_half(self, e: Equation, half: np.dtype) -> None:
         """Writes an equation in another 16-bit dtype than the program's; results are float32."""
 
@@ -200,7 +219,7 @@ class Writer:
         outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
         returns = "preferred_element_type" in e.params
         params = {**e.params, "preferred_element_type": half} if returns else e.params
-        self.written.append(e.on(map(cast, e.ins), outs=outs, params=params))
+        self.written.append(_marked(e.on(map(cast, e.ins), outs=outs, params=params)))
         for v, out in zip(e.outs, outs, strict=True):
             if out is not v:
                 self._cast(out, v.aval, e)
@@ -210,7 +229,7 @@ class Writer:
         """Returns the program of a loop's body or condition, whose arguments are all float32."""
         jaxpr, _ = _jax.open_jaxpr(program)
         ins, outs = ([False] * len(each) for each in (jaxpr.invars, jaxpr.outvars))
-        return written(program, self.half, ins, outs, region)
+        return written(program, self.half, ins, outs, outs, region)
 
     def _around(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Writes the programs of a loop, branch or map."""
@@ -226,15 +245,22 @@ class Writer:
             and (self.is_made(v) or v in read)
             for i, v in enumerate(e.ins)
         ]
+        unrounded = self.sums.inside.get(e) or [False] * len(e.outs)
         results = [
-            rounding.is_float32(v) and i >= end - start and (ask or v in outs_made)
-            for i, (v, ask) in enumerate(zip(e.outs, asked, strict=True))
+            rounding.is_float32(v) and i >= end - start and (ask or v in outs_made) and not wide
+            for i, (v, ask, wide) in enumerate(zip(e.outs, asked, unrounded, strict=True))
         ]
         rewrite = functools.partial(
             written,
             half=self.half,
             halved_in=inside[first:],
             halved_out=results,
+            returned=unrounded,
             region=e.region,
         )
         return inside, results, rounding.with_programs(e, rewrite)
+
+
+def _marked(e: Equation) -> Equation:
+    """Returns a matmul with the mark by which its lowering finds the form for each device."""
+    return e.on(e.ins, like=building.marked(e.like)) if rule_of(e.name).need == HALF else e
