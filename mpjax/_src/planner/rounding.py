@@ -30,6 +30,8 @@ def is_float32(v: Value) -> bool:
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
 # sum is no faster in 16 bits, and often a coordinate or an angle.
 SHORT = 4
+# Fewer columns of a matmul's result are not rounded.
+NARROW = 16
 HALF_NAMES = tuple(half.name for half in HALVES)
 OTHER = "other."  # in front of a region's dtype: the 16-bit dtype that is not the program's
 
@@ -42,6 +44,24 @@ def halved(aval: Any, half: np.dtype) -> Any:
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
     return e.region.dtype in ("", *HALF_NAMES) and may_be_half_matmul(e)
+
+
+def returns_half(e: Equation) -> bool:
+    """Returns whether an equation is a matmul that returns 16 bits.
+
+    A few columns, as of a head, leave it in float32: they are few bytes, and often the last.
+    """
+    return is_half_matmul(e) and (e.region.dtype in HALF_NAMES or not _is_narrow(e))
+
+
+def _is_narrow(e: Equation) -> bool:
+    if e.name != "dot_general":
+        return False
+    (_, contracted), (_, batch) = e.params["dimension_numbers"]
+    shape = e.ins[1].aval.shape
+    return (
+        _jax.size_of([n for d, n in enumerate(shape) if d not in (*contracted, *batch)]) <= NARROW
+    )
 
 
 def may_be_half_matmul(e: Equation) -> bool:
@@ -128,7 +148,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
-        if is_half_matmul(e):
+        if returns_half(e):
             found.update(e.outs)
         elif is_half_operation(e):
             found.update(filter(is_float32, e.outs))

@@ -170,8 +170,9 @@ class Writer:
         row = higher_order(e.name)
         if rounding.is_half_matmul(e):
             ins = [i < 2 for i in range(len(e.ins))]
-            kind = {"preferred_element_type": self.half}
-            return ins, [True] * len(e.outs), {**e.params, **kind}
+            low = rounding.returns_half(e)
+            kind = {"preferred_element_type": self.half if low else FLOAT32}
+            return ins, [low], {**e.params, **kind}
         if rounding.is_half_operation(e):
             return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
         if rounding.is_view(e):
