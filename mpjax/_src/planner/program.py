@@ -1,5 +1,6 @@
 """A float32 program, as it is written in mixed precision, and what transformations make of it."""
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +10,14 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
-from mpjax._src.planner import rounding
+from mpjax._src.planner import checkpoints, rounding
 from mpjax._src.planner.classify import Exceptions
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
     Value,
     barred,
+    between,
     closed,
     dependents,
     needed,
@@ -109,6 +111,15 @@ class Program:
         """Returns a program that is made from this one."""
         return Program(closed, self.half, halved_in, halved_out, self.exceptions, returned)
 
+    def checkpointed(
+        self, moving: tuple[bool, ...], where: checkpoints.Where
+    ) -> tuple["Program", "Program"] | None:
+        """Returns the program with what a policy saves as results, and as arguments, if it does."""
+        cut = self.cut(moving)
+        saved = cut.saveable(where)
+        key = moving, tuple(saved.items())
+        return self._once(key, lambda: cut.resumed(saved)) if saved else None
+
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
             self._derived[key] = make()
@@ -129,6 +140,7 @@ class Derivative:
 
     Attributes:
         program: The program.
+        inputs: Its arguments.
         by: The arguments that move.
         given: The arguments that the backward part reads.
         saved: What the forward part hands to the backward part besides.
@@ -141,29 +153,61 @@ class Derivative:
         self._floats = [i for i, a in enumerate(program.result_avals) if held.is_inexact(a)]
         self._info = building.anonymous(program.closed)
         values, equations, results = _with_gradient(program, self.by, self._floats)
-        self._ins, self._cts = values[: len(moving)], values[len(moving) :]
+        self.inputs, self._cts = values[: len(moving)], values[len(moving) :]
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
-        joined(equations, self._cts, self._ins, results, half)
-        early, self._late = parted(needed(equations, results), self._cts)
-        halved = _chosen(self._ins, program.halved_in)
-        asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
-        made = rounding.made(early, halved, half)
-        price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        self.saved, self._again = handed(early, self._late, self._grads, price, free=self._ins)
-        later = [*self._again, *self._late]
-        read = {*self._grads, *(v for e in later for v in e.ins)}
-        self.given = [i for i, v in enumerate(self._ins) if v in read]
-        moved = dependents(early, [self._ins[i] for i in self.by])
+        joined(equations, self._cts, self.inputs, results, half)
+        self._early, self._late = parted(needed(equations, results), self._cts)
+        halved = _chosen(self.inputs, program.halved_in)
+        self._made = rounding.made(self._early, halved, half)
+        moved = dependents(self._early, [self.inputs[i] for i in self.by])
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
+        self._low_in = program.halved_in
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Chooses what the forward part hands to the backward part, and closes it."""
+        program, half, early = self.program, self.program.half, self._early
+        asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
+        made = self._made
+        price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
+        self.saved, self._again = handed(early, self._late, self._grads, price, free=self.inputs)
+        later = [*self._again, *self._late]
+        read = {*self._grads, *(v for e in later for v in e.ins)}
+        self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
-        forward = closed(self._ins, early, [*self._outs, *self.saved], self._info)
+        forward = closed(self.inputs, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
-        self.forward = program.another(forward, program.halved_in, low_out, program.returned)
+        self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
+
+    def saveable(self, where: checkpoints.Where) -> dict[Value, Any]:
+        """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
+        places = checkpoints.places(self._early, where)
+        read = {*self._grads, *(v for e in self._late for v in e.ins)}
+        crossing = [v for e in self._early for v in e.outs if v in read]
+        again = between(self._early, crossing, {*self.inputs, *places})
+        read.update(v for e in again for v in e.ins)
+        return {v: place for v, place in places.items() if v in read}
+
+    def resumed(self, saved: dict[Value, Any]) -> tuple[Program, Program]:
+        """Returns the program with saved values as further results, and with them as arguments."""
+        program, new = self.program, copy.copy(self)
+        new.__dict__.pop("tangent", None)
+        low = [v in self._made and rounding.is_float32(v) for v in saved]
+        sent, early = checkpoints.sent(saved, self._early)
+        forward = closed(self.inputs, early, [*self._outs, *sent], self._info)
+        low_in, low_out = program.halved_in, program.halved_out
+        first = program.another(forward, low_in, [*low_out, *low], program.returned)
+        arrived, back = checkpoints.received(saved)
+        new.inputs, new._low_in = [*self.inputs, *arrived], (*low_in, *low)
+        read = [*self._outs, *self._grads, *(v for e in self._late for v in e.ins)]
+        new._early = [*back, *between(self._early, read, {*self.inputs, *saved})]
+        new._hand_over()
+        return first, Resumed(program, new, low)
 
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
         """Returns the program of residuals and cotangents, and the places of its gradients."""
@@ -179,9 +223,9 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         body, grads = _held_apart(self.saved, [*self._again, *equations], grads)
         places = [i for i, g in enumerate(grads) if g not in zeros]
-        ins = [*(self._ins[i] for i in self.given), *self.saved, *cts]
+        ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
-            *(program.halved_in[i] for i in self.given),
+            *(self._low_in[i] for i in self.given),
             *self._low,
             *(program.halved_out[i] for i in cts.values()),
         ]
@@ -207,6 +251,23 @@ class Derivative:
         linear = _jax.trace(run, [*avals[:count], *tangents], "tangent")
         low = [*back.halved_in[:count], *(self.program.halved_in[i] for i in self.by)]
         return back.another(linear, low, back.halved_in[count:])
+
+
+class Resumed(Program):
+    """A program that gets some of its values as further arguments, which its derivative reads."""
+
+    def __init__(self, program: Program, cut: Derivative, low: Sequence[bool]) -> None:
+        jaxpr, consts = _jax.open_jaxpr(program.closed)
+        count = len(jaxpr.invars)
+        further = [building.Var(v.aval) for v in cut.inputs[count:]]
+        info = building.anonymous(program.closed)
+        jaxpr = jaxpr.replace(invars=[*jaxpr.invars, *further], debug_info=info)
+        options = program.halved_out, program.exceptions, program.returned
+        super().__init__(
+            _jax.close(jaxpr, consts), program.half, [*program.halved_in, *low], *options
+        )
+        moving = tuple(i in cut.by for i in range(count))
+        self._derived[(*moving, *[False] * len(further))] = cut
 
 
 def _with_gradient(
