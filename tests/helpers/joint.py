@@ -11,6 +11,7 @@ from mpjax._src.autocast import transform
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner.kept import program_of
 from mpjax._src.planner.program import Program
 from mpjax._src.program import trace as programs
 from mpjax._src.program.trace import Flat
@@ -58,17 +59,11 @@ def call(traced, arrays, rows=False):
     """
     if traced.as_written or rows:
         return _call(traced, arrays, rows)
-    inner, consts = _jax.hoisted(traced.jaxpr)
-    closed = building.as_closed(inner)
-    exceptions = Exceptions.of(traced.policy, closed)
-    closed, half = exceptions.marked(closed, [*[""] * len(consts), *traced.paths]), exceptions.half
-    arrays = [*consts, *map(jnp.asarray, arrays)]
-    avals = [v.aval for v in inner.invars]
-    passed = [a.dtype == F32 and x.dtype == half for a, x in zip(avals, arrays, strict=True)]
-    results = zip(inner.outvars, traced.out_dtypes, strict=True)
-    returned = [v.aval.dtype == F32 and to == half for v, to in results]
-    program = Program(closed, half, passed, returned, exceptions)
-    typed = zip(arrays, program.in_avals, strict=True)
+    consts = _jax.open_jaxpr(traced.jaxpr)[1]
+    arrays = [*map(jnp.asarray, arrays)]
+    dtypes = [x.dtype for x in arrays]
+    program = program_of(traced.jaxpr, traced.policy, traced.paths, dtypes, traced.out_dtypes)
+    typed = zip([*consts, *arrays], program.in_avals, strict=True)
     outs = held.call_held(program, *(cast(x, aval.dtype) for x, aval in typed))
     return [cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
 
