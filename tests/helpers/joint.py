@@ -8,6 +8,7 @@ import numpy as np
 
 import mpjax
 from mpjax._src.autocast import transform
+from mpjax._src.autocast.kernels import tracing
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner.classify import Exceptions
@@ -62,7 +63,9 @@ def call(traced, arrays, rows=False):
     consts = _jax.open_jaxpr(traced.jaxpr)[1]
     arrays = [*map(jnp.asarray, arrays)]
     dtypes = [x.dtype for x in arrays]
-    program = program_of(traced.jaxpr, traced.policy, traced.paths, dtypes, traced.out_dtypes)
+    around = functools.partial(tracing, traced.policy)
+    settings = traced.policy, traced.paths, dtypes, traced.out_dtypes, around
+    program = program_of(traced.jaxpr, *settings)
     typed = zip([*consts, *arrays], program.in_avals, strict=True)
     outs = held.call_held(program, *(cast(x, aval.dtype) for x, aval in typed))
     return [cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]

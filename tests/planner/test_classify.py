@@ -219,6 +219,20 @@ def test_a_half_op_reads_and_returns_16_bits_and_its_derivative_does_not(name):
     assert {*results(gradient, W, X, names=("mul",))} == {"float32"}
 
 
+def test_an_op_that_follows_runs_in_16_bits_if_it_reads_them():
+    wide = normal(2, 16, 32)
+    policy = POLICY.with_ops(follow=("exp", "mul"))
+    for fun, expected in (
+        (lambda w, x: jnp.exp(-(x @ w)), ["bfloat16"]),
+        (lambda w, x: jnp.exp(x @ w + x @ w), ["float32"]),
+        (lambda w, x: jnp.exp(x), ["float32"]),
+    ):
+        auto = autocast(lambda w, x, fun=fun: jnp.sin(fun(w, x)), policy)
+        assert results(auto, wide, X, names=("exp",)) == expected
+        gradient = jax.grad(lambda *args, auto=auto: jnp.sum(auto(*args)))
+        assert {*results(gradient, wide, X, names=("mul",))} <= {"float32"}
+
+
 def test_cotangents_are_summed_in_16_bits_if_a_list_says_so():
     loss = lambda w, x: jnp.sum(jnp.sin(x) @ w + jnp.cos(x) @ w)  # noqa: E731
     for half, expected in (((), "float32"), ("add_any", "bfloat16")):
@@ -368,6 +382,44 @@ def test_matmuls_by_which_a_loop_ends_stay_float32(name):
     end, expected = ENDS[name]
     for fun in (while_loop(end), lambda w, x: lax.map(lambda x: while_loop(end)(w, x[None]), x)):
         assert dtypes(autocast(fun, POLICY), W, X) == expected
+
+
+def test_a_rule_whose_function_ends_by_a_matmul_repeats_its_decisions():
+    loop = while_loop(ENDS["what it computes"][0])
+    solve = jax.custom_vjp(lambda w, x: lax.map(lambda x: loop(w, x[None]), x) @ w)
+
+    def back(kept, ct):
+        return jax.vjp(lambda w, x: jnp.tanh(x @ w), *kept)[1](ct[:, 0])
+
+    solve.defvjp(lambda w, x: (solve(w, x), (w, x)), back)
+    auto = autocast(solve, POLICY)
+    assert dtypes(auto, W, X) == FULL
+    assert dtypes(jax.grad(lambda w: jnp.sum(auto(w, X))), W) == FULL
+
+
+def test_a_linear_call_and_a_jit_that_donates_are_written_inside():
+    def linear(w, x):
+        double = lambda w, x: x @ w * 2, lambda w, g: 3 * (g @ w.T)
+        return jax.custom_derivatives.linear_call(*double, w, x)
+
+    check_dtypes = jax.grad(lambda w, x: jnp.sum(autocast(linear, POLICY)(w, x)), 1)
+    assert dtypes(check_dtypes, W, X) == BF16
+    donating = jax.jit(lambda x, w: jnp.sin(x @ w), donate_argnums=0)
+    assert dtypes(autocast(lambda w, x: donating(x, w), POLICY), W, X) == BF16
+
+
+def test_a_kernel_in_a_rule_sees_the_policy():
+    seen = []
+
+    @mpjax.half_inputs
+    def kernel(x, w):
+        seen.append(x.dtype.name)
+        return x @ w
+
+    rule = jax.custom_vjp(kernel)
+    rule.defvjp(lambda x, w: (kernel(x, w), (x, w)), lambda kept, ct: jax.vjp(kernel, *kept)[1](ct))
+    jax.grad(autocast(lambda w, x: jnp.sum(rule(x, w)), POLICY))(W, X)
+    assert {*seen} == BF16 and len(seen) >= 3
 
 
 ROUTED = {

@@ -42,6 +42,8 @@ MADE = {
     "with an argument": (lambda x, w: jnp.concatenate([x @ w, x]), False),
     "short sum": (lambda x, w: x[:, :4] @ w[:4], False),
     "longer sum": (lambda x, w: x[:, :5] @ w[:5], True),
+    "widened by the user": (lambda x, w: x.astype(HALF).astype("float32").T, True),
+    "widened from another": (lambda x, w: x.astype("float16").astype("float32"), False),
     "a few columns": (lambda x, w: x @ w[:, :16], False),
     "more columns": (lambda x, w: x @ w[:, :17], True),
     "a few columns in a loop": (lambda x, w: lax.map(lambda r: r @ w[:, :16], x), False),

@@ -82,3 +82,14 @@ def test_a_precision_of_its_own_stays_float32(precision):
     fun = planned(lambda x, w: jnp.dot(x, w, precision=precision))
     expected = "float32" if precision else "bfloat16"
     assert {d for pair in matmul_dtypes(fun, X, W) for d in pair} == {expected}
+
+
+def test_the_user_s_casts_of_16_bit_numbers_are_left_out():
+    def fun(x, w):
+        y = (x @ w).astype(HALF)  # as a kernel that wants 16 bits
+        return jnp.maximum(y.astype("float32"), 0) @ w, y
+
+    program = write(fun, X, W, halved_in=[True, True], halved_out=(True, False))
+    assert not casts(program)
+    x, w = jnp.asarray(X, HALF), jnp.asarray(W, HALF)
+    np.testing.assert_array_equal(_jax.eval_closed(program, x, w)[1], x @ w)

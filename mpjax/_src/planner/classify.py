@@ -6,15 +6,16 @@ scopes on to derivatives, so a derivative runs in the dtype of what it is derive
 that JAX makes later, as by custom derivative rules, are classified when they appear.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import WHILE, higher_order
+from mpjax._src.base.higher_order import higher_order
 from mpjax._src.base.patterns import matches
 from mpjax._src.base.rules import FULL, HALF, NO_HALF_FORM, SAME_PARAMETER, rule_of
 from mpjax._src.planner import rounding
@@ -54,10 +55,11 @@ class Exceptions:
     Attributes:
         half: The 16-bit dtype of the program.
         all_full: Whether only a region or an override asks for 16 bits.
-        listed: "half" or "full" for the primitives on its lists.
+        listed: "half", "full" or "follow" for the primitives on its lists.
         overrides: Its overrides.
         used: The patterns of overrides that matched something.
         done: The programs with regions, by the programs that they were.
+        around: The context in which JAX runs the rules of a program.
     """
 
     half: np.dtype
@@ -66,14 +68,17 @@ class Exceptions:
     overrides: Sequence[tuple[str, Any]] = ()
     used: set[str] = dataclasses.field(default_factory=set)
     done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @classmethod
-    def of(cls, policy: Policy, program: Any) -> "Exceptions":
+    def of(cls, policy: Policy, program: Any, around: Any = contextlib.nullcontext) -> "Exceptions":
         """Returns those of a policy, for a program: a closed jaxpr."""
         halves = [dtype for _, dtype in policy.overrides] + [*_half_regions(program)]
         half = next((d for d in (policy.compute_dtype, *halves) if d in HALVES), FLOAT32)
-        listed = dict.fromkeys(policy.half_ops, "half") | dict.fromkeys(policy.full_ops, "full")
-        return cls(half, policy.compute_dtype not in HALVES, listed, policy.overrides)
+        lists = {"half": policy.half_ops, "full": policy.full_ops, "follow": policy.follow_ops}
+        listed = {op: name for name, ops in lists.items() for op in ops}
+        all_full = policy.compute_dtype not in HALVES
+        return cls(half, all_full, listed, policy.overrides, around=around)
 
     def marked(self, program: Any, paths: Sequence[str] = ()) -> Any:
         """Returns a closed jaxpr with regions; ``paths`` are those of its arguments."""
@@ -128,9 +133,11 @@ class Exceptions:
             return FLOAT32.name
         if listed == "half" and not matmul:
             return f"{self._own((override or self.half).name)}:{e.name}"
+        if listed == "follow" and not matmul:
+            return f"{rounding.FOLLOWING}:{e.name}"
         if override is not None or listed == "half":
             return self._own((override or self.half).name) if matmul else ""
-        ends = higher_order(e.name).kind == WHILE and ends_by_matmul(e)
+        ends = ends_by_matmul(e.like)
         integers = matmul and any(fact.integers == LARGE for fact in ins)
         full = ends or (matmul and (self.all_full or routes or integers))
         return FLOAT32.name if full else ""
@@ -166,7 +173,7 @@ class Exceptions:
     def _inside(self, e: Equation, ins: Sequence[Known], names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the parameters of an equation, with regions in the programs inside it."""
         row = higher_order(e.name)
-        if not row.params or row.pinned:
+        if not row.params:
             return e.params
         scopes = (*names, *_jax.scope_names(e.stack)) if self.overrides else ()
         changed, same = [], True

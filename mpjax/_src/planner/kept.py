@@ -3,6 +3,7 @@
 So its derivatives are planned once, also outside of `jax.jit`, where each gradient traces anew.
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ def program_of(
     paths: Sequence[str],
     dtypes: Sequence[Any],
     out_dtypes: Sequence[Any],
+    around: Any = contextlib.nullcontext,
 ) -> Program:
     """Returns the program of a closed jaxpr, whose constants are its first arguments.
 
@@ -35,8 +37,9 @@ def program_of(
         paths: The path of each argument.
         dtypes: The dtype in which each argument arrives.
         out_dtypes: The dtype in which each result is returned; None for its own.
+        around: The context in which JAX runs the rules of the program.
     """
-    make = functools.partial(_made, jaxpr, policy, paths, dtypes, out_dtypes)
+    make = functools.partial(_made, jaxpr, policy, paths, dtypes, out_dtypes, around)
     try:
         same = _jax.program_key(jaxpr), _jax.rules_key(jaxpr), _jax.tracing_key()
         kept = _kept((*same, policy, tuple(paths), tuple(dtypes), tuple(out_dtypes)))
@@ -61,10 +64,11 @@ def _made(
     paths: Sequence[str],
     dtypes: Sequence[Any],
     out_dtypes: Sequence[Any],
+    around: Any = contextlib.nullcontext,
 ) -> Program:
     inner, consts = _jax.hoisted(jaxpr)
     closed = building.as_closed(inner)
-    exceptions = Exceptions.of(policy, closed)
+    exceptions = Exceptions.of(policy, closed, around)
     half, constants = exceptions.half, [None] * len(consts)
     arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
     leave = zip(inner.outvars, out_dtypes, strict=True)

@@ -71,9 +71,13 @@ class Program:
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
-        """The program that runs, jitted."""
+        """The program that runs, jitted, unless it donates arguments to a jit inside."""
         program = self.written
-        return jax.jit(lambda *args: _jax.eval_closed(program, *args))
+        run = functools.partial(_jax.eval_closed, program)
+        return run if _donates(program) else jax.jit(lambda *args: run(*args))
+
+    def __repr__(self) -> str:  # people read it in jaxprs
+        return f"Program({self.half.name})"
 
     def cut(self, moving: tuple[bool, ...]) -> "Derivative":
         """Returns the derivative by the arguments that move."""
@@ -83,7 +87,8 @@ class Program:
         """Returns the program of arguments and moving tangents, and which results have tangents."""
 
         def make():
-            jaxpr, moves = building.forward_mode(self.closed, moving)
+            with self.exceptions.around():
+                jaxpr, moves = building.forward_mode(self.closed, moving)
             ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
             outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
             all_of_them = self.returned == len(self.result_avals)
@@ -124,6 +129,13 @@ class Program:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
+
+
+def _donates(program: Any) -> bool:
+    jaxpr, _ = _jax.open_jaxpr(program)
+    inner = (each for eqn in jaxpr.eqns for each in _jax.inner_jaxprs(eqn))
+    own = any(any(eqn.params.get("donated_invars", ())) for eqn in jaxpr.eqns)
+    return own or any(map(_donates, inner))
 
 
 def _passed(avals: Sequence[Any], halved: Sequence[bool], half: np.dtype) -> list[Any]:
@@ -209,6 +221,9 @@ class Derivative:
         new._hand_over()
         return first, Resumed(program, new, low)
 
+    def __repr__(self) -> str:
+        return f"Derivative({self.program.half.name}, by={self.by})"
+
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
         """Returns the program of residuals and cotangents, and the places of its gradients."""
         if nonzero not in self._backward:
@@ -291,8 +306,12 @@ def _with_gradient(
             return _jax.eval_once(program.closed, *full)
 
         outs, vjp = jax.vjp(of_moving, *(args[i] for i in by))
-        kept, residuals = jax.tree.flatten(vjp)
-        return [*outs, *kept]
+        kept, tree = jax.tree.flatten(vjp)
+        # What is not traced, as Python values, a rule gets back as it is.
+        arrays = [isinstance(x, _jax.Tracer) for x in kept]
+        others = [None if traced else x for x, traced in zip(kept, arrays, strict=True)]
+        residuals = tree, others
+        return [*outs, *_chosen(kept, arrays)]
 
     def back(*args):
         kept, given = args[: len(args) - len(floats)], iter(args[len(args) - len(floats) :])
@@ -300,13 +319,18 @@ def _with_gradient(
             next(given) if i in floats else np.zeros(a.shape, jax.dtypes.float0)
             for i, a in enumerate(program.result_avals)
         ]
-        return jax.tree.unflatten(residuals, kept)(cts)
+        tree, others = residuals
+        values = iter(kept)
+        return jax.tree.unflatten(tree, [next(values) if x is None else x for x in others])(cts)
 
-    values, equations, outs = parts(_jax.trace(ahead, program.float_avals, "planned"))
+    with program.exceptions.around():
+        first = _jax.trace(ahead, program.float_avals, "planned")
+    values, equations, outs = parts(first)
     outs, kept = outs[: len(program.result_avals)], outs[len(program.result_avals) :]
     cts = [Value(program.result_avals[i].to_ct_aval()) for i in floats]
     inputs = [*kept, *cts]
-    later = _jax.trace(back, [v.aval for v in inputs], "planned")
+    with program.exceptions.around():
+        later = _jax.trace(back, [v.aval for v in inputs], "planned")
     grads = opened(later, inputs, equations, again=True)
     program.exceptions.mark(equations)
     return [*values, *cts], equations, [*outs, *grads]

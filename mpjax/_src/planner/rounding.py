@@ -16,7 +16,7 @@ from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
-from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
+from mpjax._src.planner.equations import BARRIER, Equation, Region, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
@@ -33,6 +33,7 @@ SHORT = 4
 # Fewer columns of a matmul's result are not rounded.
 NARROW = 16
 HALF_NAMES = tuple(half.name for half in HALVES)
+FOLLOWING = "follow"  # in the place of a region's dtype: that of the operands
 OTHER = "other."  # in front of a region's dtype: the 16-bit dtype that is not the program's
 
 
@@ -109,12 +110,31 @@ def other_half(e: Equation) -> np.dtype | None:
 
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE
+    return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE or _follows(e)
+
+
+def _follows(e: Equation) -> bool:
+    """Returns whether a list asks an equation to return 16 bits if it reads them."""
+    return e.region == Region(FOLLOWING) and rule_of(e.name).need in (FULL, FOLLOW)
 
 
 def commutes(e: Equation) -> bool:
     """Returns whether a view of rounded operands is the rounded view: ranks see other ties."""
-    return RANKS not in rule_of(e.name).traits
+    return RANKS not in rule_of(e.name).traits and not _follows(e)
+
+
+def widens(e: Equation, half: np.dtype) -> bool:
+    """Returns whether an equation is the user's cast of 16-bit numbers to float32."""
+    return (
+        e.name == "convert_element_type" and e.ins[0].aval.dtype == half and is_float32(e.outs[0])
+    )
+
+
+def narrows(e: Equation, half: np.dtype) -> bool:
+    """Returns whether an equation is the user's cast of float32 numbers to 16 bits."""
+    return (
+        e.name == "convert_element_type" and e.outs[0].aval.dtype == half and is_float32(e.ins[0])
+    )
 
 
 def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]:
@@ -148,7 +168,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
-        if returns_half(e):
+        if returns_half(e) or widens(e, half):
             found.update(e.outs)
         elif is_half_operation(e):
             found.update(filter(is_float32, e.outs))
@@ -182,7 +202,7 @@ def is_exact(const: Any, half: np.dtype) -> bool:
     """Returns whether a known number is a 16-bit number."""
     if const is None or isinstance(const, _jax.Tracer) or np.ndim(const):
         return False
-    if np.iscomplexobj(const):
+    if np.asarray(const).dtype.kind not in "biuf":
         return False
     with np.errstate(over="ignore"):
         return bool(np.asarray(const, half).astype(np.float32) == np.float32(const))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
-from mpjax._src.base.higher_order import higher_order
+from mpjax._src.base.higher_order import WHILE, higher_order
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
 from mpjax._src.planner.equations import Equation, Value, parts
 
@@ -65,9 +65,17 @@ def depth(e: Equation) -> int:
     return _jax.size_of([e.ins[0].aval.shape[d] for d in contracted])
 
 
-def ends_by_matmul(loop: Equation) -> bool:
-    """Returns whether the end of a while loop depends on a matmul in it."""
-    condition, body = higher_order(loop.name).wire(loop.like)
+def ends_by_matmul(eqn: Any) -> bool:
+    """Returns whether an equation is a while loop whose end depends on a matmul in it.
+
+    Or a function with such a loop and a backward rule, which may repeat its decisions.
+    """
+    row = higher_order(eqn.primitive.name)
+    if row.backward:
+        return _holds_one(eqn)
+    if row.kind != WHILE:
+        return False
+    condition, body = row.wire(eqn)
     ins, equations, outs = parts(condition.program, rules=True)
     read, depends = _behind(equations, outs)
     carries = {i for i, v in enumerate(ins[condition.consts :]) if v in read}
@@ -79,6 +87,11 @@ def ends_by_matmul(loop: Equation) -> bool:
             break
         carries |= more
     return depends
+
+
+def _holds_one(eqn: Any) -> bool:
+    inside = (each for program in _jax.inner_jaxprs(eqn) for each in program.eqns)
+    return any(ends_by_matmul(each) or _holds_one(each) for each in inside)
 
 
 def _behind(equations: Sequence[Equation], wanted: Iterable[Value]) -> tuple[set[Value], bool]:

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import WHILE, higher_order
+from mpjax._src.base.higher_order import CALL, WHILE, higher_order
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.accumulators import Returned, unrounded
@@ -80,6 +80,7 @@ class Writer:
         sums: The accumulators that the program returns.
         fulls: The float32 forms.
         lows: The 16-bit forms.
+        same: What stands for values of other dtypes: for the user's own casts to 16 bits.
         written: The equations.
     """
 
@@ -94,12 +95,13 @@ class Writer:
         self.half, self.wanted, self.numbers, self.sums = half, wanted, numbers, sums
         self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
+        self.same: dict[Value, Value] = {}
         self.written: list[Equation] = []
 
     def full(self, v: Value, near: Equation | None) -> Value:
         """Returns the float32 form of a value, or a value of another dtype itself."""
         if v not in self.lows:
-            return v
+            return self.same.get(v, v)
         if v not in self.fulls:
             self.fulls[v] = self._cast(self.lows[v], v.aval, near)
         return self.fulls[v]
@@ -107,7 +109,7 @@ class Writer:
     def low(self, v: Value, near: Equation | None) -> Value:
         """Returns the 16-bit form of a float32 value."""
         if not rounding.is_float32(v):
-            return v
+            return self.same.get(v, v)
         if v not in self.lows:
             self.fulls[v] = v
             self.lows[v] = self._cast(v, rounding.halved(v.aval, self.half), near)
@@ -152,6 +154,12 @@ class Writer:
         """Writes an equation in the dtypes that its operands and readers ask for."""
         if (other := rounding.other_half(e)) is not None:
             return self._in_other_half(e, other)
+        if rounding.widens(e, self.half):
+            self.lows[e.outs[0]] = self.full(e.ins[0], e)
+            return None
+        if rounding.narrows(e, self.half) and self.is_made(e.ins[0]):
+            self.same[e.outs[0]] = self.lows[e.ins[0]]
+            return None
         halved_in, halved_out, params = self._forms(e)
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
@@ -177,7 +185,7 @@ class Writer:
             return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
         if rounding.is_view(e):
             return self._view(e)
-        if row.kind == WHILE:
+        if row.kind in (WHILE, CALL) and row.params:
             inner = {k: self._plain(e.params[k], e.region) for k in row.params}
             return [False] * len(e.ins), [False] * len(e.outs), {**e.params, **inner}
         if rounding.programs(e):
