@@ -25,8 +25,10 @@ from jax._src.interpreters.partial_eval import (
 )
 from jax.experimental import jet
 from jax.extend.core import Primitive, Var
+from jax.extend.core.primitives import reduce_precision_p
 from jax.interpreters import ad, mlir
 
+from mpjax._src.base._jax.building import barrier_p
 from mpjax._src.base._jax.programs import eval_closed, open_jaxpr
 
 # From JAX 0.12 on, a derivative may have residuals that are no arrays, passed apart.
@@ -204,8 +206,13 @@ def _batch(axis, args, dims, *, program, jaxpr=None):
     return call_held(new, *args), [0 if w else None for w in which]
 
 
+def _as_they_are(primals: Any, series: Any, **_: Any) -> tuple[Any, Any]:
+    return primals, series
+
+
 def _taylor(primals, series, *, program, jaxpr=None):
-    return jet.jet(lambda *args: eval_closed(program.written, *args), primals, series)
+    run = lambda *args: eval_closed(program.written, *args)  # noqa: E731
+    return jet.jet(run, primals, series, factorial_scaled=False)
 
 
 call_p.def_impl(lambda *args, program, jaxpr=None: program.jitted(*args))
@@ -216,6 +223,11 @@ ad.primitive_jvps[call_p] = _jvp
 primitive_linearizations[call_p] = _linearize
 fancy_primitive_batchers[call_p] = _batch
 jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
+# What written programs contain besides what the function does.
+if reduce_precision_p not in jet.jet_rules:
+    jet.deflinear(reduce_precision_p)
+if barrier_p not in jet.jet_rules:
+    jet.jet_rules[barrier_p] = _as_they_are  # type: ignore[assignment]
 
 # ---- a program and its derivative, where JAX separates them later -------------------------------
 
