@@ -384,6 +384,25 @@ def test_matmuls_by_which_a_loop_ends_stay_float32(name):
         assert dtypes(autocast(fun, POLICY), W, X) == expected
 
 
+def test_a_loop_that_turns_as_often_as_another_one_is_as_exact():
+    end = ENDS["what it computes"][0]
+
+    def fun(w, x):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w), c[1])  # noqa: E731
+        count = lax.while_loop(end, step, (0, x, x + 1))[0]
+        return lax.fori_loop(0, count + 1, lambda i, h: jnp.tanh(h @ w), x)
+
+    assert dtypes(autocast(fun, POLICY), W, X) == FULL
+
+
+def test_group_sizes_of_a_ragged_matmul_are_no_integers_to_keep():
+    def fun(w, x):
+        sizes = jnp.bincount(jnp.arange(8) % 2, length=2).astype(jnp.int32)
+        return lax.ragged_dot(x, jnp.stack([w, w]), sizes)
+
+    assert dtypes(autocast(fun, POLICY), W, X) == BF16
+
+
 def test_a_rule_whose_function_ends_by_a_matmul_repeats_its_decisions():
     loop = while_loop(ENDS["what it computes"][0])
     solve = jax.custom_vjp(lambda w, x: lax.map(lambda x: loop(w, x[None]), x) @ w)

@@ -28,7 +28,7 @@ from mpjax._src.planner.equations import (
     parts,
 )
 from mpjax._src.planner.integers import LARGE, NONE, of_constant, of_equation
-from mpjax._src.planner.searches import ends_by_matmul, routers
+from mpjax._src.planner.searches import loops, routers
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION
 from mpjax._src.program.site import equations as all_equations
@@ -102,14 +102,14 @@ class Exceptions:
             known: What is known of its arguments.
             names: The names of the scopes around it.
         """
-        known, ranked = known or {}, routers(equations)
+        known, decide = known or {}, routers(equations) | loops(equations)
         for e in equations:
             for v in e.ins:
                 if v.const is not None and v not in known:
                     known[v] = Known(integers=of_constant(v))
             ins = [known.get(v, NOTHING) for v in e.ins]
             if e.region.dtype != FLOAT32.name or PLANNED not in _jax.scope_names(e.stack):
-                region = self._asked(e, ins, names, e in ranked)
+                region = self._asked(e, ins, names, e in decide)
                 if region and e.region.dtype != region.split(":")[0]:
                     e.enter(region)
                 self._lift(e)
@@ -118,7 +118,7 @@ class Exceptions:
                 if fact is not NOTHING:
                     known[v] = fact
 
-    def _asked(self, e: Equation, ins: Sequence[Known], names: Sequence[str], routes: bool) -> str:
+    def _asked(self, e: Equation, ins: Sequence[Known], names: Sequence[str], decides: bool) -> str:
         """Returns the region of an equation, or "" if it stays where it is."""
         matmul = rule_of(e.name).need == HALF
         if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
@@ -135,11 +135,11 @@ class Exceptions:
             return f"{self._own((override or self.half).name)}:{e.name}"
         if listed == "follow" and not matmul:
             return f"{rounding.FOLLOWING}:{e.name}"
-        if override is not None or listed == "half":
-            return self._own((override or self.half).name) if matmul else ""
-        ends = ends_by_matmul(e.like)
-        integers = matmul and any(fact.integers == LARGE for fact in ins)
-        full = ends or (matmul and (self.all_full or routes or integers))
+        if matmul and (override is not None or listed == "half"):
+            return self._own((override or self.half).name)
+        pairs = zip(e.ins, ins, strict=True)
+        integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
+        full = decides or (matmul and (self.all_full or integers))
         return FLOAT32.name if full else ""
 
     def _own(self, dtype: str) -> str:

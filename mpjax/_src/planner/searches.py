@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax.held import is_inexact
 from mpjax._src.base.higher_order import WHILE, higher_order
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
 from mpjax._src.planner.equations import Equation, Value, parts
@@ -65,7 +66,21 @@ def depth(e: Equation) -> int:
     return _jax.size_of([e.ins[0].aval.shape[d] for d in contracted])
 
 
-def ends_by_matmul(eqn: Any) -> bool:
+def loops(equations: Sequence[Equation]) -> set[Equation]:
+    """Returns the loops that end by a matmul, and those that turn as often as one of them did."""
+    found: set[Equation] = set()
+    counts: set[Value] = set()
+    for e in equations:
+        reads = not counts.isdisjoint(e.ins)
+        repeats = reads and higher_order(e.name).kind == WHILE and _multiplies(e.like)
+        if repeats or _ends_by_matmul(e.like):
+            found.add(e)
+        if reads or e in found:
+            counts.update(v for v in e.outs if not is_inexact(v.aval))
+    return found
+
+
+def _ends_by_matmul(eqn: Any) -> bool:
     """Returns whether an equation is a while loop whose end depends on a matmul in it.
 
     Or a function with such a loop and a backward rule, which may repeat its decisions.
@@ -91,7 +106,7 @@ def ends_by_matmul(eqn: Any) -> bool:
 
 def _holds_one(eqn: Any) -> bool:
     inside = (each for program in _jax.inner_jaxprs(eqn) for each in program.eqns)
-    return any(ends_by_matmul(each) or _holds_one(each) for each in inside)
+    return any(_ends_by_matmul(each) or _holds_one(each) for each in inside)
 
 
 def _behind(equations: Sequence[Equation], wanted: Iterable[Value]) -> tuple[set[Value], bool]:
