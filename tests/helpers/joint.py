@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import mpjax
 from mpjax._src.autocast import transform
+from mpjax._src.autocast.kernels import tracing
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner import rounding
+from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner.kept import program_of
 from mpjax._src.planner.program import Program
 from mpjax._src.program import trace as programs
 from mpjax._src.program.trace import Flat
@@ -29,7 +33,8 @@ def planned(fun, half="bfloat16"):
         flat = Flat.of((args, kwargs))
         traced = programs.trace(flat.on(fun), flat.avals, getattr(fun, "__name__", "planned"))
         inner, consts = _jax.hoisted(traced.jaxpr)
-        program = Program(building.as_closed(inner), np.dtype(jnp.dtype(half)))
+        dtype = np.dtype(jnp.dtype(half))
+        program = Program(Exceptions(dtype).marked(building.as_closed(inner)), dtype)
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in flat.arrays]
         outs = held.call_held(program, *consts, *arrays)
         return traced.rebuild(outs)
@@ -37,21 +42,34 @@ def planned(fun, half="bfloat16"):
     return run
 
 
+def autocast(fun, policy, marked=False):
+    """Returns a function under the planner and a policy; with ``marked``, what it classifies."""
+    policy = mpjax.get_policy(policy)
+
+    def run(*args):
+        traced = transform.trace(fun, policy, args, {})
+        if marked:
+            closed = building.as_closed(_jax.hoisted(traced.jaxpr)[0])
+            return Exceptions.of(policy, closed).marked(closed)
+        return traced.rebuild(call(traced, Flat.of((args, {})).arrays))
+
+    return run
+
+
 def call(traced, arrays, rows=False):
     """Does what `transform.call` does, by programs that see their derivative.
 
-    They know neither lists, overrides and regions nor settings of storage.
+    They know no settings of storage.
     """
     if traced.as_written or rows:
         return _call(traced, arrays, rows)
-    half, (inner, consts) = traced.policy.compute_dtype, _jax.hoisted(traced.jaxpr)
-    arrays = [*consts, *map(jnp.asarray, arrays)]
-    avals = [v.aval for v in inner.invars]
-    passed = [a.dtype == F32 and x.dtype == half for a, x in zip(avals, arrays, strict=True)]
-    results = zip(inner.outvars, traced.out_dtypes, strict=True)
-    returned = [v.aval.dtype == F32 and to == half for v, to in results]
-    program = Program(building.as_closed(inner), half, passed, returned)
-    typed = zip(arrays, program.in_avals, strict=True)
+    consts = _jax.open_jaxpr(traced.jaxpr)[1]
+    arrays = [*map(jnp.asarray, arrays)]
+    dtypes = [x.dtype for x in arrays]
+    around = functools.partial(tracing, traced.policy)
+    settings = traced.policy, traced.paths, dtypes, traced.out_dtypes, around
+    program = program_of(traced.jaxpr, *settings)
+    typed = zip([*consts, *arrays], program.in_avals, strict=True)
     outs = held.call_held(program, *(cast(x, aval.dtype) for x, aval in typed))
     return [cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
 

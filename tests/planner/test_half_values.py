@@ -11,7 +11,7 @@ from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Value, opened
 
 HALF = np.dtype(jnp.bfloat16)
-X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
+X, W = jnp.ones((4, 32)), jnp.ones((32, 32))
 
 
 def flags(fun, *args):
@@ -34,7 +34,7 @@ def wanted(fun, *args):
 
 MADE = {
     "matmul": (lambda x, w: x @ w, True),
-    "view": (lambda x, w: (x @ w).T.reshape(2, 16)[:, ::-1], True),
+    "view": (lambda x, w: (x @ w).T.reshape(2, 64)[:, ::-1], True),
     "relu": (lambda x, w: jnp.maximum(x @ w, 0), True),
     "relu, by its own rule": (lambda x, w: jax.nn.relu(x @ w), True),
     "silu, by its own rule": (lambda x, w: jax.nn.silu(x @ w), False),
@@ -44,6 +44,11 @@ MADE = {
     "with an argument": (lambda x, w: jnp.concatenate([x @ w, x]), False),
     "short sum": (lambda x, w: x[:, :4] @ w[:4], False),
     "longer sum": (lambda x, w: x[:, :5] @ w[:5], True),
+    "widened by the user": (lambda x, w: x.astype(HALF).astype("float32").T, True),
+    "widened from another": (lambda x, w: x.astype("float16").astype("float32"), False),
+    "a few columns": (lambda x, w: x @ w[:, :16], False),
+    "more columns": (lambda x, w: x @ w[:, :17], True),
+    "a few columns in a loop": (lambda x, w: lax.map(lambda r: r @ w[:, :16], x), False),
     "of its own precision": (lambda x, w: jnp.dot(x, w, precision="highest"), False),
     "stacked by a loop": (lambda x, w: lax.scan(lambda c, r: (c, r @ w), 0, x)[1], True),
     "carried by a loop": (lambda x, w: lax.scan(lambda c, _: (c @ w, 0), x, W)[0], False),

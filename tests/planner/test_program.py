@@ -139,6 +139,41 @@ def test_rules_of_their_author_outlive_the_first_derivative():
     assert_near(mixed(planned(fun, EXACT)), mixed(fun), rtol=1e-4)
 
 
+def test_residuals_that_are_python_values_come_back_as_they_are():
+    rule = jax.custom_vjp(lambda x: jnp.sin(x))
+
+    def back(kept, ct):
+        x, flag, count = kept
+        assert flag is True and count == 3
+        return (count * ct * jnp.cos(x),)
+
+    rule.defvjp(lambda x: (jnp.sin(x), (x, True, 3)), back)
+    ours, theirs = (jax.grad(lambda x, f=f: jnp.sum(f(x))) for f in (planned(rule, EXACT), rule))
+    assert_near(ours(X), theirs(X), rtol=1e-4)
+
+
+def test_a_jit_inside_may_donate():
+    fun = planned(lambda x: jax.jit(lambda x: x + 1, donate_argnums=0)(x))
+    x = jnp.ones((4, 4))
+    fun(x)
+    assert x.is_deleted()
+
+
+def test_a_literal_may_be_the_tangent_of_an_integer():
+    zero = np.zeros((), jax.dtypes.float0)
+
+    def fun(x):
+        body = lambda i, c: (jnp.sin(c[0]), c[1])  # noqa: E731
+        return lax.fori_loop(0, 2, body, (x, zero))[0]
+
+    assert_near(planned(fun)(X), jnp.sin(jnp.sin(X)), rtol=1e-6)
+
+
+def test_programs_read_the_same_in_every_jaxpr():
+    texts = {str(jax.make_jaxpr(planned(net))(WS, X)) for _ in range(2)}
+    assert len(texts) == 1 and "Program(bfloat16)" in texts.pop()
+
+
 @pytest.mark.parametrize("loop", [False, True])
 def test_what_a_rule_computes_again_is_not_handed_over(loop):
     """As `jax.checkpoint` was written by hand before there was one."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.jet import jet
 from joint import EXACT, planned
 
 KEYS = jax.random.split(jax.random.key(0), 2)
@@ -131,3 +132,18 @@ def test_nested():
 
     found = jax.grad(planned(outer, EXACT))(W)
     np.testing.assert_allclose(found, 3 * jax.grad(fun)(W, X), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("half", [EXACT, "bfloat16", "float16"])
+@pytest.mark.parametrize("derive", [lambda f: f, jax.grad], ids=["value", "grad"])
+def test_taylor_series(half, derive):
+    def flat(x):
+        return jnp.sum(jnp.tanh(x @ W) @ W)
+
+    def series(f):
+        return jet(derive(f), (X,), ((np.ones_like(X), np.ones_like(X) / 2),))
+
+    tolerance = TOLERANCE if half == EXACT else 0.05
+    got, want = jax.jit(lambda: (series(planned(flat, half)), series(flat)))()
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(g - w) <= tolerance * np.linalg.norm(w)

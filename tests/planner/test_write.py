@@ -11,13 +11,13 @@ from support import matmul_dtypes, normal
 from mpjax._src.base import _jax
 from mpjax._src.planner.write import written
 
-X, W = normal(0, 4, 8), normal(1, 8, 8)
+X, W = normal(0, 4, 32), normal(1, 32, 32)
 HALF = np.dtype(jnp.bfloat16)
 
 
 def write(fun, *args, halved_in=None, halved_out=(False,), half=HALF):
     program = jax.make_jaxpr(fun)(*args)
-    return written(program, half, halved_in or [False] * len(args), halved_out)
+    return written(program, half, halved_in or [False] * len(args), halved_out, halved_out)
 
 
 def casts(program):
@@ -27,13 +27,13 @@ def casts(program):
 
 def test_a_value_is_cast_once_for_all_its_readers():
     program = write(lambda x, w: x @ w + (x @ w.T) + x, X, W)
-    assert casts(program).count("bfloat16[4,8]") == 1
-    assert casts(program).count("bfloat16[8,8]") == 1
+    assert casts(program).count("bfloat16[4,32]") == 1
+    assert casts(program).count("bfloat16[32,32]") == 1
 
 
 def test_what_a_matmul_made_goes_to_the_next_as_it_is():
     program = write(lambda x, w: jnp.maximum(x @ w, 0)[::-1] @ w, X, W, halved_out=(True,))
-    assert casts(program) == ["bfloat16[4,8]", "bfloat16[8,8]"]
+    assert casts(program) == ["bfloat16[4,32]", "bfloat16[32,32]"]
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
@@ -42,7 +42,7 @@ def test_no_compiler_skips_the_rounding_of_a_result(half):
 
     Some of the numbers are below the normal ones of float16.
     """
-    x, w = (1e-3 * normal(seed, 16, 16) for seed in (3, 4))
+    x, w = (1e-3 * normal(seed, 32, 32) for seed in (3, 4))
     program = write(
         lambda x, w: (x @ w, 1.5 * (x @ w)), x, w, halved_out=(True, False), half=np.dtype(half)
     )
@@ -70,11 +70,11 @@ def test_slices_and_constants_enter_a_loop_in_16_bits():
     program = write(fun, X, W, halved_out=(False, True))
     (loop,) = [e for e in program.eqns if e.primitive.name == "scan"]
     assert [v.aval.str_short() for v in loop.invars] == [
-        "bfloat16[8,8]",
+        "bfloat16[32,32]",
         "float32[]",
-        "bfloat16[4,8]",
+        "bfloat16[4,32]",
     ]
-    assert [v.aval.str_short() for v in loop.outvars] == ["float32[]", "bfloat16[4,8]"]
+    assert [v.aval.str_short() for v in loop.outvars] == ["float32[]", "bfloat16[4,32]"]
 
 
 @pytest.mark.parametrize("precision", [None, "highest"])
@@ -82,3 +82,14 @@ def test_a_precision_of_its_own_stays_float32(precision):
     fun = planned(lambda x, w: jnp.dot(x, w, precision=precision))
     expected = "float32" if precision else "bfloat16"
     assert {d for pair in matmul_dtypes(fun, X, W) for d in pair} == {expected}
+
+
+def test_the_user_s_casts_of_16_bit_numbers_are_left_out():
+    def fun(x, w):
+        y = (x @ w).astype(HALF)  # as a kernel that wants 16 bits
+        return jnp.maximum(y.astype("float32"), 0) @ w, y
+
+    program = write(fun, X, W, halved_in=[True, True], halved_out=(True, False))
+    assert not casts(program)
+    x, w = jnp.asarray(X, HALF), jnp.asarray(W, HALF)
+    np.testing.assert_array_equal(_jax.eval_closed(program, x, w)[1], x @ w)

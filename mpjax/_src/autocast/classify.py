@@ -15,6 +15,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.patterns import matches
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block, Op, Value, is_float
+from mpjax._src.program.site import overriding
 
 
 def classify(block: Block, policy: Policy) -> tuple[Rulings, set[Value], frozenset[str]]:
@@ -115,11 +116,9 @@ NEEDS = {
 
 
 def _matmul_rule(op: Op) -> tuple[str, Why]:
-    precision = op.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    explicit = any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in asked)
+    precision = _jax.own_precision(op.params)
     # JAX writes its default precision into each matmul. Only another precision is the user's own.
-    if explicit and precision != _jax.default_precision():
+    if precision is not None and precision != _jax.default_precision():
         return "written", why(Reason.PRECISION, precision)
     return _matmul_of_its_operands(op)
 
@@ -203,10 +202,8 @@ def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[s
     """Returns the first override that matches an op, and adds all that match to ``used``."""
     if not policy.overrides:
         return None
-    user_scopes = (name for name in op.scopes if not name.startswith(KERNEL))
-    places = ["/".join(op.scopes), "/".join((*op.scopes, op.name)), "/".join(user_scopes)]
-    places += [path for v in op.ins for path in v.paths]
-    matching = [o for o in policy.overrides if any(matches(o[0], place) for place in places)]
+    paths = [path for v in op.ins for path in v.paths]
+    matching = overriding(policy.overrides, op.scopes, op.name, paths)
     if used is not None:
         used.update(pattern for pattern, _ in matching)
     return matching[0] if matching else None

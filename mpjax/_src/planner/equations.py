@@ -8,13 +8,15 @@ into jaxprs again.
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import CALL, REMATS, higher_order
+from mpjax._src.program.graph import PLANNED, REGION
 
 BARRIER = "optimization_barrier"
 # Their author's rules say how they are differentiated: they stay calls until the end.
@@ -36,6 +38,41 @@ class Value:
         self.aval, self.const, self.literal = aval, const, literal
 
 
+class Region(NamedTuple):
+    """What the scopes around an equation ask of it.
+
+    Attributes:
+        dtype: The dtype of the innermost region; "" if there is none.
+        back: Whether the equation is the transpose of another one.
+    """
+
+    dtype: str = ""
+    back: bool = False
+
+
+NOWHERE = Region()
+
+
+def region_of(stack: Any, name: str, outer: Region = NOWHERE) -> Region:
+    """Returns what the scopes of a primitive's equation ask for, in a program in a region.
+
+    A region is the scope ``mpjax.precision=DTYPE``. Of a primitive alone it is ``DTYPE:NAME``, and
+    ``DTYPE:NAME:again`` if it runs a second time, in the backward pass.
+    """
+    if not stack.stack:
+        return outer
+    names, back = _jax.scope_names(stack), outer.back or "transpose" in _jax.transforms(stack)
+    if PLANNED in names:  # its author planned it already
+        return Region(FLOAT32.name, back)
+    for scope in reversed(names):
+        if scope.startswith(REGION):
+            dtype, *of = scope.removeprefix(REGION).split(":")
+            if not of or of[0] == name:
+                anywhere = len(of) == 2 or of == ["add_any"]  # which cotangents alone are
+                return Region(dtype, back and not anywhere)
+    return Region(outer.dtype, back)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Equation:
     """An operation on values."""
@@ -47,6 +84,7 @@ class Equation:
     like: Any  # the equation of a jaxpr that it came from: its source, context and effects
     stack: Any  # the scopes around it
     again: bool = False  # whether a checkpoint computes it again: it waits for cotangents
+    region: Region = NOWHERE
 
     @property
     def name(self) -> str:
@@ -62,12 +100,19 @@ class Equation:
         """Returns it on other operands."""
         return dataclasses.replace(self, ins=[*ins], **changes)
 
+    def enter(self, region: str) -> None:
+        """Puts it into a region."""
+        self.stack = self.stack.extend(f"{REGION}{region}")
+        self.region = region_of(self.stack, self.name, self.region)
 
-def parts(program: Any, rules: bool = False) -> tuple[list[Value], list[Equation], list[Value]]:
-    """Returns the arguments, equations and results of a program; ``rules`` as for `opened`."""
+
+def parts(
+    program: Any, rules: bool = False, region: Region = NOWHERE
+) -> tuple[list[Value], list[Equation], list[Value]]:
+    """Returns the arguments, equations and results of a program; the options are `opened`'s."""
     ins = [Value(aval) for aval in _jax.in_avals(program)]
     equations: list[Equation] = []
-    outs = opened(program, ins, equations, rules=rules)
+    outs = opened(program, ins, equations, rules=rules, region=region)
     return ins, equations, outs
 
 
@@ -79,11 +124,13 @@ def opened(
     again: bool = False,
     stack: Any = None,
     rules: bool = False,
+    region: Region = NOWHERE,
 ) -> list[Value]:
     """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
 
     Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
-    what is written.
+    what is written. The ``region`` is that of the equation which holds the program: its scopes are
+    not repeated on those inside.
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     pairs = zip(jaxpr.constvars, consts, strict=True)
@@ -98,21 +145,23 @@ def opened(
         operands = [read(atom) for atom in eqn.invars]
         scopes = eqn.source_info.name_stack
         scopes = scopes if stack is None else stack + scopes
-        inner = _called(eqn, rules)
+        inner = called(eqn, rules)
         if inner is None:
             outs = [Value(var.aval) for var in eqn.outvars]
-            into.append(Equation(eqn.primitive, eqn.params, operands, outs, eqn, scopes, again))
+            here = region_of(scopes, eqn.primitive.name, region)
+            e = Equation(eqn.primitive, eqn.params, operands, outs, eqn, scopes, again, here)
+            into.append(e)
         else:
             once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
             if once_more:
                 operands = _apart(eqn, operands, into, scopes)
             flags = {"again": again or once_more, "stack": scopes, "rules": rules}
-            outs = opened(inner, operands, into, **flags)
+            outs = opened(inner, operands, into, region=region, **flags)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _called(eqn: Any, rules: bool) -> Any:
+def called(eqn: Any, rules: bool) -> Any:
     """Returns the closed jaxpr of an equation that is no more than a call of it, or None."""
     name = eqn.primitive.name
     if name in REMATS:
@@ -239,7 +288,7 @@ def closed(
     for e in needed(equations, outs):
         operands = [read(v) for v in e.ins]
         env.update((out, building.Var(out.aval)) for out in e.outs)
-        source = e.like.source_info.replace(name_stack=e.stack)
+        source = e.like.source_info.replace(name_stack=_scopes(e))
         eqns.append(
             e.like.replace(
                 invars=operands,
@@ -251,3 +300,9 @@ def closed(
         )
     arguments, results = [env[v] for v in ins], [read(v) for v in outs]
     return building.jaxpr_of(constants, arguments, results, eqns, info)
+
+
+def _scopes(e: Equation) -> Any:
+    """Returns the scopes of an equation, with its region: it may have moved to another program."""
+    alone = region_of(e.stack, e.name)
+    return e.stack if e.region.dtype == alone.dtype else e.stack.extend(REGION + e.region.dtype)

@@ -124,14 +124,16 @@ class Body:
     saved: list[Value] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, fore: Any, back: Any, same: Callable[..., Sequence[Value | None]]) -> "Body":
-        """Opens two programs; ``same`` finds the arguments of the second in the first."""
-        ins, first, outs = parts(fore)
+    def of(
+        cls, pair: "Pair", fore: Any, back: Any, same: Callable[..., Sequence[Value | None]]
+    ) -> "Body":
+        """Opens programs of a pair; ``same`` finds the arguments of the second in the first."""
+        ins, first, outs = parts(fore, region=pair.fore.region)
         known = same(ins, outs)
         pairs = zip(known, _jax.in_avals(back), strict=True)
         back_ins = [Value(aval) if v is None else v for v, aval in pairs]
         second: list[Equation] = []
-        back_outs = opened(back, back_ins, second)
+        back_outs = opened(back, back_ins, second, region=pair.back.region)
         return cls(ins, first, outs, back_ins, [v is not None for v in known], second, back_outs)
 
     @property
@@ -157,7 +159,7 @@ class Body:
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)
-        self.saved, self.second = hand.saved, [*hand.again, *self.second]
+        self.saved, self.second = hand.saved, [*map(rounding.again, hand.again), *self.second]
 
 
 def _scan(pair: Pair) -> None:
@@ -170,7 +172,7 @@ def _scan(pair: Pair) -> None:
     }
     if length != row.turns(back)[0] or not pair.private:
         return
-    body = Body.of(*_programs(pair), functools.partial(_same_turn, pair))
+    body = Body.of(pair, *_programs(pair), functools.partial(_same_turn, pair))
     sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
     priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
     body.cut(pair.public, priced, pair.half)
@@ -260,7 +262,7 @@ def _cond(pair: Pair) -> None:
 
     bodies = []
     for first, second in zip(*map(rounding.programs, (fore, back)), strict=True):
-        body = Body.of(first, second, same)
+        body = Body.of(pair, first, second, same)
         arguments = zip(operands, body.ins, strict=True)
         body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
         bodies.append(body)
@@ -328,7 +330,7 @@ def _map(pair: Pair) -> None:
         return
     public = pair.public
     with building.on_each_device(params):
-        body = Body.of(*_programs(pair), functools.partial(_same_part, pair))
+        body = Body.of(pair, *_programs(pair), functools.partial(_same_part, pair))
         arguments = zip(fore.ins, body.ins, strict=True)
         body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
         first, second = [*body.first], [*body.second]

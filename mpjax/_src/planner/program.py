@@ -1,5 +1,6 @@
 """A float32 program, as it is written in mixed precision, and what transformations make of it."""
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +11,15 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.higher_order import higher_order
-from mpjax._src.planner import rounding
+from mpjax._src.planner import checkpoints, rounding
+from mpjax._src.planner.classify import Exceptions
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
     Value,
     barred,
+    between,
     closed,
     dependents,
     needed,
@@ -39,6 +42,8 @@ class Program:
         half: The 16-bit dtype; float32 plans the same, but rounds nothing.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
+        returned: How many results are returned. The others are kept for a backward pass.
+        exceptions: What the policy says of single operations that JAX adds to it later.
     """
 
     def __init__(
@@ -47,14 +52,18 @@ class Program:
         half: np.dtype,
         halved_in: Sequence[bool] = (),
         halved_out: Sequence[bool] = (),
+        exceptions: Exceptions | None = None,
+        returned: int | None = None,
     ) -> None:
         self.closed, self.half = building.without_refs(closed), half
+        self.exceptions = exceptions or Exceptions(half)
         jaxpr, _ = _jax.open_jaxpr(self.closed)
         self.effects = jaxpr.effects
         self.float_avals = [v.aval for v in jaxpr.invars]
         self.result_avals = [v.aval for v in jaxpr.outvars]
         self.halved_in = tuple(halved_in) or (False,) * len(self.float_avals)
         self.halved_out = tuple(halved_out) or (False,) * len(self.result_avals)
+        self.returned = len(self.result_avals) if returned is None else returned
         self.in_avals = _passed(self.float_avals, self.halved_in, half)
         self.out_avals = _passed(self.result_avals, self.halved_out, half)
         self._derived: dict[Any, Any] = {}
@@ -62,13 +71,18 @@ class Program:
     @functools.cached_property
     def written(self) -> Any:
         """The closed jaxpr that runs."""
-        return written(self.closed, self.half, self.halved_in, self.halved_out)
+        returned = [i < self.returned for i in range(len(self.result_avals))]
+        return written(self.closed, self.half, self.halved_in, self.halved_out, returned)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
-        """The program that runs, jitted."""
+        """The program that runs, jitted, unless it donates arguments to a jit inside."""
         program = self.written
-        return jax.jit(lambda *args: _jax.eval_closed(program, *args))
+        run = functools.partial(_jax.eval_closed, program)
+        return run if _donates(program) else jax.jit(lambda *args: run(*args))
+
+    def __repr__(self) -> str:  # people read it in jaxprs
+        return f"Program({self.half.name})"
 
     def cut(self, moving: tuple[bool, ...]) -> "Derivative":
         """Returns the derivative by the arguments that move."""
@@ -78,10 +92,13 @@ class Program:
         """Returns the program of arguments and moving tangents, and which results have tangents."""
 
         def make():
-            jaxpr, moves = building.forward_mode(self.closed, moving)
+            with self.exceptions.around():
+                jaxpr, moves = building.forward_mode(self.closed, moving)
             ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
             outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
-            return Program(jaxpr, self.half, ins, outs), moves
+            all_of_them = self.returned == len(self.result_avals)
+            returned = None if all_of_them else self.returned
+            return self.another(self.exceptions.marked(jaxpr), ins, outs, returned), moves
 
         return self._once(("jvp", moving), make)
 
@@ -90,14 +107,40 @@ class Program:
 
         def make():
             jaxpr, batched = building.batched(self.closed, axis, which)
-            return Program(jaxpr, self.half, self.halved_in, self.halved_out), batched
+            return self.another(jaxpr, self.halved_in, self.halved_out, self.returned), batched
 
         return self._once((axis, which), make)
+
+    def another(
+        self,
+        closed: Any,
+        halved_in: Sequence[bool],
+        halved_out: Sequence[bool],
+        returned: int | None = None,
+    ) -> "Program":
+        """Returns a program that is made from this one."""
+        return Program(closed, self.half, halved_in, halved_out, self.exceptions, returned)
+
+    def checkpointed(
+        self, moving: tuple[bool, ...], where: checkpoints.Where
+    ) -> tuple["Program", "Program"] | None:
+        """Returns the program with what a policy saves as results, and as arguments, if it does."""
+        cut = self.cut(moving)
+        saved = cut.saveable(where)
+        key = moving, tuple(saved.items())
+        return self._once(key, lambda: cut.resumed(saved)) if saved else None
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
+
+
+def _donates(program: Any) -> bool:
+    jaxpr, _ = _jax.open_jaxpr(program)
+    inner = (each for eqn in jaxpr.eqns for each in _jax.inner_jaxprs(eqn))
+    own = any(any(eqn.params.get("donated_invars", ())) for eqn in jaxpr.eqns)
+    return own or any(map(_donates, inner))
 
 
 def _passed(avals: Sequence[Any], halved: Sequence[bool], half: np.dtype) -> list[Any]:
@@ -114,6 +157,7 @@ class Derivative:
 
     Attributes:
         program: The program.
+        inputs: Its arguments.
         by: The arguments that move.
         given: The arguments that the backward part reads.
         saved: What the forward part hands to the backward part besides.
@@ -126,32 +170,68 @@ class Derivative:
         self._floats = [i for i, a in enumerate(program.result_avals) if held.is_inexact(a)]
         self._info = building.anonymous(program.closed)
         values, equations, results = _with_gradient(program, self.by, self._floats)
-        self._ins, self._cts = values[: len(moving)], values[len(moving) :]
+        self.inputs, self._cts = values[: len(moving)], values[len(moving) :]
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
-        joined(equations, self._cts, self._ins, results, half)
-        early, self._late = parted(needed(equations, results), self._cts)
-        early, self._late = rewritten(early, self._late, self._outs, half)
-        once = rounded_once([*early, *self._late], self._late, self._grads)
+        joined(equations, self._cts, self.inputs, results, half)
+        self._early, self._late = parted(needed(equations, results), self._cts)
+        self._early, self._late = rewritten(self._early, self._late, self._outs, half)
+        once = rounded_once([*self._early, *self._late], self._late, self._grads)
         self._late = rounding.with_rounded(self._late, once, half)
-        halved = _chosen(self._ins, program.halved_in)
-        asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
-        made = rounding.made(early, halved, half)
-        price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, early, self._late, self._grads)
-        self.saved, self._again = handed(early, self._late, self._grads, prices, free=self._ins)
-        later = [*self._again, *self._late]
-        read = {*self._grads, *(v for e in later for v in e.ins)}
-        self.given = [i for i, v in enumerate(self._ins) if v in read]
-        moved = dependents(early, [self._ins[i] for i in self.by])
+        halved = _chosen(self.inputs, program.halved_in)
+        self._made = rounding.made(self._early, halved, half)
+        moved = dependents(self._early, [self.inputs[i] for i in self.by])
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
+        self._low_in = program.halved_in
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Chooses what the forward part hands to the backward part, and closes it."""
+        program, half, early = self.program, self.program.half, self._early
+        asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
+        made = self._made
+        price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
+        prices = Traffic.of(price, early, self._late, self._grads)
+        self.saved, self._again = handed(early, self._late, self._grads, prices, free=self.inputs)
+        later = [*self._again, *self._late]
+        read = {*self._grads, *(v for e in later for v in e.ins)}
+        self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
-        forward = closed(self._ins, early, [*self._outs, *self.saved], self._info)
-        self.forward = Program(forward, half, program.halved_in, [*program.halved_out, *self._low])
+        forward = closed(self.inputs, early, [*self._outs, *self.saved], self._info)
+        low_out = [*program.halved_out, *self._low]
+        self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
+
+    def saveable(self, where: checkpoints.Where) -> dict[Value, Any]:
+        """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
+        places = checkpoints.places(self._early, where)
+        read = {*self._grads, *(v for e in self._late for v in e.ins)}
+        crossing = [v for e in self._early for v in e.outs if v in read]
+        again = between(self._early, crossing, {*self.inputs, *places})
+        read.update(v for e in again for v in e.ins)
+        return {v: place for v, place in places.items() if v in read}
+
+    def resumed(self, saved: dict[Value, Any]) -> tuple[Program, Program]:
+        """Returns the program with saved values as further results, and with them as arguments."""
+        program, new = self.program, copy.copy(self)
+        new.__dict__.pop("tangent", None)
+        low = [v in self._made and rounding.is_float32(v) for v in saved]
+        sent, early = checkpoints.sent(saved, self._early)
+        forward = closed(self.inputs, early, [*self._outs, *sent], self._info)
+        low_in, low_out = program.halved_in, program.halved_out
+        first = program.another(forward, low_in, [*low_out, *low], program.returned)
+        arrived, back = checkpoints.received(saved)
+        new.inputs, new._low_in = [*self.inputs, *arrived], (*low_in, *low)
+        read = [*self._outs, *self._grads, *(v for e in self._late for v in e.ins)]
+        new._early = [*back, *between(self._early, read, {*self.inputs, *saved})]
+        new._hand_over()
+        return first, Resumed(program, new, low)
+
+    def __repr__(self) -> str:
+        return f"Derivative({self.program.half.name}, by={self.by})"
 
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
         """Returns the program of residuals and cotangents, and the places of its gradients."""
@@ -167,15 +247,15 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         body, grads = _held_apart(self.saved, [*self._again, *equations], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
-        ins = [*(self._ins[i] for i in self.given), *self.saved, *cts]
+        ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
-            *(program.halved_in[i] for i in self.given),
+            *(self._low_in[i] for i in self.given),
             *self._low,
             *(program.halved_out[i] for i in cts.values()),
         ]
         low_out = [program.halved_in[self.by[i]] for i in places]
         jaxpr = closed(ins, body, [grads[i] for i in places], self._info)
-        return Program(jaxpr, program.half, low_in, low_out), places
+        return program.another(jaxpr, low_in, low_out), places
 
     @functools.cached_property
     def tangent(self) -> Program:
@@ -194,7 +274,24 @@ class Derivative:
 
         linear = _jax.trace(run, [*avals[:count], *tangents], "tangent")
         low = [*back.halved_in[:count], *(self.program.halved_in[i] for i in self.by)]
-        return Program(linear, back.half, low, back.halved_in[count:])
+        return back.another(linear, low, back.halved_in[count:])
+
+
+class Resumed(Program):
+    """A program that gets some of its values as further arguments, which its derivative reads."""
+
+    def __init__(self, program: Program, cut: Derivative, low: Sequence[bool]) -> None:
+        jaxpr, consts = _jax.open_jaxpr(program.closed)
+        count = len(jaxpr.invars)
+        further = [building.Var(v.aval) for v in cut.inputs[count:]]
+        info = building.anonymous(program.closed)
+        jaxpr = jaxpr.replace(invars=[*jaxpr.invars, *further], debug_info=info)
+        options = program.halved_out, program.exceptions, program.returned
+        super().__init__(
+            _jax.close(jaxpr, consts), program.half, [*program.halved_in, *low], *options
+        )
+        moving = tuple(i in cut.by for i in range(count))
+        self._derived[(*moving, *[False] * len(further))] = cut
 
 
 def _with_gradient(
@@ -218,8 +315,12 @@ def _with_gradient(
             return _jax.eval_once(program.closed, *full)
 
         outs, vjp = jax.vjp(of_moving, *(args[i] for i in by))
-        kept, residuals = jax.tree.flatten(vjp)
-        return [*outs, *kept]
+        kept, tree = jax.tree.flatten(vjp)
+        # What is not traced, as Python values, a rule gets back as it is.
+        arrays = [isinstance(x, _jax.Tracer) for x in kept]
+        others = [None if traced else x for x, traced in zip(kept, arrays, strict=True)]
+        residuals = tree, others
+        return [*outs, *_chosen(kept, arrays)]
 
     def back(*args):
         kept, given = args[: len(args) - len(floats)], iter(args[len(args) - len(floats) :])
@@ -227,14 +328,20 @@ def _with_gradient(
             next(given) if i in floats else np.zeros(a.shape, jax.dtypes.float0)
             for i, a in enumerate(program.result_avals)
         ]
-        return jax.tree.unflatten(residuals, kept)(cts)
+        tree, others = residuals
+        values = iter(kept)
+        return jax.tree.unflatten(tree, [next(values) if x is None else x for x in others])(cts)
 
-    values, equations, outs = parts(_jax.trace(ahead, program.float_avals, "planned"))
+    with program.exceptions.around():
+        first = _jax.trace(ahead, program.float_avals, "planned")
+    values, equations, outs = parts(first)
     outs, kept = outs[: len(program.result_avals)], outs[len(program.result_avals) :]
     cts = [Value(program.result_avals[i].to_ct_aval()) for i in floats]
     inputs = [*kept, *cts]
-    later = _jax.trace(back, [v.aval for v in inputs], "planned")
+    with program.exceptions.around():
+        later = _jax.trace(back, [v.aval for v in inputs], "planned")
     grads = opened(later, inputs, equations, again=True)
+    program.exceptions.mark(equations)
     equations, results = once(equations, [*outs, *grads])
     return [*values, *cts], equations, results
 

@@ -14,10 +14,10 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.rounded import rounded_p
-from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
-from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
-from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
+from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
+from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Region, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
@@ -41,6 +41,11 @@ def is_large(v: Value) -> bool:
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
 # sum is no faster in 16 bits, and often a coordinate or an angle.
 SHORT = 4
+# Fewer columns of a matmul's result are not rounded.
+NARROW = 16
+HALF_NAMES = tuple(half.name for half in HALVES)
+FOLLOWING = "follow"  # in the place of a region's dtype: that of the operands
+OTHER = "other."  # in front of a region's dtype: the 16-bit dtype that is not the program's
 
 
 def halved(aval: Any, half: np.dtype) -> Any:
@@ -50,7 +55,30 @@ def halved(aval: Any, half: np.dtype) -> Any:
 
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
-    if rule_of(e.name).need != HALF or e.params.get("precision") is not None:
+    return e.region.dtype in ("", *HALF_NAMES) and may_be_half_matmul(e)
+
+
+def returns_half(e: Equation) -> bool:
+    """Returns whether an equation is a matmul that returns 16 bits.
+
+    A few columns, as of a head, leave it in float32: they are few bytes, and often the last.
+    """
+    return is_half_matmul(e) and (e.region.dtype in HALF_NAMES or not _is_narrow(e))
+
+
+def _is_narrow(e: Equation) -> bool:
+    if e.name != "dot_general":
+        return False
+    (_, contracted), (_, batch) = e.params["dimension_numbers"]
+    shape = e.ins[1].aval.shape
+    return (
+        _jax.size_of([n for d, n in enumerate(shape) if d not in (*contracted, *batch)]) <= NARROW
+    )
+
+
+def may_be_half_matmul(e: Equation) -> bool:
+    """Returns whether an equation is a matmul of float32, which its author left to the policy."""
+    if rule_of(e.name).need != HALF or _jax.own_precision(e.params) is not None:
         return False
     if e.name == "dot_general":
         (contracted, _), _ = e.params["dimension_numbers"]
@@ -84,9 +112,46 @@ def with_rounded(
     return written
 
 
+def is_half_operation(e: Equation) -> bool:
+    """Returns whether a region asks an equation that is no matmul to read and return 16 bits."""
+    return e.region.dtype in HALF_NAMES and may_be_half_operation(e)
+
+
+def may_be_half_operation(e: Equation) -> bool:
+    """Returns whether a region of 16 bits means an equation that is no matmul.
+
+    Its derivative stays in float32.
+    """
+    row = rule_of(e.name)
+    if row.need not in (FULL, FOLLOW) or NO_HALF_FORM in row.traits or e.region.back:
+        return False
+    return any(map(is_float32, e.outs))
+
+
+def again(e: Equation) -> Equation:
+    """Returns an equation as it runs a second time in a backward pass: in the same dtype."""
+    if e.region.dtype and may_be_half_operation(e):
+        e = e.on(e.ins)
+        e.enter(f"{e.region.dtype}:{e.name}:again")
+    return e
+
+
+def other_half(e: Equation) -> np.dtype | None:
+    """Returns the 16-bit dtype of an equation, if it is another one than the program's."""
+    name = e.region.dtype.removeprefix(OTHER)
+    if name == e.region.dtype or not (may_be_half_matmul(e) or may_be_half_operation(e)):
+        return None
+    return np.dtype(name)
+
+
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE
+    return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE or _follows(e)
+
+
+def _follows(e: Equation) -> bool:
+    """Returns whether a list asks an equation to return 16 bits if it reads them."""
+    return e.region == Region(FOLLOWING) and rule_of(e.name).need in (FULL, FOLLOW)
 
 
 def is_zero(v: Value) -> bool:
@@ -97,7 +162,21 @@ def is_zero(v: Value) -> bool:
 
 def commutes(e: Equation) -> bool:
     """Returns whether a view of rounded operands is the rounded view: ranks see other ties."""
-    return RANKS not in rule_of(e.name).traits
+    return RANKS not in rule_of(e.name).traits and not _follows(e)
+
+
+def widens(e: Equation, half: np.dtype) -> bool:
+    """Returns whether an equation is the user's cast of 16-bit numbers to float32."""
+    return (
+        e.name == "convert_element_type" and e.ins[0].aval.dtype == half and is_float32(e.outs[0])
+    )
+
+
+def narrows(e: Equation, half: np.dtype) -> bool:
+    """Returns whether an equation is the user's cast of float32 numbers to 16 bits."""
+    return (
+        e.name == "convert_element_type" and e.outs[0].aval.dtype == half and is_float32(e.ins[0])
+    )
 
 
 def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]:
@@ -105,7 +184,7 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
 
     Of a branch, the operand that selects one is left out.
     """
-    return [parts(program, rules=True) for program in programs(e)]
+    return [parts(program, rules=True, region=e.region) for program in programs(e)]
 
 
 def programs(e: Equation) -> Sequence[Any]:
@@ -131,8 +210,10 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
-        if is_half_matmul(e) or e.name == ROUNDED:
+        if returns_half(e) or widens(e, half) or e.name == ROUNDED:
             found.update(e.outs)
+        elif is_half_operation(e):
+            found.update(filter(is_float32, e.outs))
         elif is_view(e):
             found.update(_views(e, found, numbers))
         elif programs(e):
@@ -162,6 +243,8 @@ def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
 def is_exact(const: Any, half: np.dtype) -> bool:
     """Returns whether a known number is a 16-bit number."""
     if const is None or isinstance(const, _jax.Tracer) or np.ndim(const):
+        return False
+    if np.asarray(const).dtype.kind not in "biuf":
         return False
     with np.errstate(over="ignore"):
         return bool(np.asarray(const, half).astype(np.float32) == np.float32(const))
@@ -201,6 +284,8 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
     if is_half_matmul(e) or e.name == ROUNDED:
         return e.ins[2:]
+    if is_half_operation(e):
+        return []
     if e.name == BARRIER:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
     if is_view(e):

@@ -14,13 +14,29 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.higher_order import SCAN, WHILE, higher_order
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import CALL, SCAN, WHILE, higher_order
+from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import BARRIER, Equation, Value, closed, parts
+from mpjax._src.planner.accumulators import Returned, unrounded
+from mpjax._src.planner.equations import (
+    BARRIER,
+    NOWHERE,
+    Equation,
+    Region,
+    Value,
+    closed,
+    parts,
+)
 
 
 def written(
-    program: Any, half: np.dtype, halved_in: Sequence[bool], halved_out: Sequence[bool]
+    program: Any,
+    half: np.dtype,
+    halved_in: Sequence[bool],
+    halved_out: Sequence[bool],
+    returned: Sequence[bool],
+    region: Region = NOWHERE,
 ) -> Any:
     """Returns a float32 program with casts.
 
@@ -29,16 +45,20 @@ def written(
         half: The 16-bit dtype; float32 leaves the program as it is.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
+        returned: For each result, whether it leaves as an accumulator, if it is one.
+        region: The region of the equation that holds the program.
 
     Returns:
         The closed jaxpr.
     """
-    ins, equations, outs = parts(program, rules=True)
+    ins, equations, outs = parts(program, rules=True, region=region)
+    in_full = [yes and not low for yes, low in zip(returned, halved_out, strict=True)]
+    sums = unrounded(equations, outs, in_full)
+    equations, outs = sums.equations, sums.outs
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
-    writer = Writer(
-        half, given, rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
-    )
+    wanted, numbers = rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
+    writer = Writer(half, given, wanted, numbers, sums)
     arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
@@ -57,8 +77,10 @@ class Writer:
         half: The 16-bit dtype.
         wanted: The values that are read in 16 bits alone.
         numbers: The constants that are 16-bit numbers.
+        sums: The accumulators that the program returns.
         fulls: The float32 forms.
         lows: The 16-bit forms.
+        same: What stands for values of other dtypes: for the user's own casts to 16 bits.
         written: The equations.
     """
 
@@ -68,16 +90,18 @@ class Writer:
         given: Collection[Value],
         wanted: Collection[Value],
         numbers: Collection[Value],
+        sums: Returned,
     ) -> None:
-        self.half, self.wanted, self.numbers = half, wanted, numbers
+        self.half, self.wanted, self.numbers, self.sums = half, wanted, numbers, sums
         self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
+        self.same: dict[Value, Value] = {}
         self.written: list[Equation] = []
 
     def full(self, v: Value, near: Equation | None) -> Value:
         """Returns the float32 form of a value, or a value of another dtype itself."""
         if v not in self.lows:
-            return v
+            return self.same.get(v, v)
         if v not in self.fulls:
             self.fulls[v] = self._cast(self.lows[v], v.aval, near)
         return self.fulls[v]
@@ -85,7 +109,7 @@ class Writer:
     def low(self, v: Value, near: Equation | None) -> Value:
         """Returns the 16-bit form of a float32 value."""
         if not rounding.is_float32(v):
-            return v
+            return self.same.get(v, v)
         if v not in self.lows:
             self.fulls[v] = v
             self.lows[v] = self._cast(v, rounding.halved(v.aval, self.half), near)
@@ -101,7 +125,7 @@ class Writer:
         if v.literal:
             with np.errstate(over="ignore"):
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
-        if v.aval.dtype == self.half:
+        if v.aval.dtype in HALVES:
             v = self._rounded(v, near)
         params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
         return self._append(convert_element_type_p, params, v, aval, near)
@@ -113,7 +137,7 @@ class Writer:
         matmul's result on CPU. What is kept in 16 bits would then be another number than what the
         forward pass went on with: rows of softmax weights would not sum to one.
         """
-        info = jnp.finfo(self.half)
+        info = jnp.finfo(v.aval.dtype)
         params = {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
         return self._append(reduce_precision_p, params, v, v.aval, near)
 
@@ -130,17 +154,28 @@ class Writer:
         """Writes an equation in the dtypes that its operands and readers ask for."""
         if e.name == rounding.ROUNDED:
             self.lows[e.outs[0]] = self.low(e.ins[0], e)
-            return
+            return None
+        if (other := rounding.other_half(e)) is not None:
+            return self._in_other_half(e, other)
+        if rounding.widens(e, self.half):
+            self.lows[e.outs[0]] = self.full(e.ins[0], e)
+            return None
+        if rounding.narrows(e, self.half) and self.is_made(e.ins[0]):
+            self.same[e.outs[0]] = self.lows[e.ins[0]]
+            return None
         halved_in, halved_out, params = self._forms(e)
         if higher_order(e.name).kind == SCAN:
             e = e.on(e.ins, like=building.stacking(e.like))
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
+        if e.outs and e.outs[0] in self.sums.of:
+            return self._with_accumulator(e.on(ins, params=params))
         outs = []
         for v, low in zip(e.outs, halved_out, strict=True):
             if low:
                 self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
+        e = _marked(e) if rounding.is_half_matmul(e) else e
         self.written.append(e.on(ins, outs=outs, params=params))
 
     def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
@@ -148,12 +183,15 @@ class Writer:
         row = higher_order(e.name)
         if rounding.is_half_matmul(e):
             ins = [i < 2 for i in range(len(e.ins))]
-            kind = {"preferred_element_type": self.half}
-            return ins, [True] * len(e.outs), {**e.params, **kind}
+            low = rounding.returns_half(e)
+            kind = {"preferred_element_type": self.half if low else FLOAT32}
+            return ins, [low], {**e.params, **kind}
+        if rounding.is_half_operation(e):
+            return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
         if rounding.is_view(e):
             return self._view(e)
-        if row.kind == WHILE:
-            inner = {k: self._plain(e.params[k]) for k in row.params}
+        if row.kind in (WHILE, CALL) and row.params:
+            inner = {k: self._plain(e.params[k], e.region) for k in row.params}
             return [False] * len(e.ins), [False] * len(e.outs), {**e.params, **inner}
         if rounding.programs(e):
             return self._around(e)
@@ -175,12 +213,37 @@ class Writer:
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
 
-    def _plain(self, program: Any) -> Any:
+    def _with_accumulator(self, e: Equation) -> None:
+        """Writes a matmul that returns float32, and its rounding, if someone reads it."""
+        (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
+        accumulator = self.sums.of[v]
+        wide = e.on(e.ins, outs=[accumulator], params={**e.params, **kind})
+        self.written.append(_marked(wide))
+        self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
+
+    def _in_other_half(self, e: Equation, half: np.dtype) -> None:
+        """Writes an equation in another 16-bit dtype than the program's; results are float32."""
+
+        def cast(v):
+            typed = rounding.halved(v.aval, half)
+            return self._cast(self.full(v, e), typed, e) if rounding.is_float32(v) else v
+
+        floats = map(rounding.is_float32, e.outs)
+        pairs = zip(e.outs, floats, strict=True)
+        outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
+        returns = "preferred_element_type" in e.params
+        params = {**e.params, "preferred_element_type": half} if returns else e.params
+        self.written.append(_marked(e.on(map(cast, e.ins), outs=outs, params=params)))
+        for v, out in zip(e.outs, outs, strict=True):
+            if out is not v:
+                self._cast(out, v.aval, e)
+                self.written[-1].outs = [v]
+
+    def _plain(self, program: Any, region: Region) -> Any:
         """Returns the program of a loop's body or condition, whose arguments are all float32."""
         jaxpr, _ = _jax.open_jaxpr(program)
-        return written(
-            program, self.half, [False] * len(jaxpr.invars), [False] * len(jaxpr.outvars)
-        )
+        ins, outs = ([False] * len(each) for each in (jaxpr.invars, jaxpr.outvars))
+        return written(program, self.half, ins, outs, outs, region)
 
     def _around(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Writes the programs of a loop, branch or map."""
@@ -196,11 +259,22 @@ class Writer:
             and (self.is_made(v) or v in read)
             for i, v in enumerate(e.ins)
         ]
+        unrounded = self.sums.inside.get(e) or [False] * len(e.outs)
         results = [
-            rounding.is_float32(v) and i >= end - start and (ask or v in outs_made)
-            for i, (v, ask) in enumerate(zip(e.outs, asked, strict=True))
+            rounding.is_float32(v) and i >= end - start and (ask or v in outs_made) and not wide
+            for i, (v, ask, wide) in enumerate(zip(e.outs, asked, unrounded, strict=True))
         ]
         rewrite = functools.partial(
-            written, half=self.half, halved_in=inside[first:], halved_out=results
+            written,
+            half=self.half,
+            halved_in=inside[first:],
+            halved_out=results,
+            returned=unrounded,
+            region=e.region,
         )
         return inside, results, rounding.with_programs(e, rewrite)
+
+
+def _marked(e: Equation) -> Equation:
+    """Returns a matmul with the mark by which its lowering finds the form for each device."""
+    return e.on(e.ins, like=building.marked(e.like)) if rule_of(e.name).need == HALF else e

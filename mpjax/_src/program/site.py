@@ -1,11 +1,13 @@
 """Where an equation is: in which scopes, loops and calls, and in which pass."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import turns_of
+from mpjax._src.base.patterns import matches
+from mpjax._src.program.graph import KERNEL
 
 # The names of scopes that say which op of a plan, or which equation of a function, an equation
 # comes from, before the number.
@@ -87,3 +89,12 @@ def equations(jaxpr: Any, site: Site = ROOT, times: int = 1) -> Iterator[tuple[A
 def shown(scopes: Sequence[str]) -> list[str]:
     """Returns the names of scopes without those that mpjax itself adds."""
     return [name for name in scopes if not name.startswith("mpjax.")]
+
+
+def overriding(
+    overrides: Iterable[tuple[str, Any]], scopes: Sequence[str], name: str, paths: Iterable[str]
+) -> list[tuple[str, Any]]:
+    """Returns the overrides that match an operation of a primitive, in scopes, on parameters."""
+    user_scopes = (scope for scope in scopes if not scope.startswith(KERNEL))
+    places = ["/".join(scopes), "/".join((*scopes, name)), "/".join(user_scopes), *paths]
+    return [o for o in overrides if any(matches(o[0], place) for place in places)]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from support import assert_near, normal
 
 from mpjax._src.base import _jax
@@ -37,6 +38,10 @@ class Squares:
     def forward_mode(self, moving):
         self.asked.append("forward_mode")
         return Plain(lambda x, t: [jnp.sum(x * x), jnp.sum(2 * x * t)], X, X), [True]
+
+    def checkpointed(self, moving, where):
+        places = [where(e.primitive, [], e.params) for e in self.written.eqns]
+        self.asked += [place.name for place in places if place is not None]
 
     def batched(self, axis, which):
         self.asked.append("batched")
@@ -87,6 +92,34 @@ def test_a_transformation_asks_the_program(way):
     Squares.asked.clear()
     assert_near(run(fun), run(plain), rtol=1e-4)
     assert {*Squares.asked} <= {*expected, "forward_mode"} and {*expected} <= {*Squares.asked}
+
+
+OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["h"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+POLICIES = {
+    "none": (None, set()),
+    "everything": (jax.checkpoint_policies.everything_saveable, {"Device"}),
+    "one": (lambda primitive, *_, **params: primitive.name == "mul", {"Device"}),
+    "offload": (OFFLOAD, {"Host"}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_checkpoint_says_where_its_policy_saves_what(name):
+    class Named(Squares):
+        @functools.cached_property
+        def written(self):
+            return jax.make_jaxpr(lambda x: [jnp.sum(checkpoint_name(x * x, "h"))])(X)
+
+    policy, expected = POLICIES[name]
+    Squares.asked.clear()
+    fun = lambda x: jnp.sin(held.call_held(Named(), x)[0])  # noqa: E731
+    assert_near(jax.grad(jax.checkpoint(fun, policy=policy))(X), jax.grad(plain)(X), rtol=1e-4)
+    assert {*Squares.asked} - {"cut", "forward_mode"} == expected
 
 
 def test_what_is_kept_is_what_the_cut_hands_over():

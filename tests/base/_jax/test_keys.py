@@ -78,3 +78,32 @@ def test_a_program_that_holds_tracers_has_no_key():
         return w
 
     jax.make_jaxpr(outer)(X)
+
+
+def with_rule(rule):
+    fun = jax.custom_jvp(jnp.sin)
+    fun.defjvp(rule)
+    return lambda: _jax.rules_key(jax.make_jaxpr(lambda x: fun(x) + jax.nn.relu(x))(1.0))
+
+
+def test_rules_are_the_same_if_they_are_one_function_that_reads_the_same():
+    numbers = [2.0]
+
+    def made(number):
+        return lambda primals, tangents: (primals[0], number * tangents[0])
+
+    rule = made(2.0)
+    assert with_rule(rule)() == with_rule(rule)()
+    assert with_rule(rule)() != with_rule(made(2.0))()
+    held = with_rule(lambda primals, tangents: (primals[0], numbers[0] * tangents[0]))
+    assert held() == held() and hash(held()) == hash(held())
+
+
+def test_a_rule_that_reads_a_traced_value_has_no_key():
+    def fun(number):
+        key = with_rule(lambda primals, tangents: (primals[0], number * tangents[0]))
+        with pytest.raises(TypeError, match="traced"):
+            key()
+        return number
+
+    jax.make_jaxpr(fun)(2.0)

@@ -27,11 +27,12 @@ from mpjax._src.base._jax.calls import eval_once, linearized_once
 from mpjax._src.base._jax.convolutions import half_conv
 from mpjax._src.base._jax.cpu_matmuls import cpu_flags
 from mpjax._src.base._jax.jits import call_as_jit, jit_call, jit_of
-from mpjax._src.base._jax.keys import program_key
+from mpjax._src.base._jax.keys import program_key, rules_key
 from mpjax._src.base._jax.literals import casts_of_numbers
 from mpjax._src.base._jax.matmuls import marked, storing
 from mpjax._src.base._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src.base._jax.programs import (
+    FASTEST,
     Structure,
     abstract,
     at_default_precision,
@@ -55,6 +56,7 @@ from mpjax._src.base._jax.programs import (
     may_be_divided,
     numbered,
     open_jaxpr,
+    own_precision,
     primitive_names,
     programs_in,
     retyped,

@@ -27,7 +27,7 @@ from jax._src.shard_map import (
 from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, Var
 
-from mpjax._src.base._jax import stacks
+from mpjax._src.base._jax import matmuls, stacks
 from mpjax._src.base._jax.programs import close, open_jaxpr
 from mpjax._src.base._jax.rules import manual_axes
 
@@ -62,6 +62,12 @@ def jaxpr_of(
 def blank() -> Any:
     """Returns an equation without operands, which has the source and context of this moment."""
     return new_jaxpr_eqn([], [], barrier_p, {}, no_effects)
+
+
+def marked(eqn: Any) -> Any:
+    """Returns the equation of a matmul with the mark of those that autocast makes."""
+    with eqn.ctx.manager, matmuls.marked():
+        return eqn.replace(ctx=blank().ctx)
 
 
 def stacking(eqn: Any) -> Any:

@@ -11,18 +11,24 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax._src.core import mem_kind_to_space
 from jax._src.interpreters.ad import primitive_linearizations
 from jax._src.interpreters.batching import fancy_primitive_batchers, moveaxis
 from jax._src.interpreters.mlir import ir_consts, jaxpr_subcomp
 from jax._src.interpreters.partial_eval import (
+    Offloadable,
+    RecomputeType,
     custom_partial_eval_rules,
     custom_staging_rules,
+    ensure_enum,
     partial_eval_jaxpr_custom_rules,
 )
 from jax.experimental import jet
 from jax.extend.core import Primitive, Var
+from jax.extend.core.primitives import reduce_precision_p
 from jax.interpreters import ad, mlir
 
+from mpjax._src.base._jax.building import barrier_p
 from mpjax._src.base._jax.programs import eval_closed, open_jaxpr
 
 # From JAX 0.12 on, a derivative may have residuals that are no arrays, passed apart.
@@ -57,6 +63,18 @@ class Held(Protocol):
 
     def forward_mode(self, moving: tuple[bool, ...]) -> tuple["Held", Sequence[bool]]:
         """Returns the program of arguments and moving tangents, and which results have tangents."""
+
+    def checkpointed(self, moving: tuple[bool, ...], where: Any) -> "tuple[Held, Held] | None":
+        """Returns the program with what a checkpoint saves as further results, and as arguments.
+
+        Args:
+            moving: The arguments that move.
+            where: Says of the primitive, the operand types and the parameters of an equation in
+                which memory its results are saved; None if they are not.
+
+        Returns:
+            None if nothing is saved.
+        """
 
     def batched(self, axis: Any, which: tuple[bool, ...]) -> tuple["Held", Sequence[bool]]:
         """Returns the program of batched arguments, and which results are batched, in front."""
@@ -188,8 +206,13 @@ def _batch(axis, args, dims, *, program, jaxpr=None):
     return call_held(new, *args), [0 if w else None for w in which]
 
 
+def _as_they_are(primals: Any, series: Any, **_: Any) -> tuple[Any, Any]:
+    return primals, series
+
+
 def _taylor(primals, series, *, program, jaxpr=None):
-    return jet.jet(lambda *args: eval_closed(program.written, *args), primals, series)
+    run = lambda *args: eval_closed(program.written, *args)  # noqa: E731
+    return jet.jet(run, primals, series, factorial_scaled=False)
 
 
 call_p.def_impl(lambda *args, program, jaxpr=None: program.jitted(*args))
@@ -200,6 +223,11 @@ ad.primitive_jvps[call_p] = _jvp
 primitive_linearizations[call_p] = _linearize
 fancy_primitive_batchers[call_p] = _batch
 jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
+# What written programs contain besides what the function does.
+if reduce_precision_p not in jet.jet_rules:
+    jet.deflinear(reduce_precision_p)
+if barrier_p not in jet.jet_rules:
+    jet.jet_rules[barrier_p] = _as_they_are  # type: ignore[assignment]
 
 # ---- a program and its derivative, where JAX separates them later -------------------------------
 
@@ -245,22 +273,45 @@ def _jvp_known(trace, *tracers, program, moving, jaxpr=None):
 
 
 def _jvp_again(saveable, unknown, instantiated, eqn):
-    """Under `jax.checkpoint`: runs the program now, and program and tangents again later."""
-    program, count = eqn.params["program"], len(eqn.params["moving"])
+    """Under `jax.checkpoint`: runs the program now, and program and tangents again later.
+
+    What the policy saves inside, the later one gets.
+    """
+    program, moving = eqn.params["program"], eqn.params["moving"]
+    count = len(moving)
     results, all_of_them = len(program.out_avals), [True] * len(eqn.outvars)
     pairs = zip(eqn.invars, instantiated, strict=True)
     needed = [v for v, done in pairs if isinstance(v, Var) and not done]
     if any(unknown[:count]):
         return None, eqn, all_of_them, all_of_them, needed
+    first, second = program.checkpointed(moving, _where(saveable)) or (program, program)
+    saved = [Var(aval) for aval in first.out_avals[results:]]
     now = eqn.replace(
         invars=eqn.invars[:count],
-        outvars=eqn.outvars[:results],
+        outvars=[*eqn.outvars[:results], *saved],
         primitive=call_p,
-        params={"program": program, "jaxpr": program.written},
+        params={"program": first, "jaxpr": first.written},
         effects=program.effects,
     )
+    if saved:
+        moving = (*moving, *[False] * len(saved))
+        params = {"program": second, "moving": moving, "jaxpr": _pushed(second, moving).written}
+        invars = [*eqn.invars[:count], *saved, *eqn.invars[count:]]
+        eqn = eqn.replace(invars=invars, params=params)
     later = [False] * results + [True] * (len(eqn.outvars) - results)
-    return now, eqn, later, all_of_them, needed
+    return now, eqn, later, all_of_them, [*needed, *saved]
+
+
+def _where(saveable):
+    """Returns in which memory a policy saves the results of an equation, or None."""
+
+    def where(primitive, avals, params):
+        answer = ensure_enum(saveable(primitive, *avals, **params))
+        if isinstance(answer, Offloadable):
+            return mem_kind_to_space(answer.dst)
+        return None if isinstance(answer, RecomputeType) else jax.memory.Space.Device
+
+    return where
 
 
 jvp_p.def_impl(_through(_run, _pushed))

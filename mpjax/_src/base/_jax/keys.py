@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import linear_util as lu
 from jax.extend.core import Literal
 
-from mpjax._src.base._jax.programs import Structure, open_jaxpr
+from mpjax._src.base._jax.programs import Structure, inner_jaxprs, open_jaxpr
 
 # Parameters that only derivatives read. A trace makes new functions for them.
 _OF_DERIVATIVES = frozenset(
@@ -35,8 +36,8 @@ class _Same:
 def program_key(jaxpr: Any, known: bool = False) -> Any:
     """Returns a key of a program: two traces have the same if they compute the same.
 
-    The derivatives that a program brings along do not count, and neither do its own constants
-    unless they are ``known``: those of programs inside it.
+    The derivatives that a program brings along do not count (`rules_key`), and neither do its own
+    constants unless they are ``known``: those of programs inside it.
     """
     inner, consts = open_jaxpr(jaxpr)
     numbers: dict[Any, int] = {}
@@ -99,3 +100,59 @@ def _key(x: Any, depth: int = 0) -> Any:
 
 def _lasts(x: Any) -> bool:
     return isinstance(x, types.FunctionType | bool | int | float | complex | str | bytes | None)
+
+
+def rules_key(jaxpr: Any) -> Any:
+    """Returns a key of the derivative rules that a program brings along.
+
+    A rule of the user is the same if it is the same function and has what it had to read: the
+    values that it closes over, and the globals that its code names.
+
+    Raises:
+        TypeError: If a rule closes over a value that is traced, or hides what it reads.
+    """
+    rules: list[Any] = []
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        rules += [_rule(eqn.params[name]) for name in _RULES if name in eqn.params]
+        rules += map(rules_key, inner_jaxprs(eqn))
+    return tuple(filter(None, rules))
+
+
+_RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd")
+
+
+def _rule(x: Any, depth: int = 0) -> Any:
+    if depth > 2 * _DEEP:
+        raise TypeError("A rule is too deep.")
+    if isinstance(x, lu.WrappedFun):
+        trees = [Structure(p) for _, params in x.transforms for p in params if _is_tree(p)]
+        return _rule(x.f, depth + 1), *trees
+    if isinstance(x, tuple | list):
+        return tuple(_rule(part, depth + 1) for part in x)
+    if not isinstance(x, types.FunctionType):
+        return _value(x)
+    cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+    if (x.__module__ or "").startswith("jax."):
+        parts = [y for y in cells if isinstance(y, lu.WrappedFun | types.FunctionType | tuple)]
+        return x.__code__, *(_rule(y, depth + 1) for y in parts)
+    read = [*cells, *(x.__globals__.get(name) for name in x.__code__.co_names)]
+    own = [_rule(y, depth + 1) if isinstance(y, types.FunctionType) else _value(y) for y in read]
+    return _Same(x), *own
+
+
+def _value(x: Any) -> Any:
+    """Returns a key of what a rule reads: plain values by value, other objects by identity."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("A rule reads a value that is traced.")
+    return (type(x), repr(x)) if isinstance(x, bool | int | float | complex | str) else _Same(x)
+
+
+def _is_tree(x: Any) -> bool:
+    return isinstance(x, jax.tree_util.PyTreeDef)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -183,6 +183,10 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
+# The precision of a matmul that JAX's default setting does not change.
+FASTEST = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
+
+
 def at_default_precision(eqn: Any) -> Any:
     """Returns a matmul without the float32 precision that JAX's default setting gave it.
 
@@ -190,8 +194,15 @@ def at_default_precision(eqn: Any) -> Any:
     """
     if eqn.params.get("precision") is None:
         return eqn
-    plain = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
-    return eqn.replace(params={**eqn.params, "precision": plain})
+    return eqn.replace(params={**eqn.params, "precision": FASTEST})
+
+
+def own_precision(params: dict[str, Any]) -> Any:
+    """Returns the precision that a matmul asks for, or None if it takes the fastest."""
+    asked = params.get("precision")
+    each = asked if isinstance(asked, tuple) else (asked,)
+    own = any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in each)
+    return asked if own else None
 
 
 def default_precision() -> Any:

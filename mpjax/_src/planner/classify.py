@@ -1,0 +1,272 @@
+"""The exceptions to the rule that matmuls, and nothing else, run in 16 bits: each is a region.
+
+A policy's lists and overrides, and what a program shows by itself, are written into it as scopes
+``mpjax.precision=DTYPE``, like the user's own regions, before it is differentiated. JAX carries
+scopes on to derivatives, so a derivative runs in the dtype of what it is derived from. Equations
+that JAX makes later, as by custom derivative rules, are classified when they appear.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import higher_order
+from mpjax._src.base.patterns import matches
+from mpjax._src.base.rules import FULL, HALF, NO_HALF_FORM, SAME_PARAMETER, rule_of
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import (
+    NOWHERE,
+    Equation,
+    Region,
+    Value,
+    called,
+    parts,
+)
+from mpjax._src.planner.integers import LARGE, NONE, of_constant, of_equation
+from mpjax._src.planner.searches import loops, routers
+from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import KERNEL, PLANNED, REGION
+from mpjax._src.program.site import equations as all_equations
+from mpjax._src.program.site import overriding
+
+# Solvers. Their derivatives are matmuls, whose errors a condition number amplifies.
+SOLVERS = ("custom_linear_solve", "triangular_solve")
+
+
+class Known(NamedTuple):
+    """What is known of a value: the paths of the parameter that it is, whether it is integers."""
+
+    paths: tuple[str, ...] = ()
+    integers: int = NONE
+
+
+NOTHING = Known()
+
+
+@dataclasses.dataclass(frozen=True)
+class Exceptions:
+    """What a policy says of single operations.
+
+    Attributes:
+        half: The 16-bit dtype of the program.
+        all_full: Whether only a region or an override asks for 16 bits.
+        listed: "half", "full" or "follow" for the primitives on its lists.
+        overrides: Its overrides.
+        used: The patterns of overrides that matched something.
+        done: The programs with regions, by the programs that they were.
+        around: The context in which JAX runs the rules of a program.
+    """
+
+    half: np.dtype
+    all_full: bool = False
+    listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    overrides: Sequence[tuple[str, Any]] = ()
+    used: set[str] = dataclasses.field(default_factory=set)
+    done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    @classmethod
+    def of(cls, policy: Policy, program: Any, around: Any = contextlib.nullcontext) -> "Exceptions":
+        """Returns those of a policy, for a program: a closed jaxpr."""
+        halves = [dtype for _, dtype in policy.overrides] + [*_half_regions(program)]
+        half = next((d for d in (policy.compute_dtype, *halves) if d in HALVES), FLOAT32)
+        lists = {"half": policy.half_ops, "full": policy.full_ops, "follow": policy.follow_ops}
+        listed = {op: name for name, ops in lists.items() for op in ops}
+        all_full = policy.compute_dtype not in HALVES
+        return cls(half, all_full, listed, policy.overrides, around=around)
+
+    def marked(self, program: Any, paths: Sequence[str] = ()) -> Any:
+        """Returns a closed jaxpr with regions; ``paths`` are those of its arguments."""
+        known = [Known((path,) if path else ()) for path in paths]
+        known = known or [NOTHING] * len(_jax.in_avals(program))
+        self.used.update(
+            pattern for pattern, _ in self.overrides for path in paths if matches(pattern, path)
+        )
+        return self._program(program, known, (), NOWHERE)
+
+    def mark(
+        self,
+        equations: Sequence[Equation],
+        known: dict[Value, Known] | None = None,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        """Puts equations into regions, in place.
+
+        Args:
+            equations: The equations of a program, of its calls too.
+            known: What is known of its arguments.
+            names: The names of the scopes around it.
+        """
+        known, decide = known or {}, routers(equations) | loops(equations)
+        for e in equations:
+            for v in e.ins:
+                if v.const is not None and v not in known:
+                    known[v] = Known(integers=of_constant(v))
+            ins = [known.get(v, NOTHING) for v in e.ins]
+            if e.region.dtype != FLOAT32.name or PLANNED not in _jax.scope_names(e.stack):
+                region = self._asked(e, ins, names, e in decide)
+                if region and e.region.dtype != region.split(":")[0]:
+                    e.enter(region)
+                self._lift(e)
+                e.params = self._inside(e, ins, names)
+            for v, fact in zip(e.outs, _results(e, ins), strict=True):
+                if fact is not NOTHING:
+                    known[v] = fact
+
+    def _asked(self, e: Equation, ins: Sequence[Known], names: Sequence[str], decides: bool) -> str:
+        """Returns the region of an equation, or "" if it stays where it is."""
+        matmul = rule_of(e.name).need == HALF
+        if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
+            return ""
+        if _is_solver(e.name):
+            return FLOAT32.name
+        if e.region.dtype:
+            return self._own(e.region.dtype)
+        override = self._override(e, ins, names) if self.overrides else None
+        listed = self.listed.get(e.name)
+        if override == FLOAT32 or (listed == "full" and matmul):
+            return FLOAT32.name
+        if listed == "half" and not matmul:
+            return f"{self._own((override or self.half).name)}:{e.name}"
+        if listed == "follow" and not matmul:
+            return f"{rounding.FOLLOWING}:{e.name}"
+        if matmul and (override is not None or listed == "half"):
+            return self._own((override or self.half).name)
+        pairs = zip(e.ins, ins, strict=True)
+        integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
+        full = decides or (matmul and (self.all_full or integers))
+        return FLOAT32.name if full else ""
+
+    def _own(self, dtype: str) -> str:
+        """Returns a region of a dtype, which may be the 16-bit dtype that is not the program's."""
+        foreign = dtype in rounding.HALF_NAMES and self.half not in (FLOAT32, np.dtype(dtype))
+        return rounding.OTHER + dtype if foreign else dtype
+
+    def _override(self, e: Equation, ins: Sequence[Known], names: Sequence[str]) -> np.dtype | None:
+        scopes = (*names, *_jax.scope_names(e.stack))
+        if any(name.startswith(KERNEL) for name in scopes):
+            return None
+        paths = [path for fact in ins for path in fact.paths]
+        matching = overriding(self.overrides, scopes, e.name, paths)
+        self.used.update(pattern for pattern, _ in matching)
+        if not matching:
+            return None
+        dtype = matching[0][1]
+        if dtype in HALVES and _jax.own_precision(e.params) is not None:
+            e.params = {**e.params, "precision": _jax.FASTEST}
+        return dtype if dtype in HALVES else FLOAT32
+
+    def _lift(self, e: Equation) -> None:
+        """Takes off a matmul in 16 bits the precision that JAX's default setting gave it."""
+        own = _jax.own_precision(e.params)
+        if own is None or own != _jax.default_precision():
+            return
+        lifted = e.on(e.ins, params={**e.params, "precision": _jax.FASTEST})
+        if rounding.is_half_matmul(lifted) or rounding.other_half(lifted):
+            e.params = lifted.params
+
+    def _inside(self, e: Equation, ins: Sequence[Known], names: tuple[str, ...]) -> dict[str, Any]:
+        """Returns the parameters of an equation, with regions in the programs inside it."""
+        row = higher_order(e.name)
+        if not row.params:
+            return e.params
+        scopes = (*names, *_jax.scope_names(e.stack)) if self.overrides else ()
+        changed, same = [], True
+        for inside in row.wire(e.like.replace(params=e.params)):
+            carried = {argument for _, argument in inside.carry}
+            known = [
+                NOTHING if place in carried else ins[index]
+                for place, index in enumerate(inside.ins)
+            ]
+            new = self._program(inside.program, known, scopes, e.region)
+            same &= new is inside.program
+            changed.append(new)
+        return e.params if same else {**e.params, **row.holding(changed)}
+
+    def _program(
+        self, program: Any, given: Sequence[Known], names: tuple[str, ...], region: Region
+    ) -> Any:
+        key = id(program), tuple(given), names, region
+        if key not in self.done:
+            ins, equations, _ = parts(program, region=region)
+            known = {v: fact for v, fact in zip(ins, given, strict=True) if fact is not NOTHING}
+            equations = [e for e in equations if e.primitive is e.like.primitive]  # no barriers
+            before = [e.stack for e in equations]
+            self.mark(equations, known, names)
+            new = _written_back(program, zip(before, equations, strict=True), {})
+            self.done[key] = program, new
+        return self.done[key][1]
+
+
+def _half_regions(program: Any) -> Iterator[np.dtype]:
+    """Yields the 16-bit dtypes of the regions of a program."""
+    for _, site, _ in all_equations(_jax.open_jaxpr(program)[0]):
+        for name in site.scopes:
+            if name.removeprefix(REGION) in rounding.HALF_NAMES:
+                yield np.dtype(name.removeprefix(REGION))
+
+
+def _written_back(program: Any, marked: Iterator[tuple[Any, Equation]], done: Any) -> Any:
+    """Returns a program whose equations, its calls' included, are in their regions.
+
+    Args:
+        program: An open or closed jaxpr.
+        marked: The scopes of each equation as they were, and the equation.
+        done: The programs that were written before, by what was written.
+    """
+    jaxpr, consts = _jax.open_jaxpr(program)
+    eqns, changes = [], []
+    for eqn in jaxpr.eqns:
+        inner = called(eqn, False)
+        if inner is None:
+            before, e = next(marked)
+            added = e.stack.stack[len(before.stack) :]
+            change = (*(scope.name for scope in added), *_changed(eqn.params, e.params))
+            if change:
+                info = eqn.source_info
+                for scope in added:
+                    info = info.replace(name_stack=info.name_stack.extend(scope.name))
+                eqn = eqn.replace(params=e.params, source_info=info)
+        else:
+            new = _written_back(inner, marked, done)
+            change = _changed({"": inner}, {"": new})
+            if change:
+                (name,) = higher_order(eqn.primitive.name).params
+                old = eqn.params[name]
+                new = new if hasattr(old, "consts") else _jax.open_jaxpr(new)[0]
+                eqn = eqn.replace(params={**eqn.params, name: new})
+        eqns.append(eqn)
+        changes.append(change)
+    if not any(changes):
+        return program
+    key = id(jaxpr), tuple(changes)
+    if key not in done:  # so that calls of one function stay calls of one function
+        new = jaxpr.replace(eqns=eqns)
+        done[key] = jaxpr, new if program is jaxpr else _jax.close(new, consts)
+    return done[key][1]
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((k, id(p)) for k, p in new.items() if p is not old[k])
+
+
+def _is_solver(name: str) -> bool:
+    """Returns whether a primitive is linear algebra, whose derivatives are matmuls."""
+    row = rule_of(name)
+    algebra = row.need == FULL and NO_HALF_FORM in row.traits and not name.startswith("scatter")
+    return algebra or name in SOLVERS
+
+
+def _results(e: Equation, ins: Sequence[Known]) -> list[Known]:
+    """Returns what is known of the results of an equation."""
+    if not e.ins or len(e.outs) != 1:
+        paths: tuple[str, ...] = ()
+    else:
+        paths = ins[0].paths if SAME_PARAMETER in rule_of(e.name).traits else ()
+    integers = [of_equation(e, v, [fact.integers for fact in ins]) for v in e.outs]
+    return [Known(paths, kind) if paths or kind else NOTHING for kind in integers]

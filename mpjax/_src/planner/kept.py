@@ -1,0 +1,85 @@
+"""The program of a traced function. A function that is traced again gets the same one.
+
+So its derivatives are planned once, also outside of `jax.jit`, where each gradient traces anew.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner.program import Program
+from mpjax._src.policy.policy import Policy
+
+# The number of programs that are kept.
+KEPT_PROGRAMS = 512
+
+
+def program_of(
+    jaxpr: Any,
+    policy: Policy,
+    paths: Sequence[str],
+    dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any],
+    around: Any = contextlib.nullcontext,
+) -> Program:
+    """Returns the program of a closed jaxpr, whose constants are its first arguments.
+
+    Args:
+        jaxpr: The program as it is written.
+        policy: The policy.
+        paths: The path of each argument.
+        dtypes: The dtype in which each argument arrives.
+        out_dtypes: The dtype in which each result is returned; None for its own.
+        around: The context in which JAX runs the rules of the program.
+    """
+    make = functools.partial(_made, jaxpr, policy, paths, dtypes, out_dtypes, around)
+    try:
+        same = _jax.program_key(jaxpr), _jax.rules_key(jaxpr), _jax.tracing_key()
+        kept = _kept((*same, policy, tuple(paths), tuple(dtypes), tuple(out_dtypes)))
+    except Exception:  # of a part that is traced, and of __hash__, __eq__ and closures of users
+        return make()
+    if not kept:
+        kept.append(make())
+    return kept[0]
+
+
+@functools.lru_cache(KEPT_PROGRAMS)
+def _kept(key: Any) -> list[Program]:
+    return []
+
+
+_jax.cleared_with_jax(_kept)
+
+
+def _made(
+    jaxpr: Any,
+    policy: Policy,
+    paths: Sequence[str],
+    dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any],
+    around: Any = contextlib.nullcontext,
+) -> Program:
+    inner, consts = _jax.hoisted(jaxpr)
+    closed = building.as_closed(inner)
+    exceptions = Exceptions.of(policy, closed, around)
+    half, constants = exceptions.half, [None] * len(consts)
+    arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
+    leave = zip(inner.outvars, out_dtypes, strict=True)
+    return Program(
+        exceptions.marked(closed, [*[""] * len(consts), *paths]),
+        half,
+        [_is_float32(v) and dtype == half for v, dtype in arrive],
+        [_is_float32(v) and dtype == half for v, dtype in leave],
+        exceptions,
+    )
+
+
+def _is_float32(v: Any) -> bool:
+    return getattr(v.aval, "dtype", None) == np.dtype(FLOAT32)

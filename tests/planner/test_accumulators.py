@@ -1,0 +1,158 @@
+"""What a program returns of matmuls: their float32 accumulators."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from joint import planned
+from support import equations, normal
+
+import mpjax
+
+W, X = normal(0, 32, 32, scale=0.3), normal(1, 32, 32)
+
+
+def is_rounded(x):
+    """Returns whether all numbers of an array are 16-bit numbers."""
+    x = np.asarray(x)
+    return bool((x.astype(jnp.bfloat16).astype(np.float32) == x).all())
+
+
+def mapped(fun):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fun, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
+
+
+RETURNED = {
+    "itself": lambda w, x: x @ w,
+    "moved": lambda w, x: jnp.maximum((x @ w).T, 0)[::-1].reshape(-1),
+    "read elsewhere": lambda w, x: (x @ w, jnp.tanh(x @ w)),
+    "added": lambda w, x: x @ w + x @ w.T,
+    "stacked by a loop": lambda w, x: lax.map(lambda r: r @ w, x),
+    "added by a loop": lambda w, x: lax.scan(lambda s, r: (s + r @ w, 0), jnp.zeros(32), x)[0],
+    "of a branch": lambda w, x: lax.cond(x[0, 0] > 9, lambda: x, lambda: x @ w),
+    "on each device": mapped(lambda w, x: x @ w),
+    "summed over devices": mapped(lambda w, x: lax.psum(x @ w, "i") + x @ w),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_result_that_is_returned_is_the_accumulator(name):
+    fun = RETURNED[name]
+    out = jax.tree.leaves(jax.jit(planned(fun))(W, X))[0]
+    assert not is_rounded(out)
+    low, w = (np.asarray(a).astype(jnp.bfloat16).astype(np.float32) for a in (X, W))
+    want = jax.tree.leaves(fun(w, low))[0]
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_a_convolution_returns_16_bits():
+    """Not all hardware has its accumulator."""
+    fun = planned(lambda w, x: lax.conv(x[None, None], w[None, None], (1, 1), "SAME"))
+    assert is_rounded(fun(W[:3, :3], X))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_matmuls_are_marked_for_the_devices_that_want_another_form(half):
+    def fun(w, x):
+        y = jnp.sin(x @ w) @ w
+        return y, jnp.sin(y), jnp.dot(x, w, precision="highest")
+
+    eqns = equations(jax.make_jaxpr(planned(fun, half))(W, X))
+    marks = [e.ctx.xla_metadata for e in eqns if e.primitive.name == "dot_general"]
+    assert [bool(mark) for mark in marks] == [True, True, False]
+
+
+def test_a_few_columns_are_not_rounded_whoever_reads_them():
+    fun = planned(lambda w, x: jnp.sin(x @ w[:, :4]))
+    low, w = (np.asarray(a).astype(jnp.bfloat16).astype(np.float32) for a in (X, W))
+    np.testing.assert_allclose(fun(W, X), np.sin(low @ w[:, :4]), rtol=0, atol=1e-5)
+    size = lambda y: jnp.sqrt(y * y)  # noqa: E731
+    with_region = planned(lambda w, x: size(mpjax.precision("bfloat16")(jnp.dot)(x, w[:, :4])))
+    assert is_rounded(with_region(W, X))
+
+
+READ = {
+    "by others": (lambda y: (y, jnp.sin(y)), lambda y: jnp.sin(y)),
+    "in a sum": (lambda y: (y + 1, jnp.sin(y + 1)), lambda y: jnp.sin(y + 1)),
+    "in a view": (lambda y: (y.T, jnp.sin(y.T)), lambda y: jnp.sin(y.T)),
+    "after a sum": (lambda y: (y + X + 1, jnp.sin(y + X)), lambda y: jnp.sin(y + X)),
+    "in a loop": (
+        lambda y: (y, lax.map(jnp.sin, y)),
+        lambda y: lax.map(jnp.sin, y),
+    ),
+    "of a loop": (
+        lambda y: (r := lax.map(lambda r: r @ W, y), jnp.sin(r)),
+        lambda y: jnp.sin(lax.map(lambda r: r @ W, y)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_other_readers_get_the_same_bits_as_if_it_were_not_returned(name):
+    both, alone = READ[name]
+    options = {"xla_backend_optimization_level": 0}
+    got, want = (
+        jax.jit(planned(lambda w, x, f=f: f(x @ w)), compiler_options=options)(W, X)
+        for f in (both, alone)
+    )
+    np.testing.assert_array_equal(got[1], want)
+
+
+def dense(w, x):
+    return jnp.sum(jnp.sin(x @ w))
+
+
+def twice(w, x):
+    return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+
+
+def layers(w, x):
+    stack = jnp.stack([w, w.T])
+    return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0])
+
+
+def by_slices(w, x):
+    return jnp.sum(jnp.sin(x @ w[:, :20])) + jnp.sum(jnp.cos(x @ w[:, 12:]))
+
+
+# The shape of the products, in the derivative by the weights.
+SHAPES = {dense: (32, 32), twice: (32, 32), layers: (32, 32), by_slices: (32, 20)}
+
+
+@pytest.mark.parametrize("fun", SHAPES)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_gradients_are_accumulators(fun, wrap):
+    traced = jax.make_jaxpr(jax.grad(wrap(planned(fun))))(W, normal(1, 48, 32))
+    matmuls = [e.outvars[0].aval for e in equations(traced) if e.primitive.name == "dot_general"]
+    by_weights = [aval for aval in matmuls if aval.shape in (SHAPES[fun], SHAPES[fun][::-1])]
+    assert by_weights and {aval.dtype.name for aval in by_weights} == {"float32"}
+    assert "bfloat16" in {aval.dtype.name for aval in matmuls}
+
+
+def test_a_state_that_a_loop_reads_is_not_carried_unrounded():
+    """What its turns read would be another number than in a loop whose end is not returned."""
+
+    def fun(w, x):
+        return lax.scan(lambda h, r: (h @ w, jnp.sin(h)), x, None, length=3)
+
+    def inner(w, x):
+        return jnp.sin(fun(w, x)[0]), fun(w, x)[1]
+
+    (end, states), (_, others) = (jax.jit(planned(f))(W, X) for f in (fun, inner))
+    np.testing.assert_array_equal(states, others)
+    assert is_rounded(end)
+
+
+def test_the_loss_is_the_same_with_and_without_a_derivative():
+    def fun(w, x):
+        y = x @ w
+        return jnp.mean(jnp.sin(y) @ w), (y, y + x)
+
+    options = {"xla_backend_optimization_level": 0}
+    auto = planned(fun)
+    value = jax.jit(auto, compiler_options=options)(W, X)
+    with_gradient = jax.jit(jax.value_and_grad(auto, has_aux=True), compiler_options=options)
+    jax.tree.map(np.testing.assert_array_equal, with_gradient(W, X)[0], value)
