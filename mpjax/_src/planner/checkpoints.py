@@ -4,14 +4,16 @@ Of what a policy saves JAX keeps what the rest is computed from. So do programs,
 that their backward part needs.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
+from mpjax._src.base.higher_order import SCAN, higher_order
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, opened
+from mpjax._src.planner.equations import Equation, Value, between, closed, opened, parts
 
 # Says of the primitive, the operand types and the parameters of an equation where its results are
 # saved: in a memory space, or None, so that it runs again.
@@ -32,6 +34,139 @@ def places(equations: Sequence[Equation], where: Where) -> dict[Value, Any]:
             pairs = [*zip(e.outs, outs, strict=True)][end - start :]  # no carries: they are many
             found.update((out, inside[v]) for out, v in pairs if v in inside)
     return found
+
+
+class Split(NamedTuple):
+    """A loop that saves values of its turns, and one that reads them.
+
+    Attributes:
+        first: The loop, which returns them too.
+        second: The loop, which gets them.
+        saved: Their stacks, and where these are saved.
+    """
+
+    first: Equation
+    second: Equation
+    saved: dict[Value, Any]
+
+
+def split(
+    e: Equation, needed: Collection[Value], where: Where, done: dict[Any, Split]
+) -> Split | None:
+    """Divides a loop by what a policy saves in its body; None if that is nothing.
+
+    Args:
+        e: The loop.
+        needed: The values that are needed again.
+        where: The policy.
+        done: What was divided before.
+    """
+    if higher_order(e.name).kind != SCAN or e.acts:
+        return None
+    (program,) = rounding.programs(e)
+    body = ins, equations, outs = parts(program, region=e.region)
+    _, start, end = rounding.places(e)
+    turns = {i for i, v in enumerate(e.outs) if v in needed}
+    while True:  # a turn may read what the turn before it carries
+        results = [outs[i] for i in sorted(turns)]
+        inside = saved(equations, results, ins, where, {})
+        again = between(inside.second(equations), results, {*ins, *inside.values})
+        read = {*results, *(v for a in again for v in a.ins)}
+        more = {i for i, v in enumerate(ins[start:end]) if v in read} - turns
+        if not more:
+            break
+        turns |= more
+    made = [v for a in inside.first(equations) for v in a.outs]
+    spots = ((i, inside.values[v]) for i, v in enumerate(made) if v in inside.values)
+    key = e, tuple(sorted(turns)), len(made), tuple(spots)
+    if inside.values and key not in done:
+        done[key] = _split(e, body, inside, again, sorted(turns))
+    return done[key] if inside.values else None
+
+
+def _split(
+    e: Equation, body: Any, inside: "Saved", again: Sequence[Equation], turns: Sequence[int]
+) -> Split:
+    (ins, equations, outs), kept = body, inside.values
+    _, start, end = rounding.places(e)
+    count, info = end - start, building.anonymous(rounding.programs(e)[0])
+    length = higher_order(e.name).turns(e)[0]
+    stacks = {v: out for v, out in zip(outs[count:], e.outs[count:], strict=True) if v in kept}
+    new = [v for v in kept if v not in stacks]
+    stacks |= {v: Value(building.stacked_aval(length, v.aval)) for v in new}
+    inner = closed(ins, inside.first(equations), [*outs, *new], info)
+    params = building.scan_of(e.params, inner, start, count, len(ins) - end)
+    first = e.on(e.ins, outs=[*e.outs, *(stacks[v] for v in new)], params=params)
+    carries = [i for i in turns if i < count]
+    left = [i for i in turns if i < count or outs[i] not in kept]
+    given = [*range(start), *(start + i for i in carries), *range(end, len(ins))]
+    inner = closed([*(ins[i] for i in given), *kept], again, [outs[i] for i in left], info)
+    xs = len(ins) - end + len(kept)
+    params = building.scan_of(e.params, inner, start, len(carries), xs)
+    operands = [*(e.ins[i] for i in given), *(stacks[v] for v in kept)]
+    second = e.on(operands, outs=[e.outs[i] for i in left], params=params)
+    return Split(first, second, {stacks[v]: place for v, place in kept.items()})
+
+
+class Saved(NamedTuple):
+    """What a policy saves of a program.
+
+    Attributes:
+        values: The values, and where they are saved.
+        splits: What stands for some of its loops.
+    """
+
+    values: dict[Value, Any]
+    splits: dict[Equation, Split]
+
+    def first(self, equations: Sequence[Equation]) -> list[Equation]:
+        """Returns the equations that make the values."""
+        return [self.splits[e].first if e in self.splits else e for e in equations]
+
+    def second(self, equations: Sequence[Equation]) -> list[Equation]:
+        """Returns the equations that are computed from the values.
+
+        A result of a loop that is not needed again, but returned once more, the whole loop gives.
+        """
+        found = []
+        for e in equations:
+            if e in self.splits:
+                second, mine = self.splits[e].second, {*self.values, *self.splits[e].second.outs}
+                found += [e.on(e.ins, outs=[Value(v.aval) if v in mine else v for v in e.outs])]
+                found += [second]
+            else:
+                found += [e]
+        return found
+
+
+def saved(
+    equations: Sequence[Equation],
+    wanted: Sequence[Value],
+    given: Sequence[Value],
+    where: Where,
+    done: dict[Any, Split],
+) -> Saved:
+    """Returns what a policy saves of what wanted values are computed from.
+
+    Args:
+        equations: The equations that make them.
+        wanted: The values.
+        given: The arguments.
+        where: The policy.
+        done: The loops that were divided before.
+    """
+    found = places(equations, where)
+    again = between(equations, wanted, {*given, *found})
+    needed = {*wanted, *(v for e in again for v in e.ins)}
+    splits = {e: s for e in again if (s := split(e, needed, where, done))}
+    result = Saved({}, splits)
+    remade = {v for e in splits for v in e.outs}
+    rest = [splits[e].second if e in splits else e for e in again]
+    read = {*wanted, *(v for e in rest for v in e.ins)}
+    result.values.update((v, p) for v, p in found.items() if v in read and v not in remade)
+    for s in splits.values():
+        result.values.update(s.saved)
+    return result
 
 
 def sent(

@@ -8,6 +8,7 @@ that JAX makes later, as by custom derivative rules, are classified when they ap
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import higher_order
 from mpjax._src.base.patterns import matches
-from mpjax._src.base.rules import FULL, HALF, NO_HALF_FORM, SAME_PARAMETER, rule_of
+from mpjax._src.base.rules import FULL, HALF, NO_HALF_FORM, PROGRAM, SAME_PARAMETER, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     NOWHERE,
@@ -27,7 +28,7 @@ from mpjax._src.planner.equations import (
     called,
     parts,
 )
-from mpjax._src.planner.integers import LARGE, NONE, of_constant, of_equation
+from mpjax._src.planner.integers import LARGE, NONE, SOURCES, of_equation
 from mpjax._src.planner.searches import loops, routers
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION
@@ -35,6 +36,7 @@ from mpjax._src.program.site import equations as all_equations
 from mpjax._src.program.site import overriding
 
 # Solvers. Their derivatives are matmuls, whose errors a condition number amplifies.
+SOLVER = "solver"
 SOLVERS = ("custom_linear_solve", "triangular_solve")
 
 
@@ -103,27 +105,29 @@ class Exceptions:
             names: The names of the scopes around it.
         """
         known, decide = known or {}, routers(equations) | loops(equations)
+        asks_all = bool(self.overrides)
         for e in equations:
-            for v in e.ins:
-                if v.const is not None and v not in known:
-                    known[v] = Known(integers=of_constant(v))
-            ins = [known.get(v, NOTHING) for v in e.ins]
-            if e.region.dtype != FLOAT32.name or PLANNED not in _jax.scope_names(e.stack):
+            ins = [known.get(v, NOTHING) for v in e.ins] if known else [NOTHING] * len(e.ins)
+            asks = kind_of(e.name) or asks_all or e in decide or e.name in self.listed
+            if asks and not _is_planned(e):
                 region = self._asked(e, ins, names, e in decide)
                 if region and e.region.dtype != region.split(":")[0]:
                     e.enter(region)
                 self._lift(e)
                 e.params = self._inside(e, ins, names)
-            for v, fact in zip(e.outs, _results(e, ins), strict=True):
-                if fact is not NOTHING:
-                    known[v] = fact
+            elif e.region.dtype and self._own(e.region.dtype) != e.region.dtype:
+                e.enter(self._own(e.region.dtype))
+            if e.name in SOURCES or (known and not known.keys().isdisjoint(e.ins)):
+                facts = zip(e.outs, _results(e, ins), strict=True)
+                known.update((v, fact) for v, fact in facts if fact is not NOTHING)
 
     def _asked(self, e: Equation, ins: Sequence[Known], names: Sequence[str], decides: bool) -> str:
         """Returns the region of an equation, or "" if it stays where it is."""
-        matmul = rule_of(e.name).need == HALF
+        kind = kind_of(e.name)
+        matmul = kind == HALF
         if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
             return ""
-        if _is_solver(e.name):
+        if kind == SOLVER:
             return FLOAT32.name
         if e.region.dtype:
             return self._own(e.region.dtype)
@@ -255,11 +259,19 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple((k, id(p)) for k, p in new.items() if p is not old[k])
 
 
-def _is_solver(name: str) -> bool:
-    """Returns whether a primitive is linear algebra, whose derivatives are matmuls."""
+@functools.cache
+def kind_of(name: str) -> str:
+    """Returns what a primitive is: HALF for a matmul, SOLVER, PROGRAM if it holds one, or ""."""
     row = rule_of(name)
     algebra = row.need == FULL and NO_HALF_FORM in row.traits and not name.startswith("scatter")
-    return algebra or name in SOLVERS
+    if row.need == HALF:
+        return HALF
+    return SOLVER if algebra or name in SOLVERS else PROGRAM if higher_order(name).params else ""
+
+
+def _is_planned(e: Equation) -> bool:
+    """Returns whether another autocast, or a kernel's author, planned an equation already."""
+    return e.region.dtype == FLOAT32.name and PLANNED in _jax.scope_names(e.stack)
 
 
 def _results(e: Equation, ins: Sequence[Known]) -> list[Known]:

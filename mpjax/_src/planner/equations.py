@@ -51,6 +51,7 @@ class Region(NamedTuple):
 
 
 NOWHERE = Region()
+OURS = "mpjax."  # how the names of the library's scopes begin
 
 
 def region_of(stack: Any, name: str, outer: Region = NOWHERE) -> Region:
@@ -61,7 +62,10 @@ def region_of(stack: Any, name: str, outer: Region = NOWHERE) -> Region:
     """
     if not stack.stack:
         return outer
-    names, back = _jax.scope_names(stack), outer.back or "transpose" in _jax.transforms(stack)
+    names, back = _jax.scopes_named(stack, OURS)
+    back = back or outer.back
+    if not names:
+        return outer if back == outer.back else Region(outer.dtype, back)
     if PLANNED in names:  # its author planned it already
         return Region(FLOAT32.name, back)
     for scope in reversed(names):
@@ -85,11 +89,10 @@ class Equation:
     stack: Any  # the scopes around it
     again: bool = False  # whether a checkpoint computes it again: it waits for cotangents
     region: Region = NOWHERE
+    name: str = dataclasses.field(init=False)  # of its primitive: read in every sweep
 
-    @property
-    def name(self) -> str:
-        """The name of its primitive."""
-        return self.primitive.name
+    def __post_init__(self) -> None:
+        self.name = self.primitive.name
 
     @property
     def acts(self) -> bool:
@@ -304,5 +307,5 @@ def closed(
 
 def _scopes(e: Equation) -> Any:
     """Returns the scopes of an equation, with its region: it may have moved to another program."""
-    alone = region_of(e.stack, e.name)
+    alone = region_of(e.stack, e.name) if e.region.dtype else e.region
     return e.stack if e.region.dtype == alone.dtype else e.stack.extend(REGION + e.region.dtype)

@@ -15,10 +15,11 @@ MOST = 256  # bfloat16 tells all integers up to this one apart
 # Operations whose results are integers if their operands are.
 ELEMENTWISE = ("add", "add_any", "sub", "mul", "neg", "abs", "max", "min", "sign", "clamp")
 KEEPS = (*ELEMENTWISE, "select_n", "convert_element_type")
+SOURCES = ("iota", "convert_element_type")  # these make integers of what are none
 SUMS = ("reduce_sum", "cumsum", "reduce_window_sum", "psum", "scatter-add")
 
 
-def of_constant(v: Value) -> int:
+def _of_constant(v: Value) -> int:
     """Returns whether a number that the program contains is an integer."""
     if isinstance(v.const, _jax.Tracer) or np.ndim(v.const) or not _is_real(v):
         return NONE
@@ -35,7 +36,8 @@ def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
     if e.name == "iota":
         size = out.aval.shape[e.params["dimension"]]
         return SMALL if _jax.size_of((size,)) <= MOST else LARGE
-    pairs = [*zip(e.ins, ins, strict=True)]
+    known = zip(e.ins, ins, strict=True)
+    pairs = [(v, kind if v.const is None else _of_constant(v)) for v, kind in known]
     if e.name in KEEPS:
         kinds = [_as_float(v, kind) for v, kind in pairs if _is_real(v) and v is not _choice(e)]
         return max(kinds) if kinds and NONE not in kinds else NONE

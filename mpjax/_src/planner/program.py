@@ -127,8 +127,8 @@ class Program:
         """Returns the program with what a policy saves as results, and as arguments, if it does."""
         cut = self.cut(moving)
         saved = cut.saveable(where)
-        key = moving, tuple(saved.items())
-        return self._once(key, lambda: cut.resumed(saved)) if saved else None
+        key = moving, tuple(saved.values.items())
+        return self._once(key, lambda: cut.resumed(saved)) if saved.values else None
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
@@ -185,6 +185,7 @@ class Derivative:
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
         self._low_in = program.halved_in
+        self._splits: dict[Any, checkpoints.Split] = {}
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -205,28 +206,29 @@ class Derivative:
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
 
-    def saveable(self, where: checkpoints.Where) -> dict[Value, Any]:
+    def saveable(self, where: checkpoints.Where) -> checkpoints.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
-        places = checkpoints.places(self._early, where)
         read = {*self._grads, *(v for e in self._late for v in e.ins)}
         crossing = [v for e in self._early for v in e.outs if v in read]
-        again = between(self._early, crossing, {*self.inputs, *places})
-        read.update(v for e in again for v in e.ins)
-        return {v: place for v, place in places.items() if v in read}
+        return checkpoints.saved(self._early, crossing, self.inputs, where, self._splits)
 
-    def resumed(self, saved: dict[Value, Any]) -> tuple[Program, Program]:
+    def resumed(self, saved: checkpoints.Saved) -> tuple[Program, Program]:
         """Returns the program with saved values as further results, and with them as arguments."""
         program, new = self.program, copy.copy(self)
         new.__dict__.pop("tangent", None)
-        low = [v in self._made and rounding.is_float32(v) for v in saved]
-        sent, early = checkpoints.sent(saved, self._early)
+        low_in, low_out, half = program.halved_in, program.halved_out, program.half
+        early = saved.first(self._early)
+        made = rounding.made(early, _chosen(self.inputs, low_in), half)
+        low = [v in made and rounding.is_float32(v) for v in saved.values]
+        sent, early = checkpoints.sent(saved.values, early)
         forward = closed(self.inputs, early, [*self._outs, *sent], self._info)
-        low_in, low_out = program.halved_in, program.halved_out
         first = program.another(forward, low_in, [*low_out, *low], program.returned)
-        arrived, back = checkpoints.received(saved)
+        arrived, back = checkpoints.received(saved.values)
         new.inputs, new._low_in = [*self.inputs, *arrived], (*low_in, *low)
         read = [*self._outs, *self._grads, *(v for e in self._late for v in e.ins)]
-        new._early = [*back, *between(self._early, read, {*self.inputs, *saved})]
+        again = between(saved.second(self._early), read, {*self.inputs, *saved.values})
+        new._early = [*back, *again]
+        new._made = rounding.made(new._early, _chosen(new.inputs, new._low_in), half)
         new._hand_over()
         return first, Resumed(program, new, low)
 

@@ -17,7 +17,7 @@ from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
-from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Region, Value, parts
+from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
@@ -55,7 +55,9 @@ def halved(aval: Any, half: np.dtype) -> Any:
 
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
-    return e.region.dtype in ("", *HALF_NAMES) and may_be_half_matmul(e)
+    if rule_of(e.name).need != HALF or e.region.dtype not in ("", *HALF_NAMES):
+        return False
+    return may_be_half_matmul(e)
 
 
 def returns_half(e: Equation) -> bool:
@@ -138,20 +140,23 @@ def again(e: Equation) -> Equation:
 
 def other_half(e: Equation) -> np.dtype | None:
     """Returns the 16-bit dtype of an equation, if it is another one than the program's."""
-    name = e.region.dtype.removeprefix(OTHER)
-    if name == e.region.dtype or not (may_be_half_matmul(e) or may_be_half_operation(e)):
+    if not e.region.dtype.startswith(OTHER):
         return None
-    return np.dtype(name)
+    own = may_be_half_matmul(e) or may_be_half_operation(e)
+    return np.dtype(e.region.dtype.removeprefix(OTHER)) if own else None
 
 
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    return e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE or _follows(e)
+    if e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE:
+        return True
+    return bool(e.region.dtype) and _follows(e)
 
 
 def _follows(e: Equation) -> bool:
     """Returns whether a list asks an equation to return 16 bits if it reads them."""
-    return e.region == Region(FOLLOWING) and rule_of(e.name).need in (FULL, FOLLOW)
+    asked = e.region.dtype == FOLLOWING and not e.region.back
+    return asked and rule_of(e.name).need in (FULL, FOLLOW)
 
 
 def is_zero(v: Value) -> bool:
@@ -169,13 +174,6 @@ def widens(e: Equation, half: np.dtype) -> bool:
     """Returns whether an equation is the user's cast of 16-bit numbers to float32."""
     return (
         e.name == "convert_element_type" and e.ins[0].aval.dtype == half and is_float32(e.outs[0])
-    )
-
-
-def narrows(e: Equation, half: np.dtype) -> bool:
-    """Returns whether an equation is the user's cast of float32 numbers to 16 bits."""
-    return (
-        e.name == "convert_element_type" and e.outs[0].aval.dtype == half and is_float32(e.ins[0])
     )
 
 

@@ -71,9 +71,10 @@ def loops(equations: Sequence[Equation]) -> set[Equation]:
     found: set[Equation] = set()
     counts: set[Value] = set()
     for e in equations:
-        reads = not counts.isdisjoint(e.ins)
-        repeats = reads and higher_order(e.name).kind == WHILE and _multiplies(e.like)
-        if repeats or _ends_by_matmul(e.like):
+        reads = bool(counts) and not counts.isdisjoint(e.ins)
+        row = higher_order(e.name)
+        repeats = reads and row.kind == WHILE and _multiplies(e.like)
+        if repeats or (row.params and _ends_by_matmul(e.like)):
             found.add(e)
         if reads or e in found:
             counts.update(v for v in e.outs if not is_inexact(v.aval))

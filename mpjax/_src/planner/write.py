@@ -157,11 +157,7 @@ class Writer:
             return None
         if (other := rounding.other_half(e)) is not None:
             return self._in_other_half(e, other)
-        if rounding.widens(e, self.half):
-            self.lows[e.outs[0]] = self.full(e.ins[0], e)
-            return None
-        if rounding.narrows(e, self.half) and self.is_made(e.ins[0]):
-            self.same[e.outs[0]] = self.lows[e.ins[0]]
+        if e.name == "convert_element_type" and self._casts(e):
             return None
         halved_in, halved_out, params = self._forms(e)
         if higher_order(e.name).kind == SCAN:
@@ -177,6 +173,17 @@ class Writer:
             outs.append(self.lows[v] if low else v)
         e = _marked(e) if rounding.is_half_matmul(e) else e
         self.written.append(e.on(ins, outs=outs, params=params))
+
+    def _casts(self, e: Equation) -> bool:
+        """Leaves out the user's own cast between float32 and 16 bits, if it changes no number."""
+        (v,), (out,) = e.ins, e.outs
+        if rounding.widens(e, self.half):
+            self.lows[out] = self.full(v, e)
+        elif out.aval.dtype == self.half and rounding.is_float32(v) and self.is_made(v):
+            self.same[out] = self.lows[v]
+        else:
+            return False
+        return True
 
     def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Returns which operands and results are in 16 bits, and the parameters for that."""

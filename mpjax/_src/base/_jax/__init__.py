@@ -91,6 +91,7 @@ from mpjax._src.base._jax.sources import (
     location,
     passed_through,
     scope_names,
+    scopes_named,
     source_line,
     source_lines,
     transforms,

@@ -38,6 +38,18 @@ def transforms(stack: Any) -> tuple[str, ...]:
     return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
 
 
+def scopes_named(stack: Any, start: str) -> tuple[list[str], bool]:
+    """Returns the scopes whose names start so, and whether a name stack is of a transpose."""
+    names, transposed = [], False
+    for entry in stack.stack:
+        name = entry.name
+        if name.startswith(start):
+            names.append(name)
+        elif name == "transpose":
+            transposed |= isinstance(entry, source_info_util.Transform)
+    return names, transposed
+
+
 def source_lines(*eqns: Any) -> tuple[str, str]:
     """Returns "file:line" of the user's code, and of the library that it calls there, or "".
 
