@@ -9,6 +9,7 @@ import numpy as np
 from mpjax._src.autocast import transform
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
+from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program
 from mpjax._src.program import trace as programs
 from mpjax._src.program.trace import Flat
@@ -26,7 +27,8 @@ def planned(fun, half="bfloat16"):
         flat = Flat.of((args, kwargs))
         traced = programs.trace(flat.on(fun), flat.avals, getattr(fun, "__name__", "planned"))
         inner, consts = _jax.hoisted(traced.jaxpr)
-        program = Program(building.as_closed(inner), np.dtype(jnp.dtype(half)))
+        half_dtype = np.dtype(jnp.dtype(half))
+        program = Program(narrowed(building.as_closed(inner), half_dtype), half_dtype)
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in flat.arrays]
         outs = held.call_held(program, *consts, *arrays)
         return traced.rebuild(outs)
@@ -47,7 +49,7 @@ def call(traced, arrays, rows=False):
     passed = [a.dtype == F32 and x.dtype == half for a, x in zip(avals, arrays, strict=True)]
     results = zip(inner.outvars, traced.out_dtypes, strict=True)
     returned = [v.aval.dtype == F32 and to == half for v, to in results]
-    program = Program(building.as_closed(inner), half, passed, returned)
+    program = Program(narrowed(building.as_closed(inner), half), half, passed, returned)
     typed = zip(arrays, program.in_avals, strict=True)
     outs = held.call_held(program, *(cast(x, aval.dtype) for x, aval in typed))
     return [cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]

@@ -8,7 +8,7 @@ into jaxprs again.
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
@@ -61,6 +61,14 @@ class Equation:
         return dataclasses.replace(self, ins=[*ins], **changes)
 
 
+class Call(NamedTuple):
+    """An equation that was inlined, on values, and the places of the equations inside of it."""
+
+    start: int
+    stop: int
+    equation: Equation
+
+
 def parts(program: Any, rules: bool = False) -> tuple[list[Value], list[Equation], list[Value]]:
     """Returns the arguments, equations and results of a program; ``rules`` as for `opened`."""
     ins = [Value(aval) for aval in _jax.in_avals(program)]
@@ -77,11 +85,12 @@ def opened(
     again: bool = False,
     stack: Any = None,
     rules: bool = False,
+    calls: list[Call] | None = None,
 ) -> list[Value]:
     """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
 
     Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
-    what is written.
+    what is written. ``calls`` gets what was inlined, the innermost first.
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     pairs = zip(jaxpr.constvars, consts, strict=True)
@@ -101,11 +110,15 @@ def opened(
             outs = [Value(var.aval) for var in eqn.outvars]
             into.append(Equation(eqn.primitive, eqn.params, operands, outs, eqn, scopes, again))
         else:
+            start, given = len(into), operands
             once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
             if once_more:
                 operands = _apart(eqn, operands, into, scopes)
-            flags = {"again": again or once_more, "stack": scopes, "rules": rules}
+            flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
             outs = opened(inner, operands, into, **flags)
+            if calls is not None:
+                call = Equation(eqn.primitive, eqn.params, given, outs, eqn, scopes, again)
+                calls.append(Call(start, len(into), call))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

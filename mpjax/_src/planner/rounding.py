@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base._jax.rounded import ROUNDED
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import HALF, MOVE, RANKS, rule_of
@@ -46,6 +47,11 @@ def is_half_matmul(e: Equation) -> bool:
         if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
             return False
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
+
+
+def is_rounding(e: Equation) -> bool:
+    """Returns whether an equation rounds its operand for all who read it."""
+    return e.name == ROUNDED
 
 
 def is_view(e: Equation) -> bool:
@@ -89,7 +95,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
-        if is_half_matmul(e):
+        if is_half_matmul(e) or is_rounding(e):
             found.update(e.outs)
         elif is_view(e):
             found.update(_views(e, found, numbers))
@@ -157,7 +163,7 @@ def wanted(
 
 def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
-    if is_half_matmul(e):
+    if is_half_matmul(e) or is_rounding(e):
         return e.ins[2:]
     if e.name == BARRIER:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]

@@ -1,0 +1,431 @@
+"""What is known of forward values: the roundings that they carry, and levels beside them.
+
+A *level* of a value along an axis is what it has in common there: ``300 + x`` has one along every
+axis, and its rounding is as large as if all of it were signal. Whoever takes the level off, as a
+norm does, is left with the rounding of the level. So a value is rounded without it:
+
+- *Terms* are parts of a sum that are constant along an axis, as biases, position tables and
+  conditioning are. They are small arrays, and stay float32.
+- Of what the planner knows nothing, as an argument or the rows of a table, the mean over the last
+  axis is such a term of every sum that it enters.
+
+What is left of the value is called its *rest*.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base._jax.rounded import ROUNDED
+from mpjax._src.base.higher_order import higher_order
+from mpjax._src.base.rules import (
+    COMPARE,
+    DEAR,
+    FULL,
+    FUSED,
+    KINKED,
+    MOVE,
+    NO_HALF_FORM,
+    NONE,
+    ONE,
+    RANKS,
+    REDUCES,
+    SUM,
+    rule_of,
+)
+from mpjax._src.planner.equations import BARRIER, Equation, Value, readers_of
+from mpjax._src.planner.rounding import is_float32, is_half_matmul
+
+Axes = frozenset[int]
+NO_AXES: Axes = frozenset()
+
+# A term has at most this part of the entries of its sum.
+SMALL_TERM = 4
+
+# kind: what an operation does to errors of its operands.
+MATMUL = "matmul"  # it rounds its operands and its result
+SAME = "same"  # a view whose entries stay where they are
+LAYOUT = "layout"  # a view whose axes are others
+MOVED = "moved"  # a view whose entries stand elsewhere
+ADDED = "added"  # a sum of two operands
+MULTIPLIED = "multiplied"
+PICKED = "picked"  # one of its operands, entry by entry
+SUMMED = "summed"  # over axes
+SUMS = "sums"  # other sums: over windows, devices, segments
+EXTREME = "extreme"  # the largest entry, or the smallest one
+ORDERED = "ordered"  # by the order of entries
+COMPARED = "compared"  # no floats, or a jump
+SIMPLE = "simple"  # keeps relative errors, entry by entry
+SPECIAL = "special"  # a function of its entries that may amplify errors, as exp and log
+UNKNOWN = "unknown"  # a loop, a kernel, linear algebra
+
+# Only what the table of rules does not say.
+KINDS = {
+    **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
+    **dict.fromkeys(("stop_gradient", "sharding_constraint", "convert_element_type"), SAME),
+    **dict.fromkeys(("transpose", "reshape", "squeeze", "broadcast_in_dim"), LAYOUT),
+    **dict.fromkeys(("add", "sub", "add_any"), ADDED),
+    **dict.fromkeys(("max", "min", "select_n", "clamp"), PICKED),
+    **dict.fromkeys(("reduce_max", "reduce_min"), EXTREME),
+    **dict.fromkeys(("scatter-add", "psum", "psum_invariant"), SUMS),
+    "reduce_sum": SUMMED,
+    "cbrt": SIMPLE,
+}
+
+
+FOLDED = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "convert_element_type": np.float64,
+}
+
+
+def kind_of(e: Equation) -> str:
+    """Returns what an equation does to errors of its operands."""
+    rule = rule_of(e.name)
+    if is_half_matmul(e):
+        return MATMUL
+    if higher_order(e.name).kind or e.name in KINDS:
+        return KINDS.get(e.name, UNKNOWN)
+    kinds = {
+        MULTIPLIED: rule.multiplies,
+        ORDERED: RANKS in rule.traits or (rule.need == MOVE and KINKED in rule.traits),
+        MOVED: rule.need == MOVE,
+        COMPARED: rule.need == COMPARE or (rule.gain == NONE and rule.cost == FUSED),
+        SUMS: rule.need == FULL and rule.gain == SUM and NO_HALF_FORM not in rule.traits,
+        SIMPLE: rule.cost == FUSED and rule.gain_of(e.params) == ONE,
+        SPECIAL: rule.cost in (DEAR, FUSED) and REDUCES not in rule.traits,
+    }
+    return next((kind for kind, fits in kinds.items() if fits), UNKNOWN)
+
+
+def shape(v: Value) -> tuple[int, ...]:
+    """Returns the shape of a value."""
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def every(v: Value) -> Axes:
+    """Returns all axes of a value."""
+    return frozenset(range(len(shape(v))))
+
+
+def is_zero(v: Value) -> bool:
+    """Returns whether a value is known to be zero."""
+    return v.literal and not np.any(np.asarray(v.const))
+
+
+def axes_of_view(e: Equation) -> dict[int, set[int]]:
+    """Returns where the axes of the operand of a view are in its result."""
+    before, after, p = shape(e.ins[0]), shape(e.outs[0]), e.params
+    if e.name == "transpose":
+        return {a: {i} for i, a in enumerate(p["permutation"])}
+    if e.name == "broadcast_in_dim":
+        return {i: {d} for i, d in enumerate(p["broadcast_dimensions"])}
+    if e.name == "squeeze":
+        kept = [i for i in range(len(before)) if i not in p["dimensions"]]
+        return {a: {i} for i, a in enumerate(kept)}
+    if e.name == "reshape":
+        return _axes_of_reshape(before, after)
+    return {i: {i} for i in range(len(before))}
+
+
+def _axes_of_reshape(before: Sequence[int], after: Sequence[int]) -> dict[int, set[int]]:
+    """Finds the groups of axes with as many entries before as after."""
+    found: dict[int, set[int]] = {}
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = ([i] if i < len(before) else []), ([j] if j < len(after) else [])
+        i, j = i + 1, j + 1
+        while (x := math.prod(before[a] for a in ins)) != math.prod(after[b] for b in outs):
+            if x < math.prod(after[b] for b in outs):
+                ins.append(i)
+                i += 1
+            else:
+                outs.append(j)
+                j += 1
+        found.update((a, {*outs}) for a in ins)
+    return found
+
+
+def moved(axes: Iterable[int], places: dict[int, set[int]]) -> Axes:
+    """Returns axes of an operand as axes of a result."""
+    return frozenset[int]().union(*(places.get(a, ()) for a in axes))
+
+
+def without_axes(v: Value, summed: Iterable[int]) -> dict[int, set[int]]:
+    """Returns where the axes of a value are after a sum over some of them."""
+    kept = [i for i in range(len(shape(v))) if i not in {*summed}]
+    return {a: {i} for i, a in enumerate(kept)}
+
+
+class Facts:
+    """What is known of the float32 values of equations.
+
+    Attributes:
+        maker: The equation that makes a value.
+        readers: The equations that read a value.
+        fixed: Values that are computed from constants alone.
+    """
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self.maker = {out: e for e in equations for out in e.outs}
+        self.readers = readers_of(equations)
+        self.kinds = {e: kind_of(e) for e in equations}
+        self.fixed: set[Value] = set()
+        self._numbers: dict[Value, Any] = {}
+        self._noise: dict[Value, int] = {}
+        self._level: dict[Value, Axes] = {}
+        self._terms: dict[Value, Axes] = {}
+        self._positive: set[Value] = set()
+        for e in equations:
+            kind = self.kinds[e]
+            known = all(v.const is not None or v in self.fixed for v in e.ins)
+            if known and kind != UNKNOWN and not e.acts:
+                self.fixed.update(e.outs)
+            if known and e.name in FOLDED:
+                self._fold(e)
+            for out in e.outs:
+                if not is_float32(out):
+                    continue
+                if self._is_positive(e, kind):
+                    self._positive.add(out)
+                find = FINDERS.get(kind)
+                found = find(self, e, out) if find else (0, every(out), NO_AXES)
+                self._noise[out], self._level[out], self._terms[out] = found
+
+    def noise(self, v: Value) -> int:
+        """Returns how large the roundings are that the rest of a value carries already.
+
+        2 is that of each of its entries, 1 that of a part of it, 0 none.
+        """
+        return self._noise.get(v, 0)
+
+    def level(self, v: Value) -> Axes:
+        """Returns the axes along which the rest of a value may have a level."""
+        return self._level.get(v, every(v))
+
+    def terms(self, v: Value) -> Axes:
+        """Returns the axes along which terms of a value are constant; none if it has none."""
+        return self._terms.get(v, NO_AXES)
+
+    def all_levels(self, v: Value) -> Axes:
+        """Returns the axes along which a value may have a level, by its terms too."""
+        return self.level(v) | self.terms(v)
+
+    def is_positive(self, v: Value) -> bool:
+        """Returns whether no entry is below zero."""
+        if v in self._positive:
+            return True
+        number = v.const if v.literal else self._numbers.get(v)
+        return number is not None and not np.any(np.asarray(number) < 0)
+
+    def is_known(self, v: Value) -> bool:
+        """Returns whether a value is a constant, or computed from constants."""
+        return v.const is not None or v in self.fixed
+
+    def constant_along(self, v: Value, aval: Any) -> Axes:
+        """Returns the axes along which an operand is constant, if it is a small array, else none.
+
+        Args:
+            v: The operand.
+            aval: The type of the result of the operation that reads it.
+        """
+        whole = tuple(getattr(aval, "shape", ()))
+        if not shape(v):
+            return frozenset(range(len(whole)))
+        if len(shape(v)) != len(whole):
+            return NO_AXES
+        axes = {i for i, (a, b) in enumerate(zip(shape(v), whole, strict=True)) if a == 1 < b}
+        e = self.maker.get(v)
+        if e is not None and e.name == "broadcast_in_dim":
+            at = dict(zip(e.params["broadcast_dimensions"], shape(e.ins[0]), strict=True))
+            axes |= {i for i, n in enumerate(whole) if n > 1 and at.get(i, 1) == 1}
+        few = math.prod(whole[i] for i in axes if isinstance(whole[i], int)) < SMALL_TERM
+        return NO_AXES if few else frozenset(axes)
+
+    def mean_of(self, u: Value, v: Value) -> Axes | None:
+        """Returns the axes over which u is the sum, mean, maximum or minimum of v, or None."""
+        e = self.maker.get(u)
+        while e is not None and e.name not in ("reduce_sum", "reduce_max", "reduce_min"):
+            scaled = self.kinds[e] == MULTIPLIED and any(x.literal for x in e.ins)
+            spread = self.kinds[e] in (SAME, LAYOUT) and e.name not in ("transpose", BARRIER)
+            if not scaled and not spread:
+                return None
+            u = next((x for x in e.ins if not x.literal), e.ins[0])
+            e = self.maker.get(u)
+        return frozenset(e.params["axes"]) if e is not None and e.ins[0] is v else None
+
+    def unknown_level(self, v: Value) -> bool:
+        """Returns whether a term of a sum takes its mean over the last axis beside it."""
+        axis = len(shape(v)) - 1
+        return (
+            axis > 0
+            and self.noise(v) == 0
+            and axis in self.level(v)
+            and shape(v)[axis] >= SMALL_TERM
+        )
+
+    def _is_positive(self, e: Equation, kind: str) -> bool:
+        floats = [self.is_positive(v) for v in e.ins if is_float32(v)]
+        if e.name in ("exp", "exp2", "logistic", "square", "abs", "sqrt", "rsqrt"):
+            return True
+        if e.name == "integer_pow" and e.params["y"] % 2 == 0:
+            return True
+        if e.name == "mul" and e.ins[0] is e.ins[1]:
+            return True
+        if kind in (SPECIAL, UNKNOWN, MATMUL) or e.name in ("sub", "neg") or not floats:
+            return False
+        return any(floats) if e.name == "max" else all(floats)
+
+    def _fold(self, e: Equation) -> None:
+        """Computes a number from numbers, such as the count of a mean."""
+        numbers = [v.const if v.literal else self._numbers.get(v) for v in e.ins]
+        if all(x is not None and not np.ndim(x) for x in numbers):
+            self._numbers[e.outs[0]] = FOLDED[e.name](*numbers)
+
+    def _floats(self, e: Equation) -> list[Value]:
+        return [v for v in e.ins if is_float32(v) and not is_zero(v)]
+
+    def _least(self, e: Equation) -> int:
+        return min((self.noise(v) for v in self._floats(e)), default=0)
+
+    def _most(self, e: Equation) -> int:
+        return max((self.noise(v) for v in self._floats(e)), default=0)
+
+
+Found = tuple[int, Axes, Axes]  # noise, level, terms
+
+
+def _matmul(f: Facts, e: Equation, out: Value) -> Found:
+    return 2, NO_AXES, NO_AXES
+
+
+def _view(f: Facts, e: Equation, out: Value) -> Found:
+    v = e.ins[e.outs.index(out)] if e.name == BARRIER else e.ins[0]
+    if not is_float32(v):
+        return 0, every(out), NO_AXES
+    if out in f.fixed:
+        return 0, every(out), NO_AXES
+    if e.name == ROUNDED:
+        return 2, f.level(v), NO_AXES
+    places = axes_of_view(e)
+    if e.name in ("reshape", "broadcast_in_dim", "squeeze"):
+        spread = f.constant_along(out, out.aval) if e.name == "broadcast_in_dim" else NO_AXES
+        return _lost(f, v, moved(f.all_levels(v), places) | spread)
+    return f.noise(v), moved(f.level(v), places), moved(f.terms(v), places)
+
+
+def _lost(f: Facts, v: Value, levels: Axes) -> Found:
+    """Returns the facts of what is made of a value and its terms together."""
+    return min(f.noise(v), 1 if f.terms(v) else 2), levels, NO_AXES
+
+
+def _moved(f: Facts, e: Equation, out: Value) -> Found:
+    floats = [v for v in f._floats(e) if not f.is_known(v)]
+    least = min((f.noise(v) if not f.terms(v) else min(f.noise(v), 1) for v in floats), default=0)
+    if e.name == "gather" and _is_lookup(f, e):
+        return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_AXES
+    alike = all(len(shape(v)) == len(shape(out)) for v in floats) and e.name != "gather"
+    if alike and len(floats) == 1:
+        return least, f.all_levels(floats[0]), NO_AXES
+    return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_AXES
+
+
+def _is_lookup(f: Facts, e: Equation) -> bool:
+    """Returns whether rows of a table are taken that is an argument: they differ."""
+    table = e.ins[0]
+    whole = tuple(e.params["slice_sizes"]) == (1, *shape(table)[1:])
+    return table not in f.maker and table.const is None and len(shape(table)) == 2 and whole
+
+
+def _added(f: Facts, e: Equation, out: Value) -> Found:
+    first, second = e.ins
+    own = f.mean_of(second, first) if e.name == "sub" else None
+    if own is not None:  # the terms of the result are those of the operand, less their mean
+        return f.noise(first), f.level(first) - own, f.terms(first)
+    floats = f._floats(e)
+    constant = {v: f.constant_along(v, out.aval) for v in floats}
+    large = [v for v in floats if not constant[v]]
+    if not large:
+        return f._most(e), NO_AXES, every(out)
+    noises = [f.noise(v) for v in large]
+    level, terms = NO_AXES.union(*map(f.level, large)), NO_AXES.union(*constant.values())
+    terms = terms.union(*map(f.terms, large))
+    last = len(shape(out)) - 1
+    if any(map(f.unknown_level, large)):
+        terms |= {last}
+        known = [v for v in large if not f.unknown_level(v)]
+        level = level - {last} | NO_AXES.union(*map(f.level, known))
+    return (2 if min(noises) == 2 else min(1, max(noises))), level, terms
+
+
+def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
+    if e.ins[0] is e.ins[1]:
+        return _lost(f, e.ins[0], every(out))
+    constant = {v: f.constant_along(v, out.aval) for v in e.ins}
+    large = [v for v in e.ins if not constant[v]]
+    if not large:
+        return f._most(e), NO_AXES, every(out)
+    if len(large) == 1 and (e.name == "mul" or large[0] is e.ins[0]):
+        return f.noise(large[0]), f.level(large[0]), f.terms(large[0])
+    levels = (f.all_levels(v) | constant[v] for v in e.ins)
+    return f._most(e), every(out).intersection(*levels), NO_AXES
+
+
+def _picked(f: Facts, e: Equation, out: Value) -> Found:
+    floats = [v for v in f._floats(e) if not f.is_known(v)]
+    numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != "select_n"]
+    least = min((min(f.noise(v), 1 if f.terms(v) else 2) for v in floats), default=0)
+    levels = every(out) if numbers else NO_AXES.union(*map(f.all_levels, floats))
+    return least, levels, NO_AXES
+
+
+def _summed(f: Facts, e: Equation, out: Value) -> Found:
+    v, axes = e.ins[0], frozenset(e.params["axes"])
+    levels = f.all_levels(v)
+    if f.is_positive(v) or levels & axes:
+        return min(1, f.noise(v)), every(out), NO_AXES
+    return min(1, f.noise(v)), moved(levels, without_axes(v, axes)), NO_AXES
+
+
+def _sums(f: Facts, e: Equation, out: Value) -> Found:
+    levels = any(map(f.all_levels, f._floats(e)))
+    return min(1, f._least(e)), every(out) if levels else NO_AXES, NO_AXES
+
+
+def _simple(f: Facts, e: Equation, out: Value) -> Found:
+    v = e.ins[0]
+    if e.name == "neg":
+        return f.noise(v), f.level(v), f.terms(v)
+    odd = e.name == "integer_pow" and e.params["y"] % 2
+    return _lost(f, v, f.all_levels(v) if odd else every(out))
+
+
+def _extreme(f: Facts, e: Equation, out: Value) -> Found:
+    return _lost(f, e.ins[0], every(out))
+
+
+def _special(f: Facts, e: Equation, out: Value) -> Found:
+    odd = e.name in ("tanh", "erf", "sin", "atan", "asinh")
+    return min(1, f._least(e)), f.all_levels(e.ins[0]) if odd else every(out), NO_AXES
+
+
+FINDERS = {
+    MATMUL: _matmul,
+    SAME: _view,
+    LAYOUT: _view,
+    MOVED: _moved,
+    ADDED: _added,
+    MULTIPLIED: _multiplied,
+    PICKED: _picked,
+    SUMMED: _summed,
+    SUMS: _sums,
+    EXTREME: _extreme,
+    SIMPLE: _simple,
+    SPECIAL: _special,
+}
