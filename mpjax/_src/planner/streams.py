@@ -79,8 +79,8 @@ def _kernels(
         read: frozenset[Equation | Value] = frozenset()
         for out in e.outs:
             found.setdefault(out, frozenset())
-            # A result that two kernels read is written, by one.
-            read |= found[out] if len(found[out]) < 2 else {out}
+            # A result that two kernels read is written, by one. Of a view, the operand is.
+            read |= found[out] if len(found[out]) < 2 or rounding.is_view(e) else {out}
         if not runs_again(e) and LOOKS_UP not in rule_of(e.name).traits:
             read = frozenset([e])
         for v in e.ins:
