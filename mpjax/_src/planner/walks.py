@@ -106,12 +106,15 @@ class Walks:
 
 
 def _sources(equations: Sequence[Equation], facts: Facts) -> dict[Value, int]:
+    """Finds what the large parts of values are made of: terms and factors may be the same ones."""
     found: dict[Value, int] = {}
     count = 0
     for e in equations:
         own = facts.kinds[e] == levels.MATMUL or (PART in rule_of(e.name).traits and e.outs[1:])
-        bits = 0
-        for v in e.ins:
+        bits, parts = 0, e.ins
+        if facts.kinds[e] in (levels.ADDED, levels.MULTIPLIED):
+            parts = [v for v in e.ins if not facts.constant_along(v, e.outs[0].aval)] or e.ins
+        for v in parts:
             if is_float32(v) and v.const is None and v not in found:
                 found[v] = 1 << count
                 count += 1
