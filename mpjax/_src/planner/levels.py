@@ -41,6 +41,8 @@ from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
 Axes = frozenset[int]
 NO_AXES: Axes = frozenset()
+Pieces = frozenset[Axes]
+NO_TERMS: Pieces = frozenset()
 
 # A term has at most this part of the entries of its sum.
 SMALL_TERM = 4
@@ -170,6 +172,7 @@ class Facts:
         maker: The equation that makes a value.
         readers: The equations that read a value.
         fixed: Values that are computed from constants alone.
+        normed: Values that a root divides: they have lost their units.
     """
 
     def __init__(self, equations: Sequence[Equation]) -> None:
@@ -180,8 +183,10 @@ class Facts:
         self._numbers: dict[Value, Any] = {}
         self._noise: dict[Value, int] = {}
         self._level: dict[Value, Axes] = {}
-        self._terms: dict[Value, Axes] = {}
+        self._terms: dict[Value, Pieces] = {}
         self._positive: set[Value] = set()
+        self._learned: set[Value] = set()
+        self.normed: set[Value] = set()
         for e in equations:
             kind = self.kinds[e]
             known = all(v.const is not None or v in self.fixed for v in e.ins)
@@ -195,8 +200,9 @@ class Facts:
                 if self._is_positive(e, kind):
                     self._positive.add(out)
                 find = FINDERS.get(kind)
-                found = find(self, e, out) if find else (0, every(out), NO_AXES)
+                found = find(self, e, out) if find else (0, every(out), NO_TERMS)
                 self._noise[out], self._level[out], self._terms[out] = found
+                self._trace(e, kind, out)
 
     def noise(self, v: Value) -> int:
         """Returns how large the roundings are that the rest of a value carries already.
@@ -209,13 +215,17 @@ class Facts:
         """Returns the axes along which the rest of a value may have a level."""
         return self._level.get(v, every(v))
 
-    def terms(self, v: Value) -> Axes:
-        """Returns the axes along which terms of a value are constant; none if it has none."""
-        return self._terms.get(v, NO_AXES)
+    def terms(self, v: Value) -> Pieces:
+        """Returns along which axes each term of a value is constant; none if it has no terms."""
+        return self._terms.get(v, NO_TERMS)
 
     def all_levels(self, v: Value) -> Axes:
         """Returns the axes along which a value may have a level, by its terms too."""
-        return self.level(v) | self.terms(v)
+        return self.level(v).union(*self.terms(v))
+
+    def learned(self, v: Value) -> bool:
+        """Returns whether a value is an argument, in another layout, or all of its terms are."""
+        return v in self._learned or (v not in self.maker and v.const is None)
 
     def is_positive(self, v: Value) -> bool:
         """Returns whether no entry is below zero."""
@@ -270,6 +280,21 @@ class Facts:
             and shape(v)[axis] >= SMALL_TERM
         )
 
+    def _trace(self, e: Equation, kind: str, out: Value) -> None:
+        constant = [v for v in e.ins if self.constant_along(v, out.aval)]
+        if kind in (SAME, LAYOUT):
+            parts = e.ins[:1]
+        elif kind in (ADDED, MULTIPLIED):
+            parts = [v for v in e.ins if v not in constant] or constant
+        else:
+            parts = []
+        if e.name in ("sqrt", "rsqrt") or any(v in self.normed for v in (*parts, *constant)):
+            self.normed.update([out] if parts or kind == SIMPLE else ())
+        terms = constant if kind == ADDED else []
+        terms = [*terms, *(v for v in parts if self.terms(v) or kind in (SAME, LAYOUT))]
+        if parts and all(map(self.learned, terms)):
+            self._learned.add(out)
+
     def _is_positive(self, e: Equation, kind: str) -> bool:
         floats = [self.is_positive(v) for v in e.ins if is_float32(v)]
         if e.name in ("exp", "exp2", "logistic", "square", "abs", "sqrt", "rsqrt"):
@@ -298,42 +323,53 @@ class Facts:
         return max((self.noise(v) for v in self._floats(e)), default=0)
 
 
-Found = tuple[int, Axes, Axes]  # noise, level, terms
+Found = tuple[int, Axes, Pieces]  # noise, level, terms
 
 
 def _matmul(f: Facts, e: Equation, out: Value) -> Found:
-    return 2, NO_AXES, NO_AXES
+    return 2, NO_AXES, NO_TERMS
 
 
 def _view(f: Facts, e: Equation, out: Value) -> Found:
     v = e.ins[e.outs.index(out)] if e.name == BARRIER else e.ins[0]
-    if not is_float32(v):
-        return 0, every(out), NO_AXES
-    if out in f.fixed:
-        return 0, every(out), NO_AXES
+    if not is_float32(v) or out in f.fixed:
+        return 0, every(out), NO_TERMS
     if e.name == ROUNDED:
-        return 2, f.level(v), NO_AXES
+        return 2, f.level(v), NO_TERMS
     places = axes_of_view(e)
-    if e.name in ("reshape", "broadcast_in_dim", "squeeze"):
-        spread = f.constant_along(out, out.aval) if e.name == "broadcast_in_dim" else NO_AXES
+    if e.name == "broadcast_in_dim":
+        spread = f.constant_along(out, out.aval)
         return _lost(f, v, moved(f.all_levels(v), places) | spread)
-    return f.noise(v), moved(f.level(v), places), moved(f.terms(v), places)
+    groups = {a: {b for b in places if places[b] == places.get(a)} for a in places}
+    terms = f.terms(v)
+    if any(groups.get(a, {a}) - axes for axes in terms for a in axes):
+        return _lost(f, v, moved(f.all_levels(v), places))
+    return f.noise(v), moved(f.level(v), places), frozenset(moved(t, places) for t in terms)
 
 
 def _lost(f: Facts, v: Value, levels: Axes) -> Found:
     """Returns the facts of what is made of a value and its terms together."""
-    return min(f.noise(v), 1 if f.terms(v) else 2), levels, NO_AXES
+    return min(f.noise(v), 1 if f.terms(v) else 2), levels, NO_TERMS
 
 
 def _moved(f: Facts, e: Equation, out: Value) -> Found:
     floats = [v for v in f._floats(e) if not f.is_known(v)]
     least = min((f.noise(v) if not f.terms(v) else min(f.noise(v), 1) for v in floats), default=0)
     if e.name == "gather" and _is_lookup(f, e):
-        return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_AXES
+        return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_TERMS
     alike = all(len(shape(v)) == len(shape(out)) for v in floats) and e.name != "gather"
     if alike and len(floats) == 1:
-        return least, f.all_levels(floats[0]), NO_AXES
-    return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_AXES
+        return least, f.all_levels(floats[0]), NO_TERMS
+    if e.name == "concatenate":
+        return least, NO_AXES.union(*(_of_part(f, e, v) for v in floats)), NO_TERMS
+    return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_TERMS
+
+
+def _of_part(f: Facts, e: Equation, v: Value) -> Axes:
+    """Returns the levels that a part of a concatenation brings: a small one fills no axis."""
+    axis = e.params["dimension"]
+    few = shape(v)[axis] * SMALL_TERM <= shape(e.outs[0])[axis]
+    return f.all_levels(v) - ({axis} if few else NO_AXES)
 
 
 def _is_lookup(f: Facts, e: Equation) -> bool:
@@ -347,18 +383,19 @@ def _added(f: Facts, e: Equation, out: Value) -> Found:
     first, second = e.ins
     own = f.mean_of(second, first) if e.name == "sub" else None
     if own is not None:  # the terms of the result are those of the operand, less their mean
-        return f.noise(first), f.level(first) - own, f.terms(first)
+        left = frozenset(axes for axes in f.terms(first) if not own <= axes)
+        return f.noise(first), f.level(first) - own, left
     floats = f._floats(e)
     constant = {v: f.constant_along(v, out.aval) for v in floats}
+    terms = NO_TERMS.union(axes for axes in constant.values() if axes)
     large = [v for v in floats if not constant[v]]
     if not large:
-        return f._most(e), NO_AXES, every(out)
+        return f._most(e), NO_AXES, terms
     noises = [f.noise(v) for v in large]
-    level, terms = NO_AXES.union(*map(f.level, large)), NO_AXES.union(*constant.values())
-    terms = terms.union(*map(f.terms, large))
+    level, terms = NO_AXES.union(*map(f.level, large)), terms.union(*map(f.terms, large))
     last = len(shape(out)) - 1
     if any(map(f.unknown_level, large)):
-        terms |= {last}
+        terms |= {frozenset([last])}
         known = [v for v in large if not f.unknown_level(v)]
         level = level - {last} | NO_AXES.union(*map(f.level, known))
     return (2 if min(noises) == 2 else min(1, max(noises))), level, terms
@@ -370,11 +407,14 @@ def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
     constant = {v: f.constant_along(v, out.aval) for v in e.ins}
     large = [v for v in e.ins if not constant[v]]
     if not large:
-        return f._most(e), NO_AXES, every(out)
+        both = constant[e.ins[0]] & constant[e.ins[1]]
+        return f._most(e), *((NO_AXES, frozenset([both])) if both else (every(out), NO_TERMS))
     if len(large) == 1 and (e.name == "mul" or large[0] is e.ins[0]):
-        return f.noise(large[0]), f.level(large[0]), f.terms(large[0])
+        (v,), (beside,) = large, (axes for axes in constant.values() if axes)
+        terms = frozenset(axes & beside for axes in f.terms(v))
+        return (f.noise(v), f.level(v), terms) if all(terms) else _lost(f, v, f.all_levels(v))
     levels = (f.all_levels(v) | constant[v] for v in e.ins)
-    return f._most(e), every(out).intersection(*levels), NO_AXES
+    return f._most(e), every(out).intersection(*levels), NO_TERMS
 
 
 def _picked(f: Facts, e: Equation, out: Value) -> Found:
@@ -382,20 +422,20 @@ def _picked(f: Facts, e: Equation, out: Value) -> Found:
     numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != "select_n"]
     least = min((min(f.noise(v), 1 if f.terms(v) else 2) for v in floats), default=0)
     levels = every(out) if numbers else NO_AXES.union(*map(f.all_levels, floats))
-    return least, levels, NO_AXES
+    return least, levels, NO_TERMS
 
 
 def _summed(f: Facts, e: Equation, out: Value) -> Found:
     v, axes = e.ins[0], frozenset(e.params["axes"])
     levels = f.all_levels(v)
     if f.is_positive(v) or levels & axes:
-        return min(1, f.noise(v)), every(out), NO_AXES
-    return min(1, f.noise(v)), moved(levels, without_axes(v, axes)), NO_AXES
+        return min(1, f.noise(v)), every(out), NO_TERMS
+    return min(1, f.noise(v)), moved(levels, without_axes(v, axes)), NO_TERMS
 
 
 def _sums(f: Facts, e: Equation, out: Value) -> Found:
     levels = any(map(f.all_levels, f._floats(e)))
-    return min(1, f._least(e)), every(out) if levels else NO_AXES, NO_AXES
+    return min(1, f._least(e)), every(out) if levels else NO_AXES, NO_TERMS
 
 
 def _simple(f: Facts, e: Equation, out: Value) -> Found:
@@ -412,7 +452,7 @@ def _extreme(f: Facts, e: Equation, out: Value) -> Found:
 
 def _special(f: Facts, e: Equation, out: Value) -> Found:
     odd = e.name in ("tanh", "erf", "sin", "atan", "asinh")
-    return min(1, f._least(e)), f.all_levels(e.ins[0]) if odd else every(out), NO_AXES
+    return min(1, f._least(e)), f.all_levels(e.ins[0]) if odd else every(out), NO_TERMS
 
 
 FINDERS = {

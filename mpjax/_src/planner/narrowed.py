@@ -21,7 +21,7 @@ from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import MAP, higher_order
 from mpjax._src.planner import levels, rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
-from mpjax._src.planner.levels import Facts, is_zero
+from mpjax._src.planner.levels import Facts, axes_of_view, is_zero, shape
 from mpjax._src.planner.recall import Opened
 from mpjax._src.planner.streams import streams
 
@@ -117,7 +117,7 @@ class Narrowing:
 
     def _terms_of(self, e: Equation) -> Callable[..., Any] | None:
         kind = self.facts.kinds[e]
-        if e.name in ("neg", "transpose"):
+        if e.name in ("neg", "transpose", "reshape", "squeeze"):
             return _of_view
         same = kind == levels.SAME and e.name != BARRIER
         return _of_view if same else {levels.ADDED: _of_sum, levels.MULTIPLIED: _of_product}.get(kind)
@@ -189,13 +189,18 @@ def _of_product(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
 
 
 def _of_view(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
+    if e.name in ("reshape", "squeeze"):
+        shapes = shape(e.ins[0]), shape(e.outs[0])
+        places = tuple((a, *at) for a, at in axes_of_view(e).items())
+        return ("reshape", *shapes, places), n.terms(e.ins[0])
     return (e.name, e.params.get("permutation")), n.terms(e.ins[0])
 
 
 def _computed(recipe: Any, *xs: Any) -> list[Any]:
     how, *rest = recipe
     if how == "centered":
-        return [x - jnp.mean(x, rest[0], keepdims=True) for x in xs]
+        left = [x for x in xs if any(x.shape[axis] != 1 for axis in rest[0])]
+        return [x - jnp.mean(x, rest[0], keepdims=True) for x in left]
     if how == "sum":
         found: dict[Any, Any] = {}
         for x, (way, axes, negative) in zip(xs, rest[1], strict=True):
@@ -210,6 +215,8 @@ def _computed(recipe: Any, *xs: Any) -> list[Any]:
         factor = _small(factor, rank, others)
         terms = [_small(t, rank, axes) if axes else t for t in terms]
         return [t * factor if how == "mul" else t / factor for t in terms]
+    if how == "reshape":
+        return [_reshaped(x, *rest) for x in xs]
     if how == "transpose":
         return [lax.transpose(x, rest[0]) for x in xs]
     return [-x if how == "neg" else x for x in xs]
@@ -220,3 +227,9 @@ def _small(x: Any, rank: int, axes: Sequence[int]) -> Any:
     if not x.shape:
         return lax.reshape(x, (1,) * rank)
     return functools.reduce(lambda y, axis: lax.slice_in_dim(y, 0, 1, axis=axis), axes, x)
+
+
+def _reshaped(x: Any, before: Any, after: Any, places: Any) -> Any:
+    constant = {a for a, (n, m) in enumerate(zip(x.shape, before, strict=True)) if n == 1 != m}
+    ones = {i for a, *at in places if a in constant for i in at}
+    return lax.reshape(x, [1 if i in ones else n for i, n in enumerate(after)])

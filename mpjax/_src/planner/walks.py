@@ -49,6 +49,7 @@ class On(NamedTuple):
         summed: The axes of the first value over which a sum was taken.
         still: Whether no entry has moved.
         view: Whether it is the first value in another layout.
+        statistic: Whether it is made of sums alone.
     """
 
     places: dict[int, set[int]]
@@ -56,6 +57,7 @@ class On(NamedTuple):
     summed: Axes = NO_AXES
     still: bool = True
     view: bool = False
+    statistic: bool = False
 
 
 class Walks:
@@ -161,6 +163,7 @@ class Walk:
             summed=NO_AXES.union(*(x.summed for x in each)),
             still=all(x.still for x in each),
             view=False,
+            statistic=all(x.statistic for x in each),
         )
 
 
@@ -201,7 +204,7 @@ def _sum_of_two(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On 
     if not positive and not carries and e.ins[0] is not e.ins[1]:
         if joined.summed & walk.levels:
             return "its own mean over an axis along which it may have a level"
-        if not joined.still or not joined.summed:
+        if not joined.still or not any(walk.on[x].statistic for x in mine):
             return "a sum of two values made of it"
     if not joined.summed:
         return joined._replace(level=every(v))
@@ -215,13 +218,16 @@ def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
     f, on = walk.facts, walk.on[v]._replace(view=False)
     other = e.ins[1] if e.ins[0] is v else e.ins[0]
     constant = f.constant_along(other, e.outs[0].aval)
-    cancels = bool((constant or f.terms(other)) & on.level)
+    cancels = [axes for axes in (constant, *f.terms(other)) if axes and axes <= on.level]
     if (e.name != "sub" and f.is_positive(other) and f.is_positive(v)) or is_zero(other):
         return on
     shared = walk.sources.get(other, 0) & (walk.sources[v] | walk.sources[walk.first])
     if shared and (cancels or not constant):
         return "a sum with what it is made of"
-    if not walk.carries(v) and (cancels or not (constant or f.noise(other) == 2)):
+    # A norm has no units: no parameter takes its level off.
+    bias = f.learned(other) and (v in f.normed or walk.first in f.normed)
+    rounded = bool(constant) or f.noise(other) == 2
+    if not walk.carries(v) and ((cancels and not bias) or not rounded):
         return "a sum with what no matmul has rounded"
     return on if constant else on._replace(level=on.level | f.level(other))
 
@@ -229,9 +235,8 @@ def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
 def _multiplied(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
     joined, f = walk.joined(mine, v), walk.facts
     if len(mine) == 2:
-        least = min(mine, key=lambda x: _jax.size_of(shape(x)))
-        kept = bool(joined.summed) and bool(f.constant_along(least, e.outs[0].aval))
-        return joined if kept else joined._replace(level=every(v))
+        each = [walk.on[x] for x in mine if not walk.on[x].statistic]
+        return joined._replace(level=each[0].level if len(each) == 1 else every(v))
     if e.name == "div" and e.ins[1] is v:
         return joined._replace(level=every(v))
     (other,) = [x for x in e.ins if x is not v]
@@ -284,7 +289,7 @@ def _summed(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | st
     left = without_axes(v, axes)
     at = {a: {*moved(places, left)} for a, places in on.places.items()}
     level = every(e.outs[0]) if on.level & axes else moved(on.level, left)
-    return on._replace(places=at, level=level, summed=frozenset(summed))
+    return on._replace(places=at, level=level, summed=frozenset(summed), statistic=True)
 
 
 def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
