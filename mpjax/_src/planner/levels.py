@@ -184,6 +184,7 @@ class Facts:
         self._noise: dict[Value, int] = {}
         self._level: dict[Value, Axes] = {}
         self._terms: dict[Value, Pieces] = {}
+        self._roots: dict[Value, Value] = {}  # where the terms of parts come from
         self._positive: set[Value] = set()
         self._learned: set[Value] = set()
         self.normed: set[Value] = set()
@@ -357,12 +358,30 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
     least = min((f.noise(v) if not f.terms(v) else min(f.noise(v), 1) for v in floats), default=0)
     if e.name == "gather" and _is_lookup(f, e):
         return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_TERMS
+    root = _root_of_parts(f, e)
+    if root is not None:
+        f._roots[out] = root
+        return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(root)
     alike = all(len(shape(v)) == len(shape(out)) for v in floats) and e.name != "gather"
     if alike and len(floats) == 1:
         return least, f.all_levels(floats[0]), NO_TERMS
     if e.name == "concatenate":
         return least, NO_AXES.union(*(_of_part(f, e, v) for v in floats)), NO_TERMS
     return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_TERMS
+
+
+def _root_of_parts(f: Facts, e: Equation) -> Value | None:
+    """Returns a value whose terms are those of parts of it too, put together along their axes."""
+    floats = [v for v in e.ins if is_float32(v)]
+    roots = {f._roots.get(v, v) for v in floats}
+    if e.name not in ("slice", "concatenate", "rev") or len(roots) != 1:
+        return None
+    (root,) = roots
+    before, after = shape(floats[0]), shape(e.outs[0])
+    axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
+    axes |= {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
+    terms = f.terms(root)
+    return root if terms and all(axes <= term for term in terms) else None
 
 
 def _of_part(f: Facts, e: Equation, v: Value) -> Axes:
@@ -427,10 +446,11 @@ def _picked(f: Facts, e: Equation, out: Value) -> Found:
 
 def _summed(f: Facts, e: Equation, out: Value) -> Found:
     v, axes = e.ins[0], frozenset(e.params["axes"])
-    levels = f.all_levels(v)
+    few = math.prod(shape(v)[axis] for axis in axes) <= SMALL_TERM
+    levels, noise = f.all_levels(v), min(2 if few and not f.terms(v) else 1, f.noise(v))
     if f.is_positive(v) or levels & axes:
-        return min(1, f.noise(v)), every(out), NO_TERMS
-    return min(1, f.noise(v)), moved(levels, without_axes(v, axes)), NO_TERMS
+        return noise, every(out), NO_TERMS
+    return noise, moved(levels, without_axes(v, axes)), NO_TERMS
 
 
 def _sums(f: Facts, e: Equation, out: Value) -> Found:

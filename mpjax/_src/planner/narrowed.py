@@ -119,7 +119,7 @@ class Narrowing:
         kind = self.facts.kinds[e]
         if e.name in ("neg", "transpose", "reshape", "squeeze"):
             return _of_view
-        same = kind == levels.SAME and e.name != BARRIER
+        same = kind in (levels.SAME, levels.MOVED) and e.name != BARRIER
         return _of_view if same else {levels.ADDED: _of_sum, levels.MULTIPLIED: _of_product}.get(kind)
 
     def _write_terms(self, v: Value, e: Equation, into: list[Equation]) -> None:

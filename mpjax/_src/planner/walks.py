@@ -17,7 +17,7 @@ is refused only where that cancels, and another one would not.
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import PART, rule_of
@@ -47,7 +47,7 @@ class On(NamedTuple):
         places: Where the axes of the first value are.
         level: The axes along which the part that carries the new error may have a level.
         summed: The axes of the first value over which a sum was taken.
-        still: Whether no entry has moved.
+        shift: By which concatenations the entries moved; None if they moved otherwise.
         view: Whether it is the first value in another layout.
         statistic: Whether it is made of sums alone.
     """
@@ -55,9 +55,19 @@ class On(NamedTuple):
     places: dict[int, set[int]]
     level: Axes
     summed: Axes = NO_AXES
-    still: bool = True
+    shift: tuple[Any, ...] | None = ()
     view: bool = False
     statistic: bool = False
+
+    @property
+    def still(self) -> bool:
+        """Whether each entry stands where it stands in values of the same shift."""
+        return self.shift is not None
+
+    def beside(self, other: "On") -> bool:
+        """Returns whether the entries of two values that meet are made of the same entries."""
+        pairs = ((at, other.places[a]) for a, at in self.places.items())
+        return self.shift == other.shift and all(x == y or not x or not y for x, y in pairs)
 
 
 class Walks:
@@ -161,7 +171,7 @@ class Walk:
         each = [self.on[v] for v in mine]
         return self.on[largest]._replace(
             summed=NO_AXES.union(*(x.summed for x in each)),
-            still=all(x.still for x in each),
+            shift=each[0].shift if all(map(each[0].beside, each)) else None,
             view=False,
             statistic=all(x.statistic for x in each),
         )
@@ -184,7 +194,10 @@ def _view(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
 
 
 def _moved(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
-    joined, out = walk.joined(mine, v)._replace(still=False), e.outs[0]
+    joined, out = walk.joined(mine, v), e.outs[0]
+    place = (e.params.get("dimension"), e.ins.index(v))
+    single = e.name == "concatenate" and len(mine) == 1 and joined.shift is not None
+    joined = joined._replace(shift=(*joined.shift, place) if single else None)
     joined = joined._replace(view=all(walk.on[x].view for x in mine))
     if len(shape(v)) == len(shape(out)) and e.name != "gather":
         return joined
@@ -245,7 +258,7 @@ def _multiplied(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
 
 
 def _picked(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
-    joined, f = walk.joined(mine, v), walk.facts
+    joined = walk.joined(mine, v)
     others = [x for x in e.ins if x not in mine and not is_zero(x)]
     if e.name != "select_n" and (others or len(mine) > 1) and not all(map(walk.carries, mine)):
         return "a threshold"
@@ -267,7 +280,7 @@ def _ordered(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | s
     if not walk.carries(v):
         return f"read by {e.name}"
     anywhere = {a: {*every(e.outs[0])} for a in walk.on[v].places}
-    return walk.on[v]._replace(still=False, view=False, places=anywhere, level=every(e.outs[0]))
+    return walk.on[v]._replace(shift=None, view=False, places=anywhere, level=every(e.outs[0]))
 
 
 def _compared(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> str | None:
@@ -298,7 +311,7 @@ def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
     joined, out = walk.joined(mine, v), e.outs[0]
     anywhere = {a: {*every(out)} for a in joined.places}
     return joined._replace(
-        still=False, places=anywhere, level=every(out), summed=frozenset(joined.places)
+        shift=None, places=anywhere, level=every(out), summed=frozenset(joined.places)
     )
 
 
