@@ -7,9 +7,9 @@ import planners
 import pytest
 from jax import lax
 from planners import PLANNERS
-from support import normal
+from support import normal, thorough_but
 
-from mpjax._src.planner import narrowed, streams
+from mpjax._src.planner import levels, streams
 from mpjax._src.planner.recall import Opened
 
 B, T, D = 4, 8, 16
@@ -80,11 +80,6 @@ def biases_last(ws, x, b):
     return read(h, ws)
 
 
-def of_a_table(ws, x, b):
-    table, at = 30 + x.reshape(-1, D), jnp.arange(B * T).reshape(B, T) % 7
-    return read((table * 1)[at] @ ws[3] + x, ws)
-
-
 def positions(ws, x, b):
     return read(x @ ws[3] + jnp.sin(jnp.arange(T * D).reshape(T, D)), ws)
 
@@ -102,7 +97,7 @@ def batch_norms(ws, x, b):
 
 
 def group_norms(ws, x, b):
-    h = x @ ws[3] + 300 * b
+    h = x @ ws[3] + 300 * jnp.repeat(b[:4], D // 4)
     return jnp.mean(group_norm(h + GELU(group_norm(h) @ ws[0]) @ ws[1]) @ ws[2])
 
 
@@ -247,7 +242,7 @@ def orders(ws, x, y):
 
 def ties(ws, x, y):
     h = stream(ws, 1 + 0.1 * y)
-    return two(h, jnp.where(h == jnp.sort(h, -1)[..., -1:], 1.0, 0.0), ws)
+    return two(h, jnp.where(h == h.max(-1, keepdims=True), 1.0, 0.0), ws)
 
 
 def parts_of_it(ws, x, y):
@@ -295,7 +290,7 @@ REFUSED = {
     thresholds: "a threshold",
     comparisons: "compared by gt",
     orders: "read by sort",
-    ties: "compared by eq",
+    ties: "read by reduce_max",
     parts_of_it: "a sum of parts",
     a_loop: "read by scan",
     returned: "returned",
@@ -309,12 +304,90 @@ def drawn(seed):
     return [normal(10 * seed + i, D, D, scale=D**-0.5) for i in range(4)], x, SIGNS + 0.02 * x
 
 
-def errors(fun, half="bfloat16"):
-    return planners.sound(PLANNERS["derivative"], fun, drawn, half, 0, eager=True)
-
-
 @pytest.mark.parametrize("fun", REFUSED, ids=lambda f: f.__name__)
-def test_what_refuses_a_rounding(fun, monkeypatch):
-    print(fun.__name__, why(fun, *drawn(0)), [str(e) for e in errors(fun)][:2])
+def test_what_refuses_a_rounding(fun):
+    assert any(REFUSED[fun] in reason for reason in why(fun, *drawn(0)))
+
+
+def errors(fun, half="bfloat16", draw=drawn):
+    return planners.sound(PLANNERS["derivative"], fun, draw, half, 0, eager=True)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fun", thorough_but(REFUSED, increments), ids=lambda f: f.__name__)
+def test_refused_streams_are_as_by_hand(fun, half):
+    assert not errors(fun, half)
+
+
+@pytest.mark.parametrize("fun", thorough_but(REFUSED, over_time), ids=lambda f: f.__name__)
+def test_each_condition_is_needed(fun, monkeypatch):
     monkeypatch.setattr(streams.Walks, "refused", lambda *_: None)
-    print("   ", [str(e)[:110] for e in errors(fun)][:2])
+    assert errors(fun)
+
+
+# ---- levels --------------------------------------------------------------------------------------
+
+
+def of_models(seed):
+    ws = [normal(10 * seed + i, D, D, scale=D**-0.5) for i in range(4)]
+    return ws, normal(10 * seed + 5, B, T, D), normal(10 * seed + 6, D)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fun", thorough_but(ROUNDED, group_norms), ids=lambda f: f.__name__)
+def test_rounded_streams_are_as_by_hand(fun, half):
+    assert not errors(fun, half, of_models)
+
+
+def of_a_table(ws, table, at):
+    """Its rows have a level, which a norm takes off."""
+    h = table[at]
+    for w in ws[:2]:
+        h = h + jnp.tanh(norm(h) @ w) @ ws[3]
+    return norm(h) @ ws[2]
+
+
+def rows(seed):
+    at = np.random.default_rng(seed).integers(0, 20, (B, T))
+    return of_models(seed)[0], 30 + normal(seed + 7, 20, D), at
+
+
+@pytest.mark.parametrize(("fun", "draw"), [(of_a_table, rows), (group_norms, of_models)])
+def test_without_levels_streams_are_refused(fun, draw, monkeypatch):
+    assert found(fun, *draw(0)) and not errors(fun, draw=draw)
+    monkeypatch.setattr(levels, "SMALL_TERM", 10**9)
+    assert not found(fun, *draw(0))
+    monkeypatch.setattr(streams.Walks, "refused", lambda *_: None)
+    assert errors(fun, draw=draw)
+
+
+# ---- candidates ----------------------------------------------------------------------------------
+
+
+def read_by_one(ws, x, b):
+    return jnp.tanh(x @ ws[0] + x @ ws[1]) @ ws[2]
+
+
+def of_one_matmul(ws, x, b):
+    h = GELU(x @ ws[0] + b)
+    return jnp.mean(norm(h) @ ws[1] + h @ ws[2])
+
+
+def small(ws, x, b):
+    return read(x @ ws[3], ws)
+
+
+@pytest.mark.parametrize("fun", [read_by_one, of_one_matmul, small], ids=lambda f: f.__name__)
+def test_what_gains_nothing_is_not_rounded(fun, monkeypatch):
+    if fun is small:
+        monkeypatch.setattr(streams, "SMALL", X.size + 1)
+    assert not found(fun, *ARGS)
+
+
+def test_float16_holds_what_matmuls_make_and_read():
+    def hot(ws, x, b):
+        h = 3e5 * (x @ ws[3]) + x @ ws[2]
+        return jnp.mean(norm(h) @ ws[0] + norm(jnp.abs(h)) @ ws[1])
+
+    assert found(hot, *ARGS) and not found(hot, *ARGS, half=np.dtype(np.float16))
+    assert found(of_matmuls, *ARGS, half=np.dtype(np.float16))

@@ -13,12 +13,11 @@ What is left of the value is called its *rest*.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpjax._src.base import _jax
 from mpjax._src.base._jax.rounded import ROUNDED
 from mpjax._src.base.higher_order import higher_order
 from mpjax._src.base.rules import (
@@ -78,7 +77,7 @@ KINDS = {
 }
 
 
-FOLDED = {
+FOLDED: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -379,9 +378,11 @@ def _root_of_parts(f: Facts, e: Equation) -> Value | None:
     (root,) = roots
     before, after = shape(floats[0]), shape(e.outs[0])
     axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
-    axes |= {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
+    axes |= (
+        {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
+    )
     terms = f.terms(root)
-    return root if terms and all(axes <= term for term in terms) else None
+    return root if terms and all(axes - {None} <= term for term in terms) else None
 
 
 def _of_part(f: Facts, e: Equation, v: Value) -> Axes:

@@ -54,19 +54,21 @@ def _inside(parts: Opened, half: np.dtype, small: int | None) -> list[Value]:
     change = functools.partial(narrowed, half=half, small=small)
     found: list[Value] = []
     for i, e in enumerate(parts.equations):
-        programs = rounding.programs(e)
-        if not programs or not e.outs or parts.is_fixed(e.outs[0]):
-            continue
-        mapped = higher_order(e.name).kind == MAP
-        with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
-            each = [building.as_closed(program) for program in programs]
-            new = iter([change(program) for program in each])
-        again = dict(zip(map(id, each), new, strict=True))
-        if any(again[id(program)] is not program for program in each):
-            params = rounding.with_programs(e, lambda _, new=iter(again.values()): next(new))
-            parts.equations[i] = dataclasses.replace(e, params=params)
-            found.append(e.outs[0])
+        if rounding.programs(e) and e.outs and not parts.is_fixed(e.outs[0]):
+            parts.equations[i] = _with_inside(e, change)
+            found += e.outs[:1] if parts.equations[i] is not e else []
     return found
+
+
+def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
+    mapped = higher_order(e.name).kind == MAP
+    with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
+        programs = [building.as_closed(program) for program in rounding.programs(e)]
+        changed = [change(program) for program in programs]
+    if all(x is y for x, y in zip(programs, changed, strict=True)):
+        return e
+    rest = iter(changed)
+    return dataclasses.replace(e, params=rounding.with_programs(e, lambda _: next(rest)))
 
 
 class Narrowing:
@@ -120,7 +122,9 @@ class Narrowing:
         if e.name in ("neg", "transpose", "reshape", "squeeze"):
             return _of_view
         same = kind in (levels.SAME, levels.MOVED) and e.name != BARRIER
-        return _of_view if same else {levels.ADDED: _of_sum, levels.MULTIPLIED: _of_product}.get(kind)
+        return (
+            _of_view if same else {levels.ADDED: _of_sum, levels.MULTIPLIED: _of_product}.get(kind)
+        )
 
     def _write_terms(self, v: Value, e: Equation, into: list[Equation]) -> None:
         """Writes the terms of a value: small arrays, which are its level together."""
@@ -156,7 +160,7 @@ def _rounded(half: np.dtype, v: Any, *terms: Any) -> list[Any]:
     return [functools.reduce(lambda x, t: x + t, held, r)]
 
 
-# ---- the terms of a value, by the operation that makes it: how, and of which values ---------------
+# ---- the terms of a value, by the operation that makes it: how, and of what ----------------------
 
 
 def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
@@ -170,6 +174,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
         if is_zero(v):
             continue
         constant = tuple(sorted(f.constant_along(v, aval)))
+        each: list[tuple[str, tuple[int, ...], Value]]
         each = [("sliced", constant, v)] if constant else [("term", (), t) for t in n.terms(v)]
         if not constant and f.unknown_level(v):
             each.append(("mean", (len(aval.shape) - 1,), v))

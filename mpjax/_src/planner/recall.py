@@ -31,7 +31,8 @@ class Opened:
         calls: list[Call] = []
         self.outs = opened(program, self.ins, self.equations, rules=True, calls=calls)
         self.place = {out: i for i, e in enumerate(self.equations) for out in e.outs}
-        self._calls = sorted(reversed(calls), key=lambda c: (c.start, -c.stop))  # outer ones first
+        order = sorted(range(len(calls)), key=lambda i: (calls[i].start, -calls[i].stop, -i))
+        self._calls = [calls[i] for i in order]  # outer ones first
         self._starts = [c.start for c in self._calls]
         self._fixed: dict[int, Call] = {}
         for call in filter(_is_fixed, self._calls):
@@ -61,25 +62,25 @@ class Opened:
         """
         self._touched = {self.place[v] for v in values}
         self._values, self._alias, self._write = {*values}, alias, write
-        equations = self._between(0, len(self.equations), self._calls)
+        equations = self._between(0, len(self.equations), 0, len(self._calls))
         outs = [alias.get(v, v) for v in self.outs]
         return closed(self.ins, self._grouped(equations, outs), outs, self._info)
 
-    def _between(self, start: int, stop: int, calls: Sequence[Call]) -> list[Equation]:
+    def _between(self, start: int, stop: int, first: int, last: int) -> list[Equation]:
+        """Returns the new equations in the place of old ones; these calls are among them."""
         into: list[Equation] = []
         at = start
-        for c, call in enumerate(calls):
+        for c in range(first, last):
+            call = self._calls[c]
             if call.start < at or call.start == call.stop:
-                continue  # it stands in the last one, or holds nothing
+                continue  # it stands in the one before, or holds nothing
             self._append(range(at, call.start), into)
             at = call.stop
             if _is_fixed(call) or self._touched.isdisjoint(range(call.start, call.stop)):
                 self._put_back(call, into)
                 continue
-            behind = bisect.bisect_left(self._starts, call.stop) - bisect.bisect_left(
-                self._starts, calls[0].start
-            )
-            inside = self._between(call.start, call.stop, calls[c + 1 : behind])
+            behind = bisect.bisect_left(self._starts, call.stop)
+            inside = self._between(call.start, call.stop, c + 1, behind)
             into += [_waiting(call, inside)] if call.equation.name in REMATS else inside
         self._append(range(at, stop), into)
         return into

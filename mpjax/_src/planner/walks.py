@@ -104,8 +104,8 @@ class Walks:
             step = walk.step(e)
             if isinstance(step, str):
                 return step
-            for out in e.outs if step else ():
-                if not is_float32(out) or out in found:
+            for out in e.outs:
+                if step is None or not is_float32(out) or out in found:
                     continue
                 walk.on[out] = step
                 if out in self._results and (step.view or not walk.carries(out)):
@@ -196,8 +196,9 @@ def _view(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
 def _moved(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
     joined, out = walk.joined(mine, v), e.outs[0]
     place = (e.params.get("dimension"), e.ins.index(v))
-    single = e.name == "concatenate" and len(mine) == 1 and joined.shift is not None
-    joined = joined._replace(shift=(*joined.shift, place) if single else None)
+    single = e.name == "concatenate" and len(mine) == 1
+    shift = (*joined.shift, place) if single and joined.shift is not None else None
+    joined = joined._replace(shift=shift)
     joined = joined._replace(view=all(walk.on[x].view for x in mine))
     if len(shape(v)) == len(shape(out)) and e.name != "gather":
         return joined
@@ -221,9 +222,7 @@ def _sum_of_two(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On 
             return "a sum of two values made of it"
     if not joined.summed:
         return joined._replace(level=every(v))
-    return joined._replace(
-        level=joined.level - moved(joined.summed, joined.places)
-    )
+    return joined._replace(level=joined.level - moved(joined.summed, joined.places))
 
 
 def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
