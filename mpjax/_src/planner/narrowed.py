@@ -19,9 +19,10 @@ from mpjax._src.base._jax import building
 from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import MAP, higher_order
-from mpjax._src.planner import levels, rounding
+from mpjax._src.planner import kinds, rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
-from mpjax._src.planner.levels import Facts, axes_of_view, is_zero, shape
+from mpjax._src.planner.kinds import axes_of_view, is_zero, shape
+from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.recall import Opened
 from mpjax._src.planner.streams import streams
 
@@ -121,10 +122,8 @@ class Narrowing:
         kind = self.facts.kinds[e]
         if e.name in ("neg", "transpose", "reshape", "squeeze"):
             return _of_view
-        same = kind in (levels.SAME, levels.MOVED) and e.name != BARRIER
-        return (
-            _of_view if same else {levels.ADDED: _of_sum, levels.MULTIPLIED: _of_product}.get(kind)
-        )
+        same = kind in (kinds.SAME, kinds.MOVED) and e.name != BARRIER
+        return _of_view if same else {kinds.ADDED: _of_sum, kinds.MULTIPLIED: _of_product}.get(kind)
 
     def _write_terms(self, v: Value, e: Equation, into: list[Equation]) -> None:
         """Writes the terms of a value: small arrays, which are its level together."""

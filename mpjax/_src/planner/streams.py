@@ -15,7 +15,8 @@ from mpjax._src.base import _jax
 from mpjax._src.base.rules import LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
-from mpjax._src.planner.levels import ADDED, LAYOUT, MOVED, PICKED, SAME, Facts, is_zero
+from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, PICKED, SAME, is_zero
+from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.partition import runs_again
 from mpjax._src.planner.walks import Walks
 

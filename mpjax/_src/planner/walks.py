@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import PART, rule_of
-from mpjax._src.planner import levels
+from mpjax._src.planner import kinds
 from mpjax._src.planner.equations import BARRIER, Equation, Value
-from mpjax._src.planner.levels import (
+from mpjax._src.planner.kinds import (
     NO_AXES,
     Axes,
-    Facts,
     axes_of_view,
     every,
     is_zero,
@@ -34,6 +33,7 @@ from mpjax._src.planner.levels import (
     shape,
     without_axes,
 )
+from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.rounding import is_float32
 
 # A walk over more equations is given up, so that planning grows with the program.
@@ -122,9 +122,9 @@ def _sources(equations: Sequence[Equation], facts: Facts) -> dict[Value, int]:
     found: dict[Value, int] = {}
     count = 0
     for e in equations:
-        own = facts.kinds[e] == levels.MATMUL or (PART in rule_of(e.name).traits and e.outs[1:])
+        own = facts.kinds[e] == kinds.MATMUL or (PART in rule_of(e.name).traits and e.outs[1:])
         bits, parts = 0, e.ins
-        if facts.kinds[e] in (levels.ADDED, levels.MULTIPLIED):
+        if facts.kinds[e] in (kinds.ADDED, kinds.MULTIPLIED):
             parts = [v for v in e.ins if not facts.constant_along(v, e.outs[0].aval)] or e.ins
         for v in parts:
             if is_float32(v) and v.const is None and v not in found:
@@ -315,18 +315,18 @@ def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
 
 
 STEPS: dict[str, Step] = {
-    levels.MATMUL: _ends,
-    levels.SAME: _view,
-    levels.LAYOUT: _view,
-    levels.MOVED: _moved,
-    levels.ADDED: _added,
-    levels.MULTIPLIED: _multiplied,
-    levels.PICKED: _picked,
-    levels.SUMMED: _summed,
-    levels.SUMS: _sums,
-    levels.EXTREME: _summed,
-    levels.ORDERED: _ordered,
-    levels.COMPARED: _compared,
-    levels.SIMPLE: _simple,
-    levels.SPECIAL: _special,
+    kinds.MATMUL: _ends,
+    kinds.SAME: _view,
+    kinds.LAYOUT: _view,
+    kinds.MOVED: _moved,
+    kinds.ADDED: _added,
+    kinds.MULTIPLIED: _multiplied,
+    kinds.PICKED: _picked,
+    kinds.SUMMED: _summed,
+    kinds.SUMS: _sums,
+    kinds.EXTREME: _summed,
+    kinds.ORDERED: _ordered,
+    kinds.COMPARED: _compared,
+    kinds.SIMPLE: _simple,
+    kinds.SPECIAL: _special,
 }
