@@ -68,7 +68,8 @@ class Facts:
         maker: The equation that makes a value.
         readers: The equations that read a value.
         fixed: Values that are computed from constants alone.
-        normed: Values that a root divides: they have lost their units.
+        roots: What norms multiply by: one divided by the root of a value, times a small array.
+        normed: What they are multiplied with. It has no units any more.
     """
 
     def __init__(self, equations: Sequence[Equation]) -> None:
@@ -83,6 +84,8 @@ class Facts:
         self._roots: dict[Value, Value] = {}  # where the terms of parts come from
         self._positive: set[Value] = set()
         self._learned: set[Value] = set()
+        self.roots: set[Value] = set()
+        self._sizes: set[Value] = set()
         self.normed: set[Value] = set()
         for e in equations:
             kind = self.kinds[e]
@@ -185,12 +188,29 @@ class Facts:
             parts = [v for v in e.ins if v not in constant] or constant
         else:
             parts = []
-        if e.name in ("sqrt", "rsqrt") or any(v in self.normed for v in (*parts, *constant)):
-            self.normed.update([out] if parts or kind == SIMPLE else ())
+        self._trace_norms(e, kind, out, parts, parts == constant)
         terms = constant if kind == ADDED else []
         terms = [*terms, *(v for v in parts if self.terms(v) or kind in (SAME, LAYOUT))]
         if parts and all(map(self.learned, terms)):
             self._learned.add(out)
+
+    def _trace_norms(
+        self, e: Equation, kind: str, out: Value, parts: Sequence[Value], small: bool
+    ) -> None:
+        if e.name in ("sqrt", "rsqrt") and not self.is_known(e.ins[0]):
+            (self._sizes if e.name == "sqrt" else self.roots).add(out)
+        elif kind in (SAME, LAYOUT) or (e.name == "mul" and any(v in self.roots for v in e.ins)):
+            for found in (self.roots, self._sizes):
+                if any(v in found for v in e.ins) and (small or all(v in found for v in parts)):
+                    found.add(out)
+        elif e.name == "div" and e.ins[1] in self._sizes:
+            (self.roots if small or e.ins[0].literal else self.normed).add(out)
+        if out in self.roots or kind not in (SAME, LAYOUT, ADDED, MULTIPLIED):
+            return
+        if any(v in self.normed for v in parts) or (
+            e.name == "mul" and any(v in self.roots for v in e.ins)
+        ):
+            self.normed.add(out)
 
     def _is_positive(self, e: Equation, kind: str) -> bool:
         floats = [self.is_positive(v) for v in e.ins if is_float32(v)]

@@ -15,7 +15,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.rules import LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
-from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, PICKED, SAME, is_zero
+from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.partition import runs_again
 from mpjax._src.planner.walks import Walks
@@ -42,10 +42,10 @@ def streams(
     """
     facts = Facts(equations)
     values = candidates(equations, results, half, SMALL if small is None else small)
-    if half == np.float16:
-        sized = _sized(equations, facts)
-        values = [v for v in values if v in sized]
     walks = Walks(equations, results, facts)
+    if half == np.float16:
+        sized = _sized(equations, walks)
+        values = [v for v in values if v in sized]
     found: set[Value] = set()
     for v in reversed(values):
         if walks.refused(v, found) is None:
@@ -89,11 +89,12 @@ def _kernels(
     return found
 
 
-def _sized(equations: Sequence[Equation], facts: Facts) -> set[Value]:
+def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
     """Returns the values that float16 holds as well as it holds what matmuls make and read.
 
-    Others may be too large for it, or too small, as temperatures in a norm are.
+    Others may be too large for it, or too small, as temperatures are. A norm has no units.
     """
+    facts, sources = walks.facts, walks.sources
     found: set[Value] = set()
     for e in reversed(equations):
         matmul = rounding.is_half_matmul(e)
@@ -105,7 +106,10 @@ def _sized(equations: Sequence[Equation], facts: Facts) -> set[Value]:
         if facts.kinds[e] == ADDED:  # beside its terms
             floats = [v for v in floats if not facts.constant_along(v, e.outs[0].aval)] or floats
         keeps = facts.kinds[e] in (ADDED, SAME, LAYOUT, MOVED, PICKED) or e.name in ("neg", "abs")
-        if floats and keeps and found.issuperset(floats):
+        own = facts.kinds[e] == MULTIPLIED and e.outs[0] in facts.normed
+        small = any(v in found and v in facts.normed for v in e.ins)
+        first, last = (sources.get(v, 0) for v in (e.ins[0], e.ins[-1]))
+        if (floats and keeps and found.issuperset(floats)) or (own and (small or first & last)):
             found.update(e.outs)
     return found
 
