@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from mpjax._src.base import _jax
 from mpjax._src.base._jax.rounded import ROUNDED
 from mpjax._src.base.higher_order import higher_order
 from mpjax._src.base.rules import (
@@ -79,8 +80,8 @@ def kind_of(e: Equation) -> str:
 
 
 def shape(v: Value) -> tuple[int, ...]:
-    """Returns the shape of a value."""
-    return tuple(getattr(v.aval, "shape", ()))
+    """Returns the shape of a value; a symbolic dimension counts as a large one."""
+    return tuple(_jax.size_of((n,)) for n in getattr(v.aval, "shape", ()))
 
 
 def every(v: Value) -> Axes:

@@ -138,14 +138,14 @@ class Facts:
         """Returns whether a value is a constant, or computed from constants."""
         return v.const is not None or v in self.fixed
 
-    def constant_along(self, v: Value, aval: Any) -> Axes:
+    def constant_along(self, v: Value, out: Value) -> Axes:
         """Returns the axes along which an operand is constant, if it is a small array, else none.
 
         Args:
             v: The operand.
-            aval: The type of the result of the operation that reads it.
+            out: The result of the operation that reads it.
         """
-        whole = tuple(getattr(aval, "shape", ()))
+        whole = shape(out)
         if not shape(v):
             return frozenset(range(len(whole)))
         if len(shape(v)) != len(whole):
@@ -155,7 +155,7 @@ class Facts:
         if e is not None and e.name == "broadcast_in_dim":
             at = dict(zip(e.params["broadcast_dimensions"], shape(e.ins[0]), strict=True))
             axes |= {i for i, n in enumerate(whole) if n > 1 and at.get(i, 1) == 1}
-        few = math.prod(whole[i] for i in axes if isinstance(whole[i], int)) < SMALL_TERM
+        few = math.prod(whole[i] for i in axes) < SMALL_TERM
         return NO_AXES if few else frozenset(axes)
 
     def mean_of(self, u: Value, v: Value) -> Axes | None:
@@ -181,7 +181,7 @@ class Facts:
         )
 
     def _trace(self, e: Equation, kind: str, out: Value) -> None:
-        constant = [v for v in e.ins if self.constant_along(v, out.aval)]
+        constant = [v for v in e.ins if self.constant_along(v, out)]
         if kind in (SAME, LAYOUT):
             parts = e.ins[:1]
         elif kind in (ADDED, MULTIPLIED):
@@ -255,7 +255,7 @@ def _view(f: Facts, e: Equation, out: Value) -> Found:
         return 2, f.level(v), NO_TERMS
     places = axes_of_view(e)
     if e.name == "broadcast_in_dim":
-        spread = f.constant_along(out, out.aval)
+        spread = f.constant_along(out, out)
         return _lost(f, v, moved(f.all_levels(v), places) | spread)
     groups = {a: {b for b in places if places[b] == places.get(a)} for a in places}
     terms = f.terms(v)
@@ -323,7 +323,7 @@ def _added(f: Facts, e: Equation, out: Value) -> Found:
         left = frozenset(axes for axes in f.terms(first) if not own <= axes)
         return f.noise(first), f.level(first) - own, left
     floats = f._floats(e)
-    constant = {v: f.constant_along(v, out.aval) for v in floats}
+    constant = {v: f.constant_along(v, out) for v in floats}
     terms = NO_TERMS.union(axes for axes in constant.values() if axes)
     large = [v for v in floats if not constant[v]]
     if not large:
@@ -341,7 +341,7 @@ def _added(f: Facts, e: Equation, out: Value) -> Found:
 def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
     if e.ins[0] is e.ins[1]:
         return _lost(f, e.ins[0], every(out))
-    constant = {v: f.constant_along(v, out.aval) for v in e.ins}
+    constant = {v: f.constant_along(v, out) for v in e.ins}
     large = [v for v in e.ins if not constant[v]]
     if not large:
         both = constant[e.ins[0]] & constant[e.ins[1]]

@@ -21,7 +21,7 @@ from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.higher_order import MAP, higher_order
 from mpjax._src.planner import kinds, rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
-from mpjax._src.planner.kinds import axes_of_view, is_zero, shape
+from mpjax._src.planner.kinds import axes_of_view, is_zero
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.recall import Opened
 from mpjax._src.planner.streams import streams
@@ -172,7 +172,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     for i, v in enumerate(e.ins):
         if is_zero(v):
             continue
-        constant = tuple(sorted(f.constant_along(v, aval)))
+        constant = tuple(sorted(f.constant_along(v, e.outs[0])))
         each: list[tuple[str, tuple[int, ...], Value]]
         each = [("sliced", constant, v)] if constant else [("term", (), t) for t in n.terms(v)]
         if not constant and f.unknown_level(v):
@@ -184,7 +184,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
 
 def _of_product(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     aval = e.outs[0].aval
-    constant = [tuple(sorted(n.facts.constant_along(v, aval))) for v in e.ins]
+    constant = [tuple(sorted(n.facts.constant_along(v, e.outs[0]))) for v in e.ins]
     both = all(constant)
     whole = 1 if constant[0] and not both else 0  # the operand whose terms are multiplied
     terms = [e.ins[0]] if both else n.terms(e.ins[whole])
@@ -194,7 +194,7 @@ def _of_product(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
 
 def _of_view(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     if e.name in ("reshape", "squeeze"):
-        shapes = shape(e.ins[0]), shape(e.outs[0])
+        shapes = e.ins[0].aval.shape, e.outs[0].aval.shape
         places = tuple((a, *at) for a, at in axes_of_view(e).items())
         return ("reshape", *shapes, places), n.terms(e.ins[0])
     return (e.name, e.params.get("permutation")), n.terms(e.ins[0])

@@ -100,8 +100,9 @@ class Opened:
         for out in e.outs:  # an argument that is returned is read where it comes from
             outs.append(out if out in made and out not in outs else Value(out.aval))
         into.append(e.on((self._alias.get(v, v) for v in e.ins), outs=outs))
-        for out in self._values.intersection(outs):
-            self._write(out, e, into)
+        for out in outs:
+            if out in self._values:
+                self._write(out, e, into)
 
     def _grouped(self, equations: Sequence[Equation], results: Sequence[Value]) -> list[Equation]:
         """Puts the equations of checkpoints together; leaves out what nobody reads."""

@@ -15,7 +15,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.rules import LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
-from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero
+from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero, shape
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.partition import runs_again
 from mpjax._src.planner.walks import Walks
@@ -67,7 +67,7 @@ def candidates(
         if rounding.is_float32(out)
         and out not in made
         and len(kernels[out]) > 1
-        and _jax.size_of(out.aval.shape) >= small
+        and _jax.size_of(shape(out)) >= small
     ]
 
 
@@ -104,12 +104,13 @@ def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
     for e in equations:
         floats = [v for v in e.ins if rounding.is_float32(v) and not is_zero(v)]
         if facts.kinds[e] == ADDED:  # beside its terms
-            floats = [v for v in floats if not facts.constant_along(v, e.outs[0].aval)] or floats
+            floats = [v for v in floats if not facts.constant_along(v, e.outs[0])] or floats
         keeps = facts.kinds[e] in (ADDED, SAME, LAYOUT, MOVED, PICKED) or e.name in ("neg", "abs")
-        own = facts.kinds[e] == MULTIPLIED and e.outs[0] in facts.normed
-        small = any(v in found and v in facts.normed for v in e.ins)
-        first, last = (sources.get(v, 0) for v in (e.ins[0], e.ins[-1]))
-        if (floats and keeps and found.issuperset(floats)) or (own and (small or first & last)):
+        own = False
+        if facts.kinds[e] == MULTIPLIED and e.outs[0] in facts.normed:  # by its own size, or scaled
+            first, last = (sources.get(v, 0) for v in e.ins)
+            own = bool(first & last) or any(v in found and v in facts.normed for v in e.ins)
+        if own or (floats and keeps and found.issuperset(floats)):
             found.update(e.outs)
     return found
 
@@ -118,20 +119,23 @@ def _of_several(
     equations: Sequence[Equation], values: Collection[Value], facts: Facts
 ) -> list[Value]:
     """Leaves out values that are computed from one 16-bit array as large, by whoever reads them."""
-    arrays: dict[Value, frozenset[Value]] = {}
+    arrays: dict[Value, dict[Value, int]] = {}  # the largest ones, with their sizes
     found: list[Value] = []
     for e in equations:
         for v in e.ins:
             if v not in facts.maker:  # an argument
-                arrays.setdefault(v, frozenset([v]))
-        read = frozenset[Value]().union(*(arrays[v] for v in e.ins))
+                arrays.setdefault(v, {v: _jax.size_of(shape(v))})
+        read: dict[Value, int] = {}
+        for v in e.ins:
+            read |= arrays[v]
+        if len(read) > MANY:
+            read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
+        # A view or a statistic of an array is no other array.
+        seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
         for out in e.outs:
-            size = _jax.size_of(out.aval.shape)
-            several = sum(_jax.size_of(v.aval.shape) for v in read) > 1.1 * size
-            if out in values and several:
+            size = _jax.size_of(shape(out))
+            several = out in values and sum(read.values()) > 1.1 * size
+            if several:
                 found.append(out)
-            # A view or a statistic of an array is no other array.
-            seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
-            written = (out in values and several) or not seen
-            arrays[out] = frozenset([out]) if written else frozenset(itertools.islice(read, MANY))
+            arrays[out] = read if seen and not several else {out: size}
     return found

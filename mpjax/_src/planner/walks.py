@@ -125,7 +125,7 @@ def _sources(equations: Sequence[Equation], facts: Facts) -> dict[Value, int]:
         own = facts.kinds[e] == kinds.MATMUL or (PART in rule_of(e.name).traits and e.outs[1:])
         bits, parts = 0, e.ins
         if facts.kinds[e] in (kinds.ADDED, kinds.MULTIPLIED):
-            parts = [v for v in e.ins if not facts.constant_along(v, e.outs[0].aval)] or e.ins
+            parts = [v for v in e.ins if not facts.constant_along(v, e.outs[0])] or e.ins
         for v in parts:
             if is_float32(v) and v.const is None and v not in found:
                 found[v] = 1 << count
@@ -188,7 +188,7 @@ def _view(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
     if e.name == BARRIER and len(e.ins) > 1:
         return "read by a barrier"
     on, places, out = walk.on[v], axes_of_view(e), e.outs[0]
-    spread = walk.facts.constant_along(out, out.aval) if e.name == "broadcast_in_dim" else NO_AXES
+    spread = walk.facts.constant_along(out, out) if e.name == "broadcast_in_dim" else NO_AXES
     at = {a: {*moved(axes, places)} for a, axes in on.places.items()}
     return on._replace(places=at, level=moved(on.level, places) | spread)
 
@@ -229,7 +229,7 @@ def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
     """The other term is not made of the first value."""
     f, on = walk.facts, walk.on[v]._replace(view=False)
     other = e.ins[1] if e.ins[0] is v else e.ins[0]
-    constant = f.constant_along(other, e.outs[0].aval)
+    constant = f.constant_along(other, e.outs[0])
     cancels = [axes for axes in (constant, *f.terms(other)) if axes and axes <= on.level]
     if (e.name != "sub" and f.is_positive(other) and f.is_positive(v)) or is_zero(other):
         return on
@@ -252,7 +252,7 @@ def _multiplied(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
     if e.name == "div" and e.ins[1] is v:
         return joined._replace(level=every(v))
     (other,) = [x for x in e.ins if x is not v]
-    beside = f.all_levels(other) | f.constant_along(other, e.outs[0].aval)
+    beside = f.all_levels(other) | f.constant_along(other, e.outs[0])
     return joined._replace(level=joined.level & beside) if not other.literal else joined
 
 
