@@ -14,6 +14,7 @@ from mpjax._src.base._jax import building, held
 from mpjax._src.planner import rounding
 from mpjax._src.planner.classify import Exceptions
 from mpjax._src.planner.kept import program_of
+from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program
 from mpjax._src.program import trace as programs
 from mpjax._src.program.trace import Flat
@@ -34,7 +35,8 @@ def planned(fun, half="bfloat16"):
         traced = programs.trace(flat.on(fun), flat.avals, getattr(fun, "__name__", "planned"))
         inner, consts = _jax.hoisted(traced.jaxpr)
         dtype = np.dtype(jnp.dtype(half))
-        program = Program(Exceptions(dtype).marked(building.as_closed(inner)), dtype)
+        closed = Exceptions(dtype).marked(building.as_closed(inner))
+        program = Program(narrowed(closed, dtype), dtype)
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in flat.arrays]
         outs = held.call_held(program, *consts, *arrays)
         return traced.rebuild(outs)

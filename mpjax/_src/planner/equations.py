@@ -109,6 +109,14 @@ class Equation:
         self.region = region_of(self.stack, self.name, self.region)
 
 
+class Call(NamedTuple):
+    """An equation that was inlined, on values, and the places of the equations inside of it."""
+
+    start: int
+    stop: int
+    equation: Equation
+
+
 def parts(
     program: Any, rules: bool = False, region: Region = NOWHERE
 ) -> tuple[list[Value], list[Equation], list[Value]]:
@@ -128,12 +136,14 @@ def opened(
     stack: Any = None,
     rules: bool = False,
     region: Region = NOWHERE,
+    calls: list[Call] | None = None,
 ) -> list[Value]:
     """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
 
     Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
     what is written. The ``region`` is that of the equation which holds the program: its scopes are
     not repeated on those inside.
+    ``calls`` gets what was inlined, the innermost first.
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     pairs = zip(jaxpr.constvars, consts, strict=True)
@@ -155,11 +165,15 @@ def opened(
             e = Equation(eqn.primitive, eqn.params, operands, outs, eqn, scopes, again, here)
             into.append(e)
         else:
+            start, given = len(into), operands
             once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
             if once_more:
                 operands = _apart(eqn, operands, into, scopes)
-            flags = {"again": again or once_more, "stack": scopes, "rules": rules}
+            flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
             outs = opened(inner, operands, into, region=region, **flags)
+            if calls is not None:
+                call = Equation(eqn.primitive, eqn.params, given, outs, eqn, scopes, again)
+                calls.append(Call(start, len(into), call))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

@@ -14,6 +14,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program
 from mpjax._src.policy.policy import Policy
 
@@ -73,7 +74,7 @@ def _made(
     arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
     leave = zip(inner.outvars, out_dtypes, strict=True)
     return Program(
-        exceptions.marked(closed, [*[""] * len(consts), *paths]),
+        narrowed(exceptions.marked(closed, [*[""] * len(consts), *paths]), half),
         half,
         [_is_float32(v) and dtype == half for v, dtype in arrive],
         [_is_float32(v) and dtype == half for v, dtype in leave],

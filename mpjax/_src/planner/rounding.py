@@ -89,6 +89,11 @@ def may_be_half_matmul(e: Equation) -> bool:
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
 
 
+def is_rounding(e: Equation) -> bool:
+    """Returns whether an equation rounds its operand for all who read it."""
+    return e.name == ROUNDED
+
+
 def append_rounded(v: Value, half: np.dtype, into: list[Equation], *, like: Equation) -> Value:
     """Appends the rounding of a float32 value."""
     out = Value(v.aval)
@@ -208,7 +213,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
-        if returns_half(e) or widens(e, half) or e.name == ROUNDED:
+        if returns_half(e) or widens(e, half) or is_rounding(e):
             found.update(e.outs)
         elif is_half_operation(e):
             found.update(filter(is_float32, e.outs))
@@ -280,7 +285,7 @@ def wanted(
 
 def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
-    if is_half_matmul(e) or e.name == ROUNDED:
+    if is_half_matmul(e) or is_rounding(e):
         return e.ins[2:]
     if is_half_operation(e):
         return []

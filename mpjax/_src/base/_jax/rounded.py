@@ -8,7 +8,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-rounded_p = Primitive("rounded")
+ROUNDED = "rounded"
+rounded_p = Primitive(ROUNDED)
 
 
 def rounded(x: jax.Array, half: np.dtype) -> jax.Array:

@@ -1,0 +1,138 @@
+"""What operations do to errors of their operands, and where views put the axes of theirs."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base._jax.rounded import ROUNDED
+from mpjax._src.base.higher_order import higher_order
+from mpjax._src.base.rules import (
+    COMPARE,
+    DEAR,
+    FULL,
+    FUSED,
+    KINKED,
+    MOVE,
+    NO_HALF_FORM,
+    NONE,
+    ONE,
+    RANKS,
+    REDUCES,
+    SUM,
+    rule_of,
+)
+from mpjax._src.planner.equations import BARRIER, Equation, Value
+from mpjax._src.planner.rounding import is_half_matmul
+
+Axes = frozenset[int]
+NO_AXES: Axes = frozenset()
+
+# kind: what an operation does to errors of its operands.
+MATMUL = "matmul"  # it rounds its operands and its result
+SAME = "same"  # a view whose entries stay where they are
+LAYOUT = "layout"  # a view whose axes are others
+MOVED = "moved"  # a view whose entries stand elsewhere
+ADDED = "added"  # a sum of two operands
+MULTIPLIED = "multiplied"
+PICKED = "picked"  # one of its operands, entry by entry
+SUMMED = "summed"  # over axes
+SUMS = "sums"  # other sums: over windows, devices, segments
+EXTREME = "extreme"  # the largest entry, or the smallest one
+ORDERED = "ordered"  # by the order of entries
+COMPARED = "compared"  # no floats, or a jump
+SIMPLE = "simple"  # keeps relative errors, entry by entry
+SPECIAL = "special"  # a function of its entries that may amplify errors, as exp and log
+UNKNOWN = "unknown"  # a loop, a kernel, linear algebra
+
+# Only what the table of rules does not say.
+KINDS = {
+    **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
+    **dict.fromkeys(("stop_gradient", "sharding_constraint", "convert_element_type"), SAME),
+    **dict.fromkeys(("transpose", "reshape", "squeeze", "broadcast_in_dim"), LAYOUT),
+    **dict.fromkeys(("add", "sub", "add_any"), ADDED),
+    **dict.fromkeys(("max", "min", "select_n", "clamp"), PICKED),
+    **dict.fromkeys(("reduce_max", "reduce_min"), EXTREME),
+    **dict.fromkeys(("scatter-add", "psum", "psum_invariant"), SUMS),
+    "reduce_sum": SUMMED,
+    "cbrt": SIMPLE,
+}
+
+
+def kind_of(e: Equation) -> str:
+    """Returns what an equation does to errors of its operands."""
+    rule = rule_of(e.name)
+    if is_half_matmul(e):
+        return MATMUL
+    if higher_order(e.name).kind or e.name in KINDS:
+        return KINDS.get(e.name, UNKNOWN)
+    kinds = {
+        MULTIPLIED: rule.multiplies,
+        ORDERED: RANKS in rule.traits or (rule.need == MOVE and KINKED in rule.traits),
+        MOVED: rule.need == MOVE,
+        COMPARED: rule.need == COMPARE or (rule.gain == NONE and rule.cost == FUSED),
+        SUMS: rule.need == FULL and rule.gain == SUM and NO_HALF_FORM not in rule.traits,
+        SIMPLE: rule.cost == FUSED and rule.gain_of(e.params) == ONE,
+        SPECIAL: rule.cost in (DEAR, FUSED) and REDUCES not in rule.traits,
+    }
+    return next((kind for kind, fits in kinds.items() if fits), UNKNOWN)
+
+
+def shape(v: Value) -> tuple[int, ...]:
+    """Returns the shape of a value; a symbolic dimension counts as a large one."""
+    return tuple(_jax.size_of((n,)) for n in getattr(v.aval, "shape", ()))
+
+
+def every(v: Value) -> Axes:
+    """Returns all axes of a value."""
+    return frozenset(range(len(shape(v))))
+
+
+def is_zero(v: Value) -> bool:
+    """Returns whether a value is known to be zero."""
+    return v.literal and not np.any(np.asarray(v.const))
+
+
+def axes_of_view(e: Equation) -> dict[int, set[int]]:
+    """Returns where the axes of the operand of a view are in its result."""
+    before, after, p = shape(e.ins[0]), shape(e.outs[0]), e.params
+    if e.name == "transpose":
+        return {a: {i} for i, a in enumerate(p["permutation"])}
+    if e.name == "broadcast_in_dim":
+        return {i: {d} for i, d in enumerate(p["broadcast_dimensions"])}
+    if e.name == "squeeze":
+        kept = [i for i in range(len(before)) if i not in p["dimensions"]]
+        return {a: {i} for i, a in enumerate(kept)}
+    if e.name == "reshape":
+        return _axes_of_reshape(before, after)
+    return {i: {i} for i in range(len(before))}
+
+
+def _axes_of_reshape(before: Sequence[int], after: Sequence[int]) -> dict[int, set[int]]:
+    """Finds the groups of axes with as many entries before as after."""
+    found: dict[int, set[int]] = {}
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = ([i] if i < len(before) else []), ([j] if j < len(after) else [])
+        i, j = i + 1, j + 1
+        while (x := math.prod(before[a] for a in ins)) != math.prod(after[b] for b in outs):
+            if x < math.prod(after[b] for b in outs):
+                ins.append(i)
+                i += 1
+            else:
+                outs.append(j)
+                j += 1
+        found.update((a, {*outs}) for a in ins)
+    return found
+
+
+def moved(axes: Iterable[int], places: dict[int, set[int]]) -> Axes:
+    """Returns axes of an operand as axes of a result."""
+    return frozenset[int]().union(*(places.get(a, ()) for a in axes))
+
+
+def without_axes(v: Value, summed: Iterable[int]) -> dict[int, set[int]]:
+    """Returns where the axes of a value are after a sum over some of them."""
+    kept = [i for i in range(len(shape(v))) if i not in {*summed}]
+    return {a: {i} for i, a in enumerate(kept)}

@@ -1,0 +1,141 @@
+"""Which forward values are rounded once for all their readers: rule F, for bytes moved.
+
+A value that two kernels read is written to memory, in float32: the residual stream of a model. It
+may be written in 16 bits if on every walk from it to the matmuls that read it, the error of that is
+no larger than the errors that the roundings of matmuls make anyway (`walks`). What is rounded is
+the rest of the value, without its levels (`levels`).
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from mpjax._src.base import _jax
+from mpjax._src.base.rules import LOOKS_UP, REDUCES, rule_of
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import Equation, Value
+from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero, shape
+from mpjax._src.planner.levels import Facts
+from mpjax._src.planner.partition import runs_again
+from mpjax._src.planner.walks import Walks
+
+# Smaller arrays are no traffic: kernels take microseconds to start.
+SMALL = 16384
+# Of so many arrays that a value is computed from, none is looked at any more.
+MANY = 8
+
+
+def streams(
+    equations: Sequence[Equation],
+    results: Collection[Value],
+    half: np.dtype,
+    small: int | None = None,
+) -> tuple[list[Value], Facts]:
+    """Returns the values that are rounded once for all their readers, and what is known of all.
+
+    Args:
+        equations: The equations of a program, without derivatives.
+        results: What the program returns.
+        half: The 16-bit dtype.
+        small: The least number of entries of such a value; `SMALL` if None.
+    """
+    facts = Facts(equations)
+    values = candidates(equations, results, half, SMALL if small is None else small)
+    walks = Walks(equations, results, facts)
+    if half == np.float16:
+        sized = _sized(equations, walks)
+        values = [v for v in values if v in sized]
+    found: set[Value] = set()
+    for v in reversed(values):
+        if walks.refused(v, found) is None:
+            found.add(v)
+    return _of_several(equations, found, facts), facts
+
+
+def candidates(
+    equations: Sequence[Equation], results: Collection[Value], half: np.dtype, small: int
+) -> list[Value]:
+    """Returns the large float32 values that two kernels read, in the order of their equations."""
+    made = rounding.made(equations, (), half)
+    kernels = _kernels(equations, results)
+    return [
+        out
+        for e in equations
+        if not rounding.is_view(e)
+        for out in e.outs
+        if rounding.is_float32(out)
+        and out not in made
+        and len(kernels[out]) > 1
+        and _jax.size_of(shape(out)) >= small
+    ]
+
+
+def _kernels(
+    equations: Sequence[Equation], results: Collection[Value]
+) -> dict[Value, frozenset[Equation | Value]]:
+    """Returns up to two of the kernels that read each value, through operations that fuse."""
+    found: dict[Value, frozenset[Equation | Value]] = {v: frozenset([v]) for v in results}
+    for e in reversed(equations):
+        read: frozenset[Equation | Value] = frozenset()
+        for out in e.outs:
+            found.setdefault(out, frozenset())
+            # A result that two kernels read is written, by one. Of a view, the operand is.
+            read |= found[out] if len(found[out]) < 2 or rounding.is_view(e) else {out}
+        if not runs_again(e) and LOOKS_UP not in rule_of(e.name).traits:
+            read = frozenset([e])
+        for v in e.ins:
+            found[v] = frozenset(itertools.islice(found.get(v, frozenset()) | read, 2))
+    return found
+
+
+def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
+    """Returns the values that float16 holds as well as it holds what matmuls make and read.
+
+    Others may be too large for it, or too small, as temperatures are. A norm has no units.
+    """
+    facts, sources = walks.facts, walks.sources
+    found: set[Value] = set()
+    for e in reversed(equations):
+        matmul = rounding.is_half_matmul(e)
+        if matmul or (rounding.is_view(e) and not found.isdisjoint(e.outs)):
+            found.update(v for v in e.ins[: 2 if matmul else None] if rounding.is_float32(v))
+        found.update(e.outs if matmul else ())
+    for e in equations:
+        floats = [v for v in e.ins if rounding.is_float32(v) and not is_zero(v)]
+        if facts.kinds[e] == ADDED:  # beside its terms
+            floats = [v for v in floats if not facts.constant_along(v, e.outs[0])] or floats
+        keeps = facts.kinds[e] in (ADDED, SAME, LAYOUT, MOVED, PICKED) or e.name in ("neg", "abs")
+        own = False
+        if facts.kinds[e] == MULTIPLIED and e.outs[0] in facts.normed:  # by its own size, or scaled
+            first, last = (sources.get(v, 0) for v in e.ins)
+            own = bool(first & last) or any(v in found and v in facts.normed for v in e.ins)
+        if own or (floats and keeps and found.issuperset(floats)):
+            found.update(e.outs)
+    return found
+
+
+def _of_several(
+    equations: Sequence[Equation], values: Collection[Value], facts: Facts
+) -> list[Value]:
+    """Leaves out values that are computed from one 16-bit array as large, by whoever reads them."""
+    arrays: dict[Value, dict[Value, int]] = {}  # the largest ones, with their sizes
+    found: list[Value] = []
+    for e in equations:
+        for v in e.ins:
+            if v not in facts.maker:  # an argument
+                arrays.setdefault(v, {v: _jax.size_of(shape(v))})
+        read: dict[Value, int] = {}
+        for v in e.ins:
+            read |= arrays[v]
+        if len(read) > MANY:
+            read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
+        # A view or a statistic of an array is no other array.
+        seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
+        for out in e.outs:
+            size = _jax.size_of(shape(out))
+            several = out in values and sum(read.values()) > 1.1 * size
+            if several:
+                found.append(out)
+            arrays[out] = read if seen and not several else {out: size}
+    return found
