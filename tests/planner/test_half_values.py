@@ -96,3 +96,15 @@ def test_the_price_of_handing_over():
     mask = Value(jax.typeof(X > 0))
     price = rounding.Price({made}, {read}, HALF)
     assert [price(v) / X.size for v in (made, read, other, mask)] == [2, 2, 4, 1]
+
+
+def test_a_short_sum_of_a_derivative_is_one_of_any_matmul():
+    """Of a projection to a few heads, say, the gradient by the features sums over the heads."""
+
+    def back(x, w):
+        return jax.vjp(lambda x: jnp.sum(jnp.tanh(x @ w)), x)[1](1.0)
+
+    program = jax.make_jaxpr(back)(X, jnp.ones((X.shape[-1], 2)))
+    equations = []
+    opened(program, [Value(aval) for aval in _jax.in_avals(program)], equations)
+    assert [rounding.is_half_matmul(e) for e in equations if e.name == "dot_general"] == [True] * 2

@@ -39,7 +39,7 @@ def is_large(v: Value) -> bool:
 
 
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
-# sum is no faster in 16 bits, and often a coordinate or an angle.
+# sum is no faster in 16 bits, and often a coordinate or an angle. That of a derivative is neither.
 SHORT = 4
 # Fewer columns of a matmul's result are not rounded.
 NARROW = 16
@@ -82,7 +82,7 @@ def may_be_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul of float32, which its author left to the policy."""
     if rule_of(e.name).need != HALF or _jax.own_precision(e.params) is not None:
         return False
-    if e.name == "dot_general":
+    if e.name == "dot_general" and not e.region.back:
         (contracted, _), _ = e.params["dimension_numbers"]
         if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
             return False
