@@ -8,7 +8,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from joint import EXACT, planned
-from support import assert_near, normal, thorough_but
+from support import assert_near, equations, normal, thorough_but
+
+from mpjax._src.base._jax import stacks
 
 TURNS, BATCH, WIDTH = 5, 8, 16
 
@@ -105,3 +107,25 @@ def test_maps_hand_over_a_part_on_each_device(check):
     found = jax.jit(jax.grad(planned(fun, EXACT), (0, 1)))(*args)
     assert_near(found, jax.jit(jax.grad(fun, (0, 1)))(*args), rtol=1e-4)
     assert kept(planned(fun), *args) <= 0.5 * kept(fun, *args)
+
+
+def test_scans_stack_in_the_order_of_matmuls_and_fill_nothing_with_zeros():
+    """On GPUs, XLA copies a stack that the second scan reads in another order."""
+    heads, size = 4, 32
+
+    def attend(x, w):
+        q = (x @ w).reshape(-1, heads, size // heads)
+        p = jax.nn.softmax(jnp.einsum("thd,shd->ths", q, q))
+        y = lax.dot_general(p, q, (((2,), (0,)), ((1,), (1,))))
+        return x + y.swapaxes(0, 1).reshape(x.shape), None
+
+    def fun(w, x):
+        return jnp.sum(lax.scan(attend, x, w)[0] ** 2)
+
+    args = normal(1, 2, size, size, scale=0.1), normal(2, 8, size, scale=0.5)
+    eqns = [*equations(jax.make_jaxpr(jax.grad(planned(fun)))(*args))]
+    scans = [e for e in eqns if e.primitive.name == "scan"]
+    assert len(scans) == 2 and all(e.ctx.xla_metadata[stacks.MARK] for e in scans)
+    (laid,) = [e for e in eqns if e.primitive.name == "row_major"]
+    assert laid.invars[0].aval.shape == (heads, 8, 8)  # the batch axis is in front
+    assert_near(jax.grad(planned(fun))(*args), jax.grad(fun)(*args), rtol=0.05)
