@@ -12,7 +12,7 @@ from mpjax._src.autocast.kernels import tracing
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner import rounding
-from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.kept import program_of
 from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program

@@ -246,7 +246,7 @@ def _key(e: Equation) -> Any:
     if e.acts or e.name == BARRIER:
         return None
     ins = tuple((np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins)
-    key = (e.primitive, ins, e.again, tuple(e.params.items()))
+    key = (e.primitive, ins, e.again, e.region, tuple(e.params.items()))
     try:
         hash(key)
     except TypeError:

@@ -13,7 +13,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program
 from mpjax._src.policy.policy import Policy

@@ -11,8 +11,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.higher_order import higher_order
-from mpjax._src.planner import checkpoints, rounding
-from mpjax._src.planner.classify import Exceptions
+from mpjax._src.planner import rounding, saving
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -27,6 +26,7 @@ from mpjax._src.planner.equations import (
     opened,
     parts,
 )
+from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.rewrites import rewritten
@@ -122,7 +122,7 @@ class Program:
         return Program(closed, self.half, halved_in, halved_out, self.exceptions, returned)
 
     def checkpointed(
-        self, moving: tuple[bool, ...], where: checkpoints.Where
+        self, moving: tuple[bool, ...], where: saving.Where
     ) -> tuple["Program", "Program"] | None:
         """Returns the program with what a policy saves as results, and as arguments, if it does."""
         cut = self.cut(moving)
@@ -185,7 +185,7 @@ class Derivative:
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
         self._low_in = program.halved_in
-        self._splits: dict[Any, checkpoints.Split] = {}
+        self._splits: dict[Any, saving.Split] = {}
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -206,13 +206,13 @@ class Derivative:
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
 
-    def saveable(self, where: checkpoints.Where) -> checkpoints.Saved:
+    def saveable(self, where: saving.Where) -> saving.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
         read = {*self._grads, *(v for e in self._late for v in e.ins)}
         crossing = [v for e in self._early for v in e.outs if v in read]
-        return checkpoints.saved(self._early, crossing, self.inputs, where, self._splits)
+        return saving.saved(self._early, crossing, self.inputs, where, self._splits)
 
-    def resumed(self, saved: checkpoints.Saved) -> tuple[Program, Program]:
+    def resumed(self, saved: saving.Saved) -> tuple[Program, Program]:
         """Returns the program with saved values as further results, and with them as arguments."""
         program, new = self.program, copy.copy(self)
         new.__dict__.pop("tangent", None)
@@ -220,10 +220,10 @@ class Derivative:
         early = saved.first(self._early)
         made = rounding.made(early, _chosen(self.inputs, low_in), half)
         low = [v in made and rounding.is_float32(v) for v in saved.values]
-        sent, early = checkpoints.sent(saved.values, early)
+        sent, early = saving.sent(saved.values, early)
         forward = closed(self.inputs, early, [*self._outs, *sent], self._info)
         first = program.another(forward, low_in, [*low_out, *low], program.returned)
-        arrived, back = checkpoints.received(saved.values)
+        arrived, back = saving.received(saved.values)
         new.inputs, new._low_in = [*self.inputs, *arrived], (*low_in, *low)
         read = [*self._outs, *self._grads, *(v for e in self._late for v in e.ins)]
         again = between(saved.second(self._early), read, {*self.inputs, *saved.values})

@@ -177,9 +177,9 @@ def commutes(e: Equation) -> bool:
 
 def widens(e: Equation, half: np.dtype) -> bool:
     """Returns whether an equation is the user's cast of 16-bit numbers to float32."""
-    return (
-        e.name == "convert_element_type" and e.ins[0].aval.dtype == half and is_float32(e.outs[0])
-    )
+    if e.name != "convert_element_type" or half == FLOAT32:
+        return False
+    return e.ins[0].aval.dtype == half and is_float32(e.outs[0])
 
 
 def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]:

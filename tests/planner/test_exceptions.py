@@ -114,6 +114,16 @@ def test_an_outer_region_ends_where_it_ends(name):
     check(two, BOTH)
 
 
+def test_equal_equations_in_different_regions_are_two():
+    def two(w, x):
+        with mpjax.precision("float32"):
+            y = x @ w
+        return jnp.sum(jnp.sin(y) + jnp.cos(x @ w))
+
+    found = [pair[0] for pair in matmul_dtypes(jax.grad(autocast(two, POLICY)), W, X)]
+    assert sorted(found) == ["bfloat16"] * 2 + ["float32"] * 2
+
+
 def test_the_innermost_region_wins_inside_of_a_loop():
     def body(h, r, w):
         with mpjax.precision("bfloat16"):
