@@ -32,7 +32,7 @@ def found(fun, *args, half=HALF):
     Streams of its loops, branches and maps are not among them.
     """
     parts = Opened(jax.make_jaxpr(fun)(*args))
-    values, facts = streams.streams(parts.equations, parts.outs, half)
+    values, facts = streams.streams(parts.equations, parts.outs, half, ruled=parts.ruled)
     return [(facts.maker[v].name, bool(facts.terms(v))) for v in values]
 
 
@@ -41,7 +41,7 @@ def why(fun, *args):
     parts = Opened(jax.make_jaxpr(fun)(*args))
     values = streams.candidates(parts.equations, parts.outs, HALF, 1)
     facts = streams.Facts(parts.equations)
-    walks = streams.Walks(parts.equations, parts.outs, facts)
+    walks = streams.Walks(parts.equations, parts.outs, facts, parts.ruled)
     return [*filter(None, (walks.refused(v) for v in values))]
 
 
@@ -257,6 +257,19 @@ def a_loop(ws, x, y):
     return two(h, lax.scan(change, h[:, 0], h.swapaxes(0, 1)[1:])[1], ws)
 
 
+@jax.custom_vjp
+def steep(h):
+    return h
+
+
+steep.defvjp(lambda h: (h, h), lambda h, ct: (ct * jnp.exp(40 * h),))
+
+
+def a_rule(ws, x, y):
+    h = stream(ws, y)
+    return two(h, steep(h), ws)
+
+
 def returned(ws, x, y):
     h = stream(ws, x)
     return h, norm(h) @ ws[1]
@@ -293,6 +306,7 @@ REFUSED = {
     ties: "read by reduce_max",
     parts_of_it: "a sum of parts",
     a_loop: "read by scan",
+    a_rule: "read by a rule",
     returned: "returned",
     returned_mean: "returned",
     returned_transposed: "returned",

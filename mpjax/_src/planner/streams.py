@@ -31,6 +31,7 @@ def streams(
     results: Collection[Value],
     half: np.dtype,
     small: int | None = None,
+    ruled: Collection[Equation] = (),
 ) -> tuple[list[Value], Facts]:
     """Returns the values that are rounded once for all their readers, and what is known of all.
 
@@ -39,10 +40,11 @@ def streams(
         results: What the program returns.
         half: The 16-bit dtype.
         small: The least number of entries of such a value; `SMALL` if None.
+        ruled: The equations whose author wrote their backward pass, of which nothing is known.
     """
     facts = Facts(equations)
     values = candidates(equations, results, half, SMALL if small is None else small)
-    walks = Walks(equations, results, facts)
+    walks = Walks(equations, results, facts, ruled)
     if half == np.float16:
         sized = _sized(equations, walks)
         values = [v for v in values if v in sized]
