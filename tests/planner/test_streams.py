@@ -387,15 +387,29 @@ def of_one_matmul(ws, x, b):
     return jnp.mean(norm(h) @ ws[1] + h @ ws[2])
 
 
+def scaled(ws, x, b):
+    """The factor has next to no gradient: the norm takes it off."""
+    factor = 1 + 0.1 * jnp.tanh(x.mean(1, keepdims=True) @ ws[3])
+    return norm((x @ ws[0] + x @ ws[1]) * factor, 1) @ ws[2]
+
+
 def small(ws, x, b):
     return read(x @ ws[3], ws)
 
 
-@pytest.mark.parametrize("fun", [read_by_one, of_one_matmul, small], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fun", [read_by_one, of_one_matmul, scaled, small], ids=lambda f: f.__name__
+)
 def test_what_gains_nothing_is_not_rounded(fun, monkeypatch):
     if fun is small:
         monkeypatch.setattr(streams, "SMALL", X.size + 1)
     assert not found(fun, *ARGS)
+
+
+def test_a_gradient_that_a_norm_takes_off(monkeypatch):
+    assert not errors(scaled, draw=of_models)
+    monkeypatch.setattr(streams, "_is_scaled", lambda *_: False)
+    assert errors(scaled, draw=of_models)
 
 
 def test_float16_holds_what_matmuls_make_and_read():
