@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from joint import planned
 from support import calls_to_trace, normal, thorough_but
+
+from mpjax._src.planner import streams
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 
@@ -34,7 +37,7 @@ def skips(n):
 def loops(n):
     def fun(w, x):
         for _ in range(n):
-            x, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)
+            x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)
         return jnp.sum(x)
 
     return fun
@@ -43,7 +46,7 @@ def loops(n):
 def branches(n):
     def fun(w, x):
         for _ in range(n):
-            x = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), lambda x: x, x)
+            x = lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), lambda x: x, x)
         return jnp.sum(x)
 
     return fun
@@ -53,7 +56,7 @@ def nested(n):
     def fun(w, x):
         body = lambda x: jnp.tanh(x @ w)  # noqa: E731
         for _ in range(n):
-            body = lambda x, inner=body: jax.lax.scan(  # noqa: E731
+            body = lambda x, inner=body: lax.scan(  # noqa: E731
                 lambda c, _: (inner(c), None), x, None, length=2
             )[0]
         return jnp.sum(body(x))
@@ -61,10 +64,29 @@ def nested(n):
     return fun
 
 
+def streams_of(n):
+    """A stream with a level that is rounded, and one that must not be: the first is compared."""
+
+    def fun(w, x):
+        h = first = x @ w
+        for _ in range(n):
+            x = x + jnp.tanh(x * lax.rsqrt(jnp.mean(x * x)) @ w) @ w + w[0]
+            h = h + jnp.tanh(h @ w) @ w
+        return jnp.sum((h - first) @ w + x @ w)
+
+    return fun
+
+
 KINDS = {"relus": (relus, 8), "skips": (skips, 6), "loops": (loops, 4), "branches": (branches, 3)}
+KINDS["streams"] = (streams_of, 4)
 
 
-@pytest.mark.parametrize("kind", thorough_but(KINDS, "relus", "branches"))
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(streams, "SMALL", 1)
+
+
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "relus", "branches", "streams"))
 def test_four_times_the_program_is_four_times_the_work(kind):
     make, n = KINDS[kind]
 

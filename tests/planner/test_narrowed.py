@@ -60,6 +60,20 @@ def scanned(ws, x, b):
     return jnp.mean((lax.scan(lambda h, w: (twice(block)(x @ w, w, b), None), x, ws)[0]) ** 2)
 
 
+@jax.custom_vjp
+def straight(x, y):
+    return x, x, y, 1.0
+
+
+straight.defvjp(lambda x, y: (straight(x, y), None), lambda _, cts: (3 * cts[0], 5 * cts[2]))
+
+
+def identities(ws, x, b):
+    h = block(x @ ws[3], ws[0], b)
+    first, second, b, one = straight(h, b)
+    return jnp.mean((norm(block(first * one, ws[1], b)) @ ws[2] + second) ** 2)
+
+
 def ruled(ws, x, b):
     h = doubled(block(x @ ws[3], ws[0], 0.0))
     return jnp.mean((norm(block(h, ws[1], b)) @ ws[2]) ** 2)
@@ -73,6 +87,7 @@ FUNS = {
     "checkpointed jits": wrapped(lambda f: jax.checkpoint(twice(jax.jit(f)))),
     "scan": scanned,
     "rule": ruled,
+    "identities with a rule": identities,
 }
 
 
@@ -100,11 +115,13 @@ def exact(monkeypatch):
 def test_streams_of_calls_are_rounded_and_calls_stay(name):
     before, after = jax.make_jaxpr(FUNS[name])(*ARGS), rewritten(FUNS[name], *ARGS)
     assert "rounded" in names(after)
-    for kept in ("remat2", "custom_jvp_call", "scan"):
+    for kept in ("remat2", "custom_jvp_call", "custom_vjp_call", "scan"):
         assert names(after).count(kept) == names(before).count(kept)
 
 
-@pytest.mark.parametrize("name", thorough_but(FUNS, "checkpointed jits", "rule"))
+@pytest.mark.parametrize(
+    "name", thorough_but(FUNS, "checkpointed jits", "rule", "identities with a rule")
+)
 def test_without_rounding_it_is_the_program(name, exact):
     planner = PLANNERS["derivative"]
     assert not planners.exact(planner.planned, planner.exact, FUNS[name], ARGS, (0, 1, 2))

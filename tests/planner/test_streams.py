@@ -32,7 +32,7 @@ def found(fun, *args, half=HALF):
     Streams of its loops, branches and maps are not among them.
     """
     parts = Opened(jax.make_jaxpr(fun)(*args))
-    values, facts = streams.streams(parts.equations, parts.outs, half)
+    values, facts = streams.streams(parts.equations, parts.outs, half, ruled=parts.ruled)
     return [(facts.maker[v].name, bool(facts.terms(v))) for v in values]
 
 
@@ -41,7 +41,7 @@ def why(fun, *args):
     parts = Opened(jax.make_jaxpr(fun)(*args))
     values = streams.candidates(parts.equations, parts.outs, HALF, 1)
     facts = streams.Facts(parts.equations)
-    walks = streams.Walks(parts.equations, parts.outs, facts)
+    walks = streams.Walks(parts.equations, parts.outs, facts, parts.ruled)
     return [*filter(None, (walks.refused(v) for v in values))]
 
 
@@ -257,6 +257,19 @@ def a_loop(ws, x, y):
     return two(h, lax.scan(change, h[:, 0], h.swapaxes(0, 1)[1:])[1], ws)
 
 
+@jax.custom_vjp
+def steep(h):
+    return h
+
+
+steep.defvjp(lambda h: (h, h), lambda h, ct: (ct * jnp.exp(40 * h),))
+
+
+def a_rule(ws, x, y):
+    h = stream(ws, y)
+    return two(h, steep(h), ws)
+
+
 def returned(ws, x, y):
     h = stream(ws, x)
     return h, norm(h) @ ws[1]
@@ -293,6 +306,7 @@ REFUSED = {
     ties: "read by reduce_max",
     parts_of_it: "a sum of parts",
     a_loop: "read by scan",
+    a_rule: "read by a rule",
     returned: "returned",
     returned_mean: "returned",
     returned_transposed: "returned",
@@ -373,15 +387,29 @@ def of_one_matmul(ws, x, b):
     return jnp.mean(norm(h) @ ws[1] + h @ ws[2])
 
 
+def scaled(ws, x, b):
+    """The factor has next to no gradient: the norm takes it off."""
+    factor = 1 + 0.1 * jnp.tanh(x.mean(1, keepdims=True) @ ws[3])
+    return norm((x @ ws[0] + x @ ws[1]) * factor, 1) @ ws[2]
+
+
 def small(ws, x, b):
     return read(x @ ws[3], ws)
 
 
-@pytest.mark.parametrize("fun", [read_by_one, of_one_matmul, small], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fun", [read_by_one, of_one_matmul, scaled, small], ids=lambda f: f.__name__
+)
 def test_what_gains_nothing_is_not_rounded(fun, monkeypatch):
     if fun is small:
         monkeypatch.setattr(streams, "SMALL", X.size + 1)
     assert not found(fun, *ARGS)
+
+
+def test_a_gradient_that_a_norm_takes_off(monkeypatch):
+    assert not errors(scaled, draw=of_models)
+    monkeypatch.setattr(streams, "_is_scaled", lambda *_: False)
+    assert errors(scaled, draw=of_models)
 
 
 def test_float16_holds_what_matmuls_make_and_read():

@@ -172,10 +172,24 @@ def opened(
             flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
             outs = opened(inner, operands, into, region=region, **flags)
             if calls is not None:
+                if eqn.primitive.name in CUSTOM:
+                    outs = _owned(outs, start, into, like=eqn, stack=scopes)
                 call = Equation(eqn.primitive, eqn.params, given, outs, eqn, scopes, again)
                 calls.append(Call(start, len(into), call))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _owned(
+    outs: Sequence[Value], start: int, into: list[Equation], *, like: Any, stack: Any
+) -> list[Value]:
+    """Returns results of a rule that are values of their own: an identity may have a rule."""
+    made = {v for e in into[start:] for v in e.outs}
+    own: list[Value] = []
+    for v in outs:
+        fresh = v in made and v not in own
+        own += [v] if fresh else barred([v], into, like=like, stack=stack)
+    return own
 
 
 def called(eqn: Any, rules: bool) -> Any:

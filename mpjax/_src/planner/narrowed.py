@@ -38,7 +38,7 @@ def narrowed(program: Any, half: np.dtype, small: int | None = None) -> Any:
     if half == FLOAT32:
         return program
     parts = Opened(program)
-    found, facts = streams(parts.equations, parts.outs, half, small)
+    found, facts = streams(parts.equations, parts.outs, half, small, parts.ruled)
     found = [v for v in found if parts.is_reached(v)]
     writer = Narrowing(parts, facts, half)
     for v in found:

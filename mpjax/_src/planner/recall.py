@@ -11,7 +11,7 @@ from typing import Any
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.higher_order import REMATS
+from mpjax._src.base.higher_order import REMATS, higher_order
 from mpjax._src.planner.equations import CUSTOM, Call, Equation, Value, closed, opened
 
 
@@ -23,6 +23,7 @@ class Opened:
         equations: Its equations.
         outs: Its results.
         place: Where each value is made.
+        ruled: The equations whose author wrote their backward pass.
     """
 
     def __init__(self, program: Any) -> None:
@@ -37,6 +38,8 @@ class Opened:
         self._fixed: dict[int, Call] = {}
         for call in filter(_is_fixed, self._calls):
             self._fixed.update((i, self._fixed.get(i, call)) for i in range(call.start, call.stop))
+        rules = [c for c in calls if higher_order(c.equation.name).backward]
+        self.ruled = {e for c in rules for e in self.equations[c.start : c.stop]}
         self._info = building.anonymous(program)
 
     def is_fixed(self, v: Value) -> bool:

@@ -22,6 +22,8 @@ from mpjax._src.planner.walks import Walks
 
 # Smaller arrays are no traffic: kernels take microseconds to start.
 SMALL = 16384
+# Whoever reads a value can compute it from arrays that are together at most this much larger.
+LARGER = 1.5
 # Of so many arrays that a value is computed from, none is looked at any more.
 MANY = 8
 
@@ -31,6 +33,7 @@ def streams(
     results: Collection[Value],
     half: np.dtype,
     small: int | None = None,
+    ruled: Collection[Equation] = (),
 ) -> tuple[list[Value], Facts]:
     """Returns the values that are rounded once for all their readers, and what is known of all.
 
@@ -39,10 +42,12 @@ def streams(
         results: What the program returns.
         half: The 16-bit dtype.
         small: The least number of entries of such a value; `SMALL` if None.
+        ruled: The equations whose author wrote their backward pass, of which nothing is known.
     """
     facts = Facts(equations)
     values = candidates(equations, results, half, SMALL if small is None else small)
-    walks = Walks(equations, results, facts)
+    values = [v for v in values if not _is_scaled(v, facts)]
+    walks = Walks(equations, results, facts, ruled)
     if half == np.float16:
         sized = _sized(equations, walks)
         values = [v for v in values if v in sized]
@@ -69,6 +74,17 @@ def candidates(
         and len(kernels[out]) > 1
         and _jax.size_of(shape(out)) >= small
     ]
+
+
+def _is_scaled(v: Value, facts: Facts) -> bool:
+    """Returns whether a value is a product with a small array.
+
+    A norm behind it takes the factor off again. Its gradient vanishes then, if the norm reads the
+    product itself.
+    """
+    e = facts.maker[v]
+    small = [x for x in e.ins if facts.constant_along(x, v) and not facts.is_known(x)]
+    return facts.kinds[e] == MULTIPLIED and bool(small)
 
 
 def _kernels(
@@ -118,7 +134,7 @@ def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
 def _of_several(
     equations: Sequence[Equation], values: Collection[Value], facts: Facts
 ) -> list[Value]:
-    """Leaves out values that are computed from one 16-bit array as large, by whoever reads them."""
+    """Leaves out values that whoever reads them can compute from one array of 16-bit numbers."""
     arrays: dict[Value, dict[Value, int]] = {}  # the largest ones, with their sizes
     found: list[Value] = []
     for e in equations:
@@ -134,7 +150,7 @@ def _of_several(
         seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
         for out in e.outs:
             size = _jax.size_of(shape(out))
-            several = out in values and sum(read.values()) > 1.1 * size
+            several = out in values and sum(read.values()) > LARGER * size
             if several:
                 found.append(out)
             arrays[out] = read if seen and not several else {out: size}

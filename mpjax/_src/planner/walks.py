@@ -9,7 +9,7 @@ and so refuse the rounding:
 - the mean over an axis is taken off along which it may have a level (`levels`);
 - exp, logarithms, sines, thresholds and orders, unless what they read carries the rounding of a
   matmul, of its own size: they make that larger as well;
-- a loop, a kernel, or anything that is not known, reads it.
+- a loop, a kernel, a backward pass by its author, or anything that is not known, reads it.
 
 A value of which each entry carries the rounding of a matmul has an error of this size already. It
 is refused only where that cancels, and another one would not.
@@ -77,11 +77,17 @@ class Walks:
         facts: What is known of its values.
         sources: What each value is made of, as bits: arguments, results of matmuls, parts of
             arrays.
+        ruled: The equations whose author wrote their backward pass.
     """
 
     def __init__(
-        self, equations: Sequence[Equation], results: Collection[Value], facts: Facts
+        self,
+        equations: Sequence[Equation],
+        results: Collection[Value],
+        facts: Facts,
+        ruled: Collection[Equation] = (),
     ) -> None:
+        self.ruled = ruled
         self.facts, self.sources = facts, _sources(equations, facts)
         self._equations, self._results = equations, {*results}
         self._index = {e: i for i, e in enumerate(equations)}
@@ -150,6 +156,7 @@ class Walk:
 
     def __init__(self, walks: Walks, first: Value) -> None:
         self.facts, self.sources, self.first = walks.facts, walks.sources, first
+        self._ruled = walks.ruled
         self.levels = self.facts.level(first)
         self.on = {first: On({a: {a} for a in every(first)}, self.levels, view=True)}
 
@@ -159,6 +166,8 @@ class Walk:
         if not mine:
             return None
         largest = max(mine, key=lambda v: (_jax.size_of(shape(v)), -len(self.on[v].summed)))
+        if e in self._ruled and not all(map(self.carries, mine)):
+            return "read by a rule of its author"
         step = STEPS.get(self.facts.kinds[e])
         return step(self, e, mine, largest) if step else f"read by {e.name}"
 
