@@ -31,7 +31,6 @@ RETURNED = {
     "read elsewhere": lambda w, x: (x @ w, jnp.tanh(x @ w)),
     "added": lambda w, x: x @ w + x @ w.T,
     "stacked by a loop": lambda w, x: lax.map(lambda r: r @ w, x),
-    "added by a loop": lambda w, x: lax.scan(lambda s, r: (s + r @ w, 0), jnp.zeros(32), x)[0],
     "of a branch": lambda w, x: lax.cond(x[0, 0] > 9, lambda: x, lambda: x @ w),
     "on each device": mapped(lambda w, x: x @ w),
     "summed over devices": mapped(lambda w, x: lax.psum(x @ w, "i") + x @ w),
@@ -130,6 +129,17 @@ def test_gradients_are_accumulators(fun, wrap):
     by_weights = [aval for aval in matmuls if aval.shape in (SHAPES[fun], SHAPES[fun][::-1])]
     assert by_weights and {aval.dtype.name for aval in by_weights} == {"float32"}
     assert "bfloat16" in {aval.dtype.name for aval in matmuls}
+
+
+def test_what_a_loop_adds_up_is_rounded():
+    """The sum averages the roundings, and the products are written in every turn."""
+
+    def fun(w, x):
+        return jnp.sum(lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0])
+
+    traced = jax.make_jaxpr(jax.grad(planned(fun)))(W, normal(1, 48, 32))
+    matmuls = [e.outvars[0].aval for e in equations(traced) if e.primitive.name == "dot_general"]
+    assert {aval.dtype.name for aval in matmuls} == {"bfloat16"}
 
 
 def test_a_state_that_a_loop_reads_is_not_carried_unrounded():

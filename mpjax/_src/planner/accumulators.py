@@ -2,7 +2,7 @@
 
 A matmul's result that a program returns, in another layout or in a sum too, is the accumulator.
 What else reads it gets it rounded, the same bits as if it were not returned. So gradients of
-parameters are accumulators, also those that a loop adds up.
+parameters are accumulators.
 """
 
 from collections.abc import Collection, Sequence
@@ -108,21 +108,7 @@ def _adds_or_moves(e: Equation) -> bool:
 def _inside(e: Equation, flags: list[bool]) -> list[bool]:
     """Returns which of the results may be unrounded inside of a loop, branch or map.
 
-    What a loop carries must be read by its own sum alone: the next turn would see other numbers.
+    Carries are not: a sum over turns averages the roundings of its terms.
     """
     _, start, end = rounding.places(e)
-    while any(flags[: end - start]):
-        ((ins, equations, outs),) = rounding.bodies(e)
-        asked = {v for v, yes in zip(outs, flags, strict=True) if yes}
-        cone, inside = _cone(equations, asked, {*outs} - asked)
-        readers = readers_of(equations)
-        carried = ins[start:end]
-        kept = [
-            yes and all(r in cone and r not in inside for r in readers[v])
-            for v, yes in zip(carried, flags, strict=False)
-        ]
-        kept += flags[end - start :]
-        if kept == flags:
-            break
-        flags = kept
-    return flags
+    return [False] * (end - start) + flags[end - start :]
