@@ -63,9 +63,8 @@ $(KINDS:%=test-%): test-%: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST) -m "$* and not thorough"
 
 # Of the thorough tests, those of pages and recorded reports, and of the planner but for its random
-# programs and for further settings of programs that are in the quick tier (together most of their
-# time).
-LONG := $(wildcard tests/autocast/test_*random*.py) tests/autocast/test_sound_faults.py
+# programs and for what repeats statements on accuracy for further settings (most of their time).
+LONG := $(wildcard tests/autocast/test_*random*.py tests/autocast/test_sound_*.py)
 PART := tests/test_docs.py tests/test_recorded.py tests/autocast $(LONG:%=--ignore %)
 
 test-part: $(VENV)/ready
