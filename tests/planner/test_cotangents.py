@@ -44,7 +44,7 @@ def layer(x, w, b):
     return head(jnp.tanh(x @ w + b))
 
 
-# A program, and whether the cotangent that a matmul and others read is rounded for all of them.
+# A program, and whether a cotangent is rounded for several readers; None if only the error counts.
 PROGRAMS = {
     "a bias": (layer, (X, W, B), True),
     "what no matmul has made": (
@@ -54,11 +54,17 @@ PROGRAMS = {
     ),
     "a residual stream": (lambda x, w: head(block(block(x, w), w)), (X, W), True),
     "less its mean": (lambda x, w, b: head(normed(x @ w + b)), (X, W, B), True),
+    # No matmul reads the cotangent of the sum, but several sums over the rows do.
+    "what several kernels read": (
+        lambda x, w, b: head(normed(jnp.tanh(x @ w) * b + (x @ w.T))),
+        (X, W, B),
+        True,
+    ),
     # Along the features, its mean has been subtracted: the sum is small, its roundings are not.
     "less its mean, along the features": (
         lambda x, w, r: head(normed(x @ w + r)),
         (X, W, ROWS),
-        False,
+        None,
     ),
     # The stream's cotangent meets its own copy, moved by one entry.
     "displaced": (lambda x, w: head(x @ w + 10 * (x - jnp.roll(x, 1, 0))), (X, W), None),

@@ -7,7 +7,7 @@ from jax import lax
 from joint import planned
 from support import calls_to_trace, normal, thorough_but
 
-from mpjax._src.planner import streams
+from mpjax._src.planner import rounding
 
 X, W = normal(0, 4, 8), normal(1, 8, 8, scale=0.3)
 
@@ -83,7 +83,7 @@ KINDS["streams"] = (streams_of, 4)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(streams, "SMALL", 1)
+    monkeypatch.setattr(rounding, "SMALL", 1)
 
 
 @pytest.mark.parametrize("kind", thorough_but(KINDS, "relus", "branches", "streams"))

@@ -12,7 +12,7 @@ from planners import PLANNERS
 from support import assert_near, equations, normal, thorough_but
 
 from mpjax._src.base import _jax
-from mpjax._src.planner import narrowed, streams
+from mpjax._src.planner import narrowed, rounding, streams
 
 B, T, D = 4, 8, 32
 HALF = np.dtype(jnp.bfloat16)
@@ -23,7 +23,7 @@ ARGS = (WS, X, BIAS)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(streams, "SMALL", 1)
+    monkeypatch.setattr(rounding, "SMALL", 1)
 
 
 def norm(h):

@@ -9,7 +9,7 @@ from jax import lax
 from planners import PLANNERS
 from support import normal, thorough_but
 
-from mpjax._src.planner import levels, streams
+from mpjax._src.planner import levels, rounding, streams
 from mpjax._src.planner.recall import Opened
 
 B, T, D = 4, 8, 32
@@ -23,7 +23,7 @@ GELU = jax.nn.gelu
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(streams, "SMALL", 1)
+    monkeypatch.setattr(rounding, "SMALL", 1)
 
 
 def found(fun, *args, half=HALF):
@@ -402,7 +402,7 @@ def small(ws, x, b):
 )
 def test_what_gains_nothing_is_not_rounded(fun, monkeypatch):
     if fun is small:
-        monkeypatch.setattr(streams, "SMALL", X.size + 1)
+        monkeypatch.setattr(rounding, "SMALL", X.size + 1)
     assert not found(fun, *ARGS)
 
 

@@ -1,7 +1,8 @@
-"""Cotangents that are rounded once, for a matmul and for all their other readers.
+"""Cotangents that are rounded once, for all their readers.
 
 A cotangent that a matmul reads is rounded for it. Where others read it too, it would be written in
-float32 and in 16 bits. It is rounded for all of them where that adds no error of another kind:
+float32 and in 16 bits. One that several kernels read is written in float32 anyway. They are rounded
+for all of them where that adds no error of another kind:
 
 1. It carries the rounding of a matmul already, as large as its own entries (`noise_of`): another
    one makes the error larger by a factor.
@@ -37,6 +38,7 @@ from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, Axis, summed
 from mpjax._src.planner.equations import Equation, Value, readers_of
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
+from mpjax._src.planner.traffic import kernels_of, of_several
 
 # How large the rounding errors are that a value is known to carry: none; those of some of its
 # terms; one of its own size in each entry; such ones that are independent of each other. Zeros
@@ -134,21 +136,30 @@ def rounded_once(
         late: Those of the backward part.
         results: What the backward part returns.
     """
-    read, alone = rounding.fed(late), rounding.wanted(late, results, ())
-    noise = noise_of(equations)
-    made = rounding.made(late, (), np.dtype(np.float16))
+    made, noise = rounding.made(late, (), np.dtype(np.float16)), noise_of(equations)
+    written = _written(equations, late, results, made)
     shared = [
         v
         for e in late
         for v in e.outs
-        if rounding.is_large(v)
-        and v not in results
-        and v not in made
-        and noise.get(v, EXACT) in (WHOLE, EACH)
-        and v in read
-        and v not in alone
+        if v in written and noise.get(v, EXACT) in (WHOLE, EACH) and v not in results
     ]
     return Lone(late, noise).of(shared) if shared else []
+
+
+def _written(
+    equations: Sequence[Equation],
+    late: Sequence[Equation],
+    results: Collection[Value],
+    made: Collection[Value],
+) -> set[Value]:
+    """Returns the large values that the backward part would write in float32."""
+    large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
+    kernels = kernels_of(late, results)
+    moved = {v for e in late if rounding.is_view(e) for v in e.outs}
+    many = {v for v in large - moved if len(kernels[v]) > 1}
+    read = rounding.fed(late) - rounding.wanted(late, results, ())
+    return (large & read) | {*of_several(equations, many)}
 
 
 class Lone:

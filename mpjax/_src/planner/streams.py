@@ -6,26 +6,17 @@ no larger than the errors that the roundings of matmuls make anyway (`walks`). W
 the rest of the value, without its levels (`levels`).
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from mpjax._src.base import _jax
-from mpjax._src.base.rules import LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero, shape
 from mpjax._src.planner.levels import Facts
-from mpjax._src.planner.partition import runs_again
+from mpjax._src.planner.traffic import kernels_of, of_several
 from mpjax._src.planner.walks import Walks
-
-# Smaller arrays are no traffic: kernels take microseconds to start.
-SMALL = 16384
-# Whoever reads a value can compute it from arrays that are together at most this much larger.
-LARGER = 1.5
-# Of so many arrays that a value is computed from, none is looked at any more.
-MANY = 8
 
 
 def streams(
@@ -41,11 +32,11 @@ def streams(
         equations: The equations of a program, without derivatives.
         results: What the program returns.
         half: The 16-bit dtype.
-        small: The least number of entries of such a value; `SMALL` if None.
+        small: The least number of entries of such a value; `rounding.SMALL` if None.
         ruled: The equations whose author wrote their backward pass, of which nothing is known.
     """
     facts = Facts(equations)
-    values = candidates(equations, results, half, SMALL if small is None else small)
+    values = candidates(equations, results, half, rounding.SMALL if small is None else small)
     values = [v for v in values if not _is_scaled(v, facts)]
     walks = Walks(equations, results, facts, ruled)
     if half == np.float16:
@@ -55,7 +46,7 @@ def streams(
     for v in reversed(values):
         if walks.refused(v, found) is None:
             found.add(v)
-    return _of_several(equations, found, facts), facts
+    return of_several(equations, found), facts
 
 
 def candidates(
@@ -63,7 +54,7 @@ def candidates(
 ) -> list[Value]:
     """Returns the large float32 values that two kernels read, in the order of their equations."""
     made = rounding.made(equations, (), half)
-    kernels = _kernels(equations, results)
+    kernels = kernels_of(equations, results)
     return [
         out
         for e in equations
@@ -85,24 +76,6 @@ def _is_scaled(v: Value, facts: Facts) -> bool:
     e = facts.maker[v]
     small = [x for x in e.ins if facts.constant_along(x, v) and not facts.is_known(x)]
     return facts.kinds[e] == MULTIPLIED and bool(small)
-
-
-def _kernels(
-    equations: Sequence[Equation], results: Collection[Value]
-) -> dict[Value, frozenset[Equation | Value]]:
-    """Returns up to two of the kernels that read each value, through operations that fuse."""
-    found: dict[Value, frozenset[Equation | Value]] = {v: frozenset([v]) for v in results}
-    for e in reversed(equations):
-        read: frozenset[Equation | Value] = frozenset()
-        for out in e.outs:
-            found.setdefault(out, frozenset())
-            # A result that two kernels read is written, by one. Of a view, the operand is.
-            read |= found[out] if len(found[out]) < 2 or rounding.is_view(e) else {out}
-        if not runs_again(e) and LOOKS_UP not in rule_of(e.name).traits:
-            read = frozenset([e])
-        for v in e.ins:
-            found[v] = frozenset(itertools.islice(found.get(v, frozenset()) | read, 2))
-    return found
 
 
 def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
@@ -128,30 +101,4 @@ def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
             own = bool(first & last) or any(v in found and v in facts.normed for v in e.ins)
         if own or (floats and keeps and found.issuperset(floats)):
             found.update(e.outs)
-    return found
-
-
-def _of_several(
-    equations: Sequence[Equation], values: Collection[Value], facts: Facts
-) -> list[Value]:
-    """Leaves out values that whoever reads them can compute from one array of 16-bit numbers."""
-    arrays: dict[Value, dict[Value, int]] = {}  # the largest ones, with their sizes
-    found: list[Value] = []
-    for e in equations:
-        for v in e.ins:
-            if v not in facts.maker:  # an argument
-                arrays.setdefault(v, {v: _jax.size_of(shape(v))})
-        read: dict[Value, int] = {}
-        for v in e.ins:
-            read |= arrays[v]
-        if len(read) > MANY:
-            read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
-        # A view or a statistic of an array is no other array.
-        seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
-        for out in e.outs:
-            size = _jax.size_of(shape(out))
-            several = out in values and sum(read.values()) > LARGER * size
-            if several:
-                found.append(out)
-            arrays[out] = read if seen and not several else {out: size}
     return found

@@ -7,15 +7,22 @@ and is written and read again where it is not.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from mpjax._src.base.rules import DEAR, rule_of
+from mpjax._src.base import _jax
+from mpjax._src.base.rules import DEAR, LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.kinds import shape
 from mpjax._src.planner.partition import runs_again
 
 # The price of a byte that is kept until the backward pass, in bytes that are moved.
 KEPT = 0.5
+# Whoever reads a value can compute it from arrays that are together at most this much larger.
+LARGER = 1.5
+# Of so many arrays that a value is computed from, none is looked at any more.
+MANY = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,3 +84,44 @@ def _sinks(
                     found.update({id(x)} if x in written else sinks.get(x, ()))
             sinks[v] = {*[*found][:2]}
     return sinks
+
+
+def kernels_of(
+    equations: Sequence[Equation], results: Collection[Value]
+) -> dict[Value, frozenset[Equation | Value]]:
+    """Returns up to two of the kernels that read each value, through operations that fuse."""
+    found: dict[Value, frozenset[Equation | Value]] = {v: frozenset([v]) for v in results}
+    for e in reversed(equations):
+        read: frozenset[Equation | Value] = frozenset()
+        for out in e.outs:
+            found.setdefault(out, frozenset())
+            # A result that two kernels read is written, by one. Of a view, the operand is.
+            read |= found[out] if len(found[out]) < 2 or rounding.is_view(e) else {out}
+        if not runs_again(e) and LOOKS_UP not in rule_of(e.name).traits:
+            read = frozenset([e])
+        for v in e.ins:
+            found[v] = frozenset(itertools.islice(found.get(v, frozenset()) | read, 2))
+    return found
+
+
+def of_several(equations: Sequence[Equation], values: Collection[Value]) -> list[Value]:
+    """Leaves out values that whoever reads them can compute from one array of 16-bit numbers."""
+    arrays: dict[Value, dict[Value, int]] = {}  # the largest ones, with their sizes
+    found: list[Value] = []
+    for e in equations:
+        for v in e.ins:  # an argument, if nothing has made it
+            arrays.setdefault(v, {v: _jax.size_of(shape(v))})
+        read: dict[Value, int] = {}
+        for v in e.ins:
+            read |= arrays[v]
+        if len(read) > MANY:
+            read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
+        # A view or a statistic of an array is no other array.
+        seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
+        for out in e.outs:
+            size = _jax.size_of(shape(out))
+            several = out in values and sum(read.values()) > LARGER * size
+            if several:
+                found.append(out)
+            arrays[out] = read if seen and not several else {out: size}
+    return found
