@@ -467,8 +467,6 @@ WRONG: dict[str, set[str]] = {
         "units: relu, of rows, float16",
         "units: a maximum, float16",
     },
-    # Beyond exp(-50), by hand returns zero, and this a millionth.
-    "derivative": {*both_dtypes("distances: in a kernel")},
 }
 
 

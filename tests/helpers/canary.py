@@ -59,7 +59,7 @@ CONTRACTS = (
     ),
     Contract(
         "held",
-        ("jax._src.interpreters",),
+        ("jax._src.interpreters", "jax._src.core.mem_kind_to_space"),
         "programs that see their derivative (`planner`): JAX cannot transform them",
     ),
     Contract(
@@ -178,6 +178,7 @@ PUBLIC = {
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
+    "rounded": "programs that see their derivative (`planner`): streams would be float32",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 

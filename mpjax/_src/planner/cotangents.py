@@ -9,7 +9,9 @@ for all of them where that adds no error of another kind:
 2. No other float32 copy of what it is made of meets it again in a sum, where common parts could
    cancel and leave the rounding; nor does it meet itself, moved or scaled, if entries share errors
    (`Lone`). Independent errors do not cancel there either.
-3. It is not summed over an axis along which something was subtracted from it: such a sum is small,
+3. It is not added to the result of another matmul that reads an operand of those that it is made
+   of: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
+4. It is not summed over an axis along which something was subtracted from it: such a sum is small,
    and its roundings do not cancel.
 """
 
@@ -37,8 +39,8 @@ from mpjax._src.base.rules import (
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, Axis, summed
 from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
-from mpjax._src.planner.traffic import kernels_of, of_several
 
 # How large the rounding errors are that a value is known to carry: none; those of some of its
 # terms; one of its own size in each entry; such ones that are independent of each other. Zeros
@@ -170,6 +172,7 @@ class Lone:
         self.place = {id(e): i for i, e in enumerate(late)}
         self.readers, self.maker = readers_of(late), {out: e for e in late for out in e.outs}
         self.centered: dict[Value, frozenset[Axis]] = {}
+        self.operands = self._operands()
         for e in late:
             found: frozenset[Axis] = frozenset()
             if not is_half_matmul(e):
@@ -177,6 +180,21 @@ class Lone:
                 if is_sum(e) and e.ins[0] in self.maker:
                     found |= self.axes.of(*summed(e))
             self.centered.update(dict.fromkeys(e.outs, found))
+
+    def _operands(self) -> dict[Value, int]:
+        """Returns a bit for each array that the matmuls read of which a value is made."""
+        bits: dict[Value, int] = {}
+        places: dict[Value, int] = {}
+        for e in self.late:
+            made = 0
+            for v in e.ins[:2] if is_half_matmul(e) else ():
+                while v in self.maker and rounding.is_view(self.maker[v]):
+                    v = self.maker[v].ins[0]
+                made |= 1 << places.setdefault(v, len(places))
+            for v in () if is_half_matmul(e) else e.ins:
+                made |= bits.get(v, 0)
+            bits.update(dict.fromkeys(e.outs, made))
+        return bits
 
     def of(self, values: Sequence[Value]) -> list[Value]:
         """Returns those of the values, in the order in which they are computed, that are alone."""
@@ -232,6 +250,9 @@ class Lone:
         rule = rule_of(e.name)
         if rounding.programs(e) or rule.need == PROGRAM:
             return e.name == "convert_element_type"
+        beside = [x for x in e.ins if self.operands.get(x, 0) & self.operands[v]]
+        if _adds(e) and copies == 1 and len(beside) > 1:
+            return False
         mixes = _adds(e) or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")
         if copies > 1 and mixes and self.noise[v] != EACH:
             return False

@@ -29,8 +29,8 @@ from mpjax._src.planner.equations import (
 from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.partition import handed, parted
+from mpjax._src.planner.prices import Traffic
 from mpjax._src.planner.rewrites import rewritten
-from mpjax._src.planner.traffic import Traffic
 from mpjax._src.planner.write import written
 
 

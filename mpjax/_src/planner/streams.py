@@ -15,7 +15,7 @@ from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero, shape
 from mpjax._src.planner.levels import Facts
-from mpjax._src.planner.traffic import kernels_of, of_several
+from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.walks import Walks
 
 
