@@ -12,7 +12,7 @@ from support import assert_near, equations, normal, thorough_but
 
 from mpjax._src.base._jax import stacks
 
-TURNS, BATCH, WIDTH = 5, 8, 16
+TURNS, BATCH, WIDTH = 5, 8, 32
 
 
 def lstm(params, xs):
@@ -83,7 +83,7 @@ def test_gradients_are_jax_s_and_no_more_is_kept(name):
 
 # In 16 bits, as a part of what JAX keeps in float32. The gates of an LSTM are computed again from
 # what its matmuls made; a checkpoint keeps the carries alone.
-SHARE = {"lstm": 0.5, "layers": 0.27, "checkpointed": 1.0, "branches": 0.7, "nested": 0.6}
+SHARE = {"lstm": 0.5, "layers": 0.27, "checkpointed": 1.0, "branches": 0.76, "nested": 0.6}
 
 
 @pytest.mark.parametrize("name", LOOPS)
