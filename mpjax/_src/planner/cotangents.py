@@ -78,7 +78,7 @@ def noise_of(
 
 
 def _rounds(e: Equation) -> bool:
-    return is_half_matmul(e) or e.name == rounding.ROUNDED
+    return is_half_matmul(e) or rounding.is_rounding(e)
 
 
 def _adds(e: Equation) -> bool:

@@ -40,7 +40,22 @@ def program_of(
         out_dtypes: The dtype in which each result is returned; None for its own.
         around: The context in which JAX runs the rules of the program.
     """
-    make = functools.partial(_made, jaxpr, policy, paths, dtypes, out_dtypes, around)
+
+    def make():
+        inner, consts = _jax.hoisted(jaxpr)
+        closed = building.as_closed(inner)
+        exceptions = Exceptions.of(policy, closed, around)
+        half, constants = exceptions.half, [None] * len(consts)
+        arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
+        leave = zip(inner.outvars, out_dtypes, strict=True)
+        return Program(
+            narrowed(exceptions.marked(closed, [*[""] * len(consts), *paths]), half),
+            half,
+            [_is_float32(v) and dtype == half for v, dtype in arrive],
+            [_is_float32(v) and dtype == half for v, dtype in leave],
+            exceptions,
+        )
+
     try:
         same = _jax.program_key(jaxpr), _jax.rules_key(jaxpr), _jax.tracing_key()
         kept = _kept((*same, policy, tuple(paths), tuple(dtypes), tuple(out_dtypes)))
@@ -57,29 +72,6 @@ def _kept(key: Any) -> list[Program]:
 
 
 _jax.cleared_with_jax(_kept)
-
-
-def _made(
-    jaxpr: Any,
-    policy: Policy,
-    paths: Sequence[str],
-    dtypes: Sequence[Any],
-    out_dtypes: Sequence[Any],
-    around: Any = contextlib.nullcontext,
-) -> Program:
-    inner, consts = _jax.hoisted(jaxpr)
-    closed = building.as_closed(inner)
-    exceptions = Exceptions.of(policy, closed, around)
-    half, constants = exceptions.half, [None] * len(consts)
-    arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
-    leave = zip(inner.outvars, out_dtypes, strict=True)
-    return Program(
-        narrowed(exceptions.marked(closed, [*[""] * len(consts), *paths]), half),
-        half,
-        [_is_float32(v) and dtype == half for v, dtype in arrive],
-        [_is_float32(v) and dtype == half for v, dtype in leave],
-        exceptions,
-    )
 
 
 def _is_float32(v: Any) -> bool:

@@ -20,7 +20,6 @@ from mpjax._src.base._jax import building
 from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.planner import rounding
-from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
@@ -153,9 +152,7 @@ class Body:
         returned = [self.outs[i] for i in public]
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half)
-        self.first, self.second = rewritten(self.first, self.second, returned, half)
-        shared = rounded_once([*self.first, *self.second], self.second, self.back_outs)
-        self.second = rounding.with_rounded(self.second, shared, half)
+        self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)

@@ -5,7 +5,7 @@ minimum cut, as in functorch's partitioner and in "Rematerialization via min-cut
 AOTAutograd). Only what is cheap to compute is computed again.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpjax._src.base._jax import held
@@ -24,6 +24,8 @@ VIEWS = frozenset({"name", "pad", "pvary", "pcast", "reduce_precision", "rev", "
 
 # The price of a value that is handed over, in bytes.
 Pricing = Callable[[Value], int]
+# What it costs to compute values again, by their places.
+Costs = Callable[[Sequence[Value]], Mapping[int, int]]
 
 
 class Handed(NamedTuple):
@@ -54,6 +56,7 @@ def handed(
     price: Pricing,
     given: Collection[Value] = (),
     free: Collection[Value] = (),
+    costs: Costs = lambda values: {},
 ) -> Handed:
     """Returns what to hand over from equations to later ones, which return ``results`` too.
 
@@ -64,11 +67,12 @@ def handed(
         price: The price of handing over a value.
         given: Arguments of the forward part that have a price as well, as the slices of a loop.
         free: Arguments that the backward part has anyway.
+        costs: The price of computing values again, by their places, beyond what is free.
     """
     made = {*given, *(out for e in early for out in e.outs)}
     read = dict.fromkeys([*(v for e in late for v in e.ins), *results])
     crossing = [v for v in read if v in made]
-    saved = _lightest(early, crossing, price, given)
+    saved = _lightest(early, crossing, price, given, costs)
     return Handed(saved, between(early, crossing, {*saved, *free}))
 
 
@@ -77,6 +81,7 @@ def _lightest(
     crossing: Sequence[Value],
     price: Pricing,
     given: Collection[Value],
+    costs: Costs,
 ) -> list[Value]:
     """Returns the lightest set of values from which the crossing ones are computed cheaply."""
     if not crossing:
@@ -94,8 +99,7 @@ def _lightest(
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
         edges += [(i, out) for i in ins for out in outs]
     weights = [price(v) for v in nodes]
-    costs = price.costs(nodes) if hasattr(price, "costs") else {}
-    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing], costs)
+    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing], costs(nodes))
     return [nodes[i] for i in sorted(cut)]
 
 

@@ -12,7 +12,6 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.higher_order import higher_order
 from mpjax._src.planner import rounding, saving
-from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -176,9 +175,8 @@ class Derivative:
         equations = needed(equations, results)
         joined(equations, self._cts, self.inputs, results, half)
         self._early, self._late = parted(needed(equations, results), self._cts)
-        self._early, self._late = rewritten(self._early, self._late, self._outs, half)
-        once = rounded_once([*self._early, *self._late], self._late, self._grads)
-        self._late = rounding.with_rounded(self._late, once, half)
+        parts_of = self._early, self._late, self._outs, self._grads
+        self._early, self._late = rewritten(*parts_of, half)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
         moved = dependents(self._early, [self.inputs[i] for i in self.by])
@@ -195,7 +193,9 @@ class Derivative:
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
         prices = Traffic.of(price, early, self._late, self._grads)
-        self.saved, self._again = handed(early, self._late, self._grads, prices, free=self.inputs)
+        self.saved, self._again = handed(
+            early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs
+        )
         later = [*self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]

@@ -1,11 +1,10 @@
 """What the backward part computes otherwise than JAX wrote it, from less that is kept.
 
-The results are the same numbers, or as accurate. Each rewrite takes the equations of both parts and
-returns them changed.
+The results are the same numbers, or as accurate.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import MOVE, REDUCES, rule_of
 from mpjax._src.planner import rounding
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
@@ -31,20 +31,21 @@ def rewritten(
     early: Sequence[Equation],
     late: Sequence[Equation],
     outs: Sequence[Value],
+    results: Collection[Value],
     half: np.dtype,
 ) -> Parts:
-    """Returns the forward and the backward part, changed where that needs less memory.
+    """Returns the forward and the backward part, changed where that moves or keeps less.
 
     Args:
         early: The equations of the forward part, with what prepares the backward part.
         late: The equations of the backward part.
         outs: What the forward part returns.
+        results: What the backward part returns.
         half: The 16-bit dtype.
     """
-    both = [*early], [*late]
-    for rewrite in REWRITES:
-        both = rewrite(*both, outs, half)
-    return both
+    first, second = weights_of_softmax([*early], [*late], outs, half)
+    shared = rounded_once([*first, *second], second, results)
+    return first, rounding.with_rounded(second, shared, half)
 
 
 def weights_of_softmax(
@@ -70,7 +71,7 @@ def weights_of_softmax(
     first: list[Equation] = []
     weights = {s.weights for s in found}
     early = rounding.with_rounded(early, weights, half, lambda e: _takes_half(e, low))
-    written = {e.ins[0]: e.outs[0] for e in early if e.name == rounding.ROUNDED}
+    written = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
     instead = {}
     for s in found:
         y = instead[s.weights] = s.normalized(written[s.weights], first)
@@ -160,6 +161,3 @@ def _ones(v: Value, like: Equation, into: list[Equation]) -> Value:
     trace = _jax.trace(lambda: [jax.numpy.ones(v.aval.shape, v.aval.dtype)], [], "ones")
     (out,) = opened(trace, [], into, again=True, stack=like.stack)
     return out
-
-
-REWRITES: Sequence[Callable[..., Parts]] = (weights_of_softmax,)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base._jax.rounded import rounded_p
+from mpjax._src.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
@@ -21,7 +21,6 @@ from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
-ROUNDED = rounded_p.name
 
 
 def is_float32(v: Value) -> bool:
@@ -303,7 +302,7 @@ def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value
     found = {*given}
     for e in reversed(equations):
         moves = is_view(e) and not found.isdisjoint(e.outs)
-        if moves or is_half_matmul(e) or e.name == ROUNDED:
+        if moves or is_half_matmul(e) or is_rounding(e):
             found.update(e.ins)
         elif programs(e):
             found.update(_fed_inside(e, found))

@@ -152,7 +152,7 @@ class Writer:
 
     def write(self, e: Equation) -> None:
         """Writes an equation in the dtypes that its operands and readers ask for."""
-        if e.name == rounding.ROUNDED:
+        if rounding.is_rounding(e):
             self.lows[e.outs[0]] = self.low(e.ins[0], e)
             return None
         if (other := rounding.other_half(e)) is not None:

@@ -12,11 +12,6 @@ ROUNDED = "rounded"
 rounded_p = Primitive(ROUNDED)
 
 
-def rounded(x: jax.Array, half: np.dtype) -> jax.Array:
-    """Returns float32 numbers rounded to a 16-bit dtype. Their tangents are not rounded."""
-    return rounded_p.bind(x, half=half)
-
-
 def _as_reduced(x: Any, half: np.dtype) -> Any:
     info = jnp.finfo(half)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
