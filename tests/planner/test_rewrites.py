@@ -92,3 +92,20 @@ def test_second_derivatives():
     second = lambda f: jax.grad(lambda q: jnp.sum(jax.grad(f)(q, K, V) ** 2))(Q)  # noqa: E731
     got, want = (np.asarray(second(f)) for f in (planned(fun, EXACT), fun))
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_matmul_keeps_its_copy_of_what_others_compute_again():
+    """The sums of a residual network are read in float32 by norms, and in 16 bits by matmuls."""
+
+    def block(x, w):
+        y = (x @ w) @ w
+        return jax.nn.relu(x + (y - y.mean(0)) * jax.lax.rsqrt(y.var(0) + 1e-3))
+
+    def fun(x, w):
+        for _ in range(4):
+            x = block(x, w)
+        return jnp.sum(x)
+
+    x, w = normal(0, 64, 32), normal(1, 32, 32)
+    of_a_block = 2 * 3 * x.size + x.size  # what matmuls and the norm read, and a mask
+    assert kept(planned(fun), (x, w), (0, 1)) <= 4 * of_a_block

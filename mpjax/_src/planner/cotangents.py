@@ -212,7 +212,7 @@ class Lone:
             if e is None or is_half_matmul(e):
                 continue
             for x in e.ins:
-                if x in self.maker and x not in before:
+                if x in self.maker and x not in before and self.noise.get(x) != ZERO:
                     before.add(x)
                     if x not in alone:
                         ahead.append(x)

@@ -20,6 +20,7 @@ from mpjax._src.base._jax import building
 from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
 from mpjax._src.planner import rounding
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
@@ -153,6 +154,9 @@ class Body:
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half)
         self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
+        both = [*self.first, *self.second]
+        shared = rounded_once(both, self.second, self.back_outs)
+        self.second = rounding.with_rounded(self.second, shared, half)
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)

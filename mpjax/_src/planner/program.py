@@ -12,6 +12,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.higher_order import higher_order
 from mpjax._src.planner import rounding, saving
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -245,9 +246,11 @@ class Derivative:
         program, numbered = self.program, zip(self._cts, self._floats, strict=True)
         cts = {ct: i for ct, i in numbered if nonzero[i]}
         zeros = {*self._cts} - {*cts}
-        equations, alias = without_zeros(self._late, self._cts, zeros)
+        late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        body, grads = _held_apart(self.saved, [*self._again, *equations], grads, [*cts])
+        shared = rounded_once([*self._early, *late], late, grads)
+        late = rounding.with_rounded(late, shared, program.half)
+        body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [

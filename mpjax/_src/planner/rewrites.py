@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import MOVE, REDUCES, rule_of
 from mpjax._src.planner import rounding
-from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
@@ -34,7 +34,7 @@ def rewritten(
     results: Collection[Value],
     half: np.dtype,
 ) -> Parts:
-    """Returns the forward and the backward part, changed where that moves or keeps less.
+    """Returns the forward and the backward part, changed where that keeps less.
 
     Args:
         early: The equations of the forward part, with what prepares the backward part.
@@ -44,8 +44,23 @@ def rewritten(
         half: The 16-bit dtype.
     """
     first, second = weights_of_softmax([*early], [*late], outs, half)
-    shared = rounded_once([*first, *second], second, results)
-    return first, rounding.with_rounded(second, shared, half)
+    return copies(first, second, results, half)
+
+
+def copies(
+    early: list[Equation], late: list[Equation], results: Collection[Value], half: np.dtype
+) -> Parts:
+    """What the backward part reads in 16 bits alone is a value of its own: a 16-bit copy.
+
+    So it may be kept without the float32 value, and that be computed again for other readers.
+    """
+    low = rounding.wanted(late, results, ()) - rounding.made(early, (), half) - {*results}
+    values = low.intersection(out for e in early for out in e.outs)
+    if not values or half == FLOAT32:
+        return early, late
+    early = rounding.with_rounded(early, values, half, lambda e: False)
+    copy = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
+    return early, [e.on(copy[v] if v in values else v for v in e.ins) for e in late]
 
 
 def weights_of_softmax(
