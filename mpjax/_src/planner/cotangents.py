@@ -11,8 +11,8 @@ for all of them where that adds no error of another kind:
    (`Lone`). Independent errors do not cancel there either.
 3. It is not added to the result of another matmul that reads an operand of those that it is made
    of: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
-4. It is not summed over an axis along which something was subtracted from it: such a sum is small,
-   and its roundings do not cancel.
+4. It is not summed over all axes over which a mean was subtracted from it: such a sum is zero, and
+   that of its roundings is not.
 """
 
 import functools
@@ -56,6 +56,7 @@ def noise_of(
     """Returns how large the rounding errors are that values carry; `EXACT` where it has none."""
     noise = {**(given or {})}
     sources: dict[Value, int] = {}  # a bit for each matmul that its errors come from
+    roots: dict[Value, tuple[Value, ...]] = {}  # of which values it is a multiple, by entries
     for i, e in enumerate(equations):
         if rounding.programs(e):
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
@@ -70,11 +71,36 @@ def noise_of(
         bits = [1 << i] if _rounds(e) else [sources.get(v, 0) for v in e.ins]
         each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
         shared = any(a & b for a, b in itertools.combinations(each, 2))
-        if level == EACH and (e.name in COPIES or (_adds(e) and shared)):
+        of = _roots(e, roots, noise) if level == EACH else ()
+        if level == EACH and (e.name in COPIES or (_adds(e) and shared and not of)):
             level = WHOLE
+        roots.update((out, of or (out,)) for out in e.outs)
         noise.update(dict.fromkeys(e.outs, level))
         sources.update(dict.fromkeys(e.outs, functools.reduce(operator.or_, bits, 0)))
     return noise
+
+
+# Of so many values at most it is known that another one is a multiple.
+ROOTS = 8
+
+
+def _roots(
+    e: Equation, roots: Mapping[Value, tuple[Value, ...]], noise: Mapping[Value, int]
+) -> tuple[Value, ...]:
+    """Returns the values with errors of which the result is a multiple, by entries.
+
+    A sum of multiples of one value has its relative errors, however much cancels.
+    """
+    noisy = [v for v in e.ins if noise.get(v) == EACH and v.aval.shape == e.outs[0].aval.shape]
+    each = [roots.get(v, (v,)) for v in noisy]
+    if rule_of(e.name).multiplies:
+        each = each[: e.ins[0] in noisy] if e.name == "div" else each
+        found = [*itertools.chain(*each)]
+        return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
+    others = [v for v in e.ins if is_float32(v) and v not in noisy and noise.get(v) != ZERO]
+    if others or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
+        return ()
+    return tuple(v for v in each[0] if all(v in more for more in each[1:]))
 
 
 def _rounds(e: Equation) -> bool:
@@ -164,6 +190,10 @@ def _written(
     return (large & read) | {*of_several(equations, many)}
 
 
+Summed = frozenset[Axis]
+NO_SUMS: frozenset[Summed] = frozenset()
+
+
 class Lone:
     """Which cotangents meet no other copy of what they are made of."""
 
@@ -171,15 +201,9 @@ class Lone:
         self.late, self.axes, self.noise = late, Axes(late), noise
         self.place = {id(e): i for i, e in enumerate(late)}
         self.readers, self.maker = readers_of(late), {out: e for e in late for out in e.outs}
-        self.centered: dict[Value, frozenset[Axis]] = {}
         self.operands = self._operands()
-        for e in late:
-            found: frozenset[Axis] = frozenset()
-            if not is_half_matmul(e):
-                found = found.union(*(self.centered.get(v, frozenset()) for v in e.ins))
-                if is_sum(e) and e.ins[0] in self.maker:
-                    found |= self.axes.of(*summed(e))
-            self.centered.update(dict.fromkeys(e.outs, found))
+        self.centered: dict[Value, frozenset[Summed]] = {}
+        self._find_means()
 
     def _operands(self) -> dict[Value, int]:
         """Returns a bit for each array that the matmuls read of which a value is made."""
@@ -195,6 +219,28 @@ class Lone:
                 made |= bits.get(v, 0)
             bits.update(dict.fromkeys(e.outs, made))
         return bits
+
+    def _find_means(self) -> None:
+        """Finds the axes over which sums were taken that a value is made of, beside its entries.
+
+        They are those of all its sums together, as of a mean over the pixels and some channels.
+        """
+        sums: dict[Value, frozenset[Summed]] = {}  # of values that are made of sums alone
+        for e in self.late:
+            mine = [v for v in e.ins if v in self.maker] if not is_half_matmul(e) else []
+            over = frozenset[Axis]()
+            if mine and is_sum(e):
+                over = frozenset(self.axes.of(*summed(e)))
+            each = [sums.get(v) for v in mine]
+            alone = mine and all(each)
+            found = NO_SUMS.union(*(self.centered.get(v, NO_SUMS) for v in mine))
+            made = NO_SUMS.union(*(s for s in each if s))
+            if not alone:
+                found, made = found | made, NO_SUMS
+            if over:
+                made = frozenset(s | over for s in made) or frozenset([over])
+            self.centered.update(dict.fromkeys(e.outs, found))
+            sums.update(dict.fromkeys(e.outs, made))
 
     def of(self, values: Sequence[Value]) -> list[Value]:
         """Returns those of the values, in the order in which they are computed, that are alone."""
@@ -220,6 +266,7 @@ class Lone:
 
     def _is_alone(self, v: Value, other: set[Value]) -> bool:
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
+        over: dict[Value, Summed] = {}  # the axes over which it was summed
         ahead = [*{self.place[id(e)] for x in (v, *other) for e in self.readers[x]}]
         heapq.heapify(ahead)
         seen: set[int] = set()
@@ -232,10 +279,16 @@ class Lone:
             mine = [x for x in e.ins if x in own]
             theirs = [x for x in e.ins if x in other]
             scales = not theirs and _scales(e, mine) and len({own[x] for x in mine}) == 1
+            axes = frozenset[Axis]().union(*(over.get(x, ()) for x in mine))
+            if mine and is_sum(e):
+                axes |= self.axes.of(*summed(e))
+                if any(mean <= axes for mean in self.centered[v]):
+                    return False
             if mine and not scales and not self._may_read(e, v, len(mine) + len(theirs)):
                 return False
             if mine and theirs:
                 return False
+            over.update(dict.fromkeys(e.outs, axes) if axes else ())
             for x in e.outs:
                 if mine:
                     own[x] = own[mine[0]] if scales else x
@@ -254,9 +307,7 @@ class Lone:
         if _adds(e) and copies == 1 and len(beside) > 1:
             return False
         mixes = _adds(e) or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")
-        if copies > 1 and mixes and self.noise[v] != EACH:
-            return False
-        return not is_sum(e) or self.axes.of(*summed(e)).isdisjoint(self.centered[v])
+        return copies == 1 or not mixes or self.noise[v] == EACH
 
 
 def _scales(e: Equation, mine: Sequence[Value]) -> bool:
