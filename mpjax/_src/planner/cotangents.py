@@ -39,6 +39,7 @@ from mpjax._src.base.rules import (
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, Axis, summed
 from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.maxima import POOLED
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
@@ -66,7 +67,8 @@ def noise_of(
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
             continue
-        floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v)]
+        ins = e.ins[:1] if e.name == POOLED else e.ins  # the other one says where each entry goes
+        floats = [noise.get(v, EXACT) for v in ins if is_float32(v)]
         level = _noise(e, [k for k in floats if k != ZERO])
         bits = [1 << i] if _rounds(e) else [sources.get(v, 0) for v in e.ins]
         each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
@@ -122,6 +124,8 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
         return max(floats)
     if _adds(e):
         return max(floats) if min(floats) else EXACT
+    if e.name == POOLED:
+        return floats[0]
     if is_sum(e):
         return min(AVERAGED, *floats)
     unary = rule.need in (FOLLOW, FULL) and rule.gain_of(e.params) == ONE and rule.span != BOUNDED

@@ -30,6 +30,7 @@ from mpjax._src.planner.equations import (
     parts,
     readers_of,
 )
+from mpjax._src.planner.maxima import unpooled
 from mpjax._src.planner.partition import handed
 from mpjax._src.planner.rewrites import rewritten
 
@@ -156,7 +157,7 @@ class Body:
         self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
         both = [*self.first, *self.second]
         shared = rounded_once(both, self.second, self.back_outs)
-        self.second = rounding.with_rounded(self.second, shared, half)
+        self.second = unpooled(rounding.with_rounded(self.second, shared, half))
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)

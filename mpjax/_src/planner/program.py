@@ -28,6 +28,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
+from mpjax._src.planner.maxima import unpooled
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import Traffic
 from mpjax._src.planner.rewrites import rewritten
@@ -249,7 +250,7 @@ class Derivative:
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads)
-        late = rounding.with_rounded(late, shared, program.half)
+        late = unpooled(rounding.with_rounded(late, shared, program.half))
         body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]

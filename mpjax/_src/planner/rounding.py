@@ -286,7 +286,7 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
     if is_half_matmul(e) or is_rounding(e):
         return e.ins[2:]
-    if is_half_operation(e):
+    if is_half_operation(e) or _reads_signs(e):
         return []
     if e.name == BARRIER:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
@@ -295,6 +295,11 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     if programs(e):
         return _read_inside(e, full)
     return e.ins
+
+
+def _reads_signs(e: Equation) -> bool:
+    """Returns whether an equation reads the signs of a value, which rounding does not change."""
+    return e.name == "gt" and is_zero(e.ins[1])
 
 
 def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value]:
