@@ -125,8 +125,8 @@ def _rule(x: Any, depth: int = 0) -> Any:
     if depth > 2 * _DEEP:
         raise TypeError("A rule is too deep.")
     if isinstance(x, lu.WrappedFun):
-        trees = [Structure(p) for _, params in x.transforms for p in params if _is_tree(p)]
-        return _rule(x.f, depth + 1), *trees
+        given = [part for _, params in x.transforms for p in params for part in _given(p)]
+        return _rule(x.f, depth + 1), *given
     if isinstance(x, tuple | list):
         return tuple(_rule(part, depth + 1) for part in x)
     if not isinstance(x, types.FunctionType):
@@ -147,8 +147,13 @@ def _value(x: Any) -> Any:
     return (type(x), repr(x)) if isinstance(x, bool | int | float | complex | str) else _Same(x)
 
 
-def _is_tree(x: Any) -> bool:
-    return isinstance(x, jax.tree_util.PyTreeDef)
+def _given(x: Any) -> list[Any]:
+    """Returns keys of what JAX passes on to a rule: trees, and arguments that are not traced."""
+    if isinstance(x, jax.tree_util.PyTreeDef):
+        return [Structure(x)]
+    if isinstance(x, tuple):
+        return [part for y in x for part in _given(y)]
+    return [_rule(x.val)] if hasattr(x, "val") else []
 
 
 def _is_filled(cell: types.CellType) -> bool:
