@@ -13,7 +13,8 @@ from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
-from mpjax._src.base._jax.programs import bind, close, equation_key, eval_closed, open_jaxpr
+from mpjax._src.base._jax.keys import call_key
+from mpjax._src.base._jax.programs import bind, close, eval_closed, open_jaxpr
 
 
 class _Inlined(Primitive):
@@ -72,7 +73,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     types = tuple(atom.aval for atom in eqn.invars)
     try:
         numbers = tuple((i, type(a.val), np.asarray(a.val).tobytes()) for i, a in literals)
-        key = equation_key(eqn), types, numbers
+        key = call_key(eqn), types, numbers
         if key in programs:
             return programs[key]
     except TypeError:  # a parameter that has no hash

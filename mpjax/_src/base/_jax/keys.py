@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import linear_util as lu
 from jax.extend.core import Literal
 
-from mpjax._src.base._jax.programs import Structure, inner_jaxprs, open_jaxpr
+from mpjax._src.base._jax.programs import Structure, equation_key, inner_jaxprs, open_jaxpr
 
 # Parameters that only derivatives read. A trace makes new functions for them.
 _OF_DERIVATIVES = frozenset(
@@ -119,6 +119,21 @@ def rules_key(jaxpr: Any) -> Any:
 
 
 _RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd")
+
+
+def call_key(eqn: Any) -> Any:
+    """Returns a key of an equation's operation and source; calls with equal rules have the same.
+
+    Raises:
+        TypeError: If a part of it has no key.
+    """
+    rules = tuple(_rule(eqn.params[name]) for name in _RULES if name in eqn.params)
+    if not rules:
+        return equation_key(eqn)
+    names = (name for name in eqn.params if name not in _OF_DERIVATIVES)
+    params = tuple((name, _key(eqn.params[name])) for name in names)
+    inner = tuple(map(rules_key, inner_jaxprs(eqn)))
+    return eqn.primitive, params, rules, inner, eqn.ctx, eqn.source_info.traceback
 
 
 def _rule(x: Any, depth: int = 0) -> Any:
