@@ -9,7 +9,7 @@ known puts them into one class. Matmuls separate: their results are other axes.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpjax._src.base.rules import DEAR, FUSED, rule_of
+from mpjax._src.base.rules import DEAR, FUSED
 from mpjax._src.planner.equations import BARRIER, Equation, Value
 from mpjax._src.planner.rounding import is_half_matmul
 
@@ -81,7 +81,7 @@ def _same_axes(e: Equation) -> Pairs:
         kept = [d for d in range(len(_shape(ins[0]))) if d not in e.params["axes"]]
         return [[(ins[0], i), (out, d)] for d, i in enumerate(kept)]
     aligned = all(_shape(v) == () or _fits(_shape(v), _shape(out)) for v in ins)
-    if e.name in IN_PLACE or (rule_of(e.name).cost in (FUSED, DEAR) and aligned):
+    if e.name in IN_PLACE or (e.rule.cost in (FUSED, DEAR) and aligned):
         return _by_place(ins, e.outs)
     return [[(v, d) for v in (*ins, *e.outs) for d in range(len(_shape(v)))]]
 

@@ -34,7 +34,6 @@ from mpjax._src.base.rules import (
     SUM,
     SUMS_BACK,
     having,
-    rule_of,
 )
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, Axis, summed
@@ -82,12 +81,12 @@ def _rounds(e: Equation) -> bool:
 
 
 def _adds(e: Equation) -> bool:
-    rule = rule_of(e.name)
+    rule = e.rule
     return rule.need == FOLLOW and rule.gain == SUM
 
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
-    rule = rule_of(e.name)
+    rule = e.rule
     if _rounds(e):
         return EACH
     if not floats:
@@ -105,7 +104,7 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
 
 def is_sum(e: Equation) -> bool:
     """Returns whether an equation sums entries of an array."""
-    rule = rule_of(e.name)
+    rule = e.rule
     return rule.need == FULL and rule.gain == SUM and rule.saves == NOTHING
 
 
@@ -247,7 +246,7 @@ class Lone:
 
     def _may_read(self, e: Equation, v: Value, copies: int) -> bool:
         """Returns whether an equation may read a value made of ``v``, beside further copies."""
-        rule = rule_of(e.name)
+        rule = e.rule
         if rounding.programs(e) or rule.need == PROGRAM:
             return e.name == "convert_element_type"
         beside = [x for x in e.ins if self.operands.get(x, 0) & self.operands[v]]
@@ -266,7 +265,7 @@ def _scales(e: Equation, mine: Sequence[Value]) -> bool:
     """
     if not mine or any(v.aval.shape != e.outs[0].aval.shape for v in mine):
         return False
-    rule = rule_of(e.name)
+    rule = e.rule
     if rule.multiplies:
         return len(mine) == 1 and (e.name == "mul" or mine[0] is e.ins[0])
     return len(mine) == len(e.ins) if _adds(e) else e.name in ("neg", "copy")

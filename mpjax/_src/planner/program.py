@@ -10,7 +10,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
-from mpjax._src.base.higher_order import higher_order
+from mpjax._src.base.garbage import collected_later
 from mpjax._src.planner import rounding, saving
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -68,6 +68,7 @@ class Program:
         self._derived: dict[Any, Any] = {}
 
     @functools.cached_property
+    @collected_later()
     def written(self) -> Any:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
@@ -129,6 +130,7 @@ class Program:
         key = moving, tuple(saved.values.items())
         return self._once(key, lambda: cut.resumed(saved)) if saved.values else None
 
+    @collected_later()
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
             self._derived[key] = make()
@@ -235,6 +237,7 @@ class Derivative:
     def __repr__(self) -> str:
         return f"Derivative({self.program.half.name}, by={self.by})"
 
+    @collected_later()
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
         """Returns the program of residuals and cotangents, and the places of its gradients."""
         if nonzero not in self._backward:
@@ -411,7 +414,7 @@ def _held_apart(
 
 
 def _turns(e: Equation) -> bool:
-    return higher_order(e.name).loops
+    return e.row.loops
 
 
 def unbarred(program: Any) -> Any:

@@ -15,8 +15,8 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
-from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
+from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
+from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
 from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
@@ -25,7 +25,7 @@ EXACT = ("neg", "abs", "max", "min", "select_n")
 
 def is_float32(v: Value) -> bool:
     """Returns whether a value is a float32 array."""
-    return _jax.is_array(v.aval) and v.aval.dtype == FLOAT32
+    return v.is_float32
 
 
 # A smaller array costs a kernel more to start than to read.
@@ -34,7 +34,7 @@ SMALL = 1 << 14
 
 def is_large(v: Value) -> bool:
     """Returns whether a value has so many entries that moving them takes time."""
-    return is_float32(v) and _jax.size_of(v.aval.shape) >= SMALL
+    return v.is_float32 and v.size >= SMALL
 
 
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
@@ -54,7 +54,7 @@ def halved(aval: Any, half: np.dtype) -> Any:
 
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
-    if rule_of(e.name).need != HALF or e.region.dtype not in ("", *HALF_NAMES):
+    if e.rule.need != HALF or e.region.dtype not in ("", *HALF_NAMES):
         return False
     return may_be_half_matmul(e)
 
@@ -79,7 +79,7 @@ def _is_narrow(e: Equation) -> bool:
 
 def may_be_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul of float32, which its author left to the policy."""
-    if rule_of(e.name).need != HALF or _jax.own_precision(e.params) is not None:
+    if e.rule.need != HALF or _jax.own_precision(e.params) is not None:
         return False
     if e.name == "dot_general" and not e.region.back:
         (contracted, _), _ = e.params["dimension_numbers"]
@@ -111,7 +111,7 @@ def with_rounded(
     written: list[Equation] = []
     rounded: dict[Value, Value] = {}
     for e in equations:
-        written.append(e.on(rounded.get(v, v) for v in e.ins) if reads(e) else e)
+        written.append(e.reading(rounded) if reads(e) else e)
         for v in e.outs:
             if v in values:
                 rounded[v] = append_rounded(v, half, written, like=e)
@@ -128,7 +128,7 @@ def may_be_half_operation(e: Equation) -> bool:
 
     Its derivative stays in float32.
     """
-    row = rule_of(e.name)
+    row = e.rule
     if row.need not in (FULL, FOLLOW) or NO_HALF_FORM in row.traits or e.region.back:
         return False
     return any(map(is_float32, e.outs))
@@ -152,7 +152,7 @@ def other_half(e: Equation) -> np.dtype | None:
 
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    if e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE:
+    if e.name == BARRIER or e.name in EXACT or e.rule.need == MOVE:
         return True
     return bool(e.region.dtype) and _follows(e)
 
@@ -160,7 +160,7 @@ def is_view(e: Equation) -> bool:
 def _follows(e: Equation) -> bool:
     """Returns whether a list asks an equation to return 16 bits if it reads them."""
     asked = e.region.dtype == FOLLOWING and not e.region.back
-    return asked and rule_of(e.name).need in (FULL, FOLLOW)
+    return asked and e.rule.need in (FULL, FOLLOW)
 
 
 def is_zero(v: Value) -> bool:
@@ -171,7 +171,7 @@ def is_zero(v: Value) -> bool:
 
 def commutes(e: Equation) -> bool:
     """Returns whether a view of rounded operands is the rounded view: ranks see other ties."""
-    return RANKS not in rule_of(e.name).traits and not _follows(e)
+    return RANKS not in e.rule.traits and not _follows(e)
 
 
 def widens(e: Equation, half: np.dtype) -> bool:
@@ -191,7 +191,7 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
 
 def programs(e: Equation) -> Sequence[Any]:
     """Returns the closed jaxprs of a scan, branch, map or custom rule, which planning enters."""
-    row = higher_order(e.name)
+    row = e.row
     if row.kind not in (SCAN, BRANCH, MAP) and e.name not in CUSTOM:
         return ()
     held = e.params[row.params[0]]
@@ -200,7 +200,7 @@ def programs(e: Equation) -> Sequence[Any]:
 
 def places(e: Equation) -> tuple[int, int, int]:
     """Returns where the arguments of its programs begin, and where the carries begin and end."""
-    row = higher_order(e.name)
+    row = e.row
     if row.kind != SCAN:
         return (1 if row.kind == BRANCH else 0), 0, 0
     consts, carry = _jax.scan_counts(e.params)
@@ -334,7 +334,7 @@ def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:
 
 def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns the parameters of an equation; the programs of a loop, branch or map are changed."""
-    row, inner = higher_order(e.name), programs(e)
+    row, inner = e.row, programs(e)
     if not inner:
         return e.params
     changed = [change(building.as_closed(program)) for program in inner]

@@ -15,8 +15,8 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import CALL, SCAN, WHILE, higher_order
-from mpjax._src.base.rules import HALF, rule_of
+from mpjax._src.base.higher_order import CALL, SCAN, WHILE
+from mpjax._src.base.rules import HALF
 from mpjax._src.planner import rounding
 from mpjax._src.planner.accumulators import Returned, unrounded
 from mpjax._src.planner.equations import (
@@ -160,7 +160,7 @@ class Writer:
         if e.name == "convert_element_type" and self._casts(e):
             return None
         halved_in, halved_out, params = self._forms(e)
-        if higher_order(e.name).kind == SCAN:
+        if e.row.kind == SCAN:
             e = e.on(e.ins, like=building.stacking(e.like))
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
@@ -187,7 +187,7 @@ class Writer:
 
     def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Returns which operands and results are in 16 bits, and the parameters for that."""
-        row = higher_order(e.name)
+        row = e.row
         if rounding.is_half_matmul(e):
             ins = [i < 2 for i in range(len(e.ins))]
             low = rounding.returns_half(e)
@@ -284,4 +284,4 @@ class Writer:
 
 def _marked(e: Equation) -> Equation:
     """Returns a matmul with the mark by which its lowering finds the form for each device."""
-    return e.on(e.ins, like=building.marked(e.like)) if rule_of(e.name).need == HALF else e
+    return e.on(e.ins, like=building.marked(e.like)) if e.rule.need == HALF else e
