@@ -29,25 +29,31 @@ class Axes:
 
     def __init__(self, equations: Iterable[Equation]) -> None:
         self._above: dict[Axis, Axis] = {}
+        self._numbers: dict[Axis, int] = {}
         for e in equations:
             if not is_half_matmul(e) and e.outs:
                 for same in _same_axes(e):
                     self._join(same)
 
-    def of(self, v: Value, axes: Iterable[int]) -> set[Axis]:
-        """Returns the classes of some axes of a value; those of length one do not count."""
-        return {self._find((v, d)) for d in axes if _shape(v)[d] != 1}
+    def of(self, v: Value, axes: Iterable[int]) -> int:
+        """Returns the classes of some axes of a value, as bits; an axis of length one has none."""
+        bits = 0
+        for d in axes:
+            if _shape(v)[d] != 1:
+                bits |= 1 << self._numbers.setdefault(self._find((v, d)), len(self._numbers))
+        return bits
 
     def _find(self, axis: Axis) -> Axis:
-        while axis in self._above:
-            axis = self._above[axis]
+        while (above := self._above.get(axis)) is not None:
+            self._above[axis] = further = self._above.get(above, above)
+            axis = further
         return axis
 
     def _join(self, axes: Sequence[Axis]) -> None:
         classes = [self._find((v, d)) for v, d in axes if _shape(v)[d] != 1]
         for other in classes[1:]:
-            if self._find(other) != self._find(classes[0]):
-                self._above[self._find(other)] = self._find(classes[0])
+            if (other := self._find(other)) != classes[0]:
+                self._above[other] = classes[0]
 
 
 def summed(e: Equation) -> tuple[Value, Iterable[int]]:

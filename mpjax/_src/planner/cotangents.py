@@ -20,6 +20,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,8 @@ from mpjax._src.base.rules import (
     having,
 )
 from mpjax._src.planner import rounding
-from mpjax._src.planner.axes import Axes, Axis, summed
-from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.axes import Axes, summed
+from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
@@ -163,22 +164,40 @@ def _written(
     return (large & read) | {*of_several(equations, many)}
 
 
+class Asked(NamedTuple):
+    """What the readers of a value ask of it.
+
+    Attributes:
+        apart: The arrays of which it is not made, as bits.
+        level: The axes along which nothing was subtracted from it, as bits.
+        each: Whether its errors are independent of each other.
+    """
+
+    apart: int = 0
+    level: int = 0
+    each: bool = False
+
+    def also(self, other: "Asked | None") -> "Asked | None":
+        """Returns what this and others ask; None is more than any value can be."""
+        if other is None:
+            return None
+        each = self.each or other.each
+        return Asked(self.apart | other.apart, self.level | other.level, each)
+
+
 class Lone:
     """Which cotangents meet no other copy of what they are made of."""
 
     def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
         self.late, self.axes, self.noise = late, Axes(late), noise
-        self.place = {id(e): i for i, e in enumerate(late)}
-        self.readers, self.maker = readers_of(late), {out: e for e in late for out in e.outs}
-        self.centered: dict[Value, frozenset[Axis]] = {}
-        self.operands = self._operands()
-        for e in late:
-            found: frozenset[Axis] = frozenset()
-            if not is_half_matmul(e):
-                found = found.union(*(self.centered.get(v, frozenset()) for v in e.ins))
-                if is_sum(e) and e.ins[0] in self.maker:
-                    found |= self.axes.of(*summed(e))
-            self.centered.update(dict.fromkeys(e.outs, found))
+        self.maker = {out: e for e in late for out in e.outs}
+        self.readers: dict[Value, list[int]] = {v: [] for v in self.maker}  # but for matmuls
+        for place, e in enumerate(late):
+            for v in () if is_half_matmul(e) else e.ins:
+                if v in self.readers:
+                    self.readers[v].append(place)
+        self.operands, self.centered = self._operands(), self._centered()
+        self.behind: dict[Value, Asked | None] = {}
 
     def _operands(self) -> dict[Value, int]:
         """Returns a bit for each array that the matmuls read of which a value is made."""
@@ -195,11 +214,23 @@ class Lone:
             bits.update(dict.fromkeys(e.outs, made))
         return bits
 
+    def _centered(self) -> dict[Value, int]:
+        """Returns a bit for each axis over which something was summed of which a value is made."""
+        bits: dict[Value, int] = {}
+        for e in self.late:
+            made = 0
+            for v in () if is_half_matmul(e) else e.ins:
+                made |= bits.get(v, 0)
+            if is_sum(e) and e.ins[0] in self.maker:
+                made |= self.axes.of(*summed(e))
+            bits.update(dict.fromkeys(e.outs, made))
+        return bits
+
     def of(self, values: Sequence[Value]) -> list[Value]:
         """Returns those of the values, in the order in which they are computed, that are alone."""
         alone: set[Value] = set()
         for v in values:
-            if self._is_alone(v, self._before(v, alone)):
+            if self._may_be_read(v) and not self._meets(v, self._before(v, alone)):
                 alone.add(v)
         return [v for v in values if v in alone]
 
@@ -217,45 +248,87 @@ class Lone:
                         ahead.append(x)
         return before - {v}
 
-    def _is_alone(self, v: Value, other: set[Value]) -> bool:
-        own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
-        ahead = [*{self.place[id(e)] for x in (v, *other) for e in self.readers[x]}]
+    def _meets(self, v: Value, other: set[Value]) -> bool:
+        """Returns whether something reads what is made of a value beside what others make."""
+        own, theirs = {v}, {place for x in other for place in self.readers[x]}
+        ahead = [*theirs.union(self.readers[v])]
+        queued = {*ahead}
         heapq.heapify(ahead)
-        seen: set[int] = set()
-        while ahead:
+        while theirs:
             place = heapq.heappop(ahead)
+            theirs.discard(place)
             e = self.late[place]
-            if place in seen or is_half_matmul(e) or v in e.outs:
+            if v in e.outs:
                 continue
-            seen.add(place)
-            mine = [x for x in e.ins if x in own]
-            theirs = [x for x in e.ins if x in other]
-            scales = not theirs and _scales(e, mine) and len({own[x] for x in mine}) == 1
-            if mine and not scales and not self._may_read(e, v, len(mine) + len(theirs)):
-                return False
-            if mine and theirs:
-                return False
-            for x in e.outs:
-                if mine:
-                    own[x] = own[mine[0]] if scales else x
-                else:
-                    other.add(x)
-                for reader in self.readers[x]:
-                    heapq.heappush(ahead, self.place[id(reader)])
-        return True
+            mine = not own.isdisjoint(e.ins)
+            if mine and not other.isdisjoint(e.ins):
+                return True
+            (own if mine else other).update(e.outs)
+            after = {place for x in e.outs for place in self.readers[x]}
+            theirs.update(() if mine else after)
+            for place in after - queued:
+                heapq.heappush(ahead, place)
+            queued |= after
+        return False
 
-    def _may_read(self, e: Equation, v: Value, copies: int) -> bool:
-        """Returns whether an equation may read a value made of ``v``, beside further copies."""
-        rule = e.rule
-        if rounding.programs(e) or rule.need == PROGRAM:
-            return e.name == "convert_element_type"
-        beside = [x for x in e.ins if self.operands.get(x, 0) & self.operands[v]]
-        if _adds(e) and copies == 1 and len(beside) > 1:
+    def _may_be_read(self, v: Value) -> bool:
+        """Returns whether a value is all that is asked of it."""
+        asked = self._asked(v)
+        if asked is None or asked.apart & self.operands[v] or asked.level & self.centered[v]:
             return False
-        mixes = _adds(e) or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")
-        if copies > 1 and mixes and self.noise[v] != EACH:
-            return False
-        return not is_sum(e) or self.axes.of(*summed(e)).isdisjoint(self.centered[v])
+        return not asked.each or self.noise[v] == EACH
+
+    def _asked(self, v: Value) -> Asked | None:
+        """Returns what the readers of a value ask of it, and of what they make of it.
+
+        All that follows often goes through one value: it is gone through once.
+        """
+        parts: list[tuple[Value, Asked | None]] = []
+        then: Value | None = v
+        while then is not None and then not in self.behind:
+            asked, after = self._part(then)
+            parts.append((then, asked))
+            then = after
+        asked = self.behind[then] if then is not None else Asked()
+        for x, own in reversed(parts):
+            self.behind[x] = asked = own and own.also(asked)
+        return asked
+
+    def _part(self, v: Value) -> tuple[Asked | None, Value | None]:
+        """Returns what is asked before all goes through one value, and that value."""
+        own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
+        asked = Asked()
+        ahead = [*dict.fromkeys(self.readers[v])]
+        queued = {*ahead}
+        while ahead:
+            e = self.late[heapq.heappop(ahead)]
+            mine = [x for x in e.ins if x in own]
+            scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
+            both = asked if scales else asked.also(self._asks(e, mine))
+            if both is None:
+                return None, None
+            asked = both
+            if not ahead and len(e.outs) == 1:
+                return asked, e.outs[0]
+            own.update((x, own[mine[0]] if scales else x) for x in e.outs)
+            after = {place for x in e.outs for place in self.readers[x]}
+            for place in after - queued:
+                heapq.heappush(ahead, place)
+            queued |= after
+        return asked, None
+
+    def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:
+        """Returns what an equation asks of a value, if it reads others that are made of it."""
+        if rounding.programs(e) or e.rule.need == PROGRAM:
+            return Asked() if e.name == "convert_element_type" else None
+        adds, sums = _adds(e), is_sum(e)
+        beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]
+        mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
+        return Asked(
+            functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
+            self.axes.of(*summed(e)) if sums else 0,
+            mixes and len(mine) > 1,
+        )
 
 
 def _scales(e: Equation, mine: Sequence[Value]) -> bool:
