@@ -20,7 +20,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,17 +113,18 @@ def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
     """Returns the noise of the results of a loop, branch or map."""
     first, start, end = rounding.places(e)
     given = [ZERO if rounding.is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
-    bodies = rounding.bodies(e)
     while True:
-        each = []
-        for ins, equations, outs in bodies:
-            inner = noise_of(equations, dict(zip(ins, given, strict=True)))
-            each.append([inner.get(v, EXACT) for v in outs])
+        each = rounding.inside(e, _of_results, tuple(given))
         found = [min(levels) for levels in zip(*each, strict=True)]
         carried = [min(a, b) for a, b in zip(given[start:end], found, strict=False)]
         if carried == given[start:end]:
             return dict(zip(e.outs, found, strict=True))
         given[start:end] = carried
+
+
+def _of_results(ins: Any, equations: Any, outs: Any, given: Any) -> list[int]:
+    noise = noise_of(equations, dict(zip(ins, given, strict=True)))
+    return [noise.get(v, EXACT) for v in outs]
 
 
 def rounded_once(

@@ -6,6 +6,8 @@ layout, or if matmuls alone read it (`wanted`), which would round it themselves.
 """
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -189,6 +191,22 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
     return [parts(program, rules=True, region=e.region) for program in programs(e)]
 
 
+# What was found in programs, as long as they exist: each level of loops asks again.
+_FOUND: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
+
+
+def inside(e: Equation, find: Callable[..., list[Any]], *given: Any) -> list[list[Any]]:
+    """Returns what is found in each program of an equation: that of `bodies`, and what is given."""
+    each = []
+    for program in programs(e):
+        found = _FOUND.setdefault(program, {})
+        key = find, e.region, *given
+        if key not in found:
+            found[key] = find(*parts(program, rules=True, region=e.region), *given)
+        each.append(found[key])
+    return each
+
+
 def programs(e: Equation) -> Sequence[Any]:
     """Returns the closed jaxprs of a scan, branch, map or custom rule, which planning enters."""
     row = e.row
@@ -256,16 +274,18 @@ def _results(e: Equation, found: Collection[Value], half: np.dtype) -> list[Valu
     """Returns the results of a loop, branch or map that are 16-bit numbers; no carries are."""
     first, start, end = places(e)
     exact = [v in found and not start <= i < end for i, v in enumerate(e.ins[first:])]
-    each = []
-    for ins, equations, outs in bodies(e):
-        inside = made(equations, {v for v, yes in zip(ins, exact, strict=True) if yes}, half)
-        each.append([out in inside for out in outs])
+    each = inside(e, _made_inside, tuple(exact), half)
     carries = end - start
     return [
         out
         for i, (out, *flags) in enumerate(zip(e.outs, *each, strict=True))
         if all(flags) and i >= carries
     ]
+
+
+def _made_inside(ins: Any, equations: Any, outs: Any, exact: Any, half: np.dtype) -> list[bool]:
+    found = made(equations, {v for v, yes in zip(ins, exact, strict=True) if yes}, half)
+    return [v in found for v in outs]
 
 
 def wanted(
@@ -311,25 +331,28 @@ def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value
 
 def _fed_inside(e: Equation, found: Collection[Value]) -> Iterable[Value]:
     first, start, end = places(e)
-    for ins, equations, outs in bodies(e):
-        carries = end - start
-        given = [x for x, v in zip(outs[carries:], e.outs[carries:], strict=True) if v in found]
-        inside = fed(equations, given)
-        yield from (v for v, x in zip(e.ins[first:], ins, strict=True) if x in inside)
+    given = tuple(v in found and i >= end - start for i, v in enumerate(e.outs))
+    for flags in inside(e, _fed, given):
+        yield from itertools.compress(e.ins[first:], flags)
+
+
+def _fed(ins: Any, equations: Any, outs: Any, given: Any) -> list[bool]:
+    found = fed(equations, itertools.compress(outs, given))
+    return [v in found for v in ins]
 
 
 def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:
     first, start, end = places(e)
-    carries, found = end - start, {*e.ins[:first], *e.ins[start:end]}
-    for ins, equations, outs in bodies(e):
-        halved = {
-            out
-            for i, (out, outer) in enumerate(zip(outs, e.outs, strict=True))
-            if i >= carries and outer not in full
-        }
-        inside = wanted(equations, outs, halved)
-        found.update(v for v, x in zip(e.ins[first:], ins, strict=True) if x not in inside)
+    found = {*e.ins[:first], *e.ins[start:end]}
+    halved = tuple(v not in full and i >= end - start for i, v in enumerate(e.outs))
+    for flags in inside(e, _read, halved):
+        found.update(itertools.compress(e.ins[first:], flags))
     return [*found]
+
+
+def _read(ins: Any, equations: Any, outs: Any, halved: Any) -> list[bool]:
+    low = wanted(equations, outs, {*itertools.compress(outs, halved)})
+    return [v not in low for v in ins]
 
 
 def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
