@@ -139,8 +139,10 @@ def rounded_once(
         late: Those of the backward part.
         results: What the backward part returns.
     """
-    made, noise = rounding.made(late, (), np.dtype(np.float16)), noise_of(equations)
-    written = _written(equations, late, results, made)
+    written = _written(equations, late, results)
+    if not written:
+        return []
+    noise = noise_of(equations)
     shared = [
         v
         for e in late
@@ -154,10 +156,12 @@ def _written(
     equations: Sequence[Equation],
     late: Sequence[Equation],
     results: Collection[Value],
-    made: Collection[Value],
 ) -> set[Value]:
     """Returns the large values that the backward part would write in float32."""
+    made = rounding.made(late, (), np.dtype(np.float16))
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
+    if not large:
+        return set()
     kernels = kernels_of(late, results)
     moved = {v for e in late if rounding.is_view(e) for v in e.outs}
     many = {v for v in large - moved if len(kernels[v]) > 1}

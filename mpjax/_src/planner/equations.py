@@ -128,7 +128,7 @@ class Equation:
             self.params if params is None else params,
             [*ins],
             self.outs if outs is None else outs,
-            like or self.like,
+            self.like if like is None else like,
             self.stack,
             again or self.again,
             self.region,
@@ -283,8 +283,10 @@ def once(
     left = []
     for e in equations:
         e = e.reading(same)
-        key = _key(e)
-        twin = e if key is None else seen.setdefault(key, e)
+        try:
+            twin = seen.setdefault(_key(e), e)
+        except TypeError:  # a parameter that has no hash
+            twin = e
         if twin is e:
             left.append(e)
         else:
@@ -293,16 +295,11 @@ def once(
 
 
 def _key(e: Equation) -> Any:
-    """Returns what equal equations have in common, or None if an equation is like no other."""
+    """Returns what equal equations have in common; an equation may be like no other."""
     if e.acts or e.name == BARRIER:
-        return None
-    ins = tuple((np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins)
-    key = (e.primitive, ins, e.again, e.region, tuple(e.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+        return e
+    ins = [(np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins]
+    return e.primitive, *ins, e.again, e.region, tuple(e.params.items())
 
 
 def between(
@@ -356,7 +353,9 @@ def closed(
     for e in needed(equations, outs):
         operands = [read(v) for v in e.ins]
         env.update((out, building.Var(out.aval)) for out in e.outs)
-        source = e.like.source_info.replace(name_stack=_scopes(e))
+        source, scopes = e.like.source_info, _scopes(e)
+        if source.name_stack is not scopes:
+            source = source.replace(name_stack=scopes)
         eqns.append(
             e.like.replace(
                 invars=operands,

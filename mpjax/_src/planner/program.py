@@ -359,6 +359,8 @@ def without_zeros(
     Returns:
         The equations that are left; and for a value that is the same as another one, that one.
     """
+    if not zeros:
+        return [*equations], {}
     linear = dependents(equations, cotangents)
     alias: dict[Value, Value] = {}
     left = []
@@ -386,7 +388,7 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
     read = {v for e in equations for v in e.ins}
     made: list[Equation] = []
     at = {v: zeros_like(v.aval, made) for v in zeros if v in read}
-    return [*made, *(e.on(at.get(v, v) for v in e.ins) for e in equations)]
+    return [*made, *(e.reading(at) for e in equations)]
 
 
 def _held_apart(
@@ -409,7 +411,7 @@ def _held_apart(
     first = equations[0]
     into: list[Equation] = []
     fresh = dict(zip(apart, barred(apart, into, like=first.like, stack=first.stack), strict=True))
-    body = [e.on(fresh.get(v, v) for v in e.ins) for e in equations]
+    body = [e.reading(fresh) for e in equations]
     return [*into, *body], [fresh.get(v, v) for v in results]
 
 

@@ -34,9 +34,11 @@ def streams(
         small: The least number of entries of such a value; `rounding.SMALL` if None.
         ruled: The equations whose author wrote their backward pass, of which nothing is known.
     """
-    facts = Facts(equations)
     values = candidates(equations, results, half, rounding.SMALL if small is None else small)
+    facts = Facts(equations if values else ())
     values = [v for v in values if not _is_scaled(v, facts)]
+    if not values:
+        return [], facts
     walks = Walks(equations, results, facts, ruled)
     if half == np.float16:
         sized = _sized(equations, walks)

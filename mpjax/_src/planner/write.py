@@ -165,14 +165,15 @@ class Writer:
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
         if e.outs and e.outs[0] in self.sums.of:
-            return self._with_accumulator(e.on(ins, params=params))
+            return self._with_accumulator(e, ins, params)
         outs = []
         for v, low in zip(e.outs, halved_out, strict=True):
             if low:
                 self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
-        e = _marked(e) if rounding.is_half_matmul(e) else e
-        self.written.append(e.on(ins, outs=outs, params=params))
+        self.written.append(
+            e.on(ins, outs, params, _marked(e) if rounding.is_half_matmul(e) else None)
+        )
 
     def _casts(self, e: Equation) -> bool:
         """Leaves out the user's own cast between float32 and 16 bits, if it changes no number."""
@@ -220,12 +221,11 @@ class Writer:
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
 
-    def _with_accumulator(self, e: Equation) -> None:
+    def _with_accumulator(self, e: Equation, ins: list[Value], params: dict[str, Any]) -> None:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
         (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
         accumulator = self.sums.of[v]
-        wide = e.on(e.ins, outs=[accumulator], params={**e.params, **kind})
-        self.written.append(_marked(wide))
+        self.written.append(e.on(ins, [accumulator], {**params, **kind}, _marked(e)))
         self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
 
     def _in_other_half(self, e: Equation, half: np.dtype) -> None:
@@ -240,7 +240,7 @@ class Writer:
         outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
         returns = "preferred_element_type" in e.params
         params = {**e.params, "preferred_element_type": half} if returns else e.params
-        self.written.append(_marked(e.on(map(cast, e.ins), outs=outs, params=params)))
+        self.written.append(e.on(map(cast, e.ins), outs, params, _marked(e)))
         for v, out in zip(e.outs, outs, strict=True):
             if out is not v:
                 self._cast(out, v.aval, e)
@@ -282,6 +282,6 @@ class Writer:
         return inside, results, rounding.with_programs(e, rewrite)
 
 
-def _marked(e: Equation) -> Equation:
-    """Returns a matmul with the mark by which its lowering finds the form for each device."""
-    return e.on(e.ins, like=building.marked(e.like)) if e.rule.need == HALF else e
+def _marked(e: Equation) -> Any:
+    """Returns what a matmul is like, with the mark by which its lowering finds its form."""
+    return building.marked(e.like) if e.rule.need == HALF else e.like
