@@ -127,6 +127,19 @@ def test_what_a_rule_reads_has_its_present_value(monkeypatch):
     assert_near(gradient(X), 2 * first, rtol=1e-6)
 
 
+def test_a_rule_with_another_argument_is_another_one():
+    one = jax.custom_vjp(lambda x, s: jnp.sin(x), nondiff_argnums=(1,))
+    one.defvjp(lambda x, s: (jnp.sin(x), x), lambda s, x, ct: (s * ct * jnp.cos(x),))
+    two = jax.custom_jvp(lambda x, s: jnp.sin(x), nondiff_argnums=(1,))
+    two.defjvp(lambda s, x, t: (jnp.sin(x[0]), s * t[0] * jnp.cos(x[0])))
+    for fun in (one, two):
+
+        def gradient(s, fun=fun):
+            return jax.grad(autocast(lambda x: jnp.sum(fun(x, s)), POLICY))(X)
+
+        assert_near(gradient(6.0), 2 * gradient(3.0), rtol=1e-6)
+
+
 def test_a_rule_that_is_made_anew_is_another_one():
     def with_scale(scale):
         fun = jax.custom_vjp(jnp.sin)

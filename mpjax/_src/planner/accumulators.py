@@ -8,7 +8,7 @@ parameters are accumulators.
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from mpjax._src.base.rules import HAS_WIDE_FORM, rule_of
+from mpjax._src.base.rules import HAS_WIDE_FORM
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, readers_of
 
@@ -90,7 +90,7 @@ def _cone(
 
 def _accumulates(e: Equation) -> bool:
     """Returns whether an equation is a matmul in 16 bits that can return its accumulator."""
-    return rounding.is_half_matmul(e) and HAS_WIDE_FORM in rule_of(e.name).traits
+    return rounding.is_half_matmul(e) and HAS_WIDE_FORM in e.rule.traits
 
 
 def _adds_or_moves(e: Equation) -> bool:

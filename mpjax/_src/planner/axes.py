@@ -9,7 +9,7 @@ known puts them into one class. Matmuls separate: their results are other axes.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpjax._src.base.rules import DEAR, FUSED, rule_of
+from mpjax._src.base.rules import DEAR, FUSED
 from mpjax._src.planner.equations import BARRIER, Equation, Value
 from mpjax._src.planner.rounding import is_half_matmul
 
@@ -30,25 +30,31 @@ class Axes:
 
     def __init__(self, equations: Iterable[Equation]) -> None:
         self._above: dict[Axis, Axis] = {}
+        self._numbers: dict[Axis, int] = {}
         for e in equations:
             if not is_half_matmul(e) and e.outs:
                 for same in _same_axes(e):
                     self._join(same)
 
-    def of(self, v: Value, axes: Iterable[int]) -> set[Axis]:
-        """Returns the classes of some axes of a value; those of length one do not count."""
-        return {self._find((v, d)) for d in axes if _shape(v)[d] != 1}
+    def of(self, v: Value, axes: Iterable[int]) -> int:
+        """Returns the classes of some axes of a value, as bits; an axis of length one has none."""
+        bits = 0
+        for d in axes:
+            if _shape(v)[d] != 1:
+                bits |= 1 << self._numbers.setdefault(self._find((v, d)), len(self._numbers))
+        return bits
 
     def _find(self, axis: Axis) -> Axis:
-        while axis in self._above:
-            axis = self._above[axis]
+        while (above := self._above.get(axis)) is not None:
+            self._above[axis] = further = self._above.get(above, above)
+            axis = further
         return axis
 
     def _join(self, axes: Sequence[Axis]) -> None:
         classes = [self._find((v, d)) for v, d in axes if _shape(v)[d] != 1]
         for other in classes[1:]:
-            if self._find(other) != self._find(classes[0]):
-                self._above[self._find(other)] = self._find(classes[0])
+            if (other := self._find(other)) != classes[0]:
+                self._above[other] = classes[0]
 
 
 def summed(e: Equation) -> tuple[Value, Iterable[int]]:
@@ -82,7 +88,7 @@ def _same_axes(e: Equation) -> Pairs:
         kept = [d for d in range(len(_shape(ins[0]))) if d not in e.params["axes"]]
         return [[(ins[0], i), (out, d)] for d, i in enumerate(kept)]
     aligned = all(_shape(v) == () or _fits(_shape(v), _shape(out)) for v in ins)
-    if e.name in IN_PLACE or (rule_of(e.name).cost in (FUSED, DEAR) and aligned):
+    if e.name in IN_PLACE or (e.rule.cost in (FUSED, DEAR) and aligned):
         return _by_place(ins, e.outs)
     return [[(v, d) for v in (*ins, *e.outs) for d in range(len(_shape(v)))]]
 

@@ -20,6 +20,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,11 +35,10 @@ from mpjax._src.base.rules import (
     SUM,
     SUMS_BACK,
     having,
-    rule_of,
 )
 from mpjax._src.planner import rounding
-from mpjax._src.planner.axes import Axes, Axis, summed
-from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.axes import Axes, summed
+from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.maxima import POOLED
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
@@ -95,7 +95,7 @@ def _roots(
     """
     noisy = [v for v in e.ins if noise.get(v) == EACH and v.aval.shape == e.outs[0].aval.shape]
     each = [roots.get(v, (v,)) for v in noisy]
-    if rule_of(e.name).multiplies:
+    if e.rule.multiplies:
         each = each[: e.ins[0] in noisy] if e.name == "div" else each
         found = [*itertools.chain(*each)]
         return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
@@ -110,12 +110,12 @@ def _rounds(e: Equation) -> bool:
 
 
 def _adds(e: Equation) -> bool:
-    rule = rule_of(e.name)
+    rule = e.rule
     return rule.need == FOLLOW and rule.gain == SUM
 
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
-    rule = rule_of(e.name)
+    rule = e.rule
     if _rounds(e):
         return EACH
     if not floats:
@@ -135,7 +135,7 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
 
 def is_sum(e: Equation) -> bool:
     """Returns whether an equation sums entries of an array."""
-    rule = rule_of(e.name)
+    rule = e.rule
     return rule.need == FULL and rule.gain == SUM and rule.saves == NOTHING
 
 
@@ -143,17 +143,18 @@ def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
     """Returns the noise of the results of a loop, branch or map."""
     first, start, end = rounding.places(e)
     given = [ZERO if rounding.is_zero(v) else noise.get(v, EXACT) for v in e.ins[first:]]
-    bodies = rounding.bodies(e)
     while True:
-        each = []
-        for ins, equations, outs in bodies:
-            inner = noise_of(equations, dict(zip(ins, given, strict=True)))
-            each.append([inner.get(v, EXACT) for v in outs])
+        each = rounding.inside(e, _of_results, tuple(given))
         found = [min(levels) for levels in zip(*each, strict=True)]
         carried = [min(a, b) for a, b in zip(given[start:end], found, strict=False)]
         if carried == given[start:end]:
             return dict(zip(e.outs, found, strict=True))
         given[start:end] = carried
+
+
+def _of_results(ins: Any, equations: Any, outs: Any, given: Any) -> list[int]:
+    noise = noise_of(equations, dict(zip(ins, given, strict=True)))
+    return [noise.get(v, EXACT) for v in outs]
 
 
 def rounded_once(
@@ -168,8 +169,10 @@ def rounded_once(
         late: Those of the backward part.
         results: What the backward part returns.
     """
-    made, noise = rounding.made(late, (), np.dtype(np.float16)), noise_of(equations)
-    written = _written(equations, late, results, made)
+    written = _written(equations, late, results)
+    if not written:
+        return []
+    noise = noise_of(equations)
     shared = [
         v
         for e in late
@@ -183,10 +186,12 @@ def _written(
     equations: Sequence[Equation],
     late: Sequence[Equation],
     results: Collection[Value],
-    made: Collection[Value],
 ) -> set[Value]:
     """Returns the large values that the backward part would write in float32."""
+    made = rounding.made(late, (), np.dtype(np.float16))
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
+    if not large:
+        return set()
     kernels = kernels_of(late, results)
     moved = {v for e in late if rounding.is_view(e) for v in e.outs}
     many = {v for v in large - moved if len(kernels[v]) > 1}
@@ -194,8 +199,32 @@ def _written(
     return (large & read) | {*of_several(equations, many)}
 
 
-Summed = frozenset[Axis]
-NO_SUMS: frozenset[Summed] = frozenset()
+NO_SUMS: frozenset[int] = frozenset()
+
+
+class Asked(NamedTuple):
+    """What the readers of a value ask of it.
+
+    Attributes:
+        apart: The arrays of which it is not made, as bits.
+        sums: The sets of axes over which it is summed, as bits.
+        each: Whether its errors are independent of each other.
+    """
+
+    apart: int = 0
+    sums: frozenset[int] = frozenset()
+    each: bool = False
+
+    def also(self, other: "Asked | None") -> "Asked | None":
+        """Returns what this and others ask; None is more than any value can be."""
+        if other is None:
+            return None
+        each = self.each or other.each
+        return Asked(self.apart | other.apart, self.sums | other.sums, each)
+
+    def summed(self, axes: int) -> "Asked":
+        """Returns what is asked of a value if all this is asked of its sum over some axes."""
+        return self._replace(sums=frozenset(s | axes for s in self.sums)) if axes else self
 
 
 class Lone:
@@ -203,11 +232,14 @@ class Lone:
 
     def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
         self.late, self.axes, self.noise = late, Axes(late), noise
-        self.place = {id(e): i for i, e in enumerate(late)}
-        self.readers, self.maker = readers_of(late), {out: e for e in late for out in e.outs}
-        self.operands = self._operands()
-        self.centered: dict[Value, frozenset[Summed]] = {}
-        self._find_means()
+        self.maker = {out: e for e in late for out in e.outs}
+        self.readers: dict[Value, list[int]] = {v: [] for v in self.maker}  # but for matmuls
+        for place, e in enumerate(late):
+            for v in () if is_half_matmul(e) else e.ins:
+                if v in self.readers:
+                    self.readers[v].append(place)
+        self.operands, self.means = self._operands(), self._means()
+        self.behind: dict[Value, Asked | None] = {}
 
     def _operands(self) -> dict[Value, int]:
         """Returns a bit for each array that the matmuls read of which a value is made."""
@@ -224,33 +256,31 @@ class Lone:
             bits.update(dict.fromkeys(e.outs, made))
         return bits
 
-    def _find_means(self) -> None:
-        """Finds the axes over which sums were taken that a value is made of, beside its entries.
+    def _means(self) -> dict[Value, frozenset[int]]:
+        """Returns over which axes sums were taken that a value is made of, beside its entries.
 
         They are those of all its sums together, as of a mean over the pixels and some channels.
         """
-        sums: dict[Value, frozenset[Summed]] = {}  # of values that are made of sums alone
+        means: dict[Value, frozenset[int]] = {}
+        sums: dict[Value, frozenset[int]] = {}  # of values that are made of sums alone
         for e in self.late:
             mine = [v for v in e.ins if v in self.maker] if not is_half_matmul(e) else []
-            over = frozenset[Axis]()
-            if mine and is_sum(e):
-                over = frozenset(self.axes.of(*summed(e)))
-            each = [sums.get(v) for v in mine]
-            alone = mine and all(each)
-            found = NO_SUMS.union(*(self.centered.get(v, NO_SUMS) for v in mine))
-            made = NO_SUMS.union(*(s for s in each if s))
-            if not alone:
+            found = NO_SUMS.union(*(means.get(v, NO_SUMS) for v in mine))
+            made = NO_SUMS.union(*(sums.get(v, NO_SUMS) for v in mine))
+            if not all(map(sums.get, mine)):
                 found, made = found | made, NO_SUMS
+            over = self.axes.of(*summed(e)) if mine and is_sum(e) else 0
             if over:
                 made = frozenset(s | over for s in made) or frozenset([over])
-            self.centered.update(dict.fromkeys(e.outs, found))
+            means.update(dict.fromkeys(e.outs, found))
             sums.update(dict.fromkeys(e.outs, made))
+        return means
 
     def of(self, values: Sequence[Value]) -> list[Value]:
         """Returns those of the values, in the order in which they are computed, that are alone."""
         alone: set[Value] = set()
         for v in values:
-            if self._is_alone(v, self._before(v, alone)):
+            if self._may_be_read(v) and not self._meets(v, self._before(v, alone)):
                 alone.add(v)
         return [v for v in values if v in alone]
 
@@ -268,50 +298,94 @@ class Lone:
                         ahead.append(x)
         return before - {v}
 
-    def _is_alone(self, v: Value, other: set[Value]) -> bool:
-        own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
-        over: dict[Value, Summed] = {}  # the axes over which it was summed
-        ahead = [*{self.place[id(e)] for x in (v, *other) for e in self.readers[x]}]
+    def _meets(self, v: Value, other: set[Value]) -> bool:
+        """Returns whether something reads what is made of a value beside what others make."""
+        own, theirs = {v}, {place for x in other for place in self.readers[x]}
+        ahead = [*theirs.union(self.readers[v])]
+        queued = {*ahead}
         heapq.heapify(ahead)
-        seen: set[int] = set()
-        while ahead:
+        while theirs:
             place = heapq.heappop(ahead)
+            theirs.discard(place)
             e = self.late[place]
-            if place in seen or is_half_matmul(e) or v in e.outs:
+            if v in e.outs:
                 continue
-            seen.add(place)
-            mine = [x for x in e.ins if x in own]
-            theirs = [x for x in e.ins if x in other]
-            scales = not theirs and _scales(e, mine) and len({own[x] for x in mine}) == 1
-            axes = frozenset[Axis]().union(*(over.get(x, ()) for x in mine))
-            if mine and is_sum(e):
-                axes |= self.axes.of(*summed(e))
-                if any(mean <= axes for mean in self.centered[v]):
-                    return False
-            if mine and not scales and not self._may_read(e, v, len(mine) + len(theirs)):
-                return False
-            if mine and theirs:
-                return False
-            over.update(dict.fromkeys(e.outs, axes) if axes else ())
-            for x in e.outs:
-                if mine:
-                    own[x] = own[mine[0]] if scales else x
-                else:
-                    other.add(x)
-                for reader in self.readers[x]:
-                    heapq.heappush(ahead, self.place[id(reader)])
-        return True
+            mine = not own.isdisjoint(e.ins)
+            if mine and not other.isdisjoint(e.ins):
+                return True
+            (own if mine else other).update(e.outs)
+            after = {place for x in e.outs for place in self.readers[x]}
+            theirs.update(() if mine else after)
+            for place in after - queued:
+                heapq.heappush(ahead, place)
+            queued |= after
+        return False
 
-    def _may_read(self, e: Equation, v: Value, copies: int) -> bool:
-        """Returns whether an equation may read a value made of ``v``, beside further copies."""
-        rule = rule_of(e.name)
-        if rounding.programs(e) or rule.need == PROGRAM:
-            return e.name == "convert_element_type"
-        beside = [x for x in e.ins if self.operands.get(x, 0) & self.operands[v]]
-        if _adds(e) and copies == 1 and len(beside) > 1:
+    def _may_be_read(self, v: Value) -> bool:
+        """Returns whether a value is all that is asked of it."""
+        asked = self._asked(v)
+        if asked is None or asked.apart & self.operands[v]:
             return False
-        mixes = _adds(e) or is_sum(e) or e.name in ("dynamic_update_slice", "scatter")
-        return copies == 1 or not mixes or self.noise[v] == EACH
+        if any(mean & ~axes == 0 for mean in self.means[v] for axes in asked.sums):
+            return False
+        return not asked.each or self.noise[v] == EACH
+
+    def _asked(self, v: Value) -> Asked | None:
+        """Returns what the readers of a value ask of it, and of what they make of it.
+
+        All that follows often goes through one value: it is gone through once.
+        """
+        parts: list[tuple[Value, Asked | None, int]] = []
+        then: Value | None = v
+        while then is not None and then not in self.behind:
+            asked, after, axes = self._part(then)
+            parts.append((then, asked, axes))
+            then = after
+        asked = self.behind[then] if then is not None else Asked()
+        for x, own, axes in reversed(parts):
+            self.behind[x] = asked = own and own.also(asked and asked.summed(axes))
+        return asked
+
+    def _part(self, v: Value) -> tuple[Asked | None, Value | None, int]:
+        """Returns what is asked before all goes through one value, it, and its sums' axes."""
+        own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
+        over = {v: 0}  # the axes over which it is summed
+        asked = Asked()
+        ahead = [*dict.fromkeys(self.readers[v])]
+        queued = {*ahead}
+        while ahead:
+            e = self.late[heapq.heappop(ahead)]
+            mine = [x for x in e.ins if x in own]
+            scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
+            axes = functools.reduce(operator.or_, (over[x] for x in mine))
+            asks = self._asks(e, mine)
+            both = asked if scales else asked.also(asks and asks.summed(axes))
+            if both is None:
+                return None, None, 0
+            asked = both
+            axes |= self.axes.of(*summed(e)) if is_sum(e) else 0
+            if not ahead and len(e.outs) == 1:
+                return asked, e.outs[0], axes
+            own.update((x, own[mine[0]] if scales else x) for x in e.outs)
+            over.update(dict.fromkeys(e.outs, axes))
+            after = {place for x in e.outs for place in self.readers[x]}
+            for place in after - queued:
+                heapq.heappush(ahead, place)
+            queued |= after
+        return asked, None, 0
+
+    def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:
+        """Returns what an equation asks of a value, if it reads others that are made of it."""
+        if rounding.programs(e) or e.rule.need == PROGRAM:
+            return Asked() if e.name == "convert_element_type" else None
+        adds, sums = _adds(e), is_sum(e)
+        beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]
+        mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
+        return Asked(
+            functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
+            frozenset([self.axes.of(*summed(e))]) if sums else NO_SUMS,
+            mixes and len(mine) > 1,
+        )
 
 
 def _scales(e: Equation, mine: Sequence[Value]) -> bool:
@@ -321,7 +395,7 @@ def _scales(e: Equation, mine: Sequence[Value]) -> bool:
     """
     if not mine or any(v.aval.shape != e.outs[0].aval.shape for v in mine):
         return False
-    rule = rule_of(e.name)
+    rule = e.rule
     if rule.multiplies:
         return len(mine) == 1 and (e.name == "mul" or mine[0] is e.ins[0])
     return len(mine) == len(e.ins) if _adds(e) else e.name in ("neg", "copy")

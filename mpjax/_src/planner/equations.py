@@ -7,7 +7,8 @@ into jaxprs again.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.higher_order import CALL, REMATS, higher_order
+from mpjax._src.base.higher_order import CALL, REMATS, HigherOrder, higher_order
+from mpjax._src.base.rules import Rule, rule_of
 from mpjax._src.program.graph import PLANNED, REGION
 
 BARRIER = "optimization_barrier"
@@ -30,12 +32,21 @@ class Value:
         aval: Its type.
         const: Its value, if it is a constant.
         literal: Whether the constant is written into the equations that read it.
+        is_float32: Whether it is a float32 array.
+        shape: Its shape; a symbolic dimension counts as a large one.
+        size: The number of its entries.
     """
 
-    __slots__ = ("aval", "const", "literal")
+    __slots__ = ("aval", "const", "is_float32", "literal", "shape", "size")
 
     def __init__(self, aval: Any, const: Any = None, literal: bool = False) -> None:
         self.aval, self.const, self.literal = aval, const, literal
+        self.is_float32 = getattr(aval, "dtype", None) == FLOAT32 and _jax.is_array(aval)
+        self.shape: tuple[int, ...] = getattr(aval, "shape", ())
+        self.size = math.prod(self.shape)
+        if type(self.size) is not int or not self.size:
+            self.size = _jax.size_of(self.shape)
+            self.shape = tuple(_jax.size_of((n,)) for n in self.shape)
 
 
 class Region(NamedTuple):
@@ -89,19 +100,45 @@ class Equation:
     stack: Any  # the scopes around it
     again: bool = False  # whether a checkpoint computes it again: it waits for cotangents
     region: Region = NOWHERE
-    name: str = dataclasses.field(init=False)  # of its primitive: read in every sweep
+    # Of its primitive, read in every sweep: the name, and its rows in the tables.
+    name: str = dataclasses.field(init=False)
+    rule: Rule = dataclasses.field(init=False)
+    row: HigherOrder = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.primitive.name
+        self.rule, self.row = rule_of(self.name), higher_order(self.name)
 
     @property
     def acts(self) -> bool:
         """Whether it has an effect, so that it runs even if nobody reads its results."""
         return building.acts(self.like.effects)
 
-    def on(self, ins: Iterable[Value], **changes: Any) -> "Equation":
+    def on(
+        self,
+        ins: Iterable[Value],
+        outs: list[Value] | None = None,
+        params: dict[str, Any] | None = None,
+        like: Any = None,
+        again: bool = False,
+    ) -> "Equation":
         """Returns it on other operands."""
-        return dataclasses.replace(self, ins=[*ins], **changes)
+        return Equation(
+            self.primitive,
+            self.params if params is None else params,
+            [*ins],
+            self.outs if outs is None else outs,
+            self.like if like is None else like,
+            self.stack,
+            again or self.again,
+            self.region,
+        )
+
+    def reading(self, instead: Mapping[Value, Value]) -> "Equation":
+        """Returns it on what is read instead of some of its operands, or itself."""
+        if instead.keys().isdisjoint(self.ins):
+            return self
+        return self.on(instead.get(v, v) for v in self.ins)
 
     def enter(self, region: str) -> None:
         """Puts it into a region."""
@@ -245,9 +282,11 @@ def once(
     seen: dict[Any, Equation] = {}
     left = []
     for e in equations:
-        e = e if same.keys().isdisjoint(e.ins) else e.on(same.get(v, v) for v in e.ins)
-        key = _key(e)
-        twin = e if key is None else seen.setdefault(key, e)
+        e = e.reading(same)
+        try:
+            twin = seen.setdefault(_key(e), e)
+        except TypeError:  # a parameter that has no hash
+            twin = e
         if twin is e:
             left.append(e)
         else:
@@ -256,16 +295,11 @@ def once(
 
 
 def _key(e: Equation) -> Any:
-    """Returns what equal equations have in common, or None if an equation is like no other."""
+    """Returns what equal equations have in common; an equation may be like no other."""
     if e.acts or e.name == BARRIER:
-        return None
-    ins = tuple((np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins)
-    key = (e.primitive, ins, e.again, e.region, tuple(e.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+        return e
+    ins = [(np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins]
+    return e.primitive, *ins, e.again, e.region, tuple(e.params.items())
 
 
 def between(
@@ -319,7 +353,9 @@ def closed(
     for e in needed(equations, outs):
         operands = [read(v) for v in e.ins]
         env.update((out, building.Var(out.aval)) for out in e.outs)
-        source = e.like.source_info.replace(name_stack=_scopes(e))
+        source, scopes = e.like.source_info, _scopes(e)
+        if source.name_stack is not scopes:
+            source = source.replace(name_stack=scopes)
         eqns.append(
             e.like.replace(
                 invars=operands,

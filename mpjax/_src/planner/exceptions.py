@@ -176,7 +176,7 @@ class Exceptions:
 
     def _inside(self, e: Equation, ins: Sequence[Known], names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the parameters of an equation, with regions in the programs inside it."""
-        row = higher_order(e.name)
+        row = e.row
         if not row.params:
             return e.params
         scopes = (*names, *_jax.scope_names(e.stack)) if self.overrides else ()
@@ -279,6 +279,6 @@ def _results(e: Equation, ins: Sequence[Known]) -> list[Known]:
     if not e.ins or len(e.outs) != 1:
         paths: tuple[str, ...] = ()
     else:
-        paths = ins[0].paths if SAME_PARAMETER in rule_of(e.name).traits else ()
+        paths = ins[0].paths if SAME_PARAMETER in e.rule.traits else ()
     integers = [of_equation(e, v, [fact.integers for fact in ins]) for v in e.outs]
     return [Known(paths, kind) if paths or kind else NOTHING for kind in integers]

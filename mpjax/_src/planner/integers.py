@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpjax._src.base import _jax
-from mpjax._src.base.rules import MOVE, rule_of
+from mpjax._src.base.rules import MOVE
 from mpjax._src.planner.equations import Equation, Value
 
 # Whether an array is integers: not, as far as one can tell; of up to 8 bits, as masks; or larger.
@@ -43,7 +43,7 @@ def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
         return max(kinds) if kinds and NONE not in kinds else NONE
     if e.name in SUMS:
         return LARGE if _as_float(*pairs[0]) else NONE
-    if rule_of(e.name).need == MOVE:
+    if e.rule.need == MOVE:
         moved = [_as_float(v, kind) for v, kind in pairs if v.aval.dtype == out.aval.dtype]
         return max(moved) if moved and NONE not in moved else NONE
     return NONE

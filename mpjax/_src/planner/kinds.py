@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpjax._src.base import _jax
 from mpjax._src.base._jax.rounded import ROUNDED
-from mpjax._src.base.higher_order import higher_order
 from mpjax._src.base.rules import (
     COMPARE,
     DEAR,
@@ -21,7 +19,6 @@ from mpjax._src.base.rules import (
     RANKS,
     REDUCES,
     SUM,
-    rule_of,
 )
 from mpjax._src.planner.equations import BARRIER, Equation, Value
 from mpjax._src.planner.rounding import is_half_matmul
@@ -62,10 +59,10 @@ KINDS = {
 
 def kind_of(e: Equation) -> str:
     """Returns what an equation does to errors of its operands."""
-    rule = rule_of(e.name)
+    rule = e.rule
     if is_half_matmul(e):
         return MATMUL
-    if higher_order(e.name).kind or e.name in KINDS:
+    if e.row.kind or e.name in KINDS:
         return KINDS.get(e.name, UNKNOWN)
     kinds = {
         MULTIPLIED: rule.multiplies,
@@ -79,14 +76,9 @@ def kind_of(e: Equation) -> str:
     return next((kind for kind, fits in kinds.items() if fits), UNKNOWN)
 
 
-def shape(v: Value) -> tuple[int, ...]:
-    """Returns the shape of a value; a symbolic dimension counts as a large one."""
-    return tuple(_jax.size_of((n,)) for n in getattr(v.aval, "shape", ()))
-
-
 def every(v: Value) -> Axes:
     """Returns all axes of a value."""
-    return frozenset(range(len(shape(v))))
+    return frozenset(range(len(v.shape)))
 
 
 def is_zero(v: Value) -> bool:
@@ -96,7 +88,7 @@ def is_zero(v: Value) -> bool:
 
 def axes_of_view(e: Equation) -> dict[int, set[int]]:
     """Returns where the axes of the operand of a view are in its result."""
-    before, after, p = shape(e.ins[0]), shape(e.outs[0]), e.params
+    before, after, p = e.ins[0].shape, e.outs[0].shape, e.params
     if e.name == "transpose":
         return {a: {i} for i, a in enumerate(p["permutation"])}
     if e.name == "broadcast_in_dim":
@@ -134,5 +126,5 @@ def moved(axes: Iterable[int], places: dict[int, set[int]]) -> Axes:
 
 def without_axes(v: Value, summed: Iterable[int]) -> dict[int, set[int]]:
     """Returns where the axes of a value are after a sum over some of them."""
-    kept = [i for i in range(len(shape(v))) if i not in {*summed}]
+    kept = [i for i in range(len(v.shape)) if i not in {*summed}]
     return {a: {i} for i, a in enumerate(kept)}

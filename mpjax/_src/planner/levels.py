@@ -41,7 +41,6 @@ from mpjax._src.planner.kinds import (
     is_zero,
     kind_of,
     moved,
-    shape,
     without_axes,
 )
 from mpjax._src.planner.rounding import is_float32
@@ -145,15 +144,15 @@ class Facts:
             v: The operand.
             out: The result of the operation that reads it.
         """
-        whole = shape(out)
-        if not shape(v):
+        whole = out.shape
+        if not v.shape:
             return frozenset(range(len(whole)))
-        if len(shape(v)) != len(whole):
+        if len(v.shape) != len(whole):
             return NO_AXES
-        axes = {i for i, (a, b) in enumerate(zip(shape(v), whole, strict=True)) if a == 1 < b}
+        axes = {i for i, (a, b) in enumerate(zip(v.shape, whole, strict=True)) if a == 1 < b}
         e = self.maker.get(v)
         if e is not None and e.name == "broadcast_in_dim":
-            at = dict(zip(e.params["broadcast_dimensions"], shape(e.ins[0]), strict=True))
+            at = dict(zip(e.params["broadcast_dimensions"], e.ins[0].shape, strict=True))
             axes |= {i for i, n in enumerate(whole) if n > 1 and at.get(i, 1) == 1}
         few = math.prod(whole[i] for i in axes) < SMALL_TERM
         return NO_AXES if few else frozenset(axes)
@@ -172,12 +171,12 @@ class Facts:
 
     def unknown_level(self, v: Value) -> bool:
         """Returns whether a term of a sum takes its mean over the last axis beside it."""
-        axis = len(shape(v)) - 1
+        axis = len(v.shape) - 1
         return (
             axis > 0
             and self.noise(v) == 0
             and axis in self.level(v)
-            and shape(v)[axis] >= SMALL_TERM
+            and v.shape[axis] >= SMALL_TERM
         )
 
     def _trace(self, e: Equation, kind: str, out: Value) -> None:
@@ -278,7 +277,7 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
     if root is not None:
         f._roots[out] = root
         return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(root)
-    alike = all(len(shape(v)) == len(shape(out)) for v in floats) and e.name != "gather"
+    alike = all(len(v.shape) == len(out.shape) for v in floats) and e.name != "gather"
     if alike and len(floats) == 1:
         return least, f.all_levels(floats[0]), NO_TERMS
     if e.name == "concatenate":
@@ -293,7 +292,7 @@ def _root_of_parts(f: Facts, e: Equation) -> Value | None:
     if e.name not in ("slice", "concatenate", "rev") or len(roots) != 1:
         return None
     (root,) = roots
-    before, after = shape(floats[0]), shape(e.outs[0])
+    before, after = floats[0].shape, e.outs[0].shape
     axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
     axes |= (
         {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
@@ -305,15 +304,15 @@ def _root_of_parts(f: Facts, e: Equation) -> Value | None:
 def _of_part(f: Facts, e: Equation, v: Value) -> Axes:
     """Returns the levels that a part of a concatenation brings: a small one fills no axis."""
     axis = e.params["dimension"]
-    few = shape(v)[axis] * SMALL_TERM <= shape(e.outs[0])[axis]
+    few = v.shape[axis] * SMALL_TERM <= e.outs[0].shape[axis]
     return f.all_levels(v) - ({axis} if few else NO_AXES)
 
 
 def _is_lookup(f: Facts, e: Equation) -> bool:
     """Returns whether rows of a table are taken that is an argument: they differ."""
     table = e.ins[0]
-    whole = tuple(e.params["slice_sizes"]) == (1, *shape(table)[1:])
-    return table not in f.maker and table.const is None and len(shape(table)) == 2 and whole
+    whole = tuple(e.params["slice_sizes"]) == (1, *table.shape[1:])
+    return table not in f.maker and table.const is None and len(table.shape) == 2 and whole
 
 
 def _added(f: Facts, e: Equation, out: Value) -> Found:
@@ -330,7 +329,7 @@ def _added(f: Facts, e: Equation, out: Value) -> Found:
         return f._most(e), NO_AXES, terms
     noises = [f.noise(v) for v in large]
     level, terms = NO_AXES.union(*map(f.level, large)), terms.union(*map(f.terms, large))
-    last = len(shape(out)) - 1
+    last = len(out.shape) - 1
     if any(map(f.unknown_level, large)):
         terms |= {frozenset([last])}
         known = [v for v in large if not f.unknown_level(v)]
@@ -364,7 +363,7 @@ def _picked(f: Facts, e: Equation, out: Value) -> Found:
 
 def _summed(f: Facts, e: Equation, out: Value) -> Found:
     v, axes = e.ins[0], frozenset(e.params["axes"])
-    few = math.prod(shape(v)[axis] for axis in axes) <= SMALL_TERM
+    few = math.prod(v.shape[axis] for axis in axes) <= SMALL_TERM
     levels, noise = f.all_levels(v), min(2 if few and not f.terms(v) else 1, f.noise(v))
     if f.is_positive(v) or levels & axes:
         return noise, every(out), NO_TERMS

@@ -18,7 +18,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.barriers import row_major
-from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
+from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
 from mpjax._src.planner import rounding
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
@@ -55,7 +55,7 @@ def joined(
     readers = readers_of(equations)
     maker = {out: e for e in equations for out in e.outs}
     for back in equations:
-        cut = KINDS.get(higher_order(back.name).kind)
+        cut = KINDS.get(back.row.kind)
         if cut is None or late.isdisjoint(back.ins):
             continue
         ahead = dict.fromkeys(maker[v] for v in back.ins if v in maker and v not in late)
@@ -166,7 +166,7 @@ class Body:
 
 def _scan(pair: Pair) -> None:
     fore, back = pair.fore, pair.back
-    row = higher_order(fore.name)
+    row = fore.row
     length = row.turns(fore)[0]
     (_, start, end), (_, _, back_end) = rounding.places(fore), rounding.places(back)
     pair.private = {
@@ -284,7 +284,7 @@ def _cond(pair: Pair) -> None:
         behind.append(closed(ins, body.second, body.back_outs, _info(back)))
     shared = [Value(aval) for aval in slots]
     fore.outs = [*(fore.outs[i] for i in public), *shared]
-    row = higher_order(fore.name)
+    row = fore.row
     fore.params = {**fore.params, **row.holding(ahead)}
     back.ins = [
         back.ins[0],

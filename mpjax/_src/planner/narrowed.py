@@ -18,7 +18,8 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.higher_order import MAP, higher_order
+from mpjax._src.base.garbage import collected_later
+from mpjax._src.base.higher_order import MAP
 from mpjax._src.planner import kinds, rounding
 from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
 from mpjax._src.planner.kinds import axes_of_view, is_zero
@@ -27,6 +28,7 @@ from mpjax._src.planner.recall import Opened
 from mpjax._src.planner.streams import streams
 
 
+@collected_later()
 def narrowed(program: Any, half: np.dtype, small: int | None = None) -> Any:
     """Returns a float32 program whose streams are rounded; the same one if it has none.
 
@@ -62,7 +64,7 @@ def _inside(parts: Opened, half: np.dtype, small: int | None) -> list[Value]:
 
 
 def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
-    mapped = higher_order(e.name).kind == MAP
+    mapped = e.row.kind == MAP
     with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
         programs = [building.as_closed(program) for program in rounding.programs(e)]
         changed = [change(program) for program in programs]

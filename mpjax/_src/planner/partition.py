@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mpjax._src.base._jax import held
-from mpjax._src.base.rules import COMPARE, JUMPS, rule_of
+from mpjax._src.base.rules import COMPARE, JUMPS
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -105,7 +105,7 @@ def _lightest(
 
 def runs_again(e: Equation) -> bool:
     """Returns whether an equation may run a second time in the backward part."""
-    return (e.name in VIEWS or rule_of(e.name).runs_again) and not e.acts and e.name != BARRIER
+    return (e.name in VIEWS or e.rule.runs_again) and not e.acts and e.name != BARRIER
 
 
 def _jumps(e: Equation, computed: Collection[Value], known: set[Value]) -> bool:
@@ -115,7 +115,7 @@ def _jumps(e: Equation, computed: Collection[Value], known: set[Value]) -> bool:
     or a number is rounded to another integer. A comparison with a constant, as in a ReLU, may run
     again: its branches meet there.
     """
-    rule = rule_of(e.name)
+    rule = e.rule
     floats = [v for v in e.ins if v in computed and held.is_inexact(v.aval) and v not in known]
     if rule.need != COMPARE:
         return JUMPS in rule.traits and bool(floats)

@@ -11,10 +11,9 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mpjax._src.base import _jax
-from mpjax._src.base.rules import DEAR, FRESH, LOOKS_UP, REDUCES, rule_of
+from mpjax._src.base.rules import DEAR, FRESH, LOOKS_UP, REDUCES
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, readers_of
-from mpjax._src.planner.kinds import shape
 from mpjax._src.planner.partition import runs_again
 
 # The price of a byte that is kept until the backward pass, in bytes that are moved.
@@ -53,7 +52,7 @@ class Traffic:
         fed, fed_late = rounding.fed(early), rounding.fed(late)
         made = {out for e in early if not runs_again(e) for out in e.outs}
         sinks = _sinks([*early, *late], {*map(id, late)}, {*results} | fed_late)
-        dear = {out for e in early if rule_of(e.name).cost == DEAR for out in e.outs}
+        dear = {out for e in early if e.rule.cost == DEAR for out in e.outs}
         several = {v for v in dear if len(sinks[v]) > 1}
         rounded = {out for e in early if rounding.is_rounding(e) for out in e.outs}
         return cls(price, fed | made | rounded, fed_late - several, several)
@@ -96,7 +95,7 @@ def _sinks(
 
 def _is_part(v: Value, readers: Iterable[Equation]) -> bool:
     """Returns whether a value is written as a part of larger arrays alone."""
-    return all(FRESH in rule_of(r.name).traits for r in readers) and bool(readers)
+    return all(FRESH in r.rule.traits for r in readers) and bool(readers)
 
 
 def kernels_of(
@@ -110,7 +109,7 @@ def kernels_of(
             found.setdefault(out, frozenset())
             # A result that two kernels read is written, by one. Of a view, the operand is.
             read |= found[out] if len(found[out]) < 2 or rounding.is_view(e) else {out}
-        if not runs_again(e) and LOOKS_UP not in rule_of(e.name).traits:
+        if not runs_again(e) and LOOKS_UP not in e.rule.traits:
             read = frozenset([e])
         for v in e.ins:
             found[v] = frozenset(itertools.islice(found.get(v, frozenset()) | read, 2))
@@ -123,16 +122,16 @@ def of_several(equations: Sequence[Equation], values: Collection[Value]) -> list
     found: list[Value] = []
     for e in equations:
         for v in e.ins:  # an argument, if nothing has made it
-            arrays.setdefault(v, {v: _jax.size_of(shape(v))})
+            arrays.setdefault(v, {v: v.size})
         read: dict[Value, int] = {}
         for v in e.ins:
             read |= arrays[v]
         if len(read) > MANY:
             read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
         # A view or a statistic of an array is no other array.
-        seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
+        seen = runs_again(e) or rounding.is_view(e) or REDUCES in e.rule.traits
         for out in e.outs:
-            size = _jax.size_of(shape(out))
+            size = out.size
             several = out in values and sum(read.values()) > LARGER * size
             if several:
                 found.append(out)

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
-from mpjax._src.base.higher_order import higher_order
+from mpjax._src.base.garbage import collected_later
 from mpjax._src.planner import rounding, saving
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
@@ -70,6 +70,7 @@ class Program:
         self._derived: dict[Any, Any] = {}
 
     @functools.cached_property
+    @collected_later()
     def written(self) -> Any:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
@@ -131,6 +132,7 @@ class Program:
         key = moving, tuple(saved.values.items())
         return self._once(key, lambda: cut.resumed(saved)) if saved.values else None
 
+    @collected_later()
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._derived:
             self._derived[key] = make()
@@ -237,6 +239,7 @@ class Derivative:
     def __repr__(self) -> str:
         return f"Derivative({self.program.half.name}, by={self.by})"
 
+    @collected_later()
     def backward(self, nonzero: tuple[bool, ...]) -> tuple[Program, Sequence[int]]:
         """Returns the program of residuals and cotangents, and the places of its gradients."""
         if nonzero not in self._backward:
@@ -360,6 +363,8 @@ def without_zeros(
     Returns:
         The equations that are left; and for a value that is the same as another one, that one.
     """
+    if not zeros:
+        return [*equations], {}
     linear = dependents(equations, cotangents)
     alias: dict[Value, Value] = {}
     left = []
@@ -387,7 +392,7 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
     read = {v for e in equations for v in e.ins}
     made: list[Equation] = []
     at = {v: zeros_like(v.aval, made) for v in zeros if v in read}
-    return [*made, *(e.on(at.get(v, v) for v in e.ins) for e in equations)]
+    return [*made, *(e.reading(at) for e in equations)]
 
 
 def _held_apart(
@@ -410,12 +415,12 @@ def _held_apart(
     first = equations[0]
     into: list[Equation] = []
     fresh = dict(zip(apart, barred(apart, into, like=first.like, stack=first.stack), strict=True))
-    body = [e.on(fresh.get(v, v) for v in e.ins) for e in equations]
+    body = [e.reading(fresh) for e in equations]
     return [*into, *body], [fresh.get(v, v) for v in results]
 
 
 def _turns(e: Equation) -> bool:
-    return higher_order(e.name).loops
+    return e.row.loops
 
 
 def unbarred(program: Any) -> Any:

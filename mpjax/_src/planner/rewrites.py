@@ -12,7 +12,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.rules import MOVE, REDUCES, rule_of
+from mpjax._src.base.rules import MOVE, REDUCES
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     CUSTOM,
@@ -212,7 +212,7 @@ def _takes_half(e: Equation, low: set[Value]) -> bool:
 
 
 def _broadcasts(e: Equation) -> bool:
-    rule = rule_of(e.name)
+    rule = e.rule
     return rule.need == MOVE and REDUCES not in rule.traits and len(e.outs) == 1
 
 

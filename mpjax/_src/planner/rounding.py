@@ -6,6 +6,8 @@ layout, or if matmuls alone read it (`wanted`), which would round it themselves.
 """
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,8 +17,8 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import BRANCH, MAP, SCAN, higher_order
-from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS, rule_of
+from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
+from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
 from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
@@ -25,7 +27,7 @@ EXACT = ("neg", "abs", "max", "min", "select_n")
 
 def is_float32(v: Value) -> bool:
     """Returns whether a value is a float32 array."""
-    return _jax.is_array(v.aval) and v.aval.dtype == FLOAT32
+    return v.is_float32
 
 
 # A smaller array costs a kernel more to start than to read.
@@ -34,7 +36,7 @@ SMALL = 1 << 14
 
 def is_large(v: Value) -> bool:
     """Returns whether a value has so many entries that moving them takes time."""
-    return is_float32(v) and _jax.size_of(v.aval.shape) >= SMALL
+    return v.is_float32 and v.size >= SMALL
 
 
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
@@ -54,7 +56,7 @@ def halved(aval: Any, half: np.dtype) -> Any:
 
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
-    if rule_of(e.name).need != HALF or e.region.dtype not in ("", *HALF_NAMES):
+    if e.rule.need != HALF or e.region.dtype not in ("", *HALF_NAMES):
         return False
     return may_be_half_matmul(e)
 
@@ -79,7 +81,7 @@ def _is_narrow(e: Equation) -> bool:
 
 def may_be_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul of float32, which its author left to the policy."""
-    if rule_of(e.name).need != HALF or _jax.own_precision(e.params) is not None:
+    if e.rule.need != HALF or _jax.own_precision(e.params) is not None:
         return False
     if e.name == "dot_general" and not e.region.back:
         (contracted, _), _ = e.params["dimension_numbers"]
@@ -111,7 +113,7 @@ def with_rounded(
     written: list[Equation] = []
     rounded: dict[Value, Value] = {}
     for e in equations:
-        written.append(e.on(rounded.get(v, v) for v in e.ins) if reads(e) else e)
+        written.append(e.reading(rounded) if reads(e) else e)
         for v in e.outs:
             if v in values:
                 rounded[v] = append_rounded(v, half, written, like=e)
@@ -128,7 +130,7 @@ def may_be_half_operation(e: Equation) -> bool:
 
     Its derivative stays in float32.
     """
-    row = rule_of(e.name)
+    row = e.rule
     if row.need not in (FULL, FOLLOW) or NO_HALF_FORM in row.traits or e.region.back:
         return False
     return any(map(is_float32, e.outs))
@@ -152,7 +154,7 @@ def other_half(e: Equation) -> np.dtype | None:
 
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    if e.name == BARRIER or e.name in EXACT or rule_of(e.name).need == MOVE:
+    if e.name == BARRIER or e.name in EXACT or e.rule.need == MOVE:
         return True
     return bool(e.region.dtype) and _follows(e)
 
@@ -160,7 +162,7 @@ def is_view(e: Equation) -> bool:
 def _follows(e: Equation) -> bool:
     """Returns whether a list asks an equation to return 16 bits if it reads them."""
     asked = e.region.dtype == FOLLOWING and not e.region.back
-    return asked and rule_of(e.name).need in (FULL, FOLLOW)
+    return asked and e.rule.need in (FULL, FOLLOW)
 
 
 def is_zero(v: Value) -> bool:
@@ -171,7 +173,7 @@ def is_zero(v: Value) -> bool:
 
 def commutes(e: Equation) -> bool:
     """Returns whether a view of rounded operands is the rounded view: ranks see other ties."""
-    return RANKS not in rule_of(e.name).traits and not _follows(e)
+    return RANKS not in e.rule.traits and not _follows(e)
 
 
 def widens(e: Equation, half: np.dtype) -> bool:
@@ -189,9 +191,25 @@ def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]
     return [parts(program, rules=True, region=e.region) for program in programs(e)]
 
 
+# What was found in programs, as long as they exist: each level of loops asks again.
+_FOUND: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
+
+
+def inside(e: Equation, find: Callable[..., list[Any]], *given: Any) -> list[list[Any]]:
+    """Returns what is found in each program of an equation: that of `bodies`, and what is given."""
+    each = []
+    for program in programs(e):
+        found = _FOUND.setdefault(program, {})
+        key = find, e.region, *given
+        if key not in found:
+            found[key] = find(*parts(program, rules=True, region=e.region), *given)
+        each.append(found[key])
+    return each
+
+
 def programs(e: Equation) -> Sequence[Any]:
     """Returns the closed jaxprs of a scan, branch, map or custom rule, which planning enters."""
-    row = higher_order(e.name)
+    row = e.row
     if row.kind not in (SCAN, BRANCH, MAP) and e.name not in CUSTOM:
         return ()
     held = e.params[row.params[0]]
@@ -200,7 +218,7 @@ def programs(e: Equation) -> Sequence[Any]:
 
 def places(e: Equation) -> tuple[int, int, int]:
     """Returns where the arguments of its programs begin, and where the carries begin and end."""
-    row = higher_order(e.name)
+    row = e.row
     if row.kind != SCAN:
         return (1 if row.kind == BRANCH else 0), 0, 0
     consts, carry = _jax.scan_counts(e.params)
@@ -256,16 +274,18 @@ def _results(e: Equation, found: Collection[Value], half: np.dtype) -> list[Valu
     """Returns the results of a loop, branch or map that are 16-bit numbers; no carries are."""
     first, start, end = places(e)
     exact = [v in found and not start <= i < end for i, v in enumerate(e.ins[first:])]
-    each = []
-    for ins, equations, outs in bodies(e):
-        inside = made(equations, {v for v, yes in zip(ins, exact, strict=True) if yes}, half)
-        each.append([out in inside for out in outs])
+    each = inside(e, _made_inside, tuple(exact), half)
     carries = end - start
     return [
         out
         for i, (out, *flags) in enumerate(zip(e.outs, *each, strict=True))
         if all(flags) and i >= carries
     ]
+
+
+def _made_inside(ins: Any, equations: Any, outs: Any, exact: Any, half: np.dtype) -> list[bool]:
+    found = made(equations, {v for v, yes in zip(ins, exact, strict=True) if yes}, half)
+    return [v in found for v in outs]
 
 
 def wanted(
@@ -298,8 +318,11 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
 
 
 def _reads_signs(e: Equation) -> bool:
-    """Returns whether an equation reads the signs of a value, which rounding does not change."""
-    return e.name == "gt" and is_zero(e.ins[1])
+    """Returns whether an equation is a mask of a derivative: rounding leaves signs as they are.
+
+    What float16 rounds to zero has no derivative, as by hand.
+    """
+    return e.again and e.name == "gt" and is_zero(e.ins[1])
 
 
 def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value]:
@@ -316,30 +339,33 @@ def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value
 
 def _fed_inside(e: Equation, found: Collection[Value]) -> Iterable[Value]:
     first, start, end = places(e)
-    for ins, equations, outs in bodies(e):
-        carries = end - start
-        given = [x for x, v in zip(outs[carries:], e.outs[carries:], strict=True) if v in found]
-        inside = fed(equations, given)
-        yield from (v for v, x in zip(e.ins[first:], ins, strict=True) if x in inside)
+    given = tuple(v in found and i >= end - start for i, v in enumerate(e.outs))
+    for flags in inside(e, _fed, given):
+        yield from itertools.compress(e.ins[first:], flags)
+
+
+def _fed(ins: Any, equations: Any, outs: Any, given: Any) -> list[bool]:
+    found = fed(equations, itertools.compress(outs, given))
+    return [v in found for v in ins]
 
 
 def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:
     first, start, end = places(e)
-    carries, found = end - start, {*e.ins[:first], *e.ins[start:end]}
-    for ins, equations, outs in bodies(e):
-        halved = {
-            out
-            for i, (out, outer) in enumerate(zip(outs, e.outs, strict=True))
-            if i >= carries and outer not in full
-        }
-        inside = wanted(equations, outs, halved)
-        found.update(v for v, x in zip(e.ins[first:], ins, strict=True) if x not in inside)
+    found = {*e.ins[:first], *e.ins[start:end]}
+    halved = tuple(v not in full and i >= end - start for i, v in enumerate(e.outs))
+    for flags in inside(e, _read, halved):
+        found.update(itertools.compress(e.ins[first:], flags))
     return [*found]
+
+
+def _read(ins: Any, equations: Any, outs: Any, halved: Any) -> list[bool]:
+    low = wanted(equations, outs, {*itertools.compress(outs, halved)})
+    return [v not in low for v in ins]
 
 
 def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns the parameters of an equation; the programs of a loop, branch or map are changed."""
-    row, inner = higher_order(e.name), programs(e)
+    row, inner = e.row, programs(e)
     if not inner:
         return e.params
     changed = [change(building.as_closed(program)) for program in inner]

@@ -11,7 +11,7 @@ import jax
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.higher_order import SCAN, higher_order
+from mpjax._src.base.higher_order import SCAN
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, between, closed, opened, parts
 
@@ -61,7 +61,7 @@ def split(
         where: The policy.
         done: What was divided before.
     """
-    if higher_order(e.name).kind != SCAN or e.acts:
+    if e.row.kind != SCAN or e.acts:
         return None
     (program,) = rounding.programs(e)
     body = ins, equations, outs = parts(program, region=e.region)
@@ -90,7 +90,7 @@ def _split(
     (ins, equations, outs), kept = body, inside.values
     _, start, end = rounding.places(e)
     count, info = end - start, building.anonymous(rounding.programs(e)[0])
-    length = higher_order(e.name).turns(e)[0]
+    length = e.row.turns(e)[0]
     stacks = {v: out for v, out in zip(outs[count:], e.outs[count:], strict=True) if v in kept}
     new = [v for v in kept if v not in stacks]
     stacks |= {v: Value(building.stacked_aval(length, v.aval)) for v in new}

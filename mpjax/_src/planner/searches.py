@@ -43,7 +43,7 @@ def _matmuls_behind(v: Value, maker: dict[Value, Equation]) -> Iterable[Equation
     waiting, seen = [v], {v}
     while waiting:
         e = maker.get(waiting.pop())
-        if e is not None and rule_of(e.name).need == HALF:
+        if e is not None and e.rule.need == HALF:
             yield e
         elif e is not None and _is_elementwise(e):
             waiting += [x for x in e.ins if x not in seen]
@@ -51,7 +51,7 @@ def _matmuls_behind(v: Value, maker: dict[Value, Equation]) -> Iterable[Equation
 
 
 def _is_elementwise(e: Equation) -> bool:
-    row = rule_of(e.name)
+    row = e.rule
     between = row.need in (FOLLOW, MOVE) or (row.need == FULL and row.cost != NEVER)
     return between or e.name == "convert_element_type"
 
@@ -72,7 +72,7 @@ def loops(equations: Sequence[Equation]) -> set[Equation]:
     counts: set[Value] = set()
     for e in equations:
         reads = bool(counts) and not counts.isdisjoint(e.ins)
-        row = higher_order(e.name)
+        row = e.row
         repeats = reads and row.kind == WHILE and _multiplies(e.like)
         if repeats or (row.params and _ends_by_matmul(e.like)):
             found.add(e)

@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from mpjax._src.base import _jax
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
-from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero, shape
+from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.walks import Walks
@@ -35,9 +34,11 @@ def streams(
         small: The least number of entries of such a value; `rounding.SMALL` if None.
         ruled: The equations whose author wrote their backward pass, of which nothing is known.
     """
-    facts = Facts(equations)
     values = candidates(equations, results, half, rounding.SMALL if small is None else small)
+    facts = Facts(equations if values else ())
     values = [v for v in values if not _is_scaled(v, facts)]
+    if not values:
+        return [], facts
     walks = Walks(equations, results, facts, ruled)
     if half == np.float16:
         sized = _sized(equations, walks)
@@ -63,7 +64,7 @@ def candidates(
         if rounding.is_float32(out)
         and out not in made
         and len(kernels[out]) > 1
-        and _jax.size_of(shape(out)) >= small
+        and out.size >= small
     ]
 
 

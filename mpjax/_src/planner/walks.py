@@ -19,8 +19,7 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._src.base import _jax
-from mpjax._src.base.rules import PART, rule_of
+from mpjax._src.base.rules import PART
 from mpjax._src.planner import kinds
 from mpjax._src.planner.equations import BARRIER, Equation, Value
 from mpjax._src.planner.kinds import (
@@ -30,7 +29,6 @@ from mpjax._src.planner.kinds import (
     every,
     is_zero,
     moved,
-    shape,
     without_axes,
 )
 from mpjax._src.planner.levels import Facts
@@ -128,7 +126,7 @@ def _sources(equations: Sequence[Equation], facts: Facts) -> dict[Value, int]:
     found: dict[Value, int] = {}
     count = 0
     for e in equations:
-        own = facts.kinds[e] == kinds.MATMUL or (PART in rule_of(e.name).traits and e.outs[1:])
+        own = facts.kinds[e] == kinds.MATMUL or (PART in e.rule.traits and e.outs[1:])
         bits, parts = 0, e.ins
         if facts.kinds[e] in (kinds.ADDED, kinds.MULTIPLIED):
             parts = [v for v in e.ins if not facts.constant_along(v, e.outs[0])] or e.ins
@@ -165,7 +163,7 @@ class Walk:
         mine = [v for v in e.ins if v in self.on]
         if not mine:
             return None
-        largest = max(mine, key=lambda v: (_jax.size_of(shape(v)), -len(self.on[v].summed)))
+        largest = max(mine, key=lambda v: (v.size, -len(self.on[v].summed)))
         if e in self._ruled and not all(map(self.carries, mine)):
             return "read by a rule of its author"
         step = STEPS.get(self.facts.kinds[e])
@@ -209,7 +207,7 @@ def _moved(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
     shift = (*joined.shift, place) if single and joined.shift is not None else None
     joined = joined._replace(shift=shift)
     joined = joined._replace(view=all(walk.on[x].view for x in mine))
-    if len(shape(v)) == len(shape(out)) and e.name != "gather":
+    if len(v.shape) == len(out.shape) and e.name != "gather":
         return joined
     anywhere = {a: {*every(out)} for a in joined.places}
     return joined._replace(places=anywhere, level=every(out) if joined.level else NO_AXES)

@@ -15,8 +15,8 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32, HALVES
-from mpjax._src.base.higher_order import CALL, SCAN, WHILE, higher_order
-from mpjax._src.base.rules import HALF, rule_of
+from mpjax._src.base.higher_order import CALL, SCAN, WHILE
+from mpjax._src.base.rules import HALF
 from mpjax._src.planner import rounding
 from mpjax._src.planner.accumulators import Returned, unrounded
 from mpjax._src.planner.equations import (
@@ -160,19 +160,20 @@ class Writer:
         if e.name == "convert_element_type" and self._casts(e):
             return None
         halved_in, halved_out, params = self._forms(e)
-        if higher_order(e.name).kind == SCAN:
+        if e.row.kind == SCAN:
             e = e.on(e.ins, like=building.stacking(e.like))
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
         if e.outs and e.outs[0] in self.sums.of:
-            return self._with_accumulator(e.on(ins, params=params))
+            return self._with_accumulator(e, ins, params)
         outs = []
         for v, low in zip(e.outs, halved_out, strict=True):
             if low:
                 self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
-        e = _marked(e) if rounding.is_half_matmul(e) else e
-        self.written.append(e.on(ins, outs=outs, params=params))
+        self.written.append(
+            e.on(ins, outs, params, _marked(e) if rounding.is_half_matmul(e) else None)
+        )
 
     def _casts(self, e: Equation) -> bool:
         """Leaves out the user's own cast between float32 and 16 bits, if it changes no number."""
@@ -187,7 +188,7 @@ class Writer:
 
     def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Returns which operands and results are in 16 bits, and the parameters for that."""
-        row = higher_order(e.name)
+        row = e.row
         if rounding.is_half_matmul(e):
             ins = [i < 2 for i in range(len(e.ins))]
             low = rounding.returns_half(e)
@@ -220,12 +221,11 @@ class Writer:
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
 
-    def _with_accumulator(self, e: Equation) -> None:
+    def _with_accumulator(self, e: Equation, ins: list[Value], params: dict[str, Any]) -> None:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
         (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
         accumulator = self.sums.of[v]
-        wide = e.on(e.ins, outs=[accumulator], params={**e.params, **kind})
-        self.written.append(_marked(wide))
+        self.written.append(e.on(ins, [accumulator], {**params, **kind}, _marked(e)))
         self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
 
     def _in_other_half(self, e: Equation, half: np.dtype) -> None:
@@ -240,7 +240,7 @@ class Writer:
         outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
         returns = "preferred_element_type" in e.params
         params = {**e.params, "preferred_element_type": half} if returns else e.params
-        self.written.append(_marked(e.on(map(cast, e.ins), outs=outs, params=params)))
+        self.written.append(e.on(map(cast, e.ins), outs, params, _marked(e)))
         for v, out in zip(e.outs, outs, strict=True):
             if out is not v:
                 self._cast(out, v.aval, e)
@@ -282,6 +282,6 @@ class Writer:
         return inside, results, rounding.with_programs(e, rewrite)
 
 
-def _marked(e: Equation) -> Equation:
-    """Returns a matmul with the mark by which its lowering finds the form for each device."""
-    return e.on(e.ins, like=building.marked(e.like)) if rule_of(e.name).need == HALF else e
+def _marked(e: Equation) -> Any:
+    """Returns what a matmul is like, with the mark by which its lowering finds its form."""
+    return building.marked(e.like) if e.rule.need == HALF else e.like

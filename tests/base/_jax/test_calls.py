@@ -1,9 +1,10 @@
-"""Contract: what `_jax.linearized_once` assumes about JAX."""
+"""Contract: what `_jax.linearized_once` and `_jax.eval_once` assume about JAX."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import ad
 
 from mpjax._src.base import _jax
 
@@ -81,3 +82,24 @@ def test_linearized_once_differentiates_closed_over_values():
         return jnp.sum(_jax.linearized_once(jaxpr)(X)[0])
 
     assert jax.grad(fun)(2.0) == pytest.approx(float(jnp.sum(X)))
+
+
+def test_equal_equations_are_transposed_once(monkeypatch):
+    """A rule that transposes is called for the first of them; zeros stay symbolic."""
+    called, rule = [], ad.primitive_transposes[jax.lax.split_p]
+
+    def counting(cts, *args, **params):
+        called.append([type(ct) is ad.Zero for ct in cts])
+        return rule(cts, *args, **params)
+
+    monkeypatch.setitem(ad.primitive_transposes, jax.lax.split_p, counting)
+
+    def fun(x):
+        for _ in range(3):
+            x = jnp.concatenate([jnp.sin(jax.lax.split(x, (2, 2))[0])] * 2)
+        return [jnp.sum(x)]
+
+    jaxpr = _jax.trace(fun, [jax.typeof(X)], "fun")
+    got = jax.grad(lambda x: _jax.eval_once(jaxpr, x)[0])(X)
+    assert called == [[False, True]]
+    np.testing.assert_allclose(got, jax.grad(lambda x: fun(x)[0])(X), rtol=1e-6)

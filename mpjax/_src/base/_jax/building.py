@@ -40,7 +40,9 @@ __all__ = ["Var", "barrier_p"]
 
 def acts(effects: Any) -> bool:
     """Returns whether an equation with these effects does something besides its results."""
-    return any(not isinstance(e, NamedAxisEffect | InternalMutableArrayEffect) for e in effects)
+    return bool(effects) and any(
+        not isinstance(e, NamedAxisEffect | InternalMutableArrayEffect) for e in effects
+    )
 
 
 def varying(aval: Any) -> Any:

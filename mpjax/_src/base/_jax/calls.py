@@ -1,19 +1,26 @@
 """Calls of programs whose equations are inlined into the calling program."""
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src.core import set_current_trace
-from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
+from jax._src.interpreters.ad import (
+    LinearizeTrace,
+    backward_pass,
+    linearize_jaxpr,
+    primitive_linearizations,
+)
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer, dce_jaxpr
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
-from mpjax._src.base._jax.programs import bind, close, equation_key, eval_closed, open_jaxpr
+from mpjax._src.base._jax.keys import call_key
+from mpjax._src.base._jax.programs import bind, close, eval_closed, open_jaxpr, trace
 
 
 class _Inlined(Primitive):
@@ -44,7 +51,7 @@ def linearized_once(jaxpr: Any) -> Callable[..., list[Any]]:
 
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
-    """Evaluates a closed jaxpr; equal equations of it are linearized once, for they repeat."""
+    """Evaluates a closed jaxpr; equal equations are linearized and transposed once: they repeat."""
     inner, consts = open_jaxpr(jaxpr)
     env = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
     programs: dict[Any, Any] = {}
@@ -59,9 +66,8 @@ def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
             if program is None:
                 outs = bind(eqn, [read(atom) for atom in eqn.invars])
             else:
-                outs = linearized_once(program)(
-                    *(env[a] for a in eqn.invars if not isinstance(a, Literal))
-                )
+                ins = [env[a] for a in eqn.invars if not isinstance(a, Literal)]
+                outs = _inlined_p.bind(*ins, jaxpr=program, whole=True)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in inner.outvars]
 
@@ -72,7 +78,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     types = tuple(atom.aval for atom in eqn.invars)
     try:
         numbers = tuple((i, type(a.val), np.asarray(a.val).tobytes()) for i, a in literals)
-        key = equation_key(eqn), types, numbers
+        key = call_key(eqn), types, numbers
         if key in programs:
             return programs[key]
     except TypeError:  # a parameter that has no hash
@@ -108,18 +114,19 @@ def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
     return [read(atom, here) for atom in jaxpr.outvars]
 
 
-def _linearize(is_vjp, nonzero, *primals, jaxpr):
+def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False):
     forward, described, moving, places, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
     results = linearized_once(forward)(*primals)
     computed = iter(results[len(moving) :])
     operands = [*open_jaxpr(jaxpr)[1], *primals]
     residuals = [next(computed) if i is None else operands[i] for i in places]
     avals = [v.aval.to_tangent_aval() for v in open_jaxpr(jaxpr)[0].outvars]
+    map_of = _linear_p if whole and is_vjp else _inlined_p
 
     def linearized(residuals, *rest):
         more, tangents = rest[: -len(nonzero)], rest[-len(nonzero) :]
         varying = [t for t, yes in zip(tangents, nonzero, strict=True) if yes]
-        outs = iter(linearized_once(tangent)(*residuals, *varying, *jax.tree.leaves(more)))
+        outs = iter(map_of.bind(*residuals, *varying, *jax.tree.leaves(more), jaxpr=tangent))
         return [next(outs) if yes else ad.Zero(a) for a, yes in zip(avals, moving, strict=True)]
 
     if isinstance(described, int):
@@ -130,3 +137,56 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr):
 
 
 primitive_linearizations[_inlined_p] = _linearize
+
+
+class _Linear(Primitive):
+    """A linear program that waits for its transpose, which is one program for all its calls."""
+
+    multiple_results = True
+
+    def bind_with_trace(self, trace, args, avals, params, /):
+        inner, _ = open_jaxpr(params["jaxpr"])
+        if inner.effects or not isinstance(trace, DynamicJaxprTrace):
+            return _inlined_p.bind_with_trace(trace, args, avals, params)
+        here = current()
+        ins = [trace.to_jaxpr_tracer(x, here) for x in args]
+        types = [v.aval for v in inner.outvars]
+        return trace.emit_eqn(ins, types, self, params, inner.effects, here)
+
+
+_linear_p = _Linear("linear")
+# The transposes of linear programs, by which operands vary and which cotangents are not zero.
+_TRANSPOSED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _transpose(cts, *args, jaxpr):
+    vary = tuple(map(ad.is_undefined_primal, args))
+    some = tuple(type(ct) is not ad.Zero for ct in cts)
+    kept = [x for x, yes in zip(args, vary, strict=True) if not yes]
+    given = [ct for ct, yes in zip(cts, some, strict=True) if yes]
+    done = _TRANSPOSED.setdefault(jaxpr, {})
+    if (vary, some) not in done:
+        done[vary, some] = _transposed(jaxpr, some, args, [*kept, *given])
+    program, moves = done[vary, some]
+    grads = iter(linearized_once(program)(*kept, *given))
+    return [next(grads) if yes else None for yes in moves]
+
+
+def _transposed(jaxpr: Any, some: Sequence[bool], like: Sequence[Any], given: Any) -> Any:
+    """Returns the transpose of a linear program, and for which operands it has a cotangent."""
+    inner, consts = open_jaxpr(jaxpr)
+    inner, _ = dce_jaxpr(inner, some, instantiate=True)
+    moves: list[bool] = []
+
+    def run(*args):
+        rest = iter(args)
+        primals = [x if ad.is_undefined_primal(x) else next(rest) for x in like]
+        pairs = zip(backward_pass(inner, False, consts, primals, [*rest]), like, strict=True)
+        grads = [(g, ad.is_undefined_primal(x) and type(g) is not ad.Zero) for g, x in pairs]
+        moves.extend(yes for _, yes in grads)
+        return [g for g, yes in grads if yes]
+
+    return trace(run, [*map(jax.typeof, given)], "transposed"), moves
+
+
+ad.primitive_transposes[_linear_p] = _transpose

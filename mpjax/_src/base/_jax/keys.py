@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import linear_util as lu
 from jax.extend.core import Literal
 
-from mpjax._src.base._jax.programs import Structure, inner_jaxprs, open_jaxpr
+from mpjax._src.base._jax.programs import Structure, equation_key, inner_jaxprs, open_jaxpr
 
 # Parameters that only derivatives read. A trace makes new functions for them.
 _OF_DERIVATIVES = frozenset(
@@ -121,12 +121,27 @@ def rules_key(jaxpr: Any) -> Any:
 _RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd")
 
 
+def call_key(eqn: Any) -> Any:
+    """Returns a key of an equation's operation and source; calls with equal rules have the same.
+
+    Raises:
+        TypeError: If a part of it has no key.
+    """
+    rules = tuple(_rule(eqn.params[name]) for name in _RULES if name in eqn.params)
+    if not rules:
+        return equation_key(eqn)
+    names = (name for name in eqn.params if name not in _OF_DERIVATIVES)
+    params = tuple((name, _key(eqn.params[name])) for name in names)
+    inner = tuple(map(rules_key, inner_jaxprs(eqn)))
+    return eqn.primitive, params, rules, inner, eqn.ctx, eqn.source_info.traceback
+
+
 def _rule(x: Any, depth: int = 0) -> Any:
     if depth > 2 * _DEEP:
         raise TypeError("A rule is too deep.")
     if isinstance(x, lu.WrappedFun):
-        trees = [Structure(p) for _, params in x.transforms for p in params if _is_tree(p)]
-        return _rule(x.f, depth + 1), *trees
+        given = [part for _, params in x.transforms for p in params for part in _given(p)]
+        return _rule(x.f, depth + 1), *given
     if isinstance(x, tuple | list):
         return tuple(_rule(part, depth + 1) for part in x)
     if not isinstance(x, types.FunctionType):
@@ -147,8 +162,13 @@ def _value(x: Any) -> Any:
     return (type(x), repr(x)) if isinstance(x, bool | int | float | complex | str) else _Same(x)
 
 
-def _is_tree(x: Any) -> bool:
-    return isinstance(x, jax.tree_util.PyTreeDef)
+def _given(x: Any) -> list[Any]:
+    """Returns keys of what JAX passes on to a rule: trees, and arguments that are not traced."""
+    if isinstance(x, jax.tree_util.PyTreeDef):
+        return [Structure(x)]
+    if isinstance(x, tuple):
+        return [part for y in x for part in _given(y)]
+    return [_rule(x.val)] if hasattr(x, "val") else []
 
 
 def _is_filled(cell: types.CellType) -> bool:
