@@ -44,6 +44,7 @@ def rewritten(
         half: The 16-bit dtype.
     """
     first, second = weights_of_softmax([*early], [*late], outs, half)
+    second = needed(second, results)  # a checkpoint's has weights of its own
     shared = rounded_once([*first, *second], second, results)
     return first, rounding.with_rounded(second, shared, half)
 
