@@ -71,7 +71,8 @@ class Program:
     def written(self) -> Any:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
-        return written(self.closed, self.half, self.halved_in, self.halved_out, returned)
+        halved = self.halved_in, self.halved_out
+        return written(self.closed, self.half, *halved, returned, outermost=True)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
