@@ -22,6 +22,7 @@ from mpjax._src.planner.equations import (
     opened,
     readers_of,
 )
+from mpjax._src.planner.picks import compared
 
 Parts = tuple[list[Equation], list[Equation]]
 EXPONENTIALS = ("exp", "exp2")
@@ -44,7 +45,7 @@ def rewritten(
         half: The 16-bit dtype.
     """
     first, second = weights_of_softmax([*early], [*late], outs, half)
-    second = needed(second, results)  # a checkpoint's has weights of its own
+    second = compared(needed(second, results))  # a checkpoint's softmax has weights of its own
     shared = rounded_once([*first, *second], second, results)
     return first, rounding.with_rounded(second, shared, half)
 
