@@ -25,12 +25,14 @@ from mpjax._src.planner.equations import (
     Value,
     closed,
     dependents,
+    once,
     opened,
     parts,
     readers_of,
 )
 from mpjax._src.planner.partition import handed
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.turns import apart
 
 
 def joined(
@@ -152,6 +154,8 @@ class Body:
         returned = [self.outs[i] for i in public]
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half)
+        self.second, self.back_outs = once(self.second, self.back_outs)
+        self.first, self.second = apart(self.first), apart(self.second)
         self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)

@@ -30,6 +30,7 @@ from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import Traffic
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written
 
 
@@ -175,7 +176,7 @@ class Derivative:
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
         joined(equations, self._cts, self.inputs, results, half)
-        self._early, self._late = parted(needed(equations, results), self._cts)
+        self._early, self._late = parted(apart(needed(equations, results)), self._cts)
         parts_of = self._early, self._late, self._outs, self._grads
         self._early, self._late = rewritten(*parts_of, half)
         halved = _chosen(self.inputs, program.halved_in)
