@@ -29,6 +29,7 @@ from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import Traffic
+from mpjax._src.planner.recurrences import recurrent
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written
@@ -308,6 +309,7 @@ def _with_gradient(
     that a rule computes its function again there is what its author asked for.
     """
     residuals: Any = None
+    jaxpr = recurrent(program.closed)
 
     def ahead(*args):
         nonlocal residuals
@@ -316,7 +318,7 @@ def _with_gradient(
             full = list(args)
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
-            return _jax.eval_once(program.closed, *full)
+            return _jax.eval_once(jaxpr, *full)
 
         outs, vjp = jax.vjp(of_moving, *(args[i] for i in by))
         kept, tree = jax.tree.flatten(vjp)
