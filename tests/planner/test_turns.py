@@ -142,3 +142,26 @@ def test_gradients_of_gradients():
     ours = loss(lambda f: planned(f, EXACT))
     assert_near(ours(X, H, XS), loss(lambda f: f)(X, H, XS), rtol=1e-3)
     assert np.isfinite(ours(X, H, XS)[0]).all()
+
+
+def test_constants_are_spread_in_the_turns():
+    batch, rows = 3, 16
+
+    def attend(x, w):
+        scores = jnp.einsum("brd,bsd->brs", x @ w, x)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), scores.shape)
+        return jax.nn.softmax(jnp.where(mask, scores, -1e30)) @ x, None
+
+    def fun(ws, x):
+        return lax.scan(attend, x, ws)[0]
+
+    args = normal(5, 4, WIDTH, WIDTH, scale=0.1), normal(6, batch, rows, WIDTH)
+    ours, theirs = (jax.grad(f, (0, 1)) for f in (planned(total(fun), EXACT), total(fun)))
+
+    def masks(grad):
+        loops = [e for e in equations(jax.make_jaxpr(grad)(*args)) if e.primitive.name == "scan"]
+        given = [v.aval for e in loops for v in e.invars]
+        return {aval.shape for aval in given if aval.dtype == bool}
+
+    assert masks(theirs) == {(batch, rows, rows)} and masks(ours) <= {(rows, rows)}
+    assert_near(ours(*args), theirs(*args), rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Matmuls of a loop that no turn waits for run before or after it, once for all turns.
+"""What a loop need not do or read in each turn: matmuls, and constants that are spread.
 
 A recurrent layer multiplies each slice of its input by the same weights, and adds up the gradient
 of its weights turn by turn: each turn reads the weights, and reads and writes the float32 sum. One
@@ -7,9 +7,12 @@ matmul of the stack of all turns does the same, and rounds once:
 - A matmul of a slice and a constant runs ahead of the loop.
 - One whose result is only stacked runs behind it, on what is stacked in its place.
 - So does one whose results are only added up: its sum over turns is a longer sum of products.
+
+A constant that was spread over more axes before the loop is spread in the turns, where that fuses
+into what reads it. JAX moves the masks of attention out of a loop over layers, of full size.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,16 +43,17 @@ LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "sl
 def apart(equations: Sequence[Equation]) -> list[Equation]:
     """Returns equations whose loops leave out the matmuls that no turn waits for."""
     found: list[Equation] = []
+    maker = {out: e for e in equations for out in e.outs}
     for e in equations:
-        found += _Turns(e).apart() if higher_order(e.name).kind == SCAN else [e]
+        found += _Turns(e, maker).apart() if higher_order(e.name).kind == SCAN else [e]
     return found
 
 
 class _Turns:
     """A loop whose body is open."""
 
-    def __init__(self, e: Equation) -> None:
-        self.loop, (program,) = e, rounding.programs(e)
+    def __init__(self, e: Equation, around: Mapping[Value, Equation]) -> None:
+        self.loop, self.around, (program,) = e, around, rounding.programs(e)
         self.length = higher_order(e.name).turns(e)[0]
         self.ins, self.equations, self.outs = parts(building.as_closed(program), region=e.region)
         self.maker = {out: e for e in self.equations for out in e.outs}
@@ -59,8 +63,26 @@ class _Turns:
 
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
-        ahead, behind = self._ahead(), [*self._sums(), *self._stacks()]
-        return [*ahead, self._closed(), *behind] if ahead or behind else [self.loop]
+        spread, ahead, behind = self._spread(), self._ahead(), [*self._sums(), *self._stacks()]
+        return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
+
+    # ---- inside
+
+    def _spread(self) -> bool:
+        """Spreads constants in the turns that were spread before the loop; returns whether any."""
+        spread: list[Equation] = []
+        for i, v in enumerate(self.given[: self.start]):
+            out, large = self.ins[i], _size([v]) >= rounding.SMALL
+            while large and (e := self.around.get(v)) and e.name == "broadcast_in_dim":
+                if len(e.ins) != 1 or _size(e.ins) == _size(e.outs):
+                    break
+                (v,) = e.ins
+                self.given[i] = v
+                self.ins[i] = Value(v.aval)
+                spread.append(e.on([v if v.literal else self.ins[i]], outs=[out]))
+                out = self.ins[i]
+        self.equations[:0] = spread[::-1]
+        return bool(spread)
 
     # ---- ahead of the loop
 
