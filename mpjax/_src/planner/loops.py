@@ -156,7 +156,8 @@ class Body:
         joined(both, new, free, [*returned, *self.back_outs], half)
         self.second, self.back_outs = once(self.second, self.back_outs)
         self.first, self.second = apart(self.first), apart(self.second)
-        self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
+        ends = returned, self.back_outs, new
+        self.first, self.second = rewritten(self.first, self.second, *ends, half)
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)

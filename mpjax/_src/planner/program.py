@@ -179,7 +179,7 @@ class Derivative:
         joined(equations, self._cts, self.inputs, results, half)
         self._early, self._late = parted(apart(needed(equations, results)), self._cts)
         parts_of = self._early, self._late, self._outs, self._grads
-        self._early, self._late = rewritten(*parts_of, half)
+        self._early, self._late = rewritten(*parts_of, self._cts, half)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
         moved = dependents(self._early, [self.inputs[i] for i in self.by])
