@@ -105,7 +105,8 @@ def _weights_again(
 ) -> list[Equation]:
     """Changes the softmaxes that a checkpoint computes again; its matmuls are what it computes."""
     waiting = dependents(late, cotangents)
-    again, rest = [], []
+    again: list[Equation] = []
+    rest: list[Equation] = []
     for e in late:  # a barrier holds cotangents too
         (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
     matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
