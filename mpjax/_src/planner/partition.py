@@ -98,10 +98,8 @@ def _lightest(
             continue
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
         edges += [(i, out) for i in ins for out in outs]
-    weights, read = [price(v) for v in nodes], [number[v] for v in crossing]
-    # Of sets that are as light, the one that is written anyway.
-    ties = {number[out]: 1 for e in equations if runs_again(e) for out in e.outs}
-    cut = cheapest_cut(weights, edges, sources, read, costs(nodes), ties)
+    weights = [price(v) for v in nodes]
+    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing], costs(nodes))
     return [nodes[i] for i in sorted(cut)]
 
 
