@@ -26,6 +26,7 @@ from mpjax._src.planner.equations import (
     Value,
     closed,
     dependents,
+    once,
     opened,
     parts,
     readers_of,
@@ -33,6 +34,7 @@ from mpjax._src.planner.equations import (
 from mpjax._src.planner.maxima import unpooled
 from mpjax._src.planner.partition import handed
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.turns import apart
 
 
 def joined(
@@ -154,7 +156,10 @@ class Body:
         returned = [self.outs[i] for i in public]
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half)
-        self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
+        self.second, self.back_outs = once(self.second, self.back_outs)
+        self.first, self.second = apart(self.first), apart(self.second)
+        ends = returned, self.back_outs, new
+        self.first, self.second = rewritten(self.first, self.second, *ends, half)
         both = [*self.first, *self.second]
         shared = rounded_once(both, self.second, self.back_outs)
         self.second = unpooled(rounding.with_rounded(self.second, shared, half))

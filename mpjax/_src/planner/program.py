@@ -31,7 +31,9 @@ from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import Traffic
+from mpjax._src.planner.recurrences import recurrent
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written
 
 
@@ -74,7 +76,8 @@ class Program:
     def written(self) -> Any:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
-        return written(self.closed, self.half, self.halved_in, self.halved_out, returned)
+        halved = self.halved_in, self.halved_out
+        return written(self.closed, self.half, *halved, returned, outermost=True)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
@@ -178,9 +181,9 @@ class Derivative:
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
         joined(equations, self._cts, self.inputs, results, half)
-        self._early, self._late = parted(needed(equations, results), self._cts)
+        self._early, self._late = parted(apart(needed(equations, results)), self._cts)
         parts_of = self._early, self._late, self._outs, self._grads
-        self._early, self._late = rewritten(*parts_of, half)
+        self._early, self._late = rewritten(*parts_of, self._cts, half)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
         moved = dependents(self._early, [self.inputs[i] for i in self.by])
@@ -313,6 +316,7 @@ def _with_gradient(
     that a rule computes its function again there is what its author asked for.
     """
     residuals: Any = None
+    jaxpr = recurrent(program.closed)
 
     def ahead(*args):
         nonlocal residuals
@@ -321,7 +325,7 @@ def _with_gradient(
             full = list(args)
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
-            return _jax.eval_once(program.closed, *full)
+            return _jax.eval_once(jaxpr, *full)
 
         outs, vjp = jax.vjp(of_moving, *(args[i] for i in by))
         kept, tree = jax.tree.flatten(vjp)

@@ -15,16 +15,19 @@ from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import MOVE, REDUCES
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
+    BARRIER,
     CUSTOM,
     Equation,
     Value,
     dependents,
+    in_order,
     needed,
     opened,
     readers_of,
 )
 from mpjax._src.planner.kinds import is_zero
 from mpjax._src.planner.maxima import with_positions
+from mpjax._src.planner.picks import compared
 from mpjax._src.planner.prices import of_several
 
 Parts = tuple[list[Equation], list[Equation]]
@@ -36,6 +39,7 @@ def rewritten(
     late: Sequence[Equation],
     outs: Sequence[Value],
     results: Collection[Value],
+    cotangents: Collection[Value],
     half: np.dtype,
 ) -> Parts:
     """Returns the forward and the backward part, changed where that keeps less.
@@ -45,9 +49,12 @@ def rewritten(
         late: The equations of the backward part.
         outs: What the forward part returns.
         results: What the backward part returns.
+        cotangents: The arguments of the backward part alone.
         half: The 16-bit dtype.
     """
     first, second = weights_of_softmax(*with_positions(early, late), outs, half)
+    # A checkpoint's softmax has weights of its own.
+    second = compared(needed(_weights_again(second, cotangents, half), results))
     first, second = masks(first, second, outs)
     return copies(first, second, results, half)
 
@@ -151,6 +158,20 @@ def weights_of_softmax(
         changed.append(e.on(pick.get(v, v) for v in e.ins))
     gone = {*map(id, later)}
     return [e for e in early if id(e) not in gone], [*first, *changed]
+
+
+def _weights_again(
+    late: Sequence[Equation], cotangents: Collection[Value], half: np.dtype
+) -> list[Equation]:
+    """Changes the softmaxes that a checkpoint computes again; its matmuls are what it computes."""
+    waiting = dependents(late, cotangents)
+    again: list[Equation] = []
+    rest: list[Equation] = []
+    for e in late:  # a barrier holds cotangents too
+        (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
+    matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
+    first, second = weights_of_softmax(again, rest, matmuls, half)
+    return in_order([*(dataclasses.replace(e, again=True) for e in first), *second])
 
 
 class Softmax(NamedTuple):

@@ -37,6 +37,7 @@ def written(
     halved_out: Sequence[bool],
     returned: Sequence[bool],
     region: Region = NOWHERE,
+    outermost: bool = False,
 ) -> Any:
     """Returns a float32 program with casts.
 
@@ -47,6 +48,7 @@ def written(
         halved_out: For each result, whether it leaves in 16 bits.
         returned: For each result, whether it leaves as an accumulator, if it is one.
         region: The region of the equation that holds the program.
+        outermost: Whether its arguments are arrays, and no parts of some in a loop.
 
     Returns:
         The closed jaxpr.
@@ -58,7 +60,7 @@ def written(
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     wanted, numbers = rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
-    writer = Writer(half, given, wanted, numbers, sums)
+    writer = Writer(half, given, wanted, numbers, sums, {*ins} if outermost else ())
     arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
@@ -78,6 +80,7 @@ class Writer:
         wanted: The values that are read in 16 bits alone.
         numbers: The constants that are 16-bit numbers.
         sums: The accumulators that the program returns.
+        arrays: The arguments that are arrays in float32, or in 16 bits.
         fulls: The float32 forms.
         lows: The 16-bit forms.
         same: What stands for values of other dtypes: for the user's own casts to 16 bits.
@@ -91,8 +94,10 @@ class Writer:
         wanted: Collection[Value],
         numbers: Collection[Value],
         sums: Returned,
+        arrays: Collection[Value],
     ) -> None:
-        self.half, self.wanted, self.numbers, self.sums = half, wanted, numbers, sums
+        self.half, self.wanted, self.numbers = half, wanted, numbers
+        self.sums, self.arrays = sums, arrays
         self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
         self.same: dict[Value, Value] = {}
@@ -259,11 +264,13 @@ class Writer:
         outs_made = rounding.made([e], low, self.half)
         asked = [v in self.wanted for v in e.outs]
         read = rounding.wanted([e], e.outs, [v for v in e.outs if v in self.wanted])
+        # A turn copies its slice of an array: it casts the copy.
+        slices = end if e.row.kind == SCAN else len(e.ins)
         inside = [
             rounding.is_float32(v)
             and i >= first
             and not start <= i < end
-            and (self.is_made(v) or v in read)
+            and (self.is_made(v) or (v in read and not (i >= slices and v in self.arrays)))
             for i, v in enumerate(e.ins)
         ]
         unrounded = self.sums.inside.get(e) or [False] * len(e.outs)
