@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -257,8 +257,7 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
-        before = {(v, e.name) for e in self._early for v in e.ins}
-        body, grads = _held_apart(self.saved, before, [*self._again, *late], grads, [*cts])
+        body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -402,21 +401,20 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
 
 def _held_apart(
     saved: Sequence[Value],
-    before: Collection[tuple[Value, str]],
     equations: Sequence[Equation],
     results: Sequence[Value],
     cotangents: Sequence[Value],
 ) -> tuple[list[Equation], list[Value]]:
     """Puts what something is computed from again behind a barrier.
 
-    XLA would find that it has been computed before, and would keep that in place of what is handed
-    over. It finds nothing in loops, and nothing that cotangents are part of. There a barrier would
-    only ask for the default layout, which costs a copy. ``before`` has the names of the operations
-    that the forward part reads each value with.
+    XLA would find that it has been computed before, or compute it early, and would keep that in
+    place of what is handed over, if that is no smaller. It finds nothing in loops, and nothing that
+    cotangents are part of. There a barrier would only ask for the default layout, which costs a
+    copy.
     """
     late = dependents(equations, cotangents)
     again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
-    read = {v for e in again for v in e.ins if (v, e.name) in before}
+    read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
     apart = [v for v in saved if v in read]
     if not apart:
         return [*equations], [*results]
