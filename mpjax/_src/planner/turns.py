@@ -8,6 +8,9 @@ matmul of the stack of all turns does the same, and rounds once:
 - One whose result is only stacked runs behind it, on what is stacked in its place.
 - So does one whose results are only added up: its sum over turns is a longer sum of products.
 
+A loop that stacks less than that in a turn runs turn by turn to hold little, as one over the chunks
+of a loss: it stays.
+
 A constant that was spread over more axes before the loop is spread in the turns, where that fuses
 into what reads it. JAX moves the masks of attention out of a loop over layers, of full size.
 """
@@ -60,6 +63,7 @@ class _Turns:
         _, self.start, self.end = rounding.places(e)
         self.given, self.results = [*e.ins], [*e.outs]  # outside, of `ins` and `outs`
         self.carries = self.end - self.start
+        self.held = _size([*self.ins[self.end :], *self.outs[self.carries :]])  # of a turn
 
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
@@ -96,7 +100,8 @@ class _Turns:
         ]
         made = [d.outs[0] for d in dots]
         before = between(self.equations, made, {*self.ins})
-        if not dots or not all(e in dots or runs_again(e) for e in before):
+        alone = all(e in dots or runs_again(e) for e in before)
+        if not dots or not alone or _size(made) > self.held:
             return []
         ins = [*self.ins[: self.start], *self.ins[self.end :]]
         given = [*self.given[: self.start], *self.given[self.end :]]
@@ -133,12 +138,13 @@ class _Turns:
 
     def _sums(self) -> list[Equation]:
         """Takes out the matmuls whose results are only added up."""
-        turning = dependents(self.equations, self.ins[self.start :])
+        turning = self._turning()
         chains, taken = self._chains(), []
 
         def is_worth(d):
             new = {v for v in map(self._source, d.ins) if self._stack(v) is None}
-            return turning.issuperset(d.ins) and ADDED * _size(d.outs) > STACKED * _size(new)
+            worth = ADDED * _size(d.outs) > STACKED * _size(new) and _size(new) <= self.held
+            return worth and turning.issuperset(d.ins)
 
         while chains:
             sums = [add for chain in chains.values() for add in chain]
@@ -187,11 +193,11 @@ class _Turns:
 
     def _stacks(self) -> list[Equation]:
         """Takes out the matmuls whose results are only stacked."""
-        turning = dependents(self.equations, self.ins[self.start :])
+        turning = self._turning()
 
         def is_worth(d):
             new = {v for v in map(self._source, d.ins) if v in turning and self._stack(v) is None}
-            return self._is_worth(d, turning, [*new])
+            return self._is_worth(d, turning, [*new]) and _size(new) <= self.held
 
         stacked = {v for v in self.outs[self.carries :] if self.outs.count(v) == 1}
         taken = self._taken((), stacked, is_worth, runs_again)
@@ -223,7 +229,7 @@ class _Turns:
         waiting = dependents(self.equations, self.ins[self.start : self.end])
         waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
         waiting = dependents(self.equations, waiting)
-        turning = dependents(self.equations, self.ins[self.start :])
+        turning = self._turning()
         readers = readers_of(self.equations)
         dots = {e for e in self.equations if _is_plain(e) and is_worth(e)}
         taken = dots | {e for e in self.equations if follows(e) and not turning.isdisjoint(e.outs)}
@@ -241,6 +247,13 @@ class _Turns:
             if left == taken:
                 return [e for e in self.equations if e in taken]
             taken = left
+
+    def _turning(self) -> set[Value]:
+        """Returns the values that are others in each turn, or wait behind a barrier for one."""
+        found = {*self.ins[self.start :]}
+        for e in self.equations:
+            found.update(e.outs if not found.isdisjoint(e.ins) else ())
+        return found
 
     def _source(self, v: Value) -> Value:
         """Returns a value that is stacked anyway of which another one is a view, or that one."""
