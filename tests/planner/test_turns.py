@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from joint import EXACT, planned
-from planners import PLANNERS, sound
+from planners import PLANNERS, kept, sound
 from support import assert_near, equations, normal
 
 TURNS, BATCH, WIDTH = 6, 4, 32
@@ -183,3 +183,18 @@ def test_constants_are_spread_in_the_turns():
 
     assert masks(theirs) == {(batch, rows, rows)} and masks(ours) <= {(rows, rows)}
     assert_near(ours(*args), theirs(*args), rtol=1e-4)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_turns_give_is_not_stacked_again_where_it_is_given(reverse):
+    def fun(h, xs):
+        def turn(s, row):
+            s = jnp.tanh(row + s @ h)
+            return s, s
+
+        return lax.scan(turn, xs[0], xs, reverse=reverse)[1]
+
+    ours = planned(total(fun), EXACT)
+    assert_near(jax.grad(ours, (0, 1))(H, XS), jax.grad(total(fun), (0, 1))(H, XS), rtol=1e-4)
+    assert kept(ours, (H, XS), (0, 1)) == 4 * XS.size
+    assert kept(total(fun), (H, XS), (0, 1)) >= 8 * XS.size

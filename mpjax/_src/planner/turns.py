@@ -67,7 +67,8 @@ class _Turns:
 
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
-        spread, ahead, behind = self._spread(), self._ahead(), [*self._sums(), *self._stacks()]
+        spread, ahead = self._spread(), self._ahead()
+        behind = [*self._moved(), *self._sums(), *self._stacks()]
         return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
 
     # ---- inside
@@ -135,6 +136,30 @@ class _Turns:
         return opened(traced, given, into, again=e.again, stack=e.stack, region=e.region)
 
     # ---- behind it
+
+    def _moved(self) -> list[Equation]:
+        """Takes out stacks of what turns get, where what they give is stacked: moved by a turn."""
+        carried = self.ins[self.start : self.end]
+        backwards = higher_order(self.loop.name).turns(self.loop)[1]
+        into: list[Equation] = []
+        for i in range(self.carries, len(self.outs))[::-1]:
+            j = carried.index(self.outs[i]) if self.outs[i] in carried else None
+            stack = self._stack(self.outs[j]) if j is not None else None
+            if j is None or stack is None or stack is self.results[i]:
+                continue
+
+            def run(first, rest):
+                rest = rest[1:] if backwards else rest[:-1]
+                both = [rest, first[None]] if backwards else [first[None], rest]
+                return [jax.numpy.concatenate(both)]
+
+            given = [self.given[self.start + j], stack]
+            traced = _jax.trace(run, [v.aval for v in given], "moved")
+            e = self.loop
+            (v,) = opened(traced, given, into, again=e.again, stack=e.stack, region=e.region)
+            _rename(into, v, self.results[i])
+            del self.outs[i], self.results[i]
+        return into
 
     def _sums(self) -> list[Equation]:
         """Takes out the matmuls whose results are only added up."""
