@@ -15,6 +15,7 @@ A constant that was spread over more axes before the loop is spread in the turns
 into what reads it. JAX moves the masks of attention out of a loop over layers, of full size.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import SCAN, higher_order
+from mpjax._src.base.rules import DEAR, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     Equation,
@@ -40,6 +42,7 @@ from mpjax._src.planner.partition import runs_again
 STACKED = 2.5
 # What it costs to add to an entry of a float32 sum: it is read and written.
 ADDED = 4
+SPREAD = "broadcast_in_dim"
 LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
 
 
@@ -75,19 +78,39 @@ class _Turns:
 
     def _spread(self) -> bool:
         """Spreads constants in the turns that were spread before the loop; returns whether any."""
+        ins: list[Value] = []
+        given: list[Value] = []
         spread: list[Equation] = []
-        for i, v in enumerate(self.given[: self.start]):
-            out, large = self.ins[i], _size([v]) >= rounding.SMALL
-            while large and (e := self.around.get(v)) and e.name == "broadcast_in_dim":
-                if len(e.ins) != 1 or _size(e.ins) == _size(e.outs):
-                    break
-                (v,) = e.ins
-                self.given[i] = v
-                self.ins[i] = Value(v.aval)
-                spread.append(e.on([v if v.literal else self.ins[i]], outs=[out]))
-                out = self.ins[i]
-        self.equations[:0] = spread[::-1]
+        for v, outer in zip(self.ins[: self.start], self.given, strict=False):
+            large = _size([outer]) >= rounding.SMALL
+            equations, small = self._smaller(outer) if large else ([], [outer])
+            inner = {x: Value(x.aval) for x in small} if equations else {outer: v}
+            ins += inner.values()
+            given += inner
+            for e in dict.fromkeys(equations):
+                inner[e.outs[0]] = v if e.outs[0] is outer else Value(e.outs[0].aval)
+                spread.append(e.on((inner.get(x, x) for x in e.ins), outs=[inner[e.outs[0]]]))
+        self.ins[: self.start], self.given[: self.start] = ins, given
+        self.start, self.end = len(ins), len(ins) + self.carries
+        self.equations[:0] = spread
         return bool(spread)
+
+    def _smaller(self, v: Value) -> tuple[list[Equation], list[Value]]:
+        """Returns equations that spread smaller values to one, as operands of one cheap operation.
+
+        If there are none, the value itself.
+        """
+        e = self.around.get(v)
+        if e is None or not runs_again(e) or rule_of(e.name).cost == DEAR or len(e.outs) > 1:
+            return [], [v]
+        operands = [x for x in e.ins if not x.literal]
+        makers = [self.around.get(x) for x in operands]
+        spreads = e.name == SPREAD or all(m is not None and m.name == SPREAD for m in makers)
+        each = [self._smaller(x) for x in operands] if spreads else []
+        small = [*dict.fromkeys(x for _, values in each for x in values)]
+        if not spreads or 2 * _size(small) > _size([v]):
+            return [], [v]
+        return [*itertools.chain(*(equations for equations, _ in each)), e], small
 
     # ---- ahead of the loop
 
