@@ -50,7 +50,7 @@ def rewritten(
     """
     first, second = weights_of_softmax([*early], [*late], outs, half)
     # A checkpoint's softmax has weights of its own.
-    second = compared(needed(_weights_again(second, cotangents, half), results))
+    second = compared(needed(_weights_again(second, cotangents, half), results), first)
     shared = rounded_once([*first, *second], second, results)
     return first, rounding.with_rounded(second, shared, half)
 
@@ -111,6 +111,8 @@ def _weights_again(
         (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
     matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
     first, second = weights_of_softmax(again, rest, matmuls, half)
+    if second is rest:
+        return [*late]
     return in_order([*(dataclasses.replace(e, again=True) for e in first), *second])
 
 
