@@ -41,6 +41,15 @@ def concatenated(x, h, xs):
     return lax.scan(turn, xs[0], xs)[0]
 
 
+def stacked(x, h, xs):
+    def turn(s, row):
+        y = row @ x
+        z = jnp.tanh(y) @ x
+        return jnp.tanh(z + s @ h), (y, z, y * s)
+
+    return lax.scan(turn, xs[0], xs)
+
+
 def nested(x, h, xs):
     def turn(s, row):
         rows = jnp.stack([row, s])
@@ -58,7 +67,7 @@ def branches(x, h, xs):
     return lax.scan(turn, xs[0], jnp.arange(3) % 2)[0]
 
 
-PROGRAMS = {f.__name__: f for f in (recurrent, reversed_, concatenated, nested, branches)}
+PROGRAMS = {f.__name__: f for f in (recurrent, reversed_, concatenated, stacked, nested, branches)}
 PROGRAMS["checkpoint"] = lambda x, h, xs: lax.scan(
     jax.checkpoint(lambda s, row: (jnp.tanh(row @ x + s @ h), row @ x)), xs[0], xs
 )

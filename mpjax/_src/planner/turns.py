@@ -71,7 +71,8 @@ class _Turns:
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
         spread, ahead = self._spread(), self._ahead()
-        behind = [*self._moved(), *self._sums(), *self._stacks()]
+        moved, sums = self._moved(), self._sums()
+        behind = [*self._stacks(), *moved, *sums]  # which may read what was a stack of the loop
         return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
 
     # ---- inside
@@ -254,7 +255,8 @@ class _Turns:
         places = [i for i, v in enumerate(self.outs) if v in behind]
         if not places:
             return []
-        read = dict.fromkeys(self._source(v) for e in dots for v in e.ins if v in turning)
+        waits = turning - behind
+        read = dict.fromkeys(self._source(v) for e in dots for v in e.ins if v in waits)
         read |= dict.fromkeys(self.ins[self.end :])
         ins, made = [*self.ins[: self.start], *read], [self.outs[i] for i in places]
         program = closed(ins, between(self.equations, made, {*ins}), made, _info(self.loop))
@@ -377,7 +379,7 @@ def _size(values: Collection[Value]) -> int:
 
 def _rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
     for e in equations:
-        e.outs = [new if v is old else v for v in e.outs]
+        e.ins, e.outs = ([new if v is old else v for v in values] for values in (e.ins, e.outs))
 
 
 def _info(e: Equation) -> Any:
