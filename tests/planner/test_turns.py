@@ -149,6 +149,17 @@ def test_a_sum_that_is_read_in_the_loop_stays():
     assert_near(jax.grad(out)(X, XS), jax.grad(total(fun))(X, XS), rtol=1e-4)
 
 
+def test_a_sum_of_what_runs_ahead_stays():
+    def fun(x, xs):
+        def turn(s, row):
+            return s + row @ x, None
+
+        return lax.scan(turn, xs[0], xs)[0]
+
+    ours = planned(total(fun), EXACT)
+    assert_near(jax.value_and_grad(ours)(X, XS), jax.value_and_grad(total(fun))(X, XS), rtol=1e-4)
+
+
 def test_a_sum_of_products_runs_once_and_begins_with_what_it_began_with():
     def fun(x, xs):
         def turn(s, row):

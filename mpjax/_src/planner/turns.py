@@ -198,7 +198,8 @@ class _Turns:
         while chains:
             sums = [add for chain in chains.values() for add in chain]
             taken = self._taken(sums, (), is_worth, lambda e: e.name in LINEAR)
-            made = {out for e in (*taken, *sums) for out in e.outs} | {*self.ins}
+            made = {out for e in (*taken, *sums) for out in e.outs}
+            made |= {*self.ins[self.start : self.end]}
             alone = {i: c for i, c in chains.items() if all(made.issuperset(e.ins) for e in c)}
             if alone == chains:
                 break
