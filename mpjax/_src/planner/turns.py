@@ -199,8 +199,12 @@ class _Turns:
             sums = [add for chain in chains.values() for add in chain]
             taken = self._taken(sums, (), is_worth, lambda e: e.name in LINEAR)
             made = {out for e in (*taken, *sums) for out in e.outs}
-            made |= {*self.ins[self.start : self.end]}
-            alone = {i: c for i, c in chains.items() if all(made.issuperset(e.ins) for e in c)}
+            carried = self.ins[self.start : self.end]
+            alone = {
+                i: chain
+                for i, chain in chains.items()
+                if all(v in made or v is carried[i] for add in chain for v in add.ins)
+            }
             if alone == chains:
                 break
             chains = alone
