@@ -1,6 +1,7 @@
 """Matmuls of loops that no turn waits for: they run once, before or after the loop."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -170,6 +171,21 @@ def test_a_sum_of_products_runs_once_and_begins_with_what_it_began_with():
     ours = planned(total(fun), EXACT)
     assert_near(jax.value_and_grad(ours)(X, XS), jax.value_and_grad(total(fun))(X, XS), rtol=1e-4)
     assert not of_a_turn(jax.grad(ours), X, XS)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_few_turns(turns):
+    fun = total(recurrent)
+    ours = jax.grad(planned(fun, EXACT), (0, 1, 2))
+    assert_near(ours(X, H, XS[:turns]), jax.grad(fun, (0, 1, 2))(X, H, XS[:turns]), rtol=1e-4)
+
+
+def test_a_number_of_turns_that_is_not_known():
+    (size,) = jax.export.symbolic_shape("t")
+    rows = jax.ShapeDtypeStruct((size, BATCH, WIDTH), "float32")
+    fun = total(recurrent)
+    exported = jax.export.export(jax.jit(jax.grad(planned(fun, EXACT), (0, 1))))(X, H, rows)
+    assert_near(exported.call(X, H, XS), jax.grad(fun, (0, 1))(X, H, XS), rtol=1e-4)
 
 
 def test_gradients_of_gradients():

@@ -43,6 +43,7 @@ STACKED = 2.5
 # What it costs to add to an entry of a float32 sum: it is read and written.
 ADDED = 4
 SPREAD = "broadcast_in_dim"
+MANY = 2  # what there are several turns of runs once
 LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
 
 
@@ -70,7 +71,10 @@ class _Turns:
 
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
-        spread, ahead = self._spread(), self._ahead()
+        spread = self._spread()
+        if not isinstance(self.length, int) or self.length < MANY:
+            return [self._closed()] if spread else [self.loop]
+        ahead = self._ahead()
         moved, sums = self._moved(), self._sums()
         behind = [*self._stacks(), *moved, *sums]  # which may read what was a stack of the loop
         return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
