@@ -51,6 +51,15 @@ def stacked(x, h, xs):
     return lax.scan(turn, xs[0], xs)
 
 
+def twice(x, h, xs):
+    def turn(carry, row):
+        a, b = carry
+        c = jnp.tanh(row @ x + a @ h + b)
+        return (c, a), (c, a, b)
+
+    return lax.scan(turn, (xs[0], xs[1]), xs)
+
+
 def nested(x, h, xs):
     def turn(s, row):
         rows = jnp.stack([row, s])
@@ -68,7 +77,9 @@ def branches(x, h, xs):
     return lax.scan(turn, xs[0], jnp.arange(3) % 2)[0]
 
 
-PROGRAMS = {f.__name__: f for f in (recurrent, reversed_, concatenated, stacked, nested, branches)}
+PROGRAMS = {
+    f.__name__: f for f in (recurrent, reversed_, concatenated, stacked, twice, nested, branches)
+}
 PROGRAMS["checkpoint"] = lambda x, h, xs: lax.scan(
     jax.checkpoint(lambda s, row: (jnp.tanh(row @ x + s @ h), row @ x)), xs[0], xs
 )

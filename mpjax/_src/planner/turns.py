@@ -32,6 +32,7 @@ from mpjax._src.planner.equations import (
     between,
     closed,
     dependents,
+    in_order,
     opened,
     parts,
     readers_of,
@@ -75,8 +76,7 @@ class _Turns:
         if not isinstance(self.length, int) or self.length < MANY:
             return [self._closed()] if spread else [self.loop]
         ahead = self._ahead()
-        moved, sums = self._moved(), self._sums()
-        behind = [*self._stacks(), *moved, *sums]  # which may read what was a stack of the loop
+        behind = in_order([*self._moved(), *self._sums(), *self._stacks()])
         return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
 
     # ---- inside
