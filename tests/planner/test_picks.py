@@ -29,6 +29,8 @@ PICKS = {
     "first": along(0),
     "clipped": along(1, "clip"),
     "vmap": of_rows,
+    "counted": lambda x, i: x[jnp.arange(2)[:, None], jnp.arange(ROWS), i],
+    "counted in one": lambda x, i: x.reshape(-1, COLUMNS)[jnp.arange(2 * ROWS), i.ravel()][:ROWS],
     "of bytes": lambda x, i: of_rows(x, (i % COLUMNS).astype("uint8")),
 }
 
@@ -49,7 +51,17 @@ def test_what_is_picked_one_a_row_is_compared(name):
     assert_near(found, jax.grad(fun)(X, INDICES), rtol=1e-6)
 
 
-@pytest.mark.parametrize("pick", [lambda x, i: x[0][i[0]], lambda x, i: x[0][:, i[0, :5]]])
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x, i: x[0][i[0]],
+        lambda x, i: x[0][:, i[0, :5]],
+        lambda x, i: x[0][i[0], i[1]],
+        lambda x, i: x[0, :, :ROWS][i[0], jnp.arange(ROWS)][jnp.arange(3)],
+        lambda x, i: x[0][jnp.arange(3), i[0, :3]],
+        lambda x, i: x[0, :, :ROWS][jnp.arange(ROWS), jnp.arange(ROWS)],
+    ],
+)
 def test_other_sums_stay(pick):
     def fun(x, i):
         return jnp.sum(jnp.sin(pick(x, i % ROWS)))

@@ -1,12 +1,13 @@
 """Matmuls of loops that no turn waits for: they run once, before or after the loop."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from joint import EXACT, planned
-from planners import PLANNERS, sound
+from planners import PLANNERS, kept, sound
 from support import assert_near, equations, normal
 
 TURNS, BATCH, WIDTH = 6, 4, 32
@@ -41,6 +42,24 @@ def concatenated(x, h, xs):
     return lax.scan(turn, xs[0], xs)[0]
 
 
+def stacked(x, h, xs):
+    def turn(s, row):
+        y = row @ x
+        z = jnp.tanh(y) @ x
+        return jnp.tanh(z + s @ h), (y, z, y * s)
+
+    return lax.scan(turn, xs[0], xs)
+
+
+def twice(x, h, xs):
+    def turn(carry, row):
+        a, b = carry
+        c = jnp.tanh(row @ x + a @ h + b)
+        return (c, a), (c, a, b)
+
+    return lax.scan(turn, (xs[0], xs[1]), xs)
+
+
 def nested(x, h, xs):
     def turn(s, row):
         rows = jnp.stack([row, s])
@@ -58,7 +77,12 @@ def branches(x, h, xs):
     return lax.scan(turn, xs[0], jnp.arange(3) % 2)[0]
 
 
-PROGRAMS = {f.__name__: f for f in (recurrent, reversed_, concatenated, nested, branches)}
+PROGRAMS = {
+    f.__name__: f for f in (recurrent, reversed_, concatenated, stacked, twice, nested, branches)
+}
+PROGRAMS["checkpoint"] = lambda x, h, xs: lax.scan(
+    jax.checkpoint(lambda s, row: (jnp.tanh(row @ x + s @ h), row @ x)), xs[0], xs
+)
 PROGRAMS["vmap"] = lambda x, h, xs: jax.vmap(recurrent, (None, None, 1))(x, h, xs[:, :, None])
 
 
@@ -73,7 +97,7 @@ def of_a_turn(fun, *args):
     """Returns how many matmuls are in the bodies of loops."""
     loops = [e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name == "scan"]
     bodies = {id(e): e.params["jaxpr"] for e in loops}
-    return sum(e.primitive.name == "dot_general" for b in bodies.values() for e in b.eqns)
+    return sum(e.primitive.name == "dot_general" for b in bodies.values() for e in equations(b))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -109,6 +133,21 @@ def test_a_stack_that_is_larger_than_the_weights_is_not_written():
     assert of_a_turn(ours, X, H, xs) == of_a_turn(theirs, X, H, xs)
 
 
+def test_a_loop_that_holds_little_stays():
+    """As a loss over chunks of rows, whose logits are larger than all that is stacked."""
+    head = normal(7, WIDTH, 8 * WIDTH)
+
+    def fun(head, xs):
+        @jax.checkpoint
+        def chunk(loss, rows):
+            return loss + jnp.sum(jax.nn.logsumexp(rows @ head, -1)), None
+
+        return lax.scan(chunk, 0.0, xs)[0]
+
+    ours, theirs = (jax.grad(f, (0, 1)) for f in (planned(fun, EXACT), fun))
+    assert of_a_turn(ours, head, XS) == of_a_turn(theirs, head, XS)
+
+
 def test_a_sum_that_is_read_in_the_loop_stays():
     def fun(x, xs):
         def turn(s, row):
@@ -122,6 +161,17 @@ def test_a_sum_that_is_read_in_the_loop_stays():
     assert_near(jax.grad(out)(X, XS), jax.grad(total(fun))(X, XS), rtol=1e-4)
 
 
+def test_a_sum_of_what_runs_ahead_stays():
+    def fun(x, xs):
+        def turn(s, row):
+            return s + row @ x, None
+
+        return lax.scan(turn, xs[0], xs)[0]
+
+    ours = planned(total(fun), EXACT)
+    assert_near(jax.value_and_grad(ours)(X, XS), jax.value_and_grad(total(fun))(X, XS), rtol=1e-4)
+
+
 def test_a_sum_of_products_runs_once_and_begins_with_what_it_began_with():
     def fun(x, xs):
         def turn(s, row):
@@ -132,6 +182,21 @@ def test_a_sum_of_products_runs_once_and_begins_with_what_it_began_with():
     ours = planned(total(fun), EXACT)
     assert_near(jax.value_and_grad(ours)(X, XS), jax.value_and_grad(total(fun))(X, XS), rtol=1e-4)
     assert not of_a_turn(jax.grad(ours), X, XS)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_few_turns(turns):
+    fun = total(recurrent)
+    ours = jax.grad(planned(fun, EXACT), (0, 1, 2))
+    assert_near(ours(X, H, XS[:turns]), jax.grad(fun, (0, 1, 2))(X, H, XS[:turns]), rtol=1e-4)
+
+
+def test_a_number_of_turns_that_is_not_known():
+    (size,) = jax.export.symbolic_shape("t")
+    rows = jax.ShapeDtypeStruct((size, BATCH, WIDTH), "float32")
+    fun = total(recurrent)
+    exported = jax.export.export(jax.jit(jax.grad(planned(fun, EXACT), (0, 1))))(X, H, rows)
+    assert_near(exported.call(X, H, XS), jax.grad(fun, (0, 1))(X, H, XS), rtol=1e-4)
 
 
 def test_gradients_of_gradients():
@@ -149,7 +214,7 @@ def test_constants_are_spread_in_the_turns():
 
     def attend(x, w):
         scores = jnp.einsum("brd,bsd->brs", x @ w, x)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), scores.shape)
+        mask = jnp.tril(jnp.ones((rows, rows), bool)) & jnp.ones(scores.shape, bool)
         return jax.nn.softmax(jnp.where(mask, scores, -1e30)) @ x, None
 
     def fun(ws, x):
@@ -161,7 +226,22 @@ def test_constants_are_spread_in_the_turns():
     def masks(grad):
         loops = [e for e in equations(jax.make_jaxpr(grad)(*args)) if e.primitive.name == "scan"]
         given = [v.aval for e in loops for v in e.invars]
-        return {aval.shape for aval in given if aval.dtype == bool}
+        return {aval.size for aval in given if aval.dtype == bool}
 
-    assert masks(theirs) == {(batch, rows, rows)} and masks(ours) <= {(rows, rows)}
+    assert masks(theirs) == {batch * rows * rows} and masks(ours) <= {rows * rows}
     assert_near(ours(*args), theirs(*args), rtol=1e-4)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_turns_give_is_not_stacked_again_where_it_is_given(reverse):
+    def fun(h, xs):
+        def turn(s, row):
+            s = jnp.tanh(row + s @ h)
+            return s, s
+
+        return lax.scan(turn, xs[0], xs, reverse=reverse)[1]
+
+    ours = planned(total(fun), EXACT)
+    assert_near(jax.grad(ours, (0, 1))(H, XS), jax.grad(total(fun), (0, 1))(H, XS), rtol=1e-4)
+    assert kept(ours, (H, XS), (0, 1)) == 4 * XS.size
+    assert kept(total(fun), (H, XS), (0, 1)) >= 8 * XS.size

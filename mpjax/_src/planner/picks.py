@@ -4,7 +4,7 @@ JAX adds them to zeros at their places: two arrays of float32, written for one n
 comparison of places with an index is the same, and fuses into whatever reads it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +14,26 @@ from mpjax._src.base import _jax
 from mpjax._src.planner.equations import Equation, Value, opened
 from mpjax._src.planner.rounding import is_zero
 
+Makers = Mapping[Value, Equation]
+SPREAD = "broadcast_in_dim"
 
-def compared(equations: Iterable[Equation]) -> list[Equation]:
-    """Returns equations in which what is added to zeros, one entry a row, is compared instead."""
+
+def compared(equations: Sequence[Equation], early: Sequence[Equation]) -> list[Equation]:
+    """Returns equations in which what is added to zeros, one entry a row, is compared instead.
+
+    They read values of ``early`` ones.
+    """
     left: list[Equation] = []
     zeros: set[Value] = set()
+    maker = {out: e for e in (*early, *equations) for out in e.outs}
     for e in equations:
-        zeros.update(e.outs if e.name == "broadcast_in_dim" and is_zero(e.ins[0]) else ())
-        axis = _axis(e) if e.name == "scatter-add" and e.ins[0] in zeros else None
-        if axis is None:
+        zeros.update(e.outs if e.name == SPREAD and is_zero(e.ins[0]) else ())
+        adds = e.name == "scatter-add" and e.ins[0] in zeros
+        found = (_axis(e) or _counted(e, maker)) if adds else None
+        if found is None:
             left.append(e)
             continue
+        axis, indices = found
         shape = e.outs[0].aval.shape
         clips = e.params["mode"] == lax.GatherScatterMode.CLIP
 
@@ -37,22 +46,69 @@ def compared(equations: Iterable[Equation]) -> list[Equation]:
             places = lax.broadcasted_iota(indices.dtype, shape, axis)
             return [jnp.where(places == indices, updates, 0)]
 
-        program = _jax.trace(run, [v.aval for v in e.ins[1:]], "compared")
+        read = [indices, e.ins[2]]
+        program = _jax.trace(run, [v.aval for v in read], "compared")
         options = {"again": e.again, "stack": e.stack, "region": e.region}
-        (out,) = opened(program, e.ins[1:], left, **options)
+        (out,) = opened(program, read, left, **options)
         left[-1].outs = [e.outs[0] if v is out else v for v in left[-1].outs]
     return left
 
 
-def _axis(e: Equation) -> int | None:
-    """Returns the axis of which one entry a row is added to, if that is all."""
+def _axis(e: Equation) -> tuple[int, Value] | None:
+    """Returns the axis of which one entry a row is added to, and which, if that is all."""
     (operand, indices, updates), numbers = e.ins, e.params["dimension_numbers"]
     shape, axes = operand.aval.shape, numbers.scatter_dims_to_operand_dims
     rest = tuple(d for d in range(len(shape)) if d not in axes)
     places = numbers.scatter_indices_batching_dims
     in_order = numbers.operand_batching_dims == rest and sorted(places) == [*places]
-    sharded = any(_jax.is_sharded_along(operand.aval, d) for d in range(len(shape)))
-    if len(axes) != 1 or not in_order or sharded:
+    if len(axes) != 1 or not in_order or _is_sharded(operand):
         return None
     sizes = {_jax.size_of(v.aval.shape) for v in (indices, updates)}
-    return axes[0] if sizes == {_jax.size_of([shape[d] for d in rest])} else None
+    return (axes[0], indices) if sizes == {_jax.size_of([shape[d] for d in rest])} else None
+
+
+def _counted(e: Equation, maker: Makers) -> tuple[int, Value] | None:
+    """Returns the same where the rows are counted, as in ``x[jnp.arange(rows), labels]``."""
+    (operand, indices, updates), numbers = e.ins, e.params["dimension_numbers"]
+    shape, axes = operand.aval.shape, numbers.scatter_dims_to_operand_dims
+    each = maker.get(indices)
+    if each is None or each.name != "concatenate" or numbers.update_window_dims:
+        return None
+    if axes != tuple(range(len(shape))) or _is_sharded(operand):
+        return None
+    counts = [_counts(v, maker) for v in each.ins]
+    picked = [axis for axis, count in enumerate(counts) if count is None]
+    rows = [count for count in counts if count is not None]
+    if len(each.ins) != len(shape) or len(picked) != 1 or rows != [*range(len(rows))]:
+        return None
+    left = [n for axis, n in enumerate(shape) if axis not in picked]
+    whole = left == [*updates.aval.shape] and [*each.ins[picked[0]].aval.shape] == [*left, 1]
+    return (picked[0], each.ins[picked[0]]) if whole else None
+
+
+def _counts(v: Value, maker: Makers) -> int | None:
+    """Returns the axis along which an array counts from zero."""
+    e = maker.get(v)
+    if e is None:
+        return None
+    if e.name == "iota":
+        return e.params["dimension"]
+    if e.name == "select_n":  # negative ones count from the end
+        test, v, _ = e.ins
+        below = maker.get(test)
+        if (
+            below is None
+            or below.name != "lt"
+            or below.ins[0] is not v
+            or not is_zero(below.ins[1])
+        ):
+            return None
+        return _counts(v, maker)
+    if e.name not in (SPREAD, "convert_element_type"):
+        return None
+    count = _counts(e.ins[0], maker)
+    return count if count is None or e.name != SPREAD else e.params["broadcast_dimensions"][count]
+
+
+def _is_sharded(v: Value) -> bool:
+    return any(_jax.is_sharded_along(v.aval, d) for d in range(len(v.aval.shape)))

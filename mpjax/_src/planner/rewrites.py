@@ -51,7 +51,7 @@ def rewritten(
     """
     first, second = weights_of_softmax(*with_positions(early, late), outs, half)
     # A checkpoint's softmax has weights of its own.
-    second = compared(needed(_weights_again(second, cotangents, half), results))
+    second = compared(needed(_weights_again(second, cotangents, half), results), first)
     first, second = masks(first, second, outs)
     return copies(first, second, results, half)
 
@@ -128,6 +128,8 @@ def _weights_again(
         (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
     matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
     first, second = weights_of_softmax(again, rest, matmuls, half)
+    if second is rest:
+        return [*late]
     return in_order([*(dataclasses.replace(e, again=True) for e in first), *second])
 
 

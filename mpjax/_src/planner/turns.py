@@ -8,10 +8,14 @@ matmul of the stack of all turns does the same, and rounds once:
 - One whose result is only stacked runs behind it, on what is stacked in its place.
 - So does one whose results are only added up: its sum over turns is a longer sum of products.
 
+A loop that stacks less than that in a turn runs turn by turn to hold little, as one over the chunks
+of a loss: it stays.
+
 A constant that was spread over more axes before the loop is spread in the turns, where that fuses
 into what reads it. JAX moves the masks of attention out of a loop over layers, of full size.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +24,7 @@ import jax
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import SCAN, higher_order
+from mpjax._src.base.rules import DEAR, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     Equation,
@@ -27,6 +32,7 @@ from mpjax._src.planner.equations import (
     between,
     closed,
     dependents,
+    in_order,
     opened,
     parts,
     readers_of,
@@ -37,6 +43,8 @@ from mpjax._src.planner.partition import runs_again
 STACKED = 2.5
 # What it costs to add to an entry of a float32 sum: it is read and written.
 ADDED = 4
+SPREAD = "broadcast_in_dim"
+MANY = 2  # what there are several turns of runs once
 LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
 
 
@@ -60,29 +68,54 @@ class _Turns:
         _, self.start, self.end = rounding.places(e)
         self.given, self.results = [*e.ins], [*e.outs]  # outside, of `ins` and `outs`
         self.carries = self.end - self.start
+        self.held = _size([*self.ins[self.end :], *self.outs[self.carries :]])  # of a turn
 
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
-        spread, ahead, behind = self._spread(), self._ahead(), [*self._sums(), *self._stacks()]
+        spread = self._spread()
+        if not isinstance(self.length, int) or self.length < MANY:
+            return [self._closed()] if spread else [self.loop]
+        ahead = self._ahead()
+        behind = in_order([*self._moved(), *self._sums(), *self._stacks()])
         return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
 
     # ---- inside
 
     def _spread(self) -> bool:
         """Spreads constants in the turns that were spread before the loop; returns whether any."""
+        ins: list[Value] = []
+        given: list[Value] = []
         spread: list[Equation] = []
-        for i, v in enumerate(self.given[: self.start]):
-            out, large = self.ins[i], _size([v]) >= rounding.SMALL
-            while large and (e := self.around.get(v)) and e.name == "broadcast_in_dim":
-                if len(e.ins) != 1 or _size(e.ins) == _size(e.outs):
-                    break
-                (v,) = e.ins
-                self.given[i] = v
-                self.ins[i] = Value(v.aval)
-                spread.append(e.on([v if v.literal else self.ins[i]], outs=[out]))
-                out = self.ins[i]
-        self.equations[:0] = spread[::-1]
+        for v, outer in zip(self.ins[: self.start], self.given, strict=False):
+            large = _size([outer]) >= rounding.SMALL
+            equations, small = self._smaller(outer) if large else ([], [outer])
+            inner = {x: Value(x.aval) for x in small} if equations else {outer: v}
+            ins += inner.values()
+            given += inner
+            for e in dict.fromkeys(equations):
+                inner[e.outs[0]] = v if e.outs[0] is outer else Value(e.outs[0].aval)
+                spread.append(e.on((inner.get(x, x) for x in e.ins), outs=[inner[e.outs[0]]]))
+        self.ins[: self.start], self.given[: self.start] = ins, given
+        self.start, self.end = len(ins), len(ins) + self.carries
+        self.equations[:0] = spread
         return bool(spread)
+
+    def _smaller(self, v: Value) -> tuple[list[Equation], list[Value]]:
+        """Returns equations that spread smaller values to one, as operands of one cheap operation.
+
+        If there are none, the value itself.
+        """
+        e = self.around.get(v)
+        if e is None or not runs_again(e) or rule_of(e.name).cost == DEAR or len(e.outs) > 1:
+            return [], [v]
+        operands = [x for x in e.ins if not x.literal]
+        makers = [self.around.get(x) for x in operands]
+        spreads = e.name == SPREAD or all(m is not None and m.name == SPREAD for m in makers)
+        each = [self._smaller(x) for x in operands] if spreads else []
+        small = [*dict.fromkeys(x for _, values in each for x in values)]
+        if not spreads or 2 * _size(small) > _size([v]):
+            return [], [v]
+        return [*itertools.chain(*(equations for equations, _ in each)), e], small
 
     # ---- ahead of the loop
 
@@ -96,7 +129,8 @@ class _Turns:
         ]
         made = [d.outs[0] for d in dots]
         before = between(self.equations, made, {*self.ins})
-        if not dots or not all(e in dots or runs_again(e) for e in before):
+        alone = all(e in dots or runs_again(e) for e in before)
+        if not dots or not alone or _size(made) > self.held:
             return []
         ins = [*self.ins[: self.start], *self.ins[self.end :]]
         given = [*self.given[: self.start], *self.given[self.end :]]
@@ -131,20 +165,50 @@ class _Turns:
 
     # ---- behind it
 
+    def _moved(self) -> list[Equation]:
+        """Takes out stacks of what turns get, where what they give is stacked: moved by a turn."""
+        carried = self.ins[self.start : self.end]
+        backwards = higher_order(self.loop.name).turns(self.loop)[1]
+        into: list[Equation] = []
+        for i in range(self.carries, len(self.outs))[::-1]:
+            j = carried.index(self.outs[i]) if self.outs[i] in carried else None
+            stack = self._stack(self.outs[j]) if j is not None else None
+            if j is None or stack is None or stack is self.results[i]:
+                continue
+
+            def run(first, rest):
+                rest = rest[1:] if backwards else rest[:-1]
+                both = [rest, first[None]] if backwards else [first[None], rest]
+                return [jax.numpy.concatenate(both)]
+
+            given = [self.given[self.start + j], stack]
+            traced = _jax.trace(run, [v.aval for v in given], "moved")
+            e = self.loop
+            (v,) = opened(traced, given, into, again=e.again, stack=e.stack, region=e.region)
+            _rename(into, v, self.results[i])
+            del self.outs[i], self.results[i]
+        return into
+
     def _sums(self) -> list[Equation]:
         """Takes out the matmuls whose results are only added up."""
-        turning = dependents(self.equations, self.ins[self.start :])
+        turning = self._turning()
         chains, taken = self._chains(), []
 
         def is_worth(d):
             new = {v for v in map(self._source, d.ins) if self._stack(v) is None}
-            return turning.issuperset(d.ins) and ADDED * _size(d.outs) > STACKED * _size(new)
+            worth = ADDED * _size(d.outs) > STACKED * _size(new) and _size(new) <= self.held
+            return worth and turning.issuperset(d.ins)
 
         while chains:
             sums = [add for chain in chains.values() for add in chain]
             taken = self._taken(sums, (), is_worth, lambda e: e.name in LINEAR)
-            made = {out for e in (*taken, *sums) for out in e.outs} | {*self.ins}
-            alone = {i: c for i, c in chains.items() if all(made.issuperset(e.ins) for e in c)}
+            made = {out for e in (*taken, *sums) for out in e.outs}
+            carried = self.ins[self.start : self.end]
+            alone = {
+                i: chain
+                for i, chain in chains.items()
+                if all(v in made or v is carried[i] for add in chain for v in add.ins)
+            }
             if alone == chains:
                 break
             chains = alone
@@ -187,11 +251,11 @@ class _Turns:
 
     def _stacks(self) -> list[Equation]:
         """Takes out the matmuls whose results are only stacked."""
-        turning = dependents(self.equations, self.ins[self.start :])
+        turning = self._turning()
 
         def is_worth(d):
             new = {v for v in map(self._source, d.ins) if v in turning and self._stack(v) is None}
-            return self._is_worth(d, turning, [*new])
+            return self._is_worth(d, turning, [*new]) and _size(new) <= self.held
 
         stacked = {v for v in self.outs[self.carries :] if self.outs.count(v) == 1}
         taken = self._taken((), stacked, is_worth, runs_again)
@@ -200,7 +264,8 @@ class _Turns:
         places = [i for i, v in enumerate(self.outs) if v in behind]
         if not places:
             return []
-        read = dict.fromkeys(self._source(v) for e in dots for v in e.ins if v in turning)
+        waits = turning - behind
+        read = dict.fromkeys(self._source(v) for e in dots for v in e.ins if v in waits)
         read |= dict.fromkeys(self.ins[self.end :])
         ins, made = [*self.ins[: self.start], *read], [self.outs[i] for i in places]
         program = closed(ins, between(self.equations, made, {*ins}), made, _info(self.loop))
@@ -223,7 +288,7 @@ class _Turns:
         waiting = dependents(self.equations, self.ins[self.start : self.end])
         waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
         waiting = dependents(self.equations, waiting)
-        turning = dependents(self.equations, self.ins[self.start :])
+        turning = self._turning()
         readers = readers_of(self.equations)
         dots = {e for e in self.equations if _is_plain(e) and is_worth(e)}
         taken = dots | {e for e in self.equations if follows(e) and not turning.isdisjoint(e.outs)}
@@ -241,6 +306,13 @@ class _Turns:
             if left == taken:
                 return [e for e in self.equations if e in taken]
             taken = left
+
+    def _turning(self) -> set[Value]:
+        """Returns the values that are others in each turn, or wait behind a barrier for one."""
+        found = {*self.ins[self.start :]}
+        for e in self.equations:
+            found.update(e.outs if not found.isdisjoint(e.ins) else ())
+        return found
 
     def _source(self, v: Value) -> Value:
         """Returns a value that is stacked anyway of which another one is a view, or that one."""
@@ -316,7 +388,7 @@ def _size(values: Collection[Value]) -> int:
 
 def _rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
     for e in equations:
-        e.outs = [new if v is old else v for v in e.outs]
+        e.ins, e.outs = ([new if v is old else v for v in values] for values in (e.ins, e.outs))
 
 
 def _info(e: Equation) -> Any:
