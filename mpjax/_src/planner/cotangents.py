@@ -60,21 +60,29 @@ def noise_of(
         if rounding.programs(e):
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
             continue
-        noise.update((v, ZERO) for v in e.ins if rounding.is_zero(v))
+        for v in e.ins:
+            if v.const is not None and rounding.is_zero(v):
+                noise[v] = ZERO
         moves = rounding.is_view(e) or e.name == "convert_element_type"
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
             continue
         floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v)]
         level = _noise(e, [k for k in floats if k != ZERO])
-        bits = [1 << i] if _rounds(e) else [sources.get(v, 0) for v in e.ins]
-        each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
-        shared = any(a & b for a, b in itertools.combinations(each, 2))
-        if level == EACH and (e.name in COPIES or (_adds(e) and shared)):
+        if level == EACH and (e.name in COPIES or (_adds(e) and _shares(e, noise, sources))):
             level = WHOLE
-        noise.update(dict.fromkeys(e.outs, level))
-        sources.update(dict.fromkeys(e.outs, functools.reduce(operator.or_, bits, 0)))
+        bits = 1 << i if _rounds(e) else 0
+        for v in () if bits else e.ins:
+            bits |= sources.get(v, 0)
+        for out in e.outs:
+            noise[out], sources[out] = level, bits
     return noise
+
+
+def _shares(e: Equation, noise: Mapping[Value, int], sources: Mapping[Value, int]) -> bool:
+    """Returns whether terms have errors that come from the same matmul."""
+    each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
+    return any(a & b for a, b in itertools.combinations(each, 2))
 
 
 def _rounds(e: Equation) -> bool:

@@ -104,6 +104,7 @@ class Equation:
     name: str = dataclasses.field(init=False)
     rule: Rule = dataclasses.field(init=False)
     row: HigherOrder = dataclasses.field(init=False)
+    is_half_matmul: bool | None = dataclasses.field(init=False, default=None)  # once it is known
 
     def __post_init__(self) -> None:
         self.name = self.primitive.name
@@ -144,6 +145,7 @@ class Equation:
         """Puts it into a region."""
         self.stack = self.stack.extend(f"{REGION}{region}")
         self.region = region_of(self.stack, self.name, self.region)
+        self.is_half_matmul = None
 
 
 class Call(NamedTuple):
