@@ -156,6 +156,44 @@ class Call(NamedTuple):
     equation: Equation
 
 
+class Listed(NamedTuple):
+    """A program as a list of equations, before it is closed into a jaxpr."""
+
+    ins: Sequence[Value]
+    equations: Sequence[Equation]
+    outs: Sequence[Value]
+    info: Any
+
+    @classmethod
+    def of(
+        cls, ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], info: Any
+    ) -> "Listed":
+        """Returns the program of the equations that the results need."""
+        return cls(ins, needed(equations, outs), outs, info)
+
+    @property
+    def effects(self) -> Any:
+        """Its effects."""
+        return building.effects_of(e.like for e in self.equations)
+
+    def closed(self) -> Any:
+        """Returns its closed jaxpr."""
+        return closed(*self)
+
+    def written_out(self) -> "Listed":
+        """Returns it with what functions with rules do in place of their calls."""
+        into: list[Equation] = []
+        same: dict[Value, Value] = {}
+        for e in self.equations:
+            e = e.reading(same)
+            if e.name in CUSTOM:
+                flags = {"again": e.again, "stack": _scopes(e), "rules": True}
+                same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
+            else:
+                into.append(e)
+        return self._replace(equations=into, outs=[same.get(v, v) for v in self.outs])
+
+
 def parts(
     program: Any, rules: bool = False, region: Region = NOWHERE
 ) -> tuple[list[Value], list[Equation], list[Value]]:
