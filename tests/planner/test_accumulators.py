@@ -137,7 +137,7 @@ def test_what_a_loop_adds_up_is_rounded():
     def fun(w, x):
         return jnp.sum(lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0])
 
-    traced = jax.make_jaxpr(jax.grad(planned(fun)))(W, normal(1, 48, 32))
+    traced = jax.make_jaxpr(jax.grad(planned(fun)))(W, normal(1, 480, 32))
     matmuls = [e.outvars[0].aval for e in equations(traced) if e.primitive.name == "dot_general"]
     assert {aval.dtype.name for aval in matmuls} == {"bfloat16"}
 
@@ -166,3 +166,18 @@ def test_the_loss_is_the_same_with_and_without_a_derivative():
     value = jax.jit(auto, compiler_options=options)(W, X)
     with_gradient = jax.jit(jax.value_and_grad(auto, has_aux=True), compiler_options=options)
     jax.tree.map(np.testing.assert_array_equal, with_gradient(W, X)[0], value)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_what_another_matmul_reads_is_no_accumulator(loop):
+    def fun(w, x):
+        y = lax.map(lambda r: jnp.tanh(r), x) if loop else x @ w
+        return y.T @ w
+
+    dtypes = {
+        v.aval.dtype.name
+        for e in equations(jax.make_jaxpr(planned(fun))(W, X))
+        if e.primitive.name == ("scan" if loop else "transpose")
+        for v in e.outvars
+    }
+    assert dtypes == {"bfloat16"}

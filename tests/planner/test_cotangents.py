@@ -19,12 +19,14 @@ B = normal(3, D)
 ROWS = normal(4, N, 1)
 
 
-def rounded(fun, *args):
+def rounded(fun, *args, **options):
     """Returns how many cotangents of a program are rounded for several readers."""
     program = planned(fun)
-    eqns = equations(jax.make_jaxpr(lambda *args: jax.vjp(program, *args)[1](1.0))(*args))
-    programs = [e.params["program"].closed for e in eqns if e.primitive.name == "planned"]
-    return sum(e.primitive.name == rounding.ROUNDED for p in programs for e in equations(p))
+    eqns = equations(
+        jax.make_jaxpr(lambda *args: jax.vjp(program, *args, **options)[1](1.0))(*args)
+    )
+    _, backward = [e.params["program"].closed for e in eqns if e.primitive.name == "planned"]
+    return sum(e.primitive.name == rounding.ROUNDED for e in equations(backward))
 
 
 def normed(x):
@@ -95,10 +97,63 @@ def test_a_multiple_of_a_cotangent_may_meet_another_one():
     assert not sound(PLANNERS["derivative"], fun, (X, W), "bfloat16", (0, 1))
 
 
+def test_a_result_without_a_cotangent_asks_for_nothing():
+    """The exact cotangent of a running mean would meet that of the activations."""
+
+    def fun(x, w, b):
+        h = jnp.tanh(x @ w + b)
+        return head(h), h.mean(0)
+
+    assert rounded(fun, X, W, B, has_aux=True) == rounded(layer, X, W, B) == 1
+
+
+def test_zeros_are_no_copy_of_a_cotangent():
+    """The masks of several layers share one array of zeros."""
+
+    def masked(h):
+        return jnp.where(h > 0, h + jnp.where(h > 0, h, 0) @ W, 0)
+
+    assert rounded(lambda x, w: head(masked(masked(masked(x @ w)))), X, W) == 3
+
+
+def group_normed(x):
+    y = x.reshape(N, 2, D // 2)
+    y = y - y.mean((0, 2), keepdims=True)
+    return (y * lax.rsqrt((y * y).mean((0, 2), keepdims=True) + 1e-3)).reshape(x.shape)
+
+
+# How a bias is added, and whether its gradient is a sum over all axes of the mean.
+BIASES = {
+    "a channel": (B, False),
+    "of all": (B[:1], True),
+    "of all, in two steps": (B[:1], True),
+    "an entry": (ROWS, False),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_sums_over_a_part_of_the_axes_of_a_mean(name):
+    """What has a mean over rows and features taken off has sums of its rows that are not small."""
+    b, whole = BIASES[name]
+
+    def fun(x, w, b):
+        b = jnp.broadcast_to(b, (D,)) if name.endswith("two steps") else b
+        return head(group_normed(jnp.tanh(x @ w) * 2 + (x @ w.T) + b))
+
+    wrong = sound(PLANNERS["derivative"], fun, (X, W, b), "bfloat16", (0, 1))
+    assert not wrong, wrong
+    if whole:
+        assert rounded(fun, X, W, b) < rounded(lambda x, w: fun(x, w, b), X, W)
+    else:
+        assert rounded(fun, X, W, b) == rounded(lambda x, w: fun(x, w, b), X, W)
+
+
 NOISE = {
     "a matmul": (lambda x, w: x @ w, EACH),
     "its entries times others": (lambda x, w: (x @ w) * x, EACH),
     "with another one": (lambda x, w: x @ w + (x @ w.T), EACH),
+    "multiples of it": (lambda x, w: (y := x @ w) * x + jnp.where(x > 0, y, 0) / x, EACH),
+    "a square of it beside": (lambda x, w: (y := x @ w) * y + y, WHOLE),
     "with something exact": (lambda x, w: x @ w + x, EXACT),
     "its sum": (lambda x, w: jnp.sum(x @ w, 0), AVERAGED),
     "its copies": (lambda x, w: jnp.broadcast_to(x @ w, (3, N, D)), WHOLE),

@@ -11,6 +11,7 @@ from mpjax._src.planner.equations import (
     between,
     closed,
     dependents,
+    in_order,
     needed,
     once,
     opened,
@@ -117,3 +118,9 @@ def test_what_is_computed_again_is_no_repetition():
     program = jax.make_jaxpr(jnp.sin)(jnp.ones(4))
     outs = [opened(program, [x], equations, again=again)[0] for again in (False, True)]
     assert once(equations, outs) == (equations, outs)
+
+
+def test_equations_run_in_the_order_of_what_they_read():
+    equations = opened_of(lambda x: jnp.sin(jnp.cos(x) * x) + jnp.exp(x), 1.0)[2]
+    assert in_order(equations) == equations
+    assert names(in_order(equations[::-1])) == ["exp", "cos", "mul", "sin", "add"]

@@ -129,3 +129,18 @@ def test_scans_stack_in_the_order_of_matmuls_and_fill_nothing_with_zeros():
     (laid,) = [e for e in eqns if e.primitive.name == "row_major"]
     assert laid.invars[0].aval.shape == (heads, 8, 8)  # the batch axis is in front
     assert_near(jax.grad(planned(fun))(*args), jax.grad(fun)(*args), rtol=0.05)
+
+
+def test_a_checkpoint_in_a_loop_hands_over_its_operands_alone():
+    """The weights of the attention that runs first are not those that run again."""
+
+    @jax.checkpoint
+    def attend(x, w):
+        return x + jnp.tanh(jax.nn.softmax(x @ w @ x.T) @ x), None
+
+    def fun(w, x):
+        return jnp.sum(lax.scan(attend, x, w)[0] ** 2)
+
+    layers, size = 3, 32
+    args = normal(1, layers, size, size, scale=0.1), normal(2, 2 * size, size)
+    assert kept(planned(fun), *args) <= kept(fun, *args)

@@ -9,6 +9,7 @@ from support import normal
 
 N, D = 8, 32
 X, W, V = normal(0, N, D), normal(1, D, D, scale=0.2), normal(2, D, D, scale=0.2)
+WIDE, NARROW = normal(3, 64, 16), normal(4, 16, 64)
 HALF = 2 * N * D  # bytes of a 16-bit array
 
 
@@ -42,3 +43,32 @@ def test_loops_keep_the_fewest_bytes():
 
     carry, of_layer = 2 * 4 * N * D, 2 * HALF
     assert kept(planned(fun), (X, W, V), (0, 1, 2)) <= carry + of_layer + 4 * N * D
+
+
+def test_gates_are_computed_again():
+    """The cotangents of both parts are parts of one array, which one kernel writes."""
+
+    def fun(x, w):
+        y, gate = jnp.split(x @ w, 2, 1)
+        return jnp.sum(jnp.tanh(jnp.tanh(y) * jax.nn.sigmoid(gate) @ w[:, :32].T))
+
+    read = WIDE.size + NARROW.size
+    assert kept(planned(fun), (WIDE, NARROW), (0, 1)) <= 2 * (
+        64 * 64 + 64 * 32 + 64 * 16 + 2 * read
+    )
+
+
+def test_what_matmuls_read_is_written_in_16_bits():
+    """A concatenation of rounded streams: its parts are kept, and it is written again."""
+
+    def fun(x, w):
+        a = x @ w + jnp.tanh(x) @ w
+        b = x @ (w * 2) + jnp.sin(x) @ w
+        both = jnp.concatenate([a, b], 1)
+        both = both * jax.lax.rsqrt(jnp.mean(both**2, 1, keepdims=True) + 1e-3) + both
+        return jnp.sum(jnp.tanh(both @ jnp.concatenate([w, w], 1).T))
+
+    assert (
+        kept(planned(fun), (WIDE, NARROW), (0, 1))
+        <= 2 * (4 * 64 * 64) + 4 * 4 * WIDE.size + 4 * NARROW.size
+    )

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import is_var
 from joint import EXACT, planned
 from planners import PLANNERS, kept, sound
-from support import normal
+from support import equations, normal
 
 N, D = 16, 8
 Q, K, V = (normal(i, N, D) for i in range(3))
@@ -92,3 +93,47 @@ def test_second_derivatives():
     second = lambda f: jax.grad(lambda q: jnp.sum(jax.grad(f)(q, K, V) ** 2))(Q)  # noqa: E731
     got, want = (np.asarray(second(f)) for f in (planned(fun, EXACT), fun))
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_matmul_keeps_its_copy_of_what_others_compute_again():
+    """The sums of a residual network are read in float32 by norms, and in 16 bits by matmuls."""
+
+    def block(x, w):
+        y = (x @ w) @ w
+        return jax.nn.relu(x + (y - y.mean(0)) * jax.lax.rsqrt(y.var(0) + 1e-3))
+
+    def fun(x, w):
+        for _ in range(4):
+            x = block(x, w)
+        return jnp.sum(x)
+
+    x, w = normal(0, 64, 32), normal(1, 32, 32)
+    of_a_block = 2 * 3 * x.size + x.size  # what matmuls and the norm read, and a mask
+    assert kept(planned(fun), (x, w), (0, 1)) <= 4 * of_a_block
+
+
+def layer(q, k):
+    return q + jnp.sin(jax.nn.softmax(q @ k.T) @ k), None
+
+
+AGAIN = {
+    "alone": lambda q, k: jax.checkpoint(layer)(q, k)[0],
+    "in turn": lambda q, k: jax.checkpoint(layer)(jax.checkpoint(layer)(q, k)[0], k)[0],
+    "in a loop": lambda q, k: jax.lax.scan(jax.checkpoint(layer), q, jnp.stack([k, k]))[0],
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_weights_that_a_checkpoint_computes_again_are_normalized_too(name):
+    def fun(q, k):
+        return jnp.sum(jnp.tanh(AGAIN[name](q, k)) ** 2)
+
+    def readers_of_exponentials(fun):
+        eqns = [*equations(jax.make_jaxpr(jax.grad(fun, (0, 1)))(Q, K))]
+        made = {v for e in eqns if e.primitive.name == "exp" for v in e.outvars}
+        return {e.primitive.name for e in eqns for v in e.invars if is_var(v) and v in made}
+
+    assert "mul" in readers_of_exponentials(fun)
+    assert readers_of_exponentials(planned(fun)) == {"reduce_sum", "div"}
+    wrong = sound(PLANNERS["derivative"], fun, (Q, K), "bfloat16", (0, 1), eager=True)
+    assert not wrong, wrong

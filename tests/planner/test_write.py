@@ -15,9 +15,10 @@ X, W = normal(0, 4, 32), normal(1, 32, 32)
 HALF = np.dtype(jnp.bfloat16)
 
 
-def write(fun, *args, halved_in=None, halved_out=(False,), half=HALF):
+def write(fun, *args, halved_in=None, halved_out=(False,), half=HALF, **options):
     program = jax.make_jaxpr(fun)(*args)
-    return written(program, half, halved_in or [False] * len(args), halved_out, halved_out)
+    halved_in = halved_in or [False] * len(args)
+    return written(program, half, halved_in, halved_out, halved_out, **options)
 
 
 def casts(program):
@@ -63,16 +64,21 @@ def test_passed_in_16_bits():
     assert names == ["reduce_precision", "convert_element_type"]
 
 
-def test_slices_and_constants_enter_a_loop_in_16_bits():
+@pytest.mark.parametrize("slices", ["of an array", "made", "in 16 bits"])
+def test_slices_and_constants_enter_a_loop_in_16_bits(slices):
+    """A turn copies its slice of an array, and casts the copy: the array has no copy of its own."""
+
     def fun(x, w):
+        x = jnp.tanh(x) if slices == "made" else x
         return lax.scan(lambda c, r: (c + jnp.sum(r @ w), r @ w), 0.0, x)
 
-    program = write(fun, X, W, halved_out=(False, True))
+    low = [slices == "in 16 bits", False]
+    program = write(fun, X, W, halved_in=low, halved_out=(False, True), outermost=True)
     (loop,) = [e for e in program.eqns if e.primitive.name == "scan"]
     assert [v.aval.str_short() for v in loop.invars] == [
         "bfloat16[32,32]",
         "float32[]",
-        "bfloat16[4,32]",
+        "float32[4,32]" if slices == "of an array" else "bfloat16[4,32]",
     ]
     assert [v.aval.str_short() for v in loop.outvars] == ["float32[]", "bfloat16[4,32]"]
 

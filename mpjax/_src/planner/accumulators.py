@@ -69,14 +69,17 @@ def _cone(
     cone: set[Equation] = set()
     inside: dict[Equation, list[bool]] = {}
 
+    def leads(e):  # a matmul reads 16 bits: it begins a way
+        return e in cone and e not in inside and not _accumulates(e)
+
     def alone(v):
-        on_the_way = all(e in cone and e not in inside for e in readers[v]) and v not in others
+        on_the_way = all(map(leads, readers[v])) and v not in others
         return on_the_way and (v in asked or bool(readers[v]))
 
     for e in reversed(equations):
         if _accumulates(e):
             (out,) = e.outs
-            if out in asked or any(r in cone and r not in inside for r in readers[out]):
+            if out in asked or any(map(leads, readers[out])):
                 cone.add(e)
         elif rounding.programs(e):
             flags = _inside(e, [rounding.is_float32(v) and alone(v) for v in e.outs])

@@ -21,6 +21,7 @@ IN_PLACE = {
     *("slice", "pad", "rev", "split", "concatenate", "dynamic_slice", "dynamic_update_slice"),
     *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "copy", "reduce_precision"),
     *("reduce_window_sum", "reduce_window_max", "rounded"),
+    "select_and_scatter_add",
 }
 
 

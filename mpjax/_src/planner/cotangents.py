@@ -11,8 +11,8 @@ for all of them where that adds no error of another kind:
    (`Lone`). Independent errors do not cancel there either.
 3. It is not added to the result of another matmul that reads an operand of those that it is made
    of: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
-4. It is not summed over an axis along which something was subtracted from it: such a sum is small,
-   and its roundings do not cancel.
+4. It is not summed over all axes over which a mean was subtracted from it: such a sum is zero, and
+   that of its roundings is not.
 """
 
 import functools
@@ -39,6 +39,7 @@ from mpjax._src.base.rules import (
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, summed
 from mpjax._src.planner.equations import Equation, Value
+from mpjax._src.planner.maxima import POOLED
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
@@ -56,6 +57,7 @@ def noise_of(
     """Returns how large the rounding errors are that values carry; `EXACT` where it has none."""
     noise = {**(given or {})}
     sources: dict[Value, int] = {}  # a bit for each matmul that its errors come from
+    roots: dict[Value, tuple[Value, ...]] = {}  # of which values it is a multiple, by entries
     for i, e in enumerate(equations):
         if rounding.programs(e):
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
@@ -67,15 +69,18 @@ def noise_of(
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
             continue
-        floats = [noise.get(v, EXACT) for v in e.ins if is_float32(v)]
+        ins = e.ins[:1] if e.name == POOLED else e.ins  # the other one says where each entry goes
+        floats = [noise.get(v, EXACT) for v in ins if is_float32(v)]
         level = _noise(e, [k for k in floats if k != ZERO])
-        if level == EACH and (e.name in COPIES or (_adds(e) and _shares(e, noise, sources))):
+        of = _roots(e, roots, noise) if level == EACH else ()
+        shared = level == EACH and not of and _adds(e) and _shares(e, noise, sources)
+        if level == EACH and (e.name in COPIES or shared):
             level = WHOLE
         bits = 1 << i if _rounds(e) else 0
         for v in () if bits else e.ins:
             bits |= sources.get(v, 0)
         for out in e.outs:
-            noise[out], sources[out] = level, bits
+            roots[out], noise[out], sources[out] = of or (out,), level, bits
     return noise
 
 
@@ -83,6 +88,29 @@ def _shares(e: Equation, noise: Mapping[Value, int], sources: Mapping[Value, int
     """Returns whether terms have errors that come from the same matmul."""
     each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
     return any(a & b for a, b in itertools.combinations(each, 2))
+
+
+# Of so many values at most it is known that another one is a multiple.
+ROOTS = 8
+
+
+def _roots(
+    e: Equation, roots: Mapping[Value, tuple[Value, ...]], noise: Mapping[Value, int]
+) -> tuple[Value, ...]:
+    """Returns the values with errors of which the result is a multiple, by entries.
+
+    A sum of multiples of one value has its relative errors, however much cancels.
+    """
+    noisy = [v for v in e.ins if noise.get(v) == EACH and v.aval.shape == e.outs[0].aval.shape]
+    each = [roots.get(v, (v,)) for v in noisy]
+    if e.rule.multiplies:
+        each = each[: e.ins[0] in noisy] if e.name == "div" else each
+        found = [*itertools.chain(*each)]
+        return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
+    others = [v for v in e.ins if is_float32(v) and v not in noisy and noise.get(v) != ZERO]
+    if others or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
+        return ()
+    return tuple(v for v in each[0] if all(v in more for more in each[1:]))
 
 
 def _rounds(e: Equation) -> bool:
@@ -104,6 +132,8 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
         return max(floats)
     if _adds(e):
         return max(floats) if min(floats) else EXACT
+    if e.name == POOLED:
+        return floats[0]
     if is_sum(e):
         return min(AVERAGED, *floats)
     unary = rule.need in (FOLLOW, FULL) and rule.gain_of(e.params) == ONE and rule.span != BOUNDED
@@ -177,17 +207,20 @@ def _written(
     return (large & read) | {*of_several(equations, many)}
 
 
+NO_SUMS: frozenset[int] = frozenset()
+
+
 class Asked(NamedTuple):
     """What the readers of a value ask of it.
 
     Attributes:
         apart: The arrays of which it is not made, as bits.
-        level: The axes along which nothing was subtracted from it, as bits.
+        sums: The sets of axes over which it is summed, as bits.
         each: Whether its errors are independent of each other.
     """
 
     apart: int = 0
-    level: int = 0
+    sums: frozenset[int] = frozenset()
     each: bool = False
 
     def also(self, other: "Asked | None") -> "Asked | None":
@@ -195,7 +228,11 @@ class Asked(NamedTuple):
         if other is None:
             return None
         each = self.each or other.each
-        return Asked(self.apart | other.apart, self.level | other.level, each)
+        return Asked(self.apart | other.apart, self.sums | other.sums, each)
+
+    def summed(self, axes: int) -> "Asked":
+        """Returns what is asked of a value if all this is asked of its sum over some axes."""
+        return self._replace(sums=frozenset(s | axes for s in self.sums)) if axes else self
 
 
 class Lone:
@@ -209,7 +246,7 @@ class Lone:
             for v in () if is_half_matmul(e) else e.ins:
                 if v in self.readers:
                     self.readers[v].append(place)
-        self.operands, self.centered = self._operands(), self._centered()
+        self.operands, self.means = self._operands(), self._means()
         self.behind: dict[Value, Asked | None] = {}
 
     def _operands(self) -> dict[Value, int]:
@@ -227,17 +264,25 @@ class Lone:
             bits.update(dict.fromkeys(e.outs, made))
         return bits
 
-    def _centered(self) -> dict[Value, int]:
-        """Returns a bit for each axis over which something was summed of which a value is made."""
-        bits: dict[Value, int] = {}
+    def _means(self) -> dict[Value, frozenset[int]]:
+        """Returns over which axes sums were taken that a value is made of, beside its entries.
+
+        They are those of all its sums together, as of a mean over the pixels and some channels.
+        """
+        means: dict[Value, frozenset[int]] = {}
+        sums: dict[Value, frozenset[int]] = {}  # of values that are made of sums alone
         for e in self.late:
-            made = 0
-            for v in () if is_half_matmul(e) else e.ins:
-                made |= bits.get(v, 0)
-            if is_sum(e) and e.ins[0] in self.maker:
-                made |= self.axes.of(*summed(e))
-            bits.update(dict.fromkeys(e.outs, made))
-        return bits
+            mine = [v for v in e.ins if v in self.maker] if not is_half_matmul(e) else []
+            found = NO_SUMS.union(*(means.get(v, NO_SUMS) for v in mine))
+            made = NO_SUMS.union(*(sums.get(v, NO_SUMS) for v in mine))
+            if not all(map(sums.get, mine)):
+                found, made = found | made, NO_SUMS
+            over = self.axes.of(*summed(e)) if mine and is_sum(e) else 0
+            if over:
+                made = frozenset(s | over for s in made) or frozenset([over])
+            means.update(dict.fromkeys(e.outs, found))
+            sums.update(dict.fromkeys(e.outs, made))
+        return means
 
     def of(self, values: Sequence[Value]) -> list[Value]:
         """Returns those of the values, in the order in which they are computed, that are alone."""
@@ -255,7 +300,7 @@ class Lone:
             if e is None or is_half_matmul(e):
                 continue
             for x in e.ins:
-                if x in self.maker and x not in before:
+                if x in self.maker and x not in before and self.noise.get(x) != ZERO:
                     before.add(x)
                     if x not in alone:
                         ahead.append(x)
@@ -287,7 +332,9 @@ class Lone:
     def _may_be_read(self, v: Value) -> bool:
         """Returns whether a value is all that is asked of it."""
         asked = self._asked(v)
-        if asked is None or asked.apart & self.operands[v] or asked.level & self.centered[v]:
+        if asked is None or asked.apart & self.operands[v]:
+            return False
+        if any(mean & ~axes == 0 for mean in self.means[v] for axes in asked.sums):
             return False
         return not asked.each or self.noise[v] == EACH
 
@@ -296,20 +343,21 @@ class Lone:
 
         All that follows often goes through one value: it is gone through once.
         """
-        parts: list[tuple[Value, Asked | None]] = []
+        parts: list[tuple[Value, Asked | None, int]] = []
         then: Value | None = v
         while then is not None and then not in self.behind:
-            asked, after = self._part(then)
-            parts.append((then, asked))
+            asked, after, axes = self._part(then)
+            parts.append((then, asked, axes))
             then = after
         asked = self.behind[then] if then is not None else Asked()
-        for x, own in reversed(parts):
-            self.behind[x] = asked = own and own.also(asked)
+        for x, own, axes in reversed(parts):
+            self.behind[x] = asked = own and own.also(asked and asked.summed(axes))
         return asked
 
-    def _part(self, v: Value) -> tuple[Asked | None, Value | None]:
-        """Returns what is asked before all goes through one value, and that value."""
+    def _part(self, v: Value) -> tuple[Asked | None, Value | None, int]:
+        """Returns what is asked before all goes through one value, it, and its sums' axes."""
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
+        over = {v: 0}  # the axes over which it is summed
         asked = Asked()
         ahead = [*dict.fromkeys(self.readers[v])]
         queued = {*ahead}
@@ -317,18 +365,22 @@ class Lone:
             e = self.late[heapq.heappop(ahead)]
             mine = [x for x in e.ins if x in own]
             scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
-            both = asked if scales else asked.also(self._asks(e, mine))
+            axes = functools.reduce(operator.or_, (over[x] for x in mine))
+            asks = self._asks(e, mine)
+            both = asked if scales else asked.also(asks and asks.summed(axes))
             if both is None:
-                return None, None
+                return None, None, 0
             asked = both
+            axes |= self.axes.of(*summed(e)) if is_sum(e) else 0
             if not ahead and len(e.outs) == 1:
-                return asked, e.outs[0]
+                return asked, e.outs[0], axes
             own.update((x, own[mine[0]] if scales else x) for x in e.outs)
+            over.update(dict.fromkeys(e.outs, axes))
             after = {place for x in e.outs for place in self.readers[x]}
             for place in after - queued:
                 heapq.heappush(ahead, place)
             queued |= after
-        return asked, None
+        return asked, None, 0
 
     def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:
         """Returns what an equation asks of a value, if it reads others that are made of it."""
@@ -339,7 +391,7 @@ class Lone:
         mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
         return Asked(
             functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
-            self.axes.of(*summed(e)) if sums else 0,
+            frozenset([self.axes.of(*summed(e))]) if sums else NO_SUMS,
             mixes and len(mine) > 1,
         )
 

@@ -365,6 +365,21 @@ def dependents(equations: Iterable[Equation], values: Iterable[Value]) -> set[Va
     return found
 
 
+def in_order(equations: Iterable[Equation]) -> list[Equation]:
+    """Returns equations in an order in which they can run, as near to the given one as there is."""
+    equations = [*equations]
+    maker = {out: e for e in equations for out in e.outs}
+    found: dict[Equation, None] = {}
+    todo = equations[::-1]
+    while todo:
+        e = todo[-1]
+        missing = [maker[v] for v in e.ins if v in maker and maker[v] not in found]
+        if e in found or not missing:
+            found[todo.pop()] = None
+        todo += missing if e not in found else ()
+    return [*found]
+
+
 def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
     """Returns the equations that read each value."""
     readers: dict[Value, list[Equation]] = collections.defaultdict(list)

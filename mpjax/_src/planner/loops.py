@@ -20,17 +20,21 @@ from mpjax._src.base._jax import building
 from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
 from mpjax._src.planner import rounding
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
     closed,
     dependents,
+    once,
     opened,
     parts,
     readers_of,
 )
+from mpjax._src.planner.maxima import unpooled
 from mpjax._src.planner.partition import handed
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.turns import apart
 
 
 def joined(
@@ -152,7 +156,13 @@ class Body:
         returned = [self.outs[i] for i in public]
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half)
-        self.first, self.second = rewritten(self.first, self.second, returned, self.back_outs, half)
+        self.second, self.back_outs = once(self.second, self.back_outs)
+        self.first, self.second = apart(self.first), apart(self.second)
+        ends = returned, self.back_outs, new
+        self.first, self.second = rewritten(self.first, self.second, *ends, half)
+        both = [*self.first, *self.second]
+        shared = rounded_once(both, self.second, self.back_outs)
+        self.second = unpooled(rounding.with_rounded(self.second, shared, half))
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)

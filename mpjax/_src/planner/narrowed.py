@@ -4,8 +4,6 @@ A stream ``v`` with the level ``L`` becomes ``rounded(v - L) + L`` for all who r
 do not see the rounding, so all of them, and the program itself, read the same numbers.
 """
 
-import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +13,10 @@ import numpy as np
 from jax import lax
 
 from mpjax._src.base import _jax
-from mpjax._src.base._jax import building
 from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.garbage import collected_later
-from mpjax._src.base.higher_order import MAP
-from mpjax._src.planner import kinds, rounding
+from mpjax._src.planner import kinds
 from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
 from mpjax._src.planner.kinds import axes_of_view, is_zero
 from mpjax._src.planner.levels import Facts
@@ -45,33 +41,11 @@ def narrowed(program: Any, half: np.dtype, small: int | None = None) -> Any:
     writer = Narrowing(parts, facts, half)
     for v in found:
         writer.choose(v)
-    inside = _inside(parts, half, small)
+    inside = parts.inside(functools.partial(narrowed, half=half, small=small))
     if not writer.rounded and not inside:
         return program
     values = [*writer.rounded, *writer.levelled, *inside]
     return parts.changed(values, writer.alias, writer.write)
-
-
-def _inside(parts: Opened, half: np.dtype, small: int | None) -> list[Value]:
-    """Narrows the programs of loops, branches and maps; returns what the changed ones make."""
-    change = functools.partial(narrowed, half=half, small=small)
-    found: list[Value] = []
-    for i, e in enumerate(parts.equations):
-        if rounding.programs(e) and e.outs and not parts.is_fixed(e.outs[0]):
-            parts.equations[i] = _with_inside(e, change)
-            found += e.outs[:1] if parts.equations[i] is not e else []
-    return found
-
-
-def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
-    mapped = e.row.kind == MAP
-    with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
-        programs = [building.as_closed(program) for program in rounding.programs(e)]
-        changed = [change(program) for program in programs]
-    if all(x is y for x, y in zip(programs, changed, strict=True)):
-        return e
-    rest = iter(changed)
-    return dataclasses.replace(e, params=rounding.with_programs(e, lambda _: next(rest)))
 
 
 class Narrowing:

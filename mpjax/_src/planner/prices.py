@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from mpjax._src.base.rules import DEAR, LOOKS_UP, REDUCES
+from mpjax._src.base import _jax
+from mpjax._src.base.rules import DEAR, FRESH, LOOKS_UP, REDUCES
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, readers_of
 from mpjax._src.planner.partition import runs_again
@@ -30,12 +31,14 @@ class Traffic:
     Attributes:
         price: The bytes of a value, as it is handed over.
         written: The values that the forward part writes anyway.
-        again: The values that the backward part would write if it computed them again.
+        low: The values that the backward part would write in 16 bits if it computed them again.
+        full: Those that it would write in float32.
     """
 
     price: rounding.Price
     written: Collection[Value]
-    again: Collection[Value]
+    low: Collection[Value]
+    full: Collection[Value]
 
     @classmethod
     def of(
@@ -51,7 +54,8 @@ class Traffic:
         sinks = _sinks([*early, *late], {*map(id, late)}, {*results} | fed_late)
         dear = {out for e in early if e.rule.cost == DEAR for out in e.outs}
         several = {v for v in dear if len(sinks[v]) > 1}
-        return cls(price, fed | made, fed_late | several)
+        rounded = {out for e in early if rounding.is_rounding(e) for out in e.outs}
+        return cls(price, fed | made | rounded, fed_late - several, several)
 
     def __call__(self, v: Value) -> int:
         """Returns what it costs to keep a value."""
@@ -60,7 +64,11 @@ class Traffic:
 
     def costs(self, values: Iterable[Value]) -> Mapping[int, int]:
         """Returns what it costs to compute values again, by their places, beyond what is free."""
-        return {i: 4 * self.price(v) for i, v in enumerate(values) if v in self.again}
+        half, found = self.price.half, {}
+        for i, v in enumerate(values):
+            if v in self.low or v in self.full:
+                found[i] = 4 * _jax.bytes_of(v.aval, half if v in self.low else None)
+        return found
 
 
 def _sinks(
@@ -79,9 +87,15 @@ def _sinks(
                 for x in r.outs:
                     if id(r) not in late and x in written:
                         continue  # where it is written again, that is its own price
-                    found.update({id(x)} if x in written else sinks.get(x, ()))
+                    own = x in written and not _is_part(x, readers[x])
+                    found.update({id(x)} if own else sinks.get(x, ()))
             sinks[v] = {*[*found][:2]}
     return sinks
+
+
+def _is_part(v: Value, readers: Iterable[Equation]) -> bool:
+    """Returns whether a value is written as a part of larger arrays alone."""
+    return all(FRESH in r.rule.traits for r in readers) and bool(readers)
 
 
 def kernels_of(

@@ -12,6 +12,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.garbage import collected_later
 from mpjax._src.planner import rounding, saving
+from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -28,9 +29,12 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
+from mpjax._src.planner.maxima import unpooled
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import Traffic
+from mpjax._src.planner.recurrences import recurrent
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written, written_of
 
 
@@ -83,8 +87,8 @@ class Program:
         returned = [i < self.returned for i in range(len(self.result_avals))]
         options = self.half, self.halved_in, self.halved_out, returned
         if not isinstance(self._program, Listed):
-            return written(self.closed, *options)
-        return written_of(self._program.written_out(), *options)
+            return written(self.closed, *options, outermost=True)
+        return written_of(self._program.written_out(), *options, outermost=True)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
@@ -188,9 +192,9 @@ class Derivative:
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
         joined(equations, self._cts, self.inputs, results, half)
-        self._early, self._late = parted(needed(equations, results), self._cts)
+        self._early, self._late = parted(apart(needed(equations, results)), self._cts)
         parts_of = self._early, self._late, self._outs, self._grads
-        self._early, self._late = rewritten(*parts_of, half)
+        self._early, self._late = rewritten(*parts_of, self._cts, half)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
         moved = dependents(self._early, [self.inputs[i] for i in self.by])
@@ -260,9 +264,11 @@ class Derivative:
         program, numbered = self.program, zip(self._cts, self._floats, strict=True)
         cts = {ct: i for ct, i in numbered if nonzero[i]}
         zeros = {*self._cts} - {*cts}
-        equations, alias = without_zeros(self._late, self._cts, zeros)
+        late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        body, grads = _held_apart(self.saved, [*self._again, *equations], grads, [*cts])
+        shared = rounded_once([*self._early, *late], late, grads)
+        late = unpooled(rounding.with_rounded(late, shared, program.half))
+        body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -321,6 +327,7 @@ def _with_gradient(
     that a rule computes its function again there is what its author asked for.
     """
     residuals: Any = None
+    jaxpr = recurrent(program.closed)
 
     def ahead(*args):
         nonlocal residuals
@@ -329,7 +336,7 @@ def _with_gradient(
             full = list(args)
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
-            return _jax.eval_once(program.closed, *full)
+            return _jax.eval_once(jaxpr, *full)
 
         outs, vjp = jax.vjp(of_moving, *(args[i] for i in by))
         kept, tree = jax.tree.flatten(vjp)

@@ -5,13 +5,15 @@ second time is what its author asked for. A custom rule cannot change, for its d
 """
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.higher_order import REMATS, higher_order
+from mpjax._src.base.higher_order import MAP, REMATS, higher_order
+from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import CUSTOM, Call, Equation, Value, closed, opened
 
 
@@ -49,6 +51,15 @@ class Opened:
     def is_reached(self, v: Value) -> bool:
         """Returns whether the program around a call that cannot change can read a value."""
         return not self.is_fixed(v) or v in self._fixed[self.place[v]].equation.outs
+
+    def inside(self, change: Callable[[Any], Any]) -> list[Value]:
+        """Changes the programs of loops, branches and maps; returns what the changed ones make."""
+        found: list[Value] = []
+        for i, e in enumerate(self.equations):
+            if rounding.programs(e) and e.outs and not self.is_fixed(e.outs[0]):
+                self.equations[i] = _with_inside(e, change)
+                found += e.outs[:1] if self.equations[i] is not e else []
+        return found
 
     def changed(
         self,
@@ -128,6 +139,17 @@ class Opened:
         program = closed([*names.values()], body, outs, self._info)
         params = {k: p for k, p in e.params.items() if k != WAITING}
         return e.on(ins, outs=outs, params={**params, "jaxpr": _jax.open_jaxpr(program)[0]})
+
+
+def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
+    mapped = higher_order(e.name).kind == MAP
+    with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
+        programs = [building.as_closed(program) for program in rounding.programs(e)]
+        changed = [change(program) for program in programs]
+    if all(x is y for x, y in zip(programs, changed, strict=True)):
+        return e
+    rest = iter(changed)
+    return dataclasses.replace(e, params=rounding.with_programs(e, lambda _: next(rest)))
 
 
 WAITING = "waiting"  # the parameter that has the equations of a checkpoint

@@ -11,17 +11,24 @@ import jax
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import MOVE, REDUCES
 from mpjax._src.planner import rounding
-from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
+    BARRIER,
+    CUSTOM,
     Equation,
     Value,
     dependents,
+    in_order,
     needed,
     opened,
     readers_of,
 )
+from mpjax._src.planner.kinds import is_zero
+from mpjax._src.planner.maxima import with_positions
+from mpjax._src.planner.picks import compared
+from mpjax._src.planner.prices import of_several
 
 Parts = tuple[list[Equation], list[Equation]]
 EXPONENTIALS = ("exp", "exp2")
@@ -32,20 +39,80 @@ def rewritten(
     late: Sequence[Equation],
     outs: Sequence[Value],
     results: Collection[Value],
+    cotangents: Collection[Value],
     half: np.dtype,
 ) -> Parts:
-    """Returns the forward and the backward part, changed where that moves or keeps less.
+    """Returns the forward and the backward part, changed where that keeps less.
 
     Args:
         early: The equations of the forward part, with what prepares the backward part.
         late: The equations of the backward part.
         outs: What the forward part returns.
         results: What the backward part returns.
+        cotangents: The arguments of the backward part alone.
         half: The 16-bit dtype.
     """
-    first, second = weights_of_softmax([*early], [*late], outs, half)
-    shared = rounded_once([*first, *second], second, results)
-    return first, rounding.with_rounded(second, shared, half)
+    first, second = weights_of_softmax(*with_positions(early, late), outs, half)
+    # A checkpoint's softmax has weights of its own.
+    second = compared(needed(_weights_again(second, cotangents, half), results))
+    first, second = masks(first, second, outs)
+    return copies(first, second, results, half)
+
+
+def masks(early: list[Equation], late: list[Equation], outs: Sequence[Value]) -> Parts:
+    """The backward part finds the mask of a ReLU in its result, where it reads that anyway.
+
+    A mask of what is computed from one array is left alone: the array is read with it.
+    """
+    forward, read = needed(early, outs), {v for e in late for v in e.ins}
+    either = [e for e in forward if not read.isdisjoint(e.outs)]
+    results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
+    several = {*of_several(forward, results)}
+    ahead = {*map(id, forward)}
+    found = {
+        id(e)
+        for e in early
+        if e.name == "gt" and id(e) not in ahead and e.ins[0] in several and is_zero(e.ins[1])
+    }
+    moved = dependents((), (out for e in early if id(e) in found for out in e.outs))
+    first, second = [], []
+    for e in early:
+        if id(e) in found:
+            second.append(dataclasses.replace(e, ins=[results[e.ins[0]], e.ins[1]], again=True))
+        elif moved.isdisjoint(e.ins):
+            first.append(e)
+        else:
+            moved.update(e.outs)
+            second.append(dataclasses.replace(e, again=True))
+    return first, [*second, *late]
+
+
+def _rectified(e: Equation) -> Value | None:
+    """Returns the value of which an equation gives the entries above zero, and zeros."""
+    if e.name == "max":
+        zeros = [is_zero(v) for v in e.ins]
+        return e.ins[zeros.index(False)] if zeros.count(True) == 1 else None
+    if e.name not in CUSTOM or len(e.ins) != 1 or len(e.outs) != 1:
+        return None
+    ((ins, inner, outs),) = rounding.bodies(e)
+    alone = len(inner) == 1 and inner[0].outs == outs and _rectified(inner[0]) is ins[0]
+    return e.ins[0] if alone else None
+
+
+def copies(
+    early: list[Equation], late: list[Equation], results: Collection[Value], half: np.dtype
+) -> Parts:
+    """What the backward part reads in 16 bits alone is a value of its own: a 16-bit copy.
+
+    So it may be kept without the float32 value, and that be computed again for other readers.
+    """
+    low = rounding.wanted(late, results, ()) - rounding.made(early, (), half) - {*results}
+    values = low.intersection(out for e in early for out in e.outs)
+    if not values or half == FLOAT32:
+        return early, late
+    early = rounding.with_rounded(early, values, half, lambda e: False)
+    copy = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
+    return early, [e.on(copy[v] if v in values else v for v in e.ins) for e in late]
 
 
 def weights_of_softmax(
@@ -91,6 +158,20 @@ def weights_of_softmax(
         changed.append(e.on(pick.get(v, v) for v in e.ins))
     gone = {*map(id, later)}
     return [e for e in early if id(e) not in gone], [*first, *changed]
+
+
+def _weights_again(
+    late: Sequence[Equation], cotangents: Collection[Value], half: np.dtype
+) -> list[Equation]:
+    """Changes the softmaxes that a checkpoint computes again; its matmuls are what it computes."""
+    waiting = dependents(late, cotangents)
+    again: list[Equation] = []
+    rest: list[Equation] = []
+    for e in late:  # a barrier holds cotangents too
+        (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
+    matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
+    first, second = weights_of_softmax(again, rest, matmuls, half)
+    return in_order([*(dataclasses.replace(e, again=True) for e in first), *second])
 
 
 class Softmax(NamedTuple):

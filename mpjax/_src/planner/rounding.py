@@ -308,7 +308,7 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
     if is_half_matmul(e) or is_rounding(e):
         return e.ins[2:]
-    if is_half_operation(e):
+    if is_half_operation(e) or _reads_signs(e):
         return []
     if e.name == BARRIER:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
@@ -317,6 +317,14 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     if programs(e):
         return _read_inside(e, full)
     return e.ins
+
+
+def _reads_signs(e: Equation) -> bool:
+    """Returns whether an equation is a mask of a derivative: rounding leaves signs as they are.
+
+    What float16 rounds to zero has no derivative, as by hand.
+    """
+    return e.again and e.name == "gt" and is_zero(e.ins[1])
 
 
 def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value]:

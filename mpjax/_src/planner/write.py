@@ -38,6 +38,7 @@ def written(
     halved_out: Sequence[bool],
     returned: Sequence[bool],
     region: Region = NOWHERE,
+    outermost: bool = False,
 ) -> Any:
     """Returns a float32 program with casts.
 
@@ -48,13 +49,14 @@ def written(
         halved_out: For each result, whether it leaves in 16 bits.
         returned: For each result, whether it leaves as an accumulator, if it is one.
         region: The region of the equation that holds the program.
+        outermost: Whether its arguments are arrays, and no parts of some in a loop.
 
     Returns:
         The closed jaxpr.
     """
     ins, equations, outs = parts(program, rules=True, region=region)
     listed = Listed(ins, equations, outs, building.anonymous(program))
-    return written_of(listed, half, halved_in, halved_out, returned)
+    return written_of(listed, half, halved_in, halved_out, returned, outermost)
 
 
 def written_of(
@@ -63,6 +65,7 @@ def written_of(
     halved_in: Sequence[bool],
     halved_out: Sequence[bool],
     returned: Sequence[bool],
+    outermost: bool = False,
 ) -> Any:
     """Does what `written` does to a program whose calls are inlined."""
     ins, equations, outs, info = listed
@@ -72,7 +75,7 @@ def written_of(
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     wanted, numbers = rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
-    writer = Writer(half, given, wanted, numbers, sums)
+    writer = Writer(half, given, wanted, numbers, sums, {*ins} if outermost else ())
     arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
@@ -92,6 +95,7 @@ class Writer:
         wanted: The values that are read in 16 bits alone.
         numbers: The constants that are 16-bit numbers.
         sums: The accumulators that the program returns.
+        arrays: The arguments that are arrays in float32, or in 16 bits.
         fulls: The float32 forms.
         lows: The 16-bit forms.
         same: What stands for values of other dtypes: for the user's own casts to 16 bits.
@@ -105,8 +109,10 @@ class Writer:
         wanted: Collection[Value],
         numbers: Collection[Value],
         sums: Returned,
+        arrays: Collection[Value],
     ) -> None:
-        self.half, self.wanted, self.numbers, self.sums = half, wanted, numbers, sums
+        self.half, self.wanted, self.numbers = half, wanted, numbers
+        self.sums, self.arrays = sums, arrays
         self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
         self.same: dict[Value, Value] = {}
@@ -273,11 +279,13 @@ class Writer:
         outs_made = rounding.made([e], low, self.half)
         asked = [v in self.wanted for v in e.outs]
         read = rounding.wanted([e], e.outs, [v for v in e.outs if v in self.wanted])
+        # A turn copies its slice of an array: it casts the copy.
+        slices = end if e.row.kind == SCAN else len(e.ins)
         inside = [
             rounding.is_float32(v)
             and i >= first
             and not start <= i < end
-            and (self.is_made(v) or v in read)
+            and (self.is_made(v) or (v in read and not (i >= slices and v in self.arrays)))
             for i, v in enumerate(e.ins)
         ]
         unrounded = self.sums.inside.get(e) or [False] * len(e.outs)

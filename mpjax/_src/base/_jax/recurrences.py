@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -75,6 +76,11 @@ def _batch(args: Any, dims: Any, *, axis: int, reverse: bool) -> Any:
     return recurrence_p.bind(a, b, axis=axis + 1, reverse=reverse), 0
 
 
+def _taylor(primals: Any, series: Any, **params: Any) -> Any:
+    run = functools.partial(scanned, **params)
+    return jet.jet(run, primals, series, factorial_scaled=False)
+
+
 recurrence_p = Primitive("linear_recurrence")
 recurrence_p.def_impl(jax.jit(scanned, static_argnames=("axis", "reverse")))
 recurrence_p.def_abstract_eval(lambda a, b, **_: b)
@@ -82,3 +88,4 @@ mlir.register_lowering(recurrence_p, mlir.lower_fun(scanned, multiple_results=Fa
 ad.primitive_jvps[recurrence_p] = _jvp
 ad.primitive_transposes[recurrence_p] = _transpose
 batching.primitive_batchers[recurrence_p] = _batch
+jet.jet_rules[recurrence_p] = _taylor  # type: ignore[assignment]

@@ -1,0 +1,323 @@
+"""What a loop need not do or read in each turn: matmuls, and constants that are spread.
+
+A recurrent layer multiplies each slice of its input by the same weights, and adds up the gradient
+of its weights turn by turn: each turn reads the weights, and reads and writes the float32 sum. One
+matmul of the stack of all turns does the same, and rounds once:
+
+- A matmul of a slice and a constant runs ahead of the loop.
+- One whose result is only stacked runs behind it, on what is stacked in its place.
+- So does one whose results are only added up: its sum over turns is a longer sum of products.
+
+A constant that was spread over more axes before the loop is spread in the turns, where that fuses
+into what reads it. JAX moves the masks of attention out of a loop over layers, of full size.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
+from mpjax._src.base.higher_order import SCAN, higher_order
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import (
+    Equation,
+    Value,
+    between,
+    closed,
+    dependents,
+    opened,
+    parts,
+    readers_of,
+)
+from mpjax._src.planner.partition import runs_again
+
+# What it costs to stack an entry of 16 bits, in entries that are read: it is written, read, kept.
+STACKED = 2.5
+# What it costs to add to an entry of a float32 sum: it is read and written.
+ADDED = 4
+LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
+
+
+def apart(equations: Sequence[Equation]) -> list[Equation]:
+    """Returns equations whose loops leave out the matmuls that no turn waits for."""
+    found: list[Equation] = []
+    maker = {out: e for e in equations for out in e.outs}
+    for e in equations:
+        found += _Turns(e, maker).apart() if higher_order(e.name).kind == SCAN else [e]
+    return found
+
+
+class _Turns:
+    """A loop whose body is open."""
+
+    def __init__(self, e: Equation, around: Mapping[Value, Equation]) -> None:
+        self.loop, self.around, (program,) = e, around, rounding.programs(e)
+        self.length = higher_order(e.name).turns(e)[0]
+        self.ins, self.equations, self.outs = parts(building.as_closed(program), region=e.region)
+        self.maker = {out: e for e in self.equations for out in e.outs}
+        _, self.start, self.end = rounding.places(e)
+        self.given, self.results = [*e.ins], [*e.outs]  # outside, of `ins` and `outs`
+        self.carries = self.end - self.start
+
+    def apart(self) -> list[Equation]:
+        """Returns the loop with what runs ahead of it and behind it."""
+        spread, ahead, behind = self._spread(), self._ahead(), [*self._sums(), *self._stacks()]
+        return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
+
+    # ---- inside
+
+    def _spread(self) -> bool:
+        """Spreads constants in the turns that were spread before the loop; returns whether any."""
+        spread: list[Equation] = []
+        for i, v in enumerate(self.given[: self.start]):
+            out, large = self.ins[i], _size([v]) >= rounding.SMALL
+            while large and (e := self.around.get(v)) and e.name == "broadcast_in_dim":
+                if len(e.ins) != 1 or _size(e.ins) == _size(e.outs):
+                    break
+                (v,) = e.ins
+                self.given[i] = v
+                self.ins[i] = Value(v.aval)
+                spread.append(e.on([v if v.literal else self.ins[i]], outs=[out]))
+                out = self.ins[i]
+        self.equations[:0] = spread[::-1]
+        return bool(spread)
+
+    # ---- ahead of the loop
+
+    def _ahead(self) -> list[Equation]:
+        moving = dependents(self.equations, self.ins[self.start : self.end])
+        sliced = dependents(self.equations, self.ins[self.end :]) - moving
+        dots = [
+            d
+            for d in self.equations
+            if _is_plain(d) and moving.isdisjoint(d.ins) and self._is_worth(d, sliced, d.outs)
+        ]
+        made = [d.outs[0] for d in dots]
+        before = between(self.equations, made, {*self.ins})
+        if not dots or not all(e in dots or runs_again(e) for e in before):
+            return []
+        ins = [*self.ins[: self.start], *self.ins[self.end :]]
+        given = [*self.given[: self.start], *self.given[self.end :]]
+        program = closed(ins, before, made, _info(self.loop))
+        ahead: list[Equation] = []
+        stacks = self._for_all_turns(program, given, range(self.start, len(given)), ahead)
+        self.equations = [e for e in self.equations if e not in dots]
+        for v, stack in zip(made, stacks, strict=True):
+            self.ins.append(v)
+            self.given.append(stack)
+            if v in self.outs[self.carries :]:
+                i = self.outs.index(v, self.carries)
+                _rename(ahead, stack, self.results[i])
+                self.given[-1] = self.results.pop(i)
+                del self.outs[i]
+        return ahead
+
+    def _is_worth(self, d: Equation, sliced: Collection[Value], stack: Sequence[Value]) -> bool:
+        """Returns whether a matmul reads more in a constant than stacking in its place costs."""
+        constant = [v for v in d.ins if v not in sliced]
+        return len(constant) == 1 and _size(constant) > STACKED * _size(stack)
+
+    def _for_all_turns(
+        self, program: Any, given: Sequence[Value], stacks: range, into: list[Equation]
+    ) -> list[Value]:
+        """Appends a program that runs for all turns at once; ``stacks`` are places of stacks."""
+        axes = [0 if i in stacks else None for i in range(len(given))]
+        run = jax.vmap(lambda *args: _jax.eval_closed(program, *args), axes, axis_size=self.length)
+        traced = _jax.trace(run, [v.aval for v in given], "turns")
+        e = self.loop
+        return opened(traced, given, into, again=e.again, stack=e.stack, region=e.region)
+
+    # ---- behind it
+
+    def _sums(self) -> list[Equation]:
+        """Takes out the matmuls whose results are only added up."""
+        turning = dependents(self.equations, self.ins[self.start :])
+        chains, taken = self._chains(), []
+
+        def is_worth(d):
+            new = {v for v in map(self._source, d.ins) if self._stack(v) is None}
+            return turning.issuperset(d.ins) and ADDED * _size(d.outs) > STACKED * _size(new)
+
+        while chains:
+            sums = [add for chain in chains.values() for add in chain]
+            taken = self._taken(sums, (), is_worth, lambda e: e.name in LINEAR)
+            made = {out for e in (*taken, *sums) for out in e.outs} | {*self.ins}
+            alone = {i: c for i, c in chains.items() if all(made.issuperset(e.ins) for e in c)}
+            if alone == chains:
+                break
+            chains = alone
+        behind: list[Equation] = []
+        for e in taken if chains else ():
+            behind.append(self._of_all_turns(e, behind) if _is_plain(e) else e)
+        for i, chain in chains.items():
+            instead = {self.ins[self.start + i]: self.given[self.start + i]}
+            for add in chain:
+                behind.append(add.on(instead.get(v, v) for v in add.ins))
+            behind[-1].outs = [self.results[i]]
+        if chains:
+            self._leave_out([*taken, *sums], [*chains])
+        return behind
+
+    def _chains(self) -> dict[int, list[Equation]]:
+        """Returns the places of carries to which something is only added, and the sums."""
+        readers = readers_of(self.equations)
+        found: dict[int, list[Equation]] = {}
+        for i, out in enumerate(self.outs[: self.carries]):
+            v, chain = self.ins[self.start + i], []
+            while len(readers[v]) == 1 and readers[v][0].name in ("add", "add_any"):
+                if v in self.outs:
+                    break
+                chain += readers[v]
+                (v,) = chain[-1].outs
+            if chain and v is out and not readers[v] and self.outs.count(v) == 1:
+                found[i] = chain
+        return found
+
+    def _of_all_turns(self, d: Equation, into: list[Equation]) -> Equation:
+        """Returns the sum over turns of a matmul, as one."""
+        ins = [self._stacked(v, into) for v in d.ins]
+        (left, right), batch = d.params["dimension_numbers"]
+        summed, batch = (
+            ((0, *(i + 1 for i in left)), (0, *(i + 1 for i in right))),
+            [tuple(i + 1 for i in axes) for axes in batch],
+        )
+        return d.on(ins, params={**d.params, "dimension_numbers": (summed, tuple(batch))})
+
+    def _stacks(self) -> list[Equation]:
+        """Takes out the matmuls whose results are only stacked."""
+        turning = dependents(self.equations, self.ins[self.start :])
+
+        def is_worth(d):
+            new = {v for v in map(self._source, d.ins) if v in turning and self._stack(v) is None}
+            return self._is_worth(d, turning, [*new])
+
+        stacked = {v for v in self.outs[self.carries :] if self.outs.count(v) == 1}
+        taken = self._taken((), stacked, is_worth, runs_again)
+        dots = [e for e in taken if _is_plain(e)]
+        behind = dependents(taken, [e.outs[0] for e in dots])
+        places = [i for i, v in enumerate(self.outs) if v in behind]
+        if not places:
+            return []
+        read = dict.fromkeys(self._source(v) for e in dots for v in e.ins if v in turning)
+        read |= dict.fromkeys(self.ins[self.end :])
+        ins, made = [*self.ins[: self.start], *read], [self.outs[i] for i in places]
+        program = closed(ins, between(self.equations, made, {*ins}), made, _info(self.loop))
+        given = [*self.given[: self.start], *(self._new_stack(v) for v in read)]
+        into: list[Equation] = []
+        outs = self._for_all_turns(program, given, range(self.start, len(given)), into)
+        for i, v in zip(places, outs, strict=True):
+            _rename(into, v, self.results[i])
+        self._leave_out([e for e in taken if not behind.isdisjoint(e.outs)], places)
+        return into
+
+    def _taken(
+        self,
+        sums: Collection[Equation],
+        stacked: Collection[Value],
+        is_worth: Callable[[Equation], bool],
+        follows: Callable[[Equation], bool],
+    ) -> list[Equation]:
+        """Returns matmuls, and what is made of them alone, that only sums or stacks wait for."""
+        waiting = dependents(self.equations, self.ins[self.start : self.end])
+        waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
+        waiting = dependents(self.equations, waiting)
+        turning = dependents(self.equations, self.ins[self.start :])
+        readers = readers_of(self.equations)
+        dots = {e for e in self.equations if _is_plain(e) and is_worth(e)}
+        taken = dots | {e for e in self.equations if follows(e) and not turning.isdisjoint(e.outs)}
+        taken -= {*sums}
+        outs = {*self.outs} - {*stacked}
+        while True:
+            made = {out for e in taken for out in e.outs}
+            left = {
+                e
+                for e in taken
+                if (e in dots or all(v in made or (stacked and v not in waiting) for v in e.ins))
+                and outs.isdisjoint(e.outs)
+                and all(r in taken or r in sums for v in e.outs for r in readers[v])
+            }
+            if left == taken:
+                return [e for e in self.equations if e in taken]
+            taken = left
+
+    def _source(self, v: Value) -> Value:
+        """Returns a value that is stacked anyway of which another one is a view, or that one."""
+        x = v
+        while self._stack(x) is None:
+            e = self.maker.get(x)
+            if e is None or not rounding.is_view(e) or len(e.ins) != 1:
+                return v
+            (x,) = e.ins
+        return x
+
+    def _stack(self, v: Value) -> Value | None:
+        """Returns the stack of a value outside of the loop, if there is one."""
+        for mine, theirs, first in (
+            (self.ins, self.given, self.end),
+            (self.outs, self.results, self.carries),
+        ):
+            if v in mine[first:]:
+                return theirs[mine.index(v, first)]
+        return None
+
+    def _new_stack(self, v: Value) -> Value:
+        """Returns the stack of a value outside of the loop."""
+        stack = self._stack(v)
+        if stack is None:
+            stack = Value(building.stacked_aval(self.length, v.aval))
+            self.outs.append(v)
+            self.results.append(stack)
+        return stack
+
+    def _stacked(self, v: Value, into: list[Equation]) -> Value:
+        """Returns the stack of a value, as a view of one."""
+        source = self._source(v)
+        stack = self._new_stack(source)
+        if source is v:
+            return stack
+        view = closed([source], between(self.equations, [v], {source}), [v], _info(self.loop))
+        (out,) = self._for_all_turns(view, [stack], range(1), into)
+        return out
+
+    def _leave_out(self, equations: Collection[Equation], places: Collection[int]) -> None:
+        """Leaves out equations, and the results at places, with their carries."""
+        gone = {*equations}
+        self.equations = [e for e in self.equations if e not in gone]
+        carries = [i for i in places if i < self.carries]
+        for i in sorted(places, reverse=True):
+            del self.outs[i], self.results[i]
+        for i in sorted(carries, reverse=True):
+            del self.ins[self.start + i], self.given[self.start + i]
+        self.carries -= len(carries)
+        self.end -= len(carries)
+
+    def _closed(self) -> Equation:
+        """Returns the loop on what its body still reads."""
+        read = {*self.outs, *(v for e in self.equations for v in e.ins)}
+        kept = [i for i, v in enumerate(self.ins) if v in read or self.start <= i < self.end]
+        ins, given = [self.ins[i] for i in kept], [self.given[i] for i in kept]
+        inner = closed(ins, self.equations, self.outs, _info(self.loop))
+        consts = sum(i < self.start for i in kept)
+        counts = consts, self.carries, len(ins) - consts - self.carries
+        params = building.scan_of(self.loop.params, inner, *counts)
+        return self.loop.on(given, outs=self.results, params=params)
+
+
+def _is_plain(e: Equation) -> bool:
+    """Returns whether an equation is a matmul of two values whose type has no sharding."""
+    return e.name == "dot_general" and e.params.get("out_sharding") is None
+
+
+def _size(values: Collection[Value]) -> int:
+    return sum(_jax.size_of(v.aval.shape) for v in values)
+
+
+def _rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
+    for e in equations:
+        e.outs = [new if v is old else v for v in e.outs]
+
+
+def _info(e: Equation) -> Any:
+    return building.anonymous(rounding.programs(e)[0])
