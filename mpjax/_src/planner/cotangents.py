@@ -207,6 +207,8 @@ def _written(
     return (large & read) | {*of_several(equations, many)}
 
 
+# A walk over more equations is given up, so that planning grows with the program.
+LONGEST = 1000
 NO_SUMS: frozenset[int] = frozenset()
 
 
@@ -288,14 +290,17 @@ class Lone:
         """Returns those of the values, in the order in which they are computed, that are alone."""
         alone: set[Value] = set()
         for v in values:
-            if self._may_be_read(v) and not self._meets(v, self._before(v, alone)):
-                alone.add(v)
+            if self._may_be_read(v):
+                before = self._before(v, alone)
+                if len(before) < LONGEST and not self._meets(v, before):
+                    alone.add(v)
         return [v for v in values if v in alone]
 
     def _before(self, v: Value, alone: Collection[Value]) -> set[Value]:
         """Returns what a value is made of, up to matmuls and to values that are alone."""
-        before, ahead = set(), [v]
-        while ahead:
+        before: set[Value] = set()
+        ahead = [v]
+        while ahead and len(before) < LONGEST:
             e = self.maker.get(ahead.pop())
             if e is None or is_half_matmul(e):
                 continue
@@ -313,6 +318,8 @@ class Lone:
         queued = {*ahead}
         heapq.heapify(ahead)
         while theirs:
+            if len(queued) > LONGEST:
+                return True
             place = heapq.heappop(ahead)
             theirs.discard(place)
             e = self.late[place]
@@ -368,7 +375,7 @@ class Lone:
             axes = functools.reduce(operator.or_, (over[x] for x in mine))
             asks = self._asks(e, mine)
             both = asked if scales else asked.also(asks and asks.summed(axes))
-            if both is None:
+            if both is None or len(queued) > LONGEST:
                 return None, None, 0
             asked = both
             axes |= self.axes.of(*summed(e)) if is_sum(e) else 0
