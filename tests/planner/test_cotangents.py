@@ -186,3 +186,47 @@ def test_second_derivatives_do_not_round_twice(half):
     grad = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(X, w) ** 2))  # noqa: E731
     got, want = (np.asarray(grad(f)(W)) for f in (planned(fun, half), fun))
     assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
+
+
+SEGMENTS = jnp.arange(N) % 3
+PARTS = {
+    # The mean over all rows, and then the sums of three segments.
+    "of segments": (lambda h: h - h.mean(0), lambda r: r[SEGMENTS], True),
+    # The means of segments: their sums are zero.
+    "of the same segments": (
+        lambda h: h - (jax.ops.segment_sum(h, SEGMENTS, 3) / 3)[SEGMENTS],
+        lambda r: r[SEGMENTS],
+        False,
+    ),
+    "of all, after segments": (
+        lambda h: h - (jax.ops.segment_sum(h, SEGMENTS, 3) / 3)[SEGMENTS],
+        lambda r: r[:1],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_sums_of_segments(name):
+    centered, spread, once = PARTS[name]
+    rows = normal(5, 3, D)
+
+    def fun(x, w, r):
+        return head(centered(jnp.tanh(x @ w) * 2 + (x @ w.T) + spread(r)))
+
+    assert (rounded(fun, X, W, rows) == rounded(lambda x, w: fun(x, w, rows), X, W)) == once
+    wrong = sound(PLANNERS["derivative"], fun, (X, W, rows), "bfloat16", (0, 1, 2))
+    assert not wrong, wrong
+
+
+def test_a_table_that_is_read_and_multiplied_by():
+    """Its gradients share an operand, but not the axis that is summed: no terms are equal."""
+
+    def fun(table, head, w):
+        h = table[jnp.arange(N) % 5]
+        h = h + jnp.tanh(h @ w)
+        return jnp.sum(jax.nn.logsumexp((h + jnp.tanh(h @ w)) @ head.T, -1))
+
+    table = normal(6, 24, D)
+    tied = rounded(lambda table, w: fun(table, table, w), table, W)
+    assert tied == rounded(fun, table, table, W)

@@ -9,8 +9,8 @@ for all of them where that adds no error of another kind:
 2. No other float32 copy of what it is made of meets it again in a sum, where common parts could
    cancel and leave the rounding; nor does it meet itself, moved or scaled, if entries share errors
    (`Lone`). Independent errors do not cancel there either.
-3. It is not added to the result of another matmul that reads an operand of those that it is made
-   of: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
+3. It is not added to the result of another matmul that sums an operand of those that it is made of
+   along the same axes: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
 4. It is not summed over all axes over which a mean was subtracted from it: such a sum is zero, and
    that of its roundings is not.
 """
@@ -252,19 +252,32 @@ class Lone:
         self.behind: dict[Value, Asked | None] = {}
 
     def _operands(self) -> dict[Value, int]:
-        """Returns a bit for each array that the matmuls read of which a value is made."""
+        """Returns a bit for each array that the matmuls sum along some axes of which it is made."""
         bits: dict[Value, int] = {}
-        places: dict[Value, int] = {}
+        places: dict[Any, int] = {}
         for e in self.late:
             made = 0
-            for v in e.ins[:2] if is_half_matmul(e) else ():
+            for i, v in enumerate(e.ins[:2]) if is_half_matmul(e) else ():
+                axes = self.axes.of(v, _contracted(e)[i])
                 while v in self.maker and rounding.is_view(self.maker[v]):
                     v = self.maker[v].ins[0]
-                made |= 1 << places.setdefault(v, len(places))
+                made |= 1 << places.setdefault((v, axes), len(places))
             for v in () if is_half_matmul(e) else e.ins:
                 made |= bits.get(v, 0)
             bits.update(dict.fromkeys(e.outs, made))
         return bits
+
+    def _over(self, e: Equation) -> int:
+        """Returns the axes over which an equation sums, as bits: a whole one has two bits.
+
+        Segments are parts of an axis: what has zero for its sum may have large sums of them.
+        """
+        bits, doubled, i = self.axes.of(*summed(e)), 0, 0
+        segments = e.name.startswith("scatter")
+        while bits >> i:
+            doubled |= (bits >> i & 1) * (1 if segments else 3) << 2 * i
+            i += 1
+        return doubled
 
     def _means(self) -> dict[Value, frozenset[int]]:
         """Returns over which axes sums were taken that a value is made of, beside its entries.
@@ -279,7 +292,7 @@ class Lone:
             made = NO_SUMS.union(*(sums.get(v, NO_SUMS) for v in mine))
             if not all(map(sums.get, mine)):
                 found, made = found | made, NO_SUMS
-            over = self.axes.of(*summed(e)) if mine and is_sum(e) else 0
+            over = self._over(e) if mine and is_sum(e) else 0
             if over:
                 made = frozenset(s | over for s in made) or frozenset([over])
             means.update(dict.fromkeys(e.outs, found))
@@ -378,7 +391,7 @@ class Lone:
             if both is None or len(queued) > LONGEST:
                 return None, None, 0
             asked = both
-            axes |= self.axes.of(*summed(e)) if is_sum(e) else 0
+            axes |= self._over(e) if is_sum(e) else 0
             if not ahead and len(e.outs) == 1:
                 return asked, e.outs[0], axes
             own.update((x, own[mine[0]] if scales else x) for x in e.outs)
@@ -398,9 +411,14 @@ class Lone:
         mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
         return Asked(
             functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
-            frozenset([self.axes.of(*summed(e))]) if sums else NO_SUMS,
+            frozenset([self._over(e)]) if sums else NO_SUMS,
             mixes and len(mine) > 1,
         )
+
+
+def _contracted(e: Equation) -> Sequence[Sequence[int]]:
+    """Returns the axes of both operands that a matmul sums along, if it says so."""
+    return e.params["dimension_numbers"][0] if e.name == "dot_general" else ((), ())
 
 
 def _scales(e: Equation, mine: Sequence[Value]) -> bool:

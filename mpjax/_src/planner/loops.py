@@ -31,7 +31,7 @@ from mpjax._src.planner.equations import (
     parts,
     readers_of,
 )
-from mpjax._src.planner.maxima import unpooled
+from mpjax._src.planner.maxima import unpooled, with_operands
 from mpjax._src.planner.partition import handed
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
@@ -166,7 +166,8 @@ class Body:
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)
-        self.saved, self.second = hand.saved, [*map(rounding.again, hand.again), *self.second]
+        again, second = with_operands(self.first, self.second, hand, self.ins)
+        self.saved, self.second = hand.saved, [*map(rounding.again, again), *second]
 
 
 def _scan(pair: Pair) -> None:

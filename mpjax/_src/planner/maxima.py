@@ -1,15 +1,17 @@
-"""Max pools that keep in a byte where each maximum was, in place of the array that they pool.
+"""What derivatives of maxima read: positions of a max pool's, and the masks of ReLUs.
 
+A pool keeps in a byte where each maximum was, in place of the array that it pools.
 JAX's derivative looks for the maxima in the operand again. XLA:GPU finds four integers for each,
 and adds the cotangents one by one to an array of zeros. From positions, the derivative is a sum of
 padded arrays, in one kernel. PyTorch's max pools keep the positions too, in eight bytes. A TPU has
 a kernel for JAX's derivative, which moves fewer bytes there.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,19 @@ import jax.numpy as jnp
 
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import current_facts
-from mpjax._src.planner.equations import Equation, Value, opened
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import (
+    CUSTOM,
+    Equation,
+    Value,
+    dependents,
+    needed,
+    opened,
+)
+from mpjax._src.planner.kinds import is_zero
+from mpjax._src.planner.partition import Handed, runs_again
+
+# ---- positions ----------------------------------------------------------------------------------
 
 POOLED = "select_and_scatter_add"  # JAX's derivative; here it may read positions
 POOLS = {"reduce_window_max": "ge", "reduce_window_min": "le"}
@@ -118,3 +132,102 @@ def _unpool(e: Equation, x: Any, where: Any) -> list[Any]:
             config.append((at - low, end, stride - 1))
         terms.append(jax.lax.pad(jnp.where(where == i, x, zero), zero, config))
     return [functools.reduce(jax.lax.add, terms)]
+
+
+# ---- masks --------------------------------------------------------------------------------------
+
+# More equations are not run again for a mask.
+LONGEST = 32
+
+
+def masks(
+    early: list[Equation], late: list[Equation], outs: Sequence[Value]
+) -> tuple[list[Equation], list[Equation]]:
+    """The backward part finds the mask of a ReLU in its result, where it reads that anyway."""
+    forward, read = needed(early, outs), {v for e in late for v in e.ins}
+    either = [e for e in forward if not read.isdisjoint(e.outs)]
+    results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
+    ahead = {*map(id, forward)}
+    found = {id(e) for e in early if id(e) not in ahead and _is_mask(e) and e.ins[0] in results}
+    moved = dependents((), (out for e in early if id(e) in found for out in e.outs))
+    first, second = [], []
+    for e in early:
+        if id(e) in found:
+            second.append(dataclasses.replace(e, ins=[results[e.ins[0]], e.ins[1]], again=True))
+        elif moved.isdisjoint(e.ins):
+            first.append(e)
+        else:
+            moved.update(e.outs)
+            second.append(dataclasses.replace(e, again=True))
+    return first, [*second, *late]
+
+
+def with_operands(
+    early: Sequence[Equation], late: Sequence[Equation], hand: Handed, free: Collection[Value]
+) -> tuple[list[Equation], list[Equation]]:
+    """A mask is that of the ReLU's operand where this is computed from one array that is kept.
+
+    Whoever reads the mask reads the array, as the derivative of a norm does. Returns what runs
+    again, and the backward part.
+    """
+    again = [*hand.again]
+    known = {*hand.saved, *free, *(v for e in again for v in e.outs)}
+    maker = {out: (i, e) for i, e in enumerate(early) for out in e.outs}
+    changed = []
+    for e in late:
+        v = _operand(e.ins[0], maker) if e.again and _is_mask(e) else None
+        steps = _steps(v, maker, known) if v is not None else None
+        if v is None or steps is None:
+            changed.append(e)
+            continue
+        again += (x for _, x in steps)
+        known.update(out for _, x in steps for out in x.outs)
+        changed.append(e.on([v, e.ins[1]]))
+    return again, changed
+
+
+def _is_mask(e: Equation) -> bool:
+    return e.name == "gt" and is_zero(e.ins[1])
+
+
+Makers = Mapping[Value, tuple[int, Equation]]
+
+
+def _operand(v: Value, maker: Makers) -> Value | None:
+    """Returns the operand of the ReLU that a value is the result of, or its 16-bit copy."""
+    while v in maker and rounding.is_rounding(maker[v][1]):
+        v = maker[v][1].ins[0]
+    return _rectified(maker[v][1]) if v in maker else None
+
+
+def _steps(v: Value, maker: Makers, known: Collection[Value]) -> list[tuple[int, Equation]] | None:
+    """Returns what computes a value from known ones, of which one is large."""
+    found: dict[int, Equation] = {}
+    arrays: dict[Value, bool] = {}
+    todo = [v]
+    while todo:
+        x = todo.pop()
+        if x in known:
+            arrays[x] = 4 * x.size >= v.size
+        elif x in maker:
+            i, e = maker[x]
+            if not runs_again(e) or len(found) == LONGEST:
+                return None
+            todo += e.ins if i not in found else []
+            found[i] = e
+    return sorted(found.items()) if sum(arrays.values()) == 1 else None
+
+
+def _rectified(e: Equation) -> Value | None:
+    """Returns the value of which an equation gives the entries above zero, and zeros."""
+    if e.name == "max":
+        zeros = [is_zero(v) for v in e.ins]
+        return e.ins[zeros.index(False)] if zeros.count(True) == 1 else None
+    ruled = e.name in CUSTOM and len(e.ins) == 1 and len(e.outs) == 1
+    return e.ins[0] if ruled and all(rounding.inside(e, _is_relu)[0]) else None
+
+
+def _is_relu(ins: Any, equations: Any, outs: Any) -> list[bool]:
+    return [
+        len(equations) == 1 and equations[0].outs == outs and _rectified(equations[0]) is ins[0]
+    ]

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
-from mpjax._src.planner.maxima import unpooled
+from mpjax._src.planner.maxima import unpooled, with_operands
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import Traffic
 from mpjax._src.planner.recurrences import recurrent
@@ -211,9 +211,9 @@ class Derivative:
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
         prices = Traffic.of(price, early, self._late, self._grads)
-        self.saved, self._again = handed(
-            early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs
-        )
+        hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
+        self.saved = hand.saved
+        self._again, self._late = with_operands(early, self._late, hand, self.inputs)
         later = [*self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
@@ -268,7 +268,8 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
-        body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
+        before = {(v, e.name) for e in self._early for v in e.ins}
+        body, grads = _held_apart(self.saved, before, [*self._again, *late], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -412,6 +413,7 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
 
 def _held_apart(
     saved: Sequence[Value],
+    before: Collection[tuple[Value, str]],
     equations: Sequence[Equation],
     results: Sequence[Value],
     cotangents: Sequence[Value],
@@ -420,11 +422,13 @@ def _held_apart(
 
     XLA would find that it has been computed before, and would keep that in place of what is handed
     over. It finds nothing in loops, and nothing that cotangents are part of. There a barrier would
-    only ask for the default layout, which costs a copy.
+    only ask for the default layout, which costs a copy. ``before`` has the names of the operations
+    that the forward part reads each value with.
     """
     late = dependents(equations, cotangents)
-    again = {v for e in equations for v in e.ins if late.isdisjoint(e.outs) and not _turns(e)}
-    apart = [v for v in saved if v in again]
+    again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
+    read = {v for e in again for v in e.ins if (v, e.name) in before}
+    apart = [v for v in saved if v in read]
     if not apart:
         return [*equations], [*results]
     first = equations[0]
@@ -432,10 +436,6 @@ def _held_apart(
     fresh = dict(zip(apart, barred(apart, into, like=first.like, stack=first.stack), strict=True))
     body = [e.reading(fresh) for e in equations]
     return [*into, *body], [fresh.get(v, v) for v in results]
-
-
-def _turns(e: Equation) -> bool:
-    return e.row.loops
 
 
 def unbarred(program: Any) -> Any:

@@ -16,7 +16,6 @@ from mpjax._src.base.rules import MOVE, REDUCES
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     BARRIER,
-    CUSTOM,
     Equation,
     Value,
     dependents,
@@ -25,10 +24,8 @@ from mpjax._src.planner.equations import (
     opened,
     readers_of,
 )
-from mpjax._src.planner.kinds import is_zero
-from mpjax._src.planner.maxima import with_positions
+from mpjax._src.planner.maxima import masks, with_positions
 from mpjax._src.planner.picks import compared
-from mpjax._src.planner.prices import of_several
 
 Parts = tuple[list[Equation], list[Equation]]
 EXPONENTIALS = ("exp", "exp2")
@@ -57,46 +54,6 @@ def rewritten(
     second = compared(needed(_weights_again(second, cotangents, half), results))
     first, second = masks(first, second, outs)
     return copies(first, second, results, half)
-
-
-def masks(early: list[Equation], late: list[Equation], outs: Sequence[Value]) -> Parts:
-    """The backward part finds the mask of a ReLU in its result, where it reads that anyway.
-
-    A mask of what is computed from one array is left alone: the array is read with it.
-    """
-    forward, read = needed(early, outs), {v for e in late for v in e.ins}
-    either = [e for e in forward if not read.isdisjoint(e.outs)]
-    results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
-    several = {*of_several(forward, results)}
-    ahead = {*map(id, forward)}
-    found = {
-        id(e)
-        for e in early
-        if e.name == "gt" and id(e) not in ahead and e.ins[0] in several and is_zero(e.ins[1])
-    }
-    moved = dependents((), (out for e in early if id(e) in found for out in e.outs))
-    first, second = [], []
-    for e in early:
-        if id(e) in found:
-            second.append(dataclasses.replace(e, ins=[results[e.ins[0]], e.ins[1]], again=True))
-        elif moved.isdisjoint(e.ins):
-            first.append(e)
-        else:
-            moved.update(e.outs)
-            second.append(dataclasses.replace(e, again=True))
-    return first, [*second, *late]
-
-
-def _rectified(e: Equation) -> Value | None:
-    """Returns the value of which an equation gives the entries above zero, and zeros."""
-    if e.name == "max":
-        zeros = [is_zero(v) for v in e.ins]
-        return e.ins[zeros.index(False)] if zeros.count(True) == 1 else None
-    if e.name not in CUSTOM or len(e.ins) != 1 or len(e.outs) != 1:
-        return None
-    ((ins, inner, outs),) = rounding.bodies(e)
-    alone = len(inner) == 1 and inner[0].outs == outs and _rectified(inner[0]) is ins[0]
-    return e.ins[0] if alone else None
 
 
 def copies(
