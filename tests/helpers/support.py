@@ -94,10 +94,17 @@ def full_matmuls(fun, *args):
     return [row for row in found(fun, *args) if "float32" in row[1]]
 
 
-def calls_of(fun, *args):
-    """Counts the calls of Python and C functions, which no other load on the machine changes."""
+def calls_of(fun, *args, within=""):
+    """Counts the calls of Python and C functions, which no other load on the machine changes.
+
+    With ``within``, only those of and by functions of files whose names contain it.
+    """
     counts = collections.Counter()
-    sys.setprofile(lambda frame, event, arg: counts.update((event,)))
+
+    def count(frame, event, arg):
+        counts[event] += within in frame.f_code.co_filename
+
+    sys.setprofile(count)
     try:
         fun(*args)
     finally:
@@ -105,10 +112,10 @@ def calls_of(fun, *args):
     return counts["call"] + counts["c_call"]
 
 
-def calls_to_trace(fun, *args):
+def calls_to_trace(fun, *args, within=""):
     """Counts the calls that tracing makes."""
     jax.clear_caches()
-    return calls_of(jax.make_jaxpr(fun), *args)
+    return calls_of(jax.make_jaxpr(fun), *args, within=within)
 
 
 def chosen_seed(quick):

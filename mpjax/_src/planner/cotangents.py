@@ -62,7 +62,9 @@ def noise_of(
         if rounding.programs(e):
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
             continue
-        noise.update((v, ZERO) for v in e.ins if rounding.is_zero(v))
+        for v in e.ins:
+            if v.const is not None and rounding.is_zero(v):
+                noise[v] = ZERO
         moves = rounding.is_view(e) or e.name == "convert_element_type"
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
@@ -70,16 +72,22 @@ def noise_of(
         ins = e.ins[:1] if e.name == POOLED else e.ins  # the other one says where each entry goes
         floats = [noise.get(v, EXACT) for v in ins if is_float32(v)]
         level = _noise(e, [k for k in floats if k != ZERO])
-        bits = [1 << i] if _rounds(e) else [sources.get(v, 0) for v in e.ins]
-        each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
-        shared = any(a & b for a, b in itertools.combinations(each, 2))
         of = _roots(e, roots, noise) if level == EACH else ()
-        if level == EACH and (e.name in COPIES or (_adds(e) and shared and not of)):
+        shared = level == EACH and not of and _adds(e) and _shares(e, noise, sources)
+        if level == EACH and (e.name in COPIES or shared):
             level = WHOLE
-        roots.update((out, of or (out,)) for out in e.outs)
-        noise.update(dict.fromkeys(e.outs, level))
-        sources.update(dict.fromkeys(e.outs, functools.reduce(operator.or_, bits, 0)))
+        bits = 1 << i if _rounds(e) else 0
+        for v in () if bits else e.ins:
+            bits |= sources.get(v, 0)
+        for out in e.outs:
+            roots[out], noise[out], sources[out] = of or (out,), level, bits
     return noise
+
+
+def _shares(e: Equation, noise: Mapping[Value, int], sources: Mapping[Value, int]) -> bool:
+    """Returns whether terms have errors that come from the same matmul."""
+    each = [sources.get(v, 0) for v in e.ins if noise.get(v) == EACH]
+    return any(a & b for a, b in itertools.combinations(each, 2))
 
 
 # Of so many values at most it is known that another one is a multiple.
@@ -199,6 +207,8 @@ def _written(
     return (large & read) | {*of_several(equations, many)}
 
 
+# A walk over more equations is given up, so that planning grows with the program.
+LONGEST = 1000
 NO_SUMS: frozenset[int] = frozenset()
 
 
@@ -293,14 +303,17 @@ class Lone:
         """Returns those of the values, in the order in which they are computed, that are alone."""
         alone: set[Value] = set()
         for v in values:
-            if self._may_be_read(v) and not self._meets(v, self._before(v, alone)):
-                alone.add(v)
+            if self._may_be_read(v):
+                before = self._before(v, alone)
+                if len(before) < LONGEST and not self._meets(v, before):
+                    alone.add(v)
         return [v for v in values if v in alone]
 
     def _before(self, v: Value, alone: Collection[Value]) -> set[Value]:
         """Returns what a value is made of, up to matmuls and to values that are alone."""
-        before, ahead = set(), [v]
-        while ahead:
+        before: set[Value] = set()
+        ahead = [v]
+        while ahead and len(before) < LONGEST:
             e = self.maker.get(ahead.pop())
             if e is None or is_half_matmul(e):
                 continue
@@ -318,6 +331,8 @@ class Lone:
         queued = {*ahead}
         heapq.heapify(ahead)
         while theirs:
+            if len(queued) > LONGEST:
+                return True
             place = heapq.heappop(ahead)
             theirs.discard(place)
             e = self.late[place]
@@ -373,7 +388,7 @@ class Lone:
             axes = functools.reduce(operator.or_, (over[x] for x in mine))
             asks = self._asks(e, mine)
             both = asked if scales else asked.also(asks and asks.summed(axes))
-            if both is None:
+            if both is None or len(queued) > LONGEST:
                 return None, None, 0
             asked = both
             axes |= self._over(e) if is_sum(e) else 0

@@ -104,6 +104,7 @@ class Equation:
     name: str = dataclasses.field(init=False)
     rule: Rule = dataclasses.field(init=False)
     row: HigherOrder = dataclasses.field(init=False)
+    is_half_matmul: bool | None = dataclasses.field(init=False, default=None)  # once it is known
 
     def __post_init__(self) -> None:
         self.name = self.primitive.name
@@ -144,6 +145,7 @@ class Equation:
         """Puts it into a region."""
         self.stack = self.stack.extend(f"{REGION}{region}")
         self.region = region_of(self.stack, self.name, self.region)
+        self.is_half_matmul = None
 
 
 class Call(NamedTuple):
@@ -152,6 +154,44 @@ class Call(NamedTuple):
     start: int
     stop: int
     equation: Equation
+
+
+class Listed(NamedTuple):
+    """A program as a list of equations, before it is closed into a jaxpr."""
+
+    ins: Sequence[Value]
+    equations: Sequence[Equation]
+    outs: Sequence[Value]
+    info: Any
+
+    @classmethod
+    def of(
+        cls, ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], info: Any
+    ) -> "Listed":
+        """Returns the program of the equations that the results need."""
+        return cls(ins, needed(equations, outs), outs, info)
+
+    @property
+    def effects(self) -> Any:
+        """Its effects."""
+        return building.effects_of(e.like for e in self.equations)
+
+    def closed(self) -> Any:
+        """Returns its closed jaxpr."""
+        return closed(*self)
+
+    def written_out(self) -> "Listed":
+        """Returns it with what functions with rules do in place of their calls."""
+        into: list[Equation] = []
+        same: dict[Value, Value] = {}
+        for e in self.equations:
+            e = e.reading(same)
+            if e.name in CUSTOM:
+                flags = {"again": e.again, "stack": _scopes(e), "rules": True}
+                same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
+            else:
+                into.append(e)
+        return self._replace(equations=into, outs=[same.get(v, v) for v in self.outs])
 
 
 def parts(

@@ -172,7 +172,7 @@ class Exceptions:
             return
         lifted = e.on(e.ins, params={**e.params, "precision": _jax.FASTEST})
         if rounding.is_half_matmul(lifted) or rounding.other_half(lifted):
-            e.params = lifted.params
+            e.params, e.is_half_matmul = lifted.params, None
 
     def _inside(self, e: Equation, ins: Sequence[Known], names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the parameters of an equation, with regions in the programs inside it."""

@@ -147,11 +147,12 @@ class Facts:
         whole = out.shape
         if not v.shape:
             return frozenset(range(len(whole)))
-        if len(v.shape) != len(whole):
+        e = self.maker.get(v)
+        spread = e is not None and e.name == "broadcast_in_dim"
+        if len(v.shape) != len(whole) or (v.shape == whole and not spread):
             return NO_AXES
         axes = {i for i, (a, b) in enumerate(zip(v.shape, whole, strict=True)) if a == 1 < b}
-        e = self.maker.get(v)
-        if e is not None and e.name == "broadcast_in_dim":
+        if e is not None and spread:
             at = dict(zip(e.params["broadcast_dimensions"], e.ins[0].shape, strict=True))
             axes |= {i for i, n in enumerate(whole) if n > 1 and at.get(i, 1) == 1}
         few = math.prod(whole[i] for i in axes) < SMALL_TERM

@@ -112,7 +112,9 @@ def kernels_of(
         if not runs_again(e) and LOOKS_UP not in e.rule.traits:
             read = frozenset([e])
         for v in e.ins:
-            found[v] = frozenset(itertools.islice(found.get(v, frozenset()) | read, 2))
+            before = found.get(v, frozenset())
+            if len(before) < 2:
+                found[v] = frozenset(itertools.islice(before | read, 2))
     return found
 
 

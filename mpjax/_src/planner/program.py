@@ -16,6 +16,7 @@ from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
+    Listed,
     Value,
     barred,
     between,
@@ -34,14 +35,13 @@ from mpjax._src.planner.prices import Traffic
 from mpjax._src.planner.recurrences import recurrent
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
-from mpjax._src.planner.write import written
+from mpjax._src.planner.write import written, written_of
 
 
 class Program:
     """A float32 program, and which of its arguments and results are passed in 16 bits.
 
     Attributes:
-        closed: The closed jaxpr. Its constants are no tracers.
         half: The 16-bit dtype; float32 plans the same, but rounds nothing.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
@@ -51,19 +51,22 @@ class Program:
 
     def __init__(
         self,
-        closed: Any,
+        program: Any,
         half: np.dtype,
         halved_in: Sequence[bool] = (),
         halved_out: Sequence[bool] = (),
         exceptions: Exceptions | None = None,
         returned: int | None = None,
     ) -> None:
-        self.closed, self.half = building.without_refs(closed), half
+        self._program, self.half = program, half
         self.exceptions = exceptions or Exceptions(half)
-        jaxpr, _ = _jax.open_jaxpr(self.closed)
-        self.effects = jaxpr.effects
-        self.float_avals = [v.aval for v in jaxpr.invars]
-        self.result_avals = [v.aval for v in jaxpr.outvars]
+        if isinstance(program, Listed):
+            arguments, results, self.effects = program.ins, program.outs, program.effects
+        else:
+            jaxpr, _ = _jax.open_jaxpr(self.closed)
+            arguments, results, self.effects = jaxpr.invars, jaxpr.outvars, jaxpr.effects
+        self.float_avals = [v.aval for v in arguments]
+        self.result_avals = [v.aval for v in results]
         self.halved_in = tuple(halved_in) or (False,) * len(self.float_avals)
         self.halved_out = tuple(halved_out) or (False,) * len(self.result_avals)
         self.returned = len(self.result_avals) if returned is None else returned
@@ -72,12 +75,20 @@ class Program:
         self._derived: dict[Any, Any] = {}
 
     @functools.cached_property
+    def closed(self) -> Any:
+        """The closed jaxpr."""
+        program = self._program
+        return program.closed() if isinstance(program, Listed) else building.without_refs(program)
+
+    @functools.cached_property
     @collected_later()
     def written(self) -> Any:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
-        halved = self.halved_in, self.halved_out
-        return written(self.closed, self.half, *halved, returned, outermost=True)
+        options = self.half, self.halved_in, self.halved_out, returned
+        if not isinstance(self._program, Listed):
+            return written(self.closed, *options, outermost=True)
+        return written_of(self._program.written_out(), *options, outermost=True)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
@@ -118,13 +129,13 @@ class Program:
 
     def another(
         self,
-        closed: Any,
+        program: Any,
         halved_in: Sequence[bool],
         halved_out: Sequence[bool],
         returned: int | None = None,
     ) -> "Program":
         """Returns a program that is made from this one."""
-        return Program(closed, self.half, halved_in, halved_out, self.exceptions, returned)
+        return Program(program, self.half, halved_in, halved_out, self.exceptions, returned)
 
     def checkpointed(
         self, moving: tuple[bool, ...], where: saving.Where
@@ -208,7 +219,7 @@ class Derivative:
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
-        forward = closed(self.inputs, early, [*self._outs, *self.saved], self._info)
+        forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
@@ -228,7 +239,7 @@ class Derivative:
         made = rounding.made(early, _chosen(self.inputs, low_in), half)
         low = [v in made and rounding.is_float32(v) for v in saved.values]
         sent, early = saving.sent(saved.values, early)
-        forward = closed(self.inputs, early, [*self._outs, *sent], self._info)
+        forward = Listed.of(self.inputs, early, [*self._outs, *sent], self._info)
         first = program.another(forward, low_in, [*low_out, *low], program.returned)
         arrived, back = saving.received(saved.values)
         new.inputs, new._low_in = [*self.inputs, *arrived], (*low_in, *low)
@@ -266,8 +277,8 @@ class Derivative:
             *(program.halved_out[i] for i in cts.values()),
         ]
         low_out = [program.halved_in[self.by[i]] for i in places]
-        jaxpr = closed(ins, body, [grads[i] for i in places], self._info)
-        return program.another(jaxpr, low_in, low_out), places
+        back = Listed.of(ins, body, [grads[i] for i in places], self._info)
+        return program.another(back, low_in, low_out), places
 
     @functools.cached_property
     def tangent(self) -> Program:

@@ -56,9 +56,11 @@ def halved(aval: Any, half: np.dtype) -> Any:
 
 def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
-    if e.rule.need != HALF or e.region.dtype not in ("", *HALF_NAMES):
+    if e.rule.need != HALF:
         return False
-    return may_be_half_matmul(e)
+    if e.is_half_matmul is None:
+        e.is_half_matmul = e.region.dtype in ("", *HALF_NAMES) and may_be_half_matmul(e)
+    return e.is_half_matmul
 
 
 def returns_half(e: Equation) -> bool:
@@ -298,8 +300,8 @@ def wanted(
     full = {*results} - {*halved}
     for e in reversed(equations):
         full.update(_read_in_full(e, full))
-    values = {*results, *(v for e in equations for v in (*e.ins, *e.outs))}
-    return {v for v in values if is_float32(v) and v not in full}
+    each = itertools.chain(results, *(values for e in equations for values in (e.ins, e.outs)))
+    return {v for v in each if v.is_float32 and v not in full}
 
 
 def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:

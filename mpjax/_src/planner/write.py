@@ -23,6 +23,7 @@ from mpjax._src.planner.equations import (
     BARRIER,
     NOWHERE,
     Equation,
+    Listed,
     Region,
     Value,
     closed,
@@ -54,6 +55,20 @@ def written(
         The closed jaxpr.
     """
     ins, equations, outs = parts(program, rules=True, region=region)
+    listed = Listed(ins, equations, outs, building.anonymous(program))
+    return written_of(listed, half, halved_in, halved_out, returned, outermost)
+
+
+def written_of(
+    listed: Listed,
+    half: np.dtype,
+    halved_in: Sequence[bool],
+    halved_out: Sequence[bool],
+    returned: Sequence[bool],
+    outermost: bool = False,
+) -> Any:
+    """Does what `written` does to a program whose calls are inlined."""
+    ins, equations, outs, info = listed
     in_full = [yes and not low for yes, low in zip(returned, halved_out, strict=True)]
     sums = unrounded(equations, outs, in_full)
     equations, outs = sums.equations, sums.outs
@@ -69,7 +84,7 @@ def written(
         writer.low(v, end) if low else writer.full(v, end)
         for v, low in zip(outs, halved_out, strict=True)
     ]
-    return closed(arrived, writer.written, results, building.anonymous(program))
+    return closed(arrived, writer.written, results, info)
 
 
 class Writer:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax._src import config
@@ -50,6 +50,11 @@ def varying(aval: Any) -> Any:
     return getattr(getattr(aval, "mat", None), "varying", getattr(aval, "vma", None))
 
 
+def effects_of(equations: Iterable[Any]) -> Any:
+    """Returns the effects of some equations."""
+    return frozenset(e for eqn in equations for e in eqn.effects) or no_effects
+
+
 def jaxpr_of(
     constants: Mapping[Any, Any],
     arguments: Sequence[Any],
@@ -58,7 +63,7 @@ def jaxpr_of(
     info: Any,
 ) -> Any:
     """Returns the closed jaxpr of some equations; ``constants`` are values by their variables."""
-    effects = frozenset(e for eqn in equations for e in eqn.effects) or no_effects
+    effects = effects_of(equations)
     jaxpr = Jaxpr([*constants], [*arguments], [*results], [*equations], effects, info)
     return close(jaxpr, [*constants.values()])
 
