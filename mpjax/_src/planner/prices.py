@@ -14,7 +14,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.rules import DEAR, LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, readers_of
-from mpjax._src.planner.kinds import shape
+from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of, shape
 from mpjax._src.planner.partition import runs_again
 
 # The price of a byte that is kept until the backward pass, in bytes that are moved.
@@ -53,7 +53,12 @@ class Traffic:
         sinks = _sinks([*early, *late], {*map(id, late)}, {*results} | fed_late)
         dear = {out for e in early if rule_of(e.name).cost == DEAR for out in e.outs}
         several = {v for v in dear if len(sinks[v]) > 1}
-        return cls(price, fed | made, fed_late | several)
+        again = {*fed_late, *several}
+        for e in reversed(early):
+            if kind_of(e) in (SAME, LAYOUT) and not again.isdisjoint(e.outs):
+                again.difference_update(e.outs)
+                again.add(e.ins[0])  # which is written, and read in another layout
+        return cls(price, fed | made, again)
 
     def __call__(self, v: Value) -> int:
         """Returns what it costs to keep a value."""

@@ -16,7 +16,7 @@ from mpjax._src.planner.equations import (
     dependents,
     needed,
 )
-from mpjax._src.planner.softmax import softmaxes
+from mpjax._src.planner.softmax import softmaxes, takes_half
 
 Parts = tuple[list[Equation], list[Equation]]
 
@@ -48,12 +48,12 @@ def weights_of_softmax(
     """The backward part reads the 16-bit weights of softmaxes that matmuls alone read (`softmax`)."""
     forward = needed(early, outs)
     low = rounding.wanted(forward, outs, ())
-    read = {v for v in rounding.fed(forward) if v in low and rounding.is_large(v)}
-    found = softmaxes(forward, read)
+    read = {v for v in rounding.fed(forward) if rounding.is_large(v)}
+    found = softmaxes(forward, read, low)
     if not found:
         return early, late
     first: list[Equation] = []
-    early = rounding.with_rounded(early, found, half, lambda e: _takes_half(e, low))
+    early = rounding.with_rounded(early, found, half, lambda e: takes_half(e, low))
     written = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
     instead: dict[Value, Value] = {}
     for weights, softmax in found.items():
@@ -66,12 +66,8 @@ def weights_of_softmax(
     low = rounding.wanted(behind, (), ())
     changed = []
     for e in behind:
-        pick = instead | written if _takes_half(e, low) else instead
+        pick = instead | written if takes_half(e, low) else instead
         changed.append(e.on(pick.get(v, v) for v in e.ins))
     gone = {*map(id, later)}
     read = {v for e in changed for v in e.ins}
     return [e for e in early if id(e) not in gone], [*needed(first, read), *changed]
-
-
-def _takes_half(e: Equation, low: set[Value]) -> bool:
-    return rounding.is_half_matmul(e) or (rounding.is_view(e) and low.issuperset(e.outs))

@@ -10,21 +10,25 @@ relative error. Rounded weights alone have neither.
 """
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.base import _jax
-from mpjax._src.planner import kinds
+from mpjax._src.planner import kinds, rounding
 from mpjax._src.planner.equations import Equation, Value, opened, readers_of
 from mpjax._src.planner.kinds import kind_of, shape
 from mpjax._src.planner.levels import SMALL_TERM
 
 EXPONENTIALS = ("exp", "exp2")
-# What keeps relative errors of sums of exponentials, and absolute ones of their logarithms.
+# What scales with powers of its operand, and by which; what scales logarithms.
+POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2}
+SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
 STEADY = {kinds.SAME, kinds.LAYOUT, kinds.MULTIPLIED, kinds.SIMPLE, kinds.PICKED, kinds.ADDED}
+OUTSIDE = {*STEADY, kinds.SUMMED, kinds.MOVED}
 VIEWS = {kinds.SAME, kinds.LAYOUT}
 # A softmax of more equations is left alone, so that planning grows with the program.
 LONGEST = 80
@@ -41,8 +45,8 @@ class Way(NamedTuple):
         """Appends what computes the exponentials from the value."""
         for e, factor in self.steps:
             if factor is not None:
-                inverse = jax.lax.mul_p if e.name == "div" else jax.lax.div_p
-                v = _append(inverse, [v, factor], self.top, into, {})
+                inverse = jnp.multiply if e.name == "div" else jnp.divide
+                v = _append(inverse, [v, factor], self.top, into)
         return v
 
 
@@ -51,11 +55,25 @@ class Line(NamedTuple):
 
     Attributes:
         scales: The values on the way back from the exponent, and by what it is a multiple of each.
-        equations: The equations between them, the last one first.
+        terms: The smaller arrays, and by what the exponent is a multiple of each.
     """
 
     scales: dict[Value, float]
-    equations: list[Equation]
+    terms: dict[Value, float]
+
+
+class Scores(NamedTuple):
+    """Exponentials of the same scores.
+
+    Attributes:
+        tops: The exponentials, and how their exponents are computed.
+        before: What else is computed from the scores. A maximum of them is as any other number.
+        after: What is computed from the exponentials.
+    """
+
+    tops: dict[Equation, Line]
+    before: set[Value]
+    after: set[Value]
 
 
 class Softmax(NamedTuple):
@@ -64,77 +82,103 @@ class Softmax(NamedTuple):
     Attributes:
         way: How they are computed from exponentials.
         equations: Those from the exponentials to the weights, in order.
-        tops: The exponentials of the same scores, and the lines of their exponents.
-        scores: A value on all lines.
+        tops: The exponentials of the same scores, and how their exponents are computed.
+        scaled: Whether the weights are the same for multiples of the exponentials.
+        sum: The sum of exponentials, if all else is computed from one.
     """
 
     way: Way
     equations: list[Equation]
     tops: dict[Equation, Line]
-    scores: Value
+    scaled: bool
+    sum: Equation | None
 
     def again(self, rounded: Value, into: list[Equation]) -> dict[Value, Value]:
         """Appends what computes its values from the rounded weights, and returns those."""
         got: dict[Value, Value] = {}
-        last, y = self.way.top, self.way.exponentials(rounded, into)
+        last, y = next(e for e in self.equations if e in self.tops), rounded
+        if self.scaled and self.sum is not None:  # exponentials whose sum is one
+            got[last.outs[0]] = y
+            self._run(self.equations[: self.equations.index(self.sum) + 1], got, into)
+            axes = tuple(self.sum.params["axes"])
+            total = got[self.sum.outs[0]]
+            y = _append(lambda y, z: y / jnp.expand_dims(z, axes), [y, total], last, into)
+            ones = _append(jnp.ones_like, [total], last, into)
+            got = {self.sum.outs[0]: ones}
+        elif not self.scaled:
+            last, y = self.way.top, self.way.exponentials(rounded, into)
         for e in self.equations:
-            if e not in self.tops:
-                got[e.outs[0]] = _append(e.primitive, [got.get(v, v) for v in e.ins], e, into)
-                continue
-            if e is not last:  # their exponents differ by smaller arrays
-                new, old = (self._shift(x, got, into) for x in (e, last))
-                ratio = _append(jax.lax.sub_p, [new, old], e, into, {})
-                ratio = _append(e.primitive, [ratio], e, into)
-                y = _append(jax.lax.mul_p, [y, ratio], e, into, {})
-            got[e.outs[0]], last = y, e
+            if e in self.tops:  # their exponents differ by smaller arrays
+                y = self._moved(y, last, e, got, into) if e is not last else y
+                got[e.outs[0]], last = y, e
+            elif e.outs[0] not in got:
+                self._run([e], got, into)
         return got
 
-    def _shift(self, top: Equation, got: dict[Value, Value], into: list[Equation]) -> Value:
-        """Appends an exponent for scores of zero."""
-        zeros = _jax.trace(lambda: [_jax.zeros_of(self.scores.aval)], [], "zeros")
-        env = {**got, self.scores: opened(zeros, [], into, again=True, stack=top.stack)[0]}
-        line = self.tops[top]
-        below = [*line.scales].index(self.scores)
-        for e in reversed(line.equations[:below]):
-            env[e.outs[0]] = _append(e.primitive, [env.get(v, v) for v in e.ins], e, into)
-        return env[top.ins[0]]
+    def _run(
+        self, equations: Sequence[Equation], got: dict[Value, Value], into: list[Equation]
+    ) -> None:
+        for e in equations:
+            if e not in self.tops:
+                got[e.outs[0]] = Value(e.outs[0].aval)
+                into.append(e.on((got.get(v, v) for v in e.ins), outs=[got[e.outs[0]]], again=True))
+
+    def _moved(
+        self, y: Value, old: Equation, new: Equation, got: dict[Value, Value], into: list[Equation]
+    ) -> Value:
+        """Appends what computes exponentials from others of the same scores."""
+        before, after = (self.tops[e].terms for e in (old, new))
+        moves = {v: after.get(v, 0.0) - before.get(v, 0.0) for v in {**before, **after}}
+        terms = [got.get(v, v) for v, scale in moves.items() if scale]
+        scales = [scale for scale in moves.values() if scale]
+        power = jnp.exp2 if new.name == "exp2" else jnp.exp
+        if not terms:
+            return y
+
+        def moved(y, *terms):
+            return y * power(sum(a * x for a, x in zip(scales, terms, strict=True)))
+
+        return _append(moved, [y, *terms], new, into)
 
 
 def _append(
-    primitive: Any, ins: Sequence[Value], like: Equation, into: list[Equation], params: Any = None
+    fun: Callable[..., Any], ins: Sequence[Value], like: Equation, into: list[Equation]
 ) -> Value:
-    """Appends an equation to the backward part whose result has the type of another one's."""
-    out = Value(like.outs[0].aval)
-    params = like.params if params is None else params
-    into.append(like.on(ins, outs=[out], primitive=primitive, params=params, again=True))
+    """Appends the equations of a function to the backward part."""
+    trace = _jax.trace(lambda *args: [fun(*args)], [v.aval for v in ins], "softmax")
+    (out,) = opened(trace, ins, into, again=True, stack=like.stack)
     return out
 
 
 class Finder:
     """Finds softmaxes in the equations of a forward part."""
 
-    def __init__(self, forward: Sequence[Equation]) -> None:
-        self.forward = forward
+    def __init__(self, forward: Sequence[Equation], low: set[Value]) -> None:
+        self.forward, self._low = forward, low
         self.maker = {out: e for e in forward for out in e.outs}
         self.readers = readers_of(forward)
         self.place = {e: i for i, e in enumerate(forward)}
 
     def softmax(self, weights: Value) -> Softmax | None:
         """Returns the softmax of which a value is the weights, if there is one."""
-        way = self._way(weights)
+        way = self.way(weights)
         if way is None:
             return None
         line = self._line(way.top.ins[0])
-        tops, before, after = self._from(line, way.top)
-        found = self._back(weights, way, tops, before, after) if way.top in tops else None
-        if found is None:
+        scores = self._scores(line, way.top)
+        region = Region(self, way, scores)
+        if way.top not in scores.tops or not region.grow(weights) or not region.is_closed(weights):
             return None
-        tops = {e: x for e, x in tops.items() if e in found}
-        scores = next(v for v in line.scales if all(v in x.scales for x in tops.values()))
-        return Softmax(way, found, tops, scores)
+        degrees = region.degrees()
+        if degrees is None:
+            return None
+        equations = sorted(region.found, key=lambda e: self.place[e])
+        tops = {e: x for e, x in scores.tops.items() if e in region.found}
+        return Softmax(way, equations, tops, *region.scaled(weights, degrees))
 
-    def _way(self, v: Value) -> Way | None:
-        steps, masks = [], set()
+    def way(self, v: Value) -> Way | None:
+        steps: list[tuple[Equation, Value | None]] = []
+        masks: set[Value] = set()
         while (e := self.maker.get(v)) is not None and len(steps) < LONGEST:
             if e.name in EXPONENTIALS:
                 return Way(e, steps, masks)
@@ -143,54 +187,53 @@ class Finder:
                 return None
             v, factor, mask = step
             steps.append((e, factor))
-            masks |= {mask} - {None}
+            masks |= set() if mask is None else {mask}
         return None
 
     def _step(self, e: Equation) -> Iterator[tuple[Value, Value | None, Value | None]]:
         """Yields of what an equation gives a multiple, by which factor, or by which mask."""
         if e.name == "select_n":
-            left = [v for v in e.ins[1:] if not self._is_zero(v)]
+            left = [v for v in e.ins[1:] if not self.is_zero(v)]
             if len(left) == 1:
                 yield left[0], None, e.ins[0]
         elif kind_of(e) == kinds.SAME and len(e.ins) == 1:
             yield e.ins[0], None, None
-        elif e.name == "div" and self._is_small(e.ins[1], e):
+        elif e.name == "div" and self.is_small(e.ins[1], e):
             yield e.ins[0], e.ins[1], None
         elif e.name == "mul":
             for v, factor in (e.ins, e.ins[::-1]):
                 mask = self._mask(factor)
                 if mask is not None:
                     yield v, None, mask
-                elif self._is_small(factor, e) and self._is_positive(factor):
+                elif self.is_small(factor, e) and self.is_positive(factor):
                     yield v, factor, None
 
     def _line(self, v: Value) -> Line:
-        line, scale = Line({v: 1.0}, []), 1.0
-        while (e := self.maker.get(v)) is not None and len(line.equations) < LONGEST:
-            large = [x for x in e.ins if not self._is_small(x, e)]
+        line, scale = Line({v: 1.0}, {}), 1.0
+        while (e := self.maker.get(v)) is not None and len(line.scales) < LONGEST:
+            large = [x for x in e.ins if not self.is_small(x, e)]
             if len(large) != 1:
                 break
             (v,) = large
-            numbers = [float(x.const) for x in e.ins if x.literal]
-            if numbers and (e.name == "mul" or (e.name == "div" and v is e.ins[0])):
-                scale = scale * numbers[0] if e.name == "mul" else scale / numbers[0]
-            elif e.name == "neg" or (e.name == "sub" and v is e.ins[1]):
+            rest = [x for x in e.ins if x is not v]
+            if e.name in ("add", "sub") and rest:
+                sign = -scale if e.name == "sub" and v is e.ins[0] else scale
+                line.terms[rest[0]] = line.terms.get(rest[0], 0.0) + sign
+                scale = -scale if e.name == "sub" and v is e.ins[1] else scale
+            elif rest and rest[0].literal and (e.name == "mul" or e.ins[0] is v):
+                number = float(rest[0].const)
+                scale = scale * number if e.name == "mul" else scale / number
+            elif e.name == "neg":
                 scale = -scale
-            elif e.name not in ("add", "sub") and kind_of(e) != kinds.SAME:
+            elif kind_of(e) != kinds.SAME or rest:
                 break
-            line.equations.append(e)
             line.scales[v] = scale
         return line
 
-    def _from(
-        self, line: Line, top: Equation
-    ) -> tuple[dict[Equation, Line], set[Value], set[Value]]:
-        """Returns the exponentials of the same scores, and what is made before and after them.
-
-        Largest scores count as other numbers: a softmax is the same for all shifts.
-        """
+    def _scores(self, line: Line, top: Equation) -> Scores:
+        """Returns the exponentials of the same scores as a given one."""
         first = [*line.scales][-1]
-        before, after, tops = {first}, set[Value](), {}
+        scores = Scores({}, {first}, set())
         queue = [self.place[r] for r in self.readers[first]]
         heapq.heapify(queue)
         queued = {*queue}
@@ -198,85 +241,20 @@ class Finder:
             e = self.forward[heapq.heappop(queue)]
             if kind_of(e) in (kinds.MATMUL, kinds.EXTREME, kinds.COMPARED):
                 continue
-            if e.name == top.name and not before.isdisjoint(e.ins):
+            if e.name == top.name and not scores.before.isdisjoint(e.ins):
                 own = self._line(e.ins[0])
                 if own.scales.get(first) == line.scales[first]:
-                    tops[e] = own
-            if e in tops or not after.isdisjoint(e.ins):
-                after.update(e.outs)
-            if e not in tops and not before.isdisjoint(e.ins):
-                before.update(e.outs)
+                    scores.tops[e] = own
+            if e in scores.tops or not scores.after.isdisjoint(e.ins):
+                scores.after.update(e.outs)
+            if e not in scores.tops and not scores.before.isdisjoint(e.ins):
+                scores.before.update(e.outs)
             for place in {self.place[r] for v in e.outs for r in self.readers[v]} - queued:
                 queued.add(place)
                 heapq.heappush(queue, place)
-        return ({}, before, after) if queue else (tops, before, after)
+        return Scores({}, set(), set()) if queue else scores
 
-    def _back(
-        self,
-        weights: Value,
-        way: Way,
-        tops: dict[Equation, Line],
-        before: set[Value],
-        after: set[Value],
-    ) -> list[Equation] | None:
-        """Returns the equations from the exponentials to the weights, if each keeps errors small."""
-        found, ahead = set[Equation](), [weights]
-        large = {e for e, _ in way.steps}
-        lines = {e for line in tops.values() for e in line.equations}
-        while ahead:
-            e = self.maker[ahead.pop()]
-            if e in found:
-                continue
-            found.add(e)
-            if e in tops:
-                read = [v for x in tops[e].equations for v in x.ins if v not in tops[e].scales]
-            elif not before.isdisjoint(e.ins):
-                return None
-            else:
-                read = e.ins
-            if e.name == "reduce_sum" and not self._is_small(e.ins[0], way.top):
-                own = self._way(e.ins[0])
-                if own is None or own.top not in tops or not way.masks <= own.masks:
-                    return None
-                large |= {x for x, _ in own.steps}
-            ahead += [v for v in read if v in after]
-        ordered = sorted(found, key=lambda e: self.place[e])
-        inner = {v for e in found for v in e.outs} - {weights}
-        others = [r for v in inner for r in self.readers[v] if r not in found and r not in lines]
-        if any(kind_of(r) != kinds.COMPARED for r in others):
-            return None
-        return ordered if self._is_steady(ordered, tops, large, after) else None
-
-    def _is_steady(
-        self,
-        equations: Sequence[Equation],
-        tops: dict[Equation, Line],
-        large: set[Equation],
-        after: set[Value],
-    ) -> bool:
-        """Returns whether what is computed from sums keeps relative errors as small as theirs."""
-        logs: set[Value] = set()
-        for e in equations:
-            kind, mine = kind_of(e), [v for v in e.ins if v in after]
-            if e in tops:
-                read = [v for x in tops[e].equations for v in x.ins if v in after]
-                if any(v not in logs for v in read if v not in tops[e].scales):
-                    return False
-            elif e.name == "log" or (e.name in EXPONENTIALS and logs.issuperset(mine)):
-                logs.update(e.outs if e.name == "log" else ())
-            elif e in large or e.name == "reduce_sum":
-                continue
-            elif kind not in STEADY or not self._is_small(e.outs[0], next(iter(tops))):
-                return False
-            elif logs.issuperset(mine):
-                logs.update(e.outs)
-            elif e.name in ("sub", "neg") or (
-                kind == kinds.ADDED and not all(v in after or self._is_positive(v) for v in e.ins)
-            ):
-                return False
-        return True
-
-    def _is_small(self, v: Value, e: Equation) -> bool:
+    def is_small(self, v: Value, e: Equation) -> bool:
         """Returns whether a value is a small array beside the result of an equation, or one spread."""
         whole = _jax.size_of(shape(e.outs[0]))
         while SMALL_TERM * _jax.size_of(shape(v)) > whole:
@@ -286,6 +264,18 @@ class Finder:
             v = maker.ins[0]
         return True
 
+    def is_constant(self, v: Value, axes: Iterable[int]) -> bool:
+        """Returns whether a value is the same along axes."""
+        e = self.maker.get(v)
+        if e is not None and e.name == "broadcast_in_dim":
+            at = dict(zip(e.params["broadcast_dimensions"], shape(e.ins[0]), strict=True))
+            return all(at.get(a, 1) == 1 for a in axes)
+        return all(shape(v)[a] == 1 for a in axes if a < len(shape(v)))
+
+    def takes_half(self, e: Equation) -> bool:
+        """Returns whether an equation is a matmul, or a view for matmuls alone."""
+        return takes_half(e, self._low)
+
     def _origin(self, v: Value) -> Value:
         while (e := self.maker.get(v)) is not None and kind_of(e) in VIEWS:
             if e.ins[0].aval.dtype == bool:
@@ -293,7 +283,7 @@ class Finder:
             v = e.ins[0]
         return v
 
-    def _is_zero(self, v: Value) -> bool:
+    def is_zero(self, v: Value) -> bool:
         v = self._origin(v)
         return v.literal and not np.any(np.asarray(v.const))
 
@@ -301,23 +291,183 @@ class Finder:
         e = self.maker.get(self._origin(v))
         return e.ins[0] if e is not None and e.name == "convert_element_type" else None
 
-    def _is_positive(self, v: Value) -> bool:
+    def is_positive(self, v: Value) -> bool:
         """Returns whether a value is a positive number, exponential, or inverse, so not zero."""
         v = self._origin(v)
         e = self.maker.get(v)
         if e is None:
             return v.literal and bool(np.all(np.asarray(v.const) > 0))
         if e.name in ("div", "mul"):
-            return all(map(self._is_positive, e.ins[: 1 if e.name == "div" else 2]))
+            return all(map(self.is_positive, e.ins[: 1 if e.name == "div" else 2]))
         inverse = e.name == "integer_pow" and e.params["y"] < 0
         return inverse or e.name in (*EXPONENTIALS, "rsqrt")
 
 
-def softmaxes(forward: Sequence[Equation], read: Collection[Value]) -> dict[Value, Softmax]:
-    """Returns softmaxes whose weights are among the values that matmuls alone read."""
-    finder, found, inner = Finder(forward), dict[Value, Softmax](), set[Equation]()
+class Region:
+    """What lies between exponentials and the weights, and what is made of sums of them alone.
+
+    Attributes:
+        found: Its equations.
+    """
+
+    def __init__(self, finder: Finder, way: Way, scores: Scores) -> None:
+        self._finder, self._way, self._scores = finder, way, scores
+        self._large = {e for e, _ in way.steps}  # what makes multiples of exponentials
+        self._sums: list[Equation] = []
+        self._exported = False
+        self.found: set[Equation] = set()
+
+    def grow(self, weights: Value) -> bool:
+        """Adds what weights and sums are made of, and what is made of sums; False if others are."""
+        finder, ahead = self._finder, [self._finder.maker[weights]]
+        while ahead:
+            e = ahead.pop()
+            if e not in self.found:
+                self.found.add(e)
+                if not self._fits(e):
+                    return False
+                ahead += [finder.maker[v] for v in self._read(e)]
+            if not ahead:
+                near = (r for e in self.found for v in e.outs for r in finder.readers[v])
+                ahead = [r for r in near if r not in self.found and self._is_of_sums(r)]
+        return True
+
+    def _read(self, e: Equation) -> list[Value]:
+        """Returns what an equation reads that is made of exponentials."""
+        line = self._scores.tops.get(e)
+        return [v for v in (e.ins if line is None else line.terms) if v in self._scores.after]
+
+    def _fits(self, e: Equation) -> bool:
+        """Returns whether an equation reads multiples of exponentials, as far as weights are."""
+        if e in self._scores.tops:
+            return True
+        large = [v for v in e.ins if v in self._scores.after and not self._is_small(v)]
+        if large and e not in self._large:
+            own = self._finder.way(large[0])
+            if own is None or own.top not in self._scores.tops or not self._way.masks <= own.masks:
+                return False
+            self._large |= {x for x, _ in own.steps}
+            self._sums.append(e)
+        return self._scores.before.isdisjoint(e.ins)
+
+    def _is_of_sums(self, e: Equation) -> bool:
+        """Returns whether an equation sums exponentials, or reads nothing but sums of them."""
+        if e.outs[0] in self._scores.before or not self._is_small(e.outs[0]):
+            return False
+        if any(map(self._is_logarithm, e.ins)):
+            return kind_of(e) in VIEWS or e.name in (*SIGNS, *EXPONENTIALS)
+        alone = all(v in self._scores.after or v.literal for v in e.ins)
+        return alone and (e.name in ("log", "reduce_sum") or kind_of(e) in STEADY)
+
+    def _is_logarithm(self, v: Value) -> bool:
+        """Returns whether a value is made of logarithms of sums."""
+        e = self._finder.maker.get(v)
+        if e is None or v not in self._scores.after or e.name in EXPONENTIALS:
+            return False
+        return e.name == "log" or (
+            kind_of(e) in STEADY and self._is_small(v) and any(map(self._is_logarithm, e.ins))
+        )
+
+    def _is_small(self, v: Value) -> bool:
+        return self._finder.is_small(v, self._way.top)
+
+    def is_closed(self, weights: Value) -> bool:
+        """Returns whether others read only weights, in matmuls, and sums, where errors are small."""
+        for v in (v for e in self.found for v in e.outs):
+            for r in self._finder.readers[v]:
+                inside = r in self.found or r.outs[0] in self._scores.before
+                if inside or kind_of(r) == kinds.COMPARED:
+                    continue
+                if v is weights and self._finder.takes_half(r):
+                    continue
+                if kind_of(r) not in OUTSIDE or not self._is_small(v):
+                    return False
+                self._exported |= kind_of(r) != kinds.ADDED
+        return True
+
+    def scaled(
+        self, weights: Value, degrees: Mapping[Value, float]
+    ) -> tuple[bool, Equation | None]:
+        """Returns whether the weights are the same for multiples of the exponentials, and the sum."""
+        axes = {a for e in self._sums for a in e.params.get("axes", range(99))}
+        factors = [f for _, f in self._way.steps if f is not None and not f.literal]
+        same = all(self._finder.is_constant(f, axes) for f in factors)
+        sums = [e for e in self.found if kind_of(e) == kinds.SUMMED]  # perhaps of sums
+        if not same or degrees[weights] != 0 or self._exported or len(sums) > len(self._sums):
+            return False, None
+        alone = len(self._sums) == 1 and self._sums[0].name == "reduce_sum"
+        return True, self._sums[0] if alone else None
+
+    def degrees(self) -> dict[Value, float] | None:
+        """Returns how values scale with the exponentials, or None if one has a large error then.
+
+        A multiple of the exponentials multiplies a value by a power of it: its degree. A logarithm
+        gets as many logarithms more. What a constant is added to has none: it is not a number.
+        """
+        found: dict[Value, float] = {}
+        for e in sorted(self.found, key=lambda e: self._finder.place[e]):
+            own = self._read(e)
+            logged = any(map(self._is_logarithm, own))
+            line = self._scores.tops.get(e)
+            if logged and not all(map(self._is_logarithm, own)):
+                return None
+            if line is None:
+                degree = self._degree(e, [found.get(v, 0.0) for v in e.ins], logged)
+            else:
+                of = sum(scale * found.get(v, 0.0) for v, scale in line.terms.items())
+                degree = 1 + of if logged or not own else None
+            if degree is None:
+                return None
+            found[e.outs[0]] = degree
+        return found
+
+    def _degree(self, e: Equation, each: Sequence[float], logged: bool) -> float | None:
+        kind, name = kind_of(e), e.name
+        if name in (*EXPONENTIALS, "log", "abs"):
+            return each[0] if logged == (name in EXPONENTIALS) else None
+        if kind in (*VIEWS, kinds.SUMMED, kinds.MOVED, kinds.PICKED):
+            pairs = zip(e.ins, each, strict=True)
+            floats = [(v, d) for v, d in pairs if rounding.is_float32(v)]
+            return _same([d for v, d in floats if not self._finder.is_zero(v)])
+        if logged and name in SIGNS:
+            return sum(a * b for a, b in zip(SIGNS[name], each, strict=True))
+        numbers = [float(v.const) for v in e.ins if v.literal]
+        if logged and numbers and kind == kinds.MULTIPLIED:
+            return sum(each) * numbers[0] if name == "mul" else each[0] / numbers[0]
+        if logged:
+            return None
+        if kind == kinds.MULTIPLIED:
+            return each[0] + each[1] if name == "mul" else each[0] - each[1]
+        if name == "add" and all(
+            v in self._scores.after or self._finder.is_positive(v) for v in e.ins
+        ):
+            return _same(each)
+        power = e.params["y"] if name == "integer_pow" else POWERS.get(name)
+        return None if power is None else power * each[0]
+
+
+def _same(degrees: Sequence[float]) -> float:
+    return degrees[0] if len({*degrees}) == 1 else math.nan
+
+
+def takes_half(e: Equation, low: set[Value]) -> bool:
+    """Returns whether an equation is a matmul, or a view of which all results are in ``low``."""
+    return rounding.is_half_matmul(e) or (rounding.is_view(e) and low.issuperset(e.outs))
+
+
+def softmaxes(
+    forward: Sequence[Equation], read: set[Value], low: set[Value]
+) -> dict[Value, Softmax]:
+    """Returns softmaxes by their weights.
+
+    Args:
+        forward: The equations of the forward part.
+        read: The large values that matmuls read.
+        low: The values that matmuls alone read.
+    """
+    finder, found, inner = Finder(forward, low), dict[Value, Softmax](), set[Equation]()
     for e in reversed(forward):
-        if e in inner or kind_of(e) in (*VIEWS, kinds.MOVED) or e.outs[0] not in read:
+        if e in inner or kind_of(e) in (*VIEWS, kinds.MOVED) or read.isdisjoint(e.outs):
             continue
         softmax = finder.softmax(e.outs[0])
         if softmax is not None:
