@@ -45,7 +45,7 @@ def rewritten(
 def weights_of_softmax(
     early: list[Equation], late: list[Equation], outs: Sequence[Value], half: np.dtype
 ) -> Parts:
-    """The backward part reads the 16-bit weights of softmaxes that matmuls alone read (`softmax`)."""
+    """The backward part reads the 16-bit weights of softmaxes that matmuls read (`softmax`)."""
     forward = needed(early, outs)
     low = rounding.wanted(forward, outs, ())
     read = {v for v in rounding.fed(forward) if rounding.is_large(v)}
