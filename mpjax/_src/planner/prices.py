@@ -123,6 +123,7 @@ def of_several(equations: Sequence[Equation], values: Collection[Value]) -> list
             read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
         # A view or a statistic of an array is no other array.
         seen = runs_again(e) or rounding.is_view(e) or REDUCES in rule_of(e.name).traits
+        seen = seen and not rounding.is_rounding(e)  # which is stored for all its readers
         for out in e.outs:
             size = _jax.size_of(shape(out))
             several = out in values and sum(read.values()) > LARGER * size

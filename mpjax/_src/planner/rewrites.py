@@ -37,21 +37,27 @@ def rewritten(
         results: What the backward part returns.
         half: The 16-bit dtype.
     """
-    first, second = weights_of_softmax([*early], [*late], outs, half)
-    shared = rounded_once([*first, *second], second, results)
+    first, weights, rest = weights_of_softmax([*early], [*late], outs, half)
+    second = [*weights, *rest]
+    exact = {v for e in weights for v in e.outs}
+    shared = [v for v in rounded_once([*first, *second], second, results) if v not in exact]
     return first, rounding.with_rounded(second, shared, half)
 
 
 def weights_of_softmax(
     early: list[Equation], late: list[Equation], outs: Sequence[Value], half: np.dtype
-) -> Parts:
-    """The backward part reads the 16-bit weights of softmaxes that matmuls read (`softmax`)."""
+) -> tuple[list[Equation], list[Equation], list[Equation]]:
+    """The backward part reads the 16-bit weights of softmaxes that matmuls read (`softmax`).
+
+    Returns:
+        The forward part, what computes exponentials from the weights, and the backward part.
+    """
     forward = needed(early, outs)
     low = rounding.wanted(forward, outs, ())
     read = {v for v in rounding.fed(forward) if rounding.is_large(v)}
     found = softmaxes(forward, read, low)
     if not found:
-        return early, late
+        return early, [], late
     first: list[Equation] = []
     early = rounding.with_rounded(early, found, half, lambda e: takes_half(e, low))
     written = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
@@ -70,4 +76,4 @@ def weights_of_softmax(
         changed.append(e.on(pick.get(v, v) for v in e.ins))
     gone = {*map(id, later)}
     read = {v for e in changed for v in e.ins}
-    return [e for e in early if id(e) not in gone], [*needed(first, read), *changed]
+    return [e for e in early if id(e) not in gone], needed(first, read), changed

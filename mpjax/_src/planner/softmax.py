@@ -93,10 +93,12 @@ class Softmax(NamedTuple):
         self, equations: Iterable[Equation], got: dict[Value, Value], into: list[Equation]
     ) -> None:
         for e in equations:
-            into.append(
-                e.on((got.get(v, v) for v in e.ins), outs=[Value(e.outs[0].aval)], again=True)
-            )
-            got[e.outs[0]] = into[-1].outs[0]
+            out, ins = e.outs[0], [got.get(v, v) for v in e.ins]
+            if rounding.is_rounding(e):  # another one of the same numbers
+                got[out] = ins[0]
+                continue
+            got[out] = Value(out.aval)
+            into.append(e.on(ins, outs=[got[out]], again=True))
 
 
 def _moves(old: Line, new: Line) -> dict[Value, float]:
