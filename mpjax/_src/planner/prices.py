@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mpjax._src.base import _jax
-from mpjax._src.base.rules import DEAR, LOOKS_UP, REDUCES, rule_of
+from mpjax._src.base.rules import LOOKS_UP, REDUCES, rule_of
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of, shape
 from mpjax._src.planner.partition import runs_again
 
@@ -45,15 +45,10 @@ class Traffic:
         price: rounding.Price,
         early: Sequence[Equation],
         late: Sequence[Equation],
-        results: Collection[Value],
     ) -> "Traffic":
         """Finds the prices of the values of a forward and a backward part."""
-        fed, fed_late = rounding.fed(early), rounding.fed(late)
+        fed, again = rounding.fed(early), rounding.fed(late)
         made = {out for e in early if not runs_again(e) for out in e.outs}
-        sinks = _sinks([*early, *late], {*map(id, late)}, {*results} | fed_late)
-        dear = {out for e in early if rule_of(e.name).cost == DEAR for out in e.outs}
-        several = {v for v in dear if len(sinks[v]) > 1}
-        again = {*fed_late, *several}
         for e in reversed(early):
             if kind_of(e) in (SAME, LAYOUT) and not again.isdisjoint(e.outs):
                 again.difference_update(e.outs)
@@ -68,27 +63,6 @@ class Traffic:
     def costs(self, values: Iterable[Value]) -> Mapping[int, int]:
         """Returns what it costs to compute values again, by their places, beyond what is free."""
         return {i: 4 * self.price(v) for i, v in enumerate(values) if v in self.again}
-
-
-def _sinks(
-    equations: Sequence[Equation], late: Collection[int], written: Collection[Value]
-) -> dict[Value, set[int]]:
-    """Returns two of the late kernels that read each value, through what is fused."""
-    readers = readers_of(equations)
-    sinks: dict[Value, set[int]] = {}
-    for e in reversed(equations):
-        for v in e.outs:
-            found: set[int] = set()
-            for r in readers[v]:
-                if not runs_again(r):
-                    found.update({id(r)} if id(r) in late else ())
-                    continue
-                for x in r.outs:
-                    if id(r) not in late and x in written:
-                        continue  # where it is written again, that is its own price
-                    found.update({id(x)} if x in written else sinks.get(x, ()))
-            sinks[v] = {*[*found][:2]}
-    return sinks
 
 
 def kernels_of(

@@ -192,7 +192,7 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, early, self._late, self._grads)
+        prices = Traffic.of(price, early, self._late)
         self.saved, self._again = handed(
             early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs
         )
