@@ -32,6 +32,15 @@ def test_what_is_read_by_elementwise_operations_is_computed_again():
     assert kept(planned(fun), (X, W), (0, 1)) == HALF
 
 
+def test_what_several_kernels_compute_again_is_not_kept():
+    """Both gradients of a gate read its sigmoid, in one kernel or in two: they compute it."""
+
+    def gated(x, w, v):
+        return head((jax.nn.sigmoid(x @ w) * (x @ v)) @ V)
+
+    assert kept(planned(gated), (X, W, V), (0, 1, 2)) == 3 * HALF
+
+
 def test_what_no_gradient_needs_is_not_kept():
     fun = lambda w: head(layer(X, w) @ V)  # noqa: E731
     assert kept(planned(fun), (W,)) == 2 * HALF

@@ -38,7 +38,7 @@ from mpjax._src.base.rules import (
 )
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, summed
-from mpjax._src.planner.equations import Equation, Value
+from mpjax._src.planner.equations import Equation, Value, dependents
 from mpjax._src.planner.maxima import POOLED
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
@@ -169,6 +169,7 @@ def rounded_once(
     equations: Sequence[Equation],
     late: Sequence[Equation],
     results: Collection[Value],
+    cotangents: Iterable[Value],
 ) -> list[Value]:
     """Returns the cotangents that may be rounded once for all their readers.
 
@@ -176,17 +177,14 @@ def rounded_once(
         equations: The equations of the forward and the backward part.
         late: Those of the backward part.
         results: What the backward part returns.
+        cotangents: The cotangents that it gets.
     """
     written = _written(equations, late, results)
     if not written:
         return []
-    noise = noise_of(equations)
-    shared = [
-        v
-        for e in late
-        for v in e.outs
-        if v in written and noise.get(v, EXACT) in (WHOLE, EACH) and v not in results
-    ]
+    noise, moved = noise_of(equations), dependents(late, cotangents)
+    written = written.intersection(moved).difference(results)
+    shared = [v for e in late for v in e.outs if v in written and noise.get(v) in (WHOLE, EACH)]
     return Lone(late, noise).of(shared) if shared else []
 
 

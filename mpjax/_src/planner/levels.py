@@ -83,6 +83,7 @@ class Facts:
         self._roots: dict[Value, Value] = {}  # where the terms of parts come from
         self._positive: set[Value] = set()
         self._learned: set[Value] = set()
+        self._varied: set[Value] = set()
         self.roots: set[Value] = set()
         self._sizes: set[Value] = set()
         self.normed: set[Value] = set()
@@ -102,6 +103,8 @@ class Facts:
                 found = find(self, e, out) if find else (0, every(out), NO_TERMS)
                 self._noise[out], self._level[out], self._terms[out] = found
                 self._trace(e, kind, out)
+                if self._is_varied(e, kind, out):
+                    self._varied.add(out)
 
     def noise(self, v: Value) -> int:
         """Returns how large the roundings are that the rest of a value carries already.
@@ -125,6 +128,13 @@ class Facts:
     def learned(self, v: Value) -> bool:
         """Returns whether a value is an argument, in another layout, or all of its terms are."""
         return v in self._learned or (v not in self.maker and v.const is None)
+
+    def is_varied(self, v: Value) -> bool:
+        """Returns whether a value's large terms are rows of tables, or carry their roundings.
+
+        The rows of a table are parameters: none is another one with the other sign.
+        """
+        return v in self._varied
 
     def is_positive(self, v: Value) -> bool:
         """Returns whether no entry is below zero."""
@@ -223,6 +233,15 @@ class Facts:
         if kind in (SPECIAL, UNKNOWN, MATMUL) or e.name in ("sub", "neg") or not floats:
             return False
         return any(floats) if e.name == "max" else all(floats)
+
+    def _is_varied(self, e: Equation, kind: str, out: Value) -> bool:
+        if self.noise(out) == 2 or (e.name == "gather" and _is_lookup(self, e)):
+            return True
+        if kind not in (SAME, LAYOUT, ADDED):
+            return False
+        floats = self._floats(e)
+        large = [v for v in floats if kind != ADDED or not self.constant_along(v, out)] or floats
+        return bool(floats) and self._varied.issuperset(large)
 
     def _fold(self, e: Equation) -> None:
         """Computes a number from numbers, such as the count of a mean."""

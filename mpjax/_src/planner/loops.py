@@ -161,7 +161,7 @@ class Body:
         ends = returned, self.back_outs, new
         self.first, self.second = rewritten(self.first, self.second, *ends, half)
         both = [*self.first, *self.second]
-        shared = rounded_once(both, self.second, self.back_outs)
+        shared = rounded_once(both, self.second, self.back_outs, new)
         self.second = unpooled(rounding.with_rounded(self.second, shared, half))
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)

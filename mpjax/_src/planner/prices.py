@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mpjax._src.base import _jax
-from mpjax._src.base.rules import DEAR, FRESH, LOOKS_UP, REDUCES
+from mpjax._src.base.rules import LOOKS_UP, REDUCES
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, readers_of
+from mpjax._src.planner.equations import Equation, Value
+from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of
 from mpjax._src.planner.partition import runs_again
 
 # The price of a byte that is kept until the backward pass, in bytes that are moved.
@@ -31,14 +32,12 @@ class Traffic:
     Attributes:
         price: The bytes of a value, as it is handed over.
         written: The values that the forward part writes anyway.
-        low: The values that the backward part would write in 16 bits if it computed them again.
-        full: Those that it would write in float32.
+        again: The values that the backward part would write for matmuls if it computed them again.
     """
 
     price: rounding.Price
     written: Collection[Value]
-    low: Collection[Value]
-    full: Collection[Value]
+    again: Collection[Value]
 
     @classmethod
     def of(
@@ -46,16 +45,17 @@ class Traffic:
         price: rounding.Price,
         early: Sequence[Equation],
         late: Sequence[Equation],
-        results: Collection[Value],
     ) -> "Traffic":
         """Finds the prices of the values of a forward and a backward part."""
-        fed, fed_late = rounding.fed(early), rounding.fed(late)
+        fed, again = rounding.fed(early), rounding.fed(late)
         made = {out for e in early if not runs_again(e) for out in e.outs}
-        sinks = _sinks([*early, *late], {*map(id, late)}, {*results} | fed_late)
-        dear = {out for e in early if e.rule.cost == DEAR for out in e.outs}
-        several = {v for v in dear if len(sinks[v]) > 1}
         rounded = {out for e in early if rounding.is_rounding(e) for out in e.outs}
-        return cls(price, fed | made | rounded, fed_late - several, several)
+        for e in reversed(early):
+            moves = kind_of(e) in (SAME, LAYOUT) and not rounding.is_rounding(e)
+            if moves and not again.isdisjoint(e.outs):
+                again.difference_update(e.outs)
+                again.add(e.ins[0])  # which is written, and read in another layout
+        return cls(price, fed | made | rounded, again)
 
     def __call__(self, v: Value) -> int:
         """Returns what it costs to keep a value."""
@@ -64,38 +64,8 @@ class Traffic:
 
     def costs(self, values: Iterable[Value]) -> Mapping[int, int]:
         """Returns what it costs to compute values again, by their places, beyond what is free."""
-        half, found = self.price.half, {}
-        for i, v in enumerate(values):
-            if v in self.low or v in self.full:
-                found[i] = 4 * _jax.bytes_of(v.aval, half if v in self.low else None)
-        return found
-
-
-def _sinks(
-    equations: Sequence[Equation], late: Collection[int], written: Collection[Value]
-) -> dict[Value, set[int]]:
-    """Returns two of the late kernels that read each value, through what is fused."""
-    readers = readers_of(equations)
-    sinks: dict[Value, set[int]] = {}
-    for e in reversed(equations):
-        for v in e.outs:
-            found: set[int] = set()
-            for r in readers[v]:
-                if not runs_again(r):
-                    found.update({id(r)} if id(r) in late else ())
-                    continue
-                for x in r.outs:
-                    if id(r) not in late and x in written:
-                        continue  # where it is written again, that is its own price
-                    own = x in written and not _is_part(x, readers[x])
-                    found.update({id(x)} if own else sinks.get(x, ()))
-            sinks[v] = {*[*found][:2]}
-    return sinks
-
-
-def _is_part(v: Value, readers: Iterable[Equation]) -> bool:
-    """Returns whether a value is written as a part of larger arrays alone."""
-    return all(FRESH in r.rule.traits for r in readers) and bool(readers)
+        half = self.price.half
+        return {i: 4 * _jax.bytes_of(v.aval, half) for i, v in enumerate(values) if v in self.again}
 
 
 def kernels_of(
@@ -132,6 +102,7 @@ def of_several(equations: Sequence[Equation], values: Collection[Value]) -> list
             read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
         # A view or a statistic of an array is no other array.
         seen = runs_again(e) or rounding.is_view(e) or REDUCES in e.rule.traits
+        seen = seen and not rounding.is_rounding(e)  # which is stored for all its readers
         for out in e.outs:
             size = out.size
             several = out in values and sum(read.values()) > LARGER * size

@@ -210,7 +210,7 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, early, self._late, self._grads)
+        prices = Traffic.of(price, early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
         self.saved = hand.saved
         self._again, self._late = with_operands(early, self._late, hand, self.inputs)
@@ -266,7 +266,7 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        shared = rounded_once([*self._early, *late], late, grads)
+        shared = rounded_once([*self._early, *late], late, grads, cts)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
         places = [i for i, g in enumerate(grads) if g not in zeros]

@@ -4,15 +4,11 @@ The results are the same numbers, or as accurate.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
-import jax
 import numpy as np
 
-from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.rules import MOVE, REDUCES
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -21,14 +17,12 @@ from mpjax._src.planner.equations import (
     dependents,
     in_order,
     needed,
-    opened,
-    readers_of,
 )
 from mpjax._src.planner.maxima import masks, with_positions
 from mpjax._src.planner.picks import compared
+from mpjax._src.planner.softmax import softmaxes, takes_half
 
 Parts = tuple[list[Equation], list[Equation]]
-EXPONENTIALS = ("exp", "exp2")
 
 
 def rewritten(
@@ -49,7 +43,8 @@ def rewritten(
         cotangents: The arguments of the backward part alone.
         half: The 16-bit dtype.
     """
-    first, second = weights_of_softmax(*with_positions(early, late), outs, half)
+    first, weights, rest = weights_of_softmax(*with_positions(early, late), outs, half)
+    second = [*weights, *rest]
     # A checkpoint's softmax has weights of its own.
     second = compared(needed(_weights_again(second, cotangents, half), results), first)
     first, second = masks(first, second, outs)
@@ -74,36 +69,25 @@ def copies(
 
 def weights_of_softmax(
     early: list[Equation], late: list[Equation], outs: Sequence[Value], half: np.dtype
-) -> Parts:
-    """The backward part reads the 16-bit weights of a softmax that matmuls alone read, normalized.
+) -> tuple[list[Equation], list[Equation], list[Equation]]:
+    """The backward part reads the 16-bit weights of softmaxes that matmuls read (`softmax`).
 
-    The rounded weights divided by their sums are exactly a softmax, of scores that have moved by at
-    most a rounding unit: their rows sum to one, and the difference between a confident row's weight
-    and one has a small relative error. Rounded weights alone have neither. So neither the scores
-    nor float32 weights are kept.
-
-    The derivative of ``e / sum(e)`` is the same for multiples of ``e``. So it may read the weights
-    in place of the exponentials, and one in place of their sums.
+    Returns:
+        The forward part, what computes exponentials from the weights, and the backward part.
     """
     forward = needed(early, outs)
-    maker, readers = {out: e for e in forward for out in e.outs}, readers_of(forward)
     low = rounding.wanted(forward, outs, ())
-    read = {v for v in rounding.fed(forward) if v in low and rounding.is_large(v)}
-    found = [s for e in forward if (s := Softmax.at(e, maker)) and s.weights in read]
+    read = {v for v in rounding.fed(forward) if rounding.is_large(v)}
+    found = softmaxes(forward, read, low)
     if not found:
-        return early, late
+        return early, [], late
     first: list[Equation] = []
-    weights = {s.weights for s in found}
-    early = rounding.with_rounded(early, weights, half, lambda e: _takes_half(e, low))
+    early = rounding.with_rounded(early, found, half, lambda e: takes_half(e, low))
     written = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
-    instead = {}
-    for s in found:
-        y = instead[s.weights] = s.normalized(written[s.weights], first)
-        if s.is_alone(readers, outs):
-            instead[s.exponentials] = y
-            instead.update((v, _ones(v, s.division, first)) for v in s.sums)
-    forward = needed(early, outs)
-    ahead = {*map(id, forward)}
+    instead: dict[Value, Value] = {}
+    for weights, softmax in found.items():
+        instead |= softmax.again(written[weights], first)
+    ahead = {*map(id, needed(early, outs))}
     prepared = [e for e in early if id(e) not in ahead]
     moved = dependents(prepared, instead)
     later = [e for e in prepared if not moved.isdisjoint(e.outs)]
@@ -111,10 +95,11 @@ def weights_of_softmax(
     low = rounding.wanted(behind, (), ())
     changed = []
     for e in behind:
-        pick = instead | written if _takes_half(e, low) else instead
+        pick = instead | written if takes_half(e, low) else instead
         changed.append(e.on(pick.get(v, v) for v in e.ins))
     gone = {*map(id, later)}
-    return [e for e in early if id(e) not in gone], [*first, *changed]
+    read = {v for e in changed for v in e.ins}
+    return [e for e in early if id(e) not in gone], needed(first, read), changed
 
 
 def _weights_again(
@@ -127,77 +112,7 @@ def _weights_again(
     for e in late:  # a barrier holds cotangents too
         (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
     matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
-    first, second = weights_of_softmax(again, rest, matmuls, half)
+    first, weights, second = weights_of_softmax(again, rest, matmuls, half)
     if second is rest:
         return [*late]
-    return in_order([*(dataclasses.replace(e, again=True) for e in first), *second])
-
-
-class Softmax(NamedTuple):
-    """A quotient of exponentials and their sums."""
-
-    division: Equation
-    chain: Sequence[Equation]  # the sum, then what broadcasts it
-
-    @property
-    def weights(self) -> Value:
-        """Its result."""
-        return self.division.outs[0]
-
-    @property
-    def exponentials(self) -> Value:
-        """What is summed."""
-        return self.division.ins[0]
-
-    @property
-    def sums(self) -> list[Value]:
-        """The sums, in all their layouts."""
-        return [e.outs[0] for e in self.chain]
-
-    @classmethod
-    def at(cls, e: Equation, maker: Mapping[Value, Equation]) -> "Softmax | None":
-        """Returns the softmax that an equation ends, if it does."""
-        if e.name != "div" or e.ins[0] not in maker or maker[e.ins[0]].name not in EXPONENTIALS:
-            return None
-        chain, v = [], e.ins[1]
-        while v in maker and _broadcasts(maker[v]):
-            chain.append(maker[v])
-            v = maker[v].ins[0]
-        if v not in maker or maker[v].name != "reduce_sum" or maker[v].ins[0] is not e.ins[0]:
-            return None
-        return cls(e, [maker[v], *reversed(chain)])
-
-    def is_alone(
-        self, readers: Mapping[Value, Sequence[Equation]], outs: Collection[Value]
-    ) -> bool:
-        """Returns whether nothing else reads the exponentials and their sums."""
-        own = {*map(id, self.chain), id(self.division)}
-        inner = [self.exponentials, *self.sums]
-        return all(id(r) in own for v in inner for r in readers[v]) and {*outs}.isdisjoint(inner)
-
-    def normalized(self, rounded: Value, late: list[Equation]) -> Value:
-        """Appends the quotients of the rounded weights and their sums to the backward part."""
-        v = rounded
-        for link in self.chain:
-            out = Value(link.outs[0].aval)
-            late.append(link.on([v, *link.ins[1:]], outs=[out], again=True))
-            v = out
-        y = Value(self.weights.aval)
-        late.append(self.division.on([rounded, v], outs=[y], again=True))
-        return y
-
-
-def _takes_half(e: Equation, low: set[Value]) -> bool:
-    return rounding.is_half_matmul(e) or (rounding.is_view(e) and low.issuperset(e.outs))
-
-
-def _broadcasts(e: Equation) -> bool:
-    rule = e.rule
-    return rule.need == MOVE and REDUCES not in rule.traits and len(e.outs) == 1
-
-
-def _ones(v: Value, like: Equation, into: list[Equation]) -> Value:
-    """Appends an array of ones."""
-    trace = _jax.trace(lambda: [jax.numpy.ones(v.aval.shape, v.aval.dtype)], [], "ones")
-    (out,) = opened(trace, [], into, again=True, stack=like.stack)
-    return out
+    return in_order([*(dataclasses.replace(e, again=True) for e in first), *weights, *second])

@@ -48,6 +48,7 @@ class On(NamedTuple):
         shift: By which concatenations the entries moved; None if they moved otherwise.
         view: Whether it is the first value in another layout.
         statistic: Whether it is made of sums alone.
+        plain: Whether nothing was done to the first value but adding others, and moving entries.
     """
 
     places: dict[int, set[int]]
@@ -56,6 +57,7 @@ class On(NamedTuple):
     shift: tuple[Any, ...] | None = ()
     view: bool = False
     statistic: bool = False
+    plain: bool = True
 
     @property
     def still(self) -> bool:
@@ -166,8 +168,10 @@ class Walk:
         largest = max(mine, key=lambda v: (v.size, -len(self.on[v].summed)))
         if e in self._ruled and not all(map(self.carries, mine)):
             return "read by a rule of its author"
-        step = STEPS.get(self.facts.kinds[e])
-        return step(self, e, mine, largest) if step else f"read by {e.name}"
+        kind = self.facts.kinds[e]
+        on = STEPS[kind](self, e, mine, largest) if kind in STEPS else f"read by {e.name}"
+        adds = kind in PLAIN and not (e.name == "sub" and e.ins[1] in mine)
+        return on._replace(plain=on.plain and adds) if isinstance(on, On) else on
 
     def carries(self, v: Value) -> bool:
         """Returns whether a value has an error as large as the new one already."""
@@ -181,6 +185,7 @@ class Walk:
             shift=each[0].shift if all(map(each[0].beside, each)) else None,
             view=False,
             statistic=all(x.statistic for x in each),
+            plain=all(x.plain for x in each),
         )
 
 
@@ -221,6 +226,8 @@ def _sum_of_two(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On 
     """Both terms are made of the first value."""
     joined, f = walk.joined(mine, v), walk.facts
     positive = e.name != "sub" and all(map(f.is_positive, mine))
+    # Entries of the same sign cancel where others are their negatives: not of all that vary.
+    positive |= e.name != "sub" and joined.plain and not joined.still and f.is_varied(walk.first)
     carries = f.noise(walk.first) == 2 and (joined.still or bool(joined.summed))
     if not positive and not carries and e.ins[0] is not e.ins[1]:
         if joined.summed & walk.levels:
@@ -321,6 +328,7 @@ def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
     )
 
 
+PLAIN = {kinds.SAME, kinds.LAYOUT, kinds.MOVED, kinds.ADDED}
 STEPS: dict[str, Step] = {
     kinds.MATMUL: _ends,
     kinds.SAME: _view,
