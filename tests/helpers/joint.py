@@ -26,7 +26,7 @@ _call = transform.call
 rounding.SMALL = 1
 
 
-def planned(fun, half="bfloat16"):
+def planned(fun, half="bfloat16", **options):
     """Returns a function under the planner; with `EXACT`, nothing is rounded."""
 
     @functools.wraps(fun)
@@ -36,7 +36,7 @@ def planned(fun, half="bfloat16"):
         inner, consts = _jax.hoisted(traced.jaxpr)
         dtype = np.dtype(jnp.dtype(half))
         closed = Exceptions(dtype).marked(building.as_closed(inner))
-        program = Program(narrowed(closed, dtype), dtype)
+        program = Program(narrowed(closed, dtype), dtype, **options)
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in flat.arrays]
         outs = held.call_held(program, *consts, *arrays)
         return traced.rebuild(outs)
@@ -61,7 +61,7 @@ def autocast(fun, policy, marked=False):
 def call(traced, arrays, rows=False):
     """Does what `transform.call` does, by programs that see their derivative.
 
-    They know no settings of storage.
+    Of the settings of storage, they know lean.
     """
     if traced.as_written or rows:
         return _call(traced, arrays, rows)

@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax import lax
 from joint import planned
 from planners import kept
@@ -81,3 +83,30 @@ def test_what_matmuls_read_is_written_in_16_bits():
         kept(planned(fun), (WIDE, NARROW), (0, 1))
         <= 2 * (4 * 64 * 64) + 4 * 4 * WIDE.size + 4 * NARROW.size
     )
+
+
+LEAN = {
+    "norms and activations": lambda x, w: head(layer(layer(x, w), w) * jnp.mean(x**2)),
+    "residual layers": lambda x, w: head(x + layer(x + jnp.tanh(x @ w), w) @ w),
+    "a loop": lambda x, w: head(lax.scan(lambda c, _: (c + layer(c, w), None), x, length=3)[0]),
+    "attention": lambda x, w: head(jax.nn.softmax((x @ w) @ x.T) @ layer(x, w)),
+}
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", LEAN)
+def test_no_setting_of_storage_changes_a_number(name, half):
+    """Keeping and computing again are both exact: compilers round otherwise, in float32."""
+    args, numbers = (X, W), (0, 1)
+    fast, lean = (planned(LEAN[name], half, storage=s) for s in ("fast", "lean"))
+    found, want = (jax.jit(jax.grad(f, numbers))(*args) for f in (lean, fast))
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max())
+    assert kept(lean, args, numbers) <= kept(fast, args, numbers)
+
+
+def test_lean_keeps_less():
+    """What a matmul reads is written again, which costs as many bytes as it spares."""
+    fun = lambda x, w, v: head(layer(x, w) @ v)  # noqa: E731
+    fast, lean = (planned(fun, storage=s) for s in ("fast", "lean"))
+    assert kept(lean, (X, W, V), (0, 1, 2)) == kept(fast, (X, W, V), (0, 1, 2)) - HALF

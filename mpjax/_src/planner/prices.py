@@ -17,8 +17,9 @@ from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of
 from mpjax._src.planner.partition import runs_again
 
-# The price of a byte that is kept until the backward pass, in bytes that are moved.
-KEPT = 0.5
+# The price of a byte that is kept until the backward pass, in bytes that are moved, by the policy's
+# setting of storage.
+KEPT = {"fast": 0.5, "lean": 2.0}
 # Whoever reads a value can compute it from arrays that are together at most this much larger.
 LARGER = 1.5
 # Of so many arrays that a value is computed from, none is looked at any more.
@@ -31,11 +32,13 @@ class Traffic:
 
     Attributes:
         price: The bytes of a value, as it is handed over.
+        kept: The price of a byte that is kept, in bytes that are moved.
         written: The values that the forward part writes anyway.
         again: The values that the backward part would write for matmuls if it computed them again.
     """
 
     price: rounding.Price
+    kept: float
     written: Collection[Value]
     again: Collection[Value]
 
@@ -43,6 +46,7 @@ class Traffic:
     def of(
         cls,
         price: rounding.Price,
+        kept: float,
         early: Sequence[Equation],
         late: Sequence[Equation],
     ) -> "Traffic":
@@ -55,11 +59,11 @@ class Traffic:
             if moves and not again.isdisjoint(e.outs):
                 again.difference_update(e.outs)
                 again.add(e.ins[0])  # which is written, and read in another layout
-        return cls(price, fed | made | rounded, again)
+        return cls(price, kept, fed | made | rounded, again)
 
     def __call__(self, v: Value) -> int:
         """Returns what it costs to keep a value."""
-        times = KEPT + (1 if v in self.written else 2)
+        times = self.kept + (1 if v in self.written else 2)
         return int(2 * times * self.price(v))
 
     def costs(self, values: Iterable[Value]) -> Mapping[int, int]:

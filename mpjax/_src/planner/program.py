@@ -31,7 +31,7 @@ from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
 from mpjax._src.planner.partition import handed, parted
-from mpjax._src.planner.prices import Traffic
+from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.recurrences import recurrent
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
@@ -47,6 +47,7 @@ class Program:
         halved_out: For each result, whether it leaves in 16 bits.
         returned: How many results are returned. The others are kept for a backward pass.
         exceptions: What the policy says of single operations that JAX adds to it later.
+        storage: The policy's setting of storage, which changes no number.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Program:
         halved_out: Sequence[bool] = (),
         exceptions: Exceptions | None = None,
         returned: int | None = None,
+        storage: str = "fast",
     ) -> None:
-        self._program, self.half = program, half
+        self._program, self.half, self.storage = program, half, storage
         self.exceptions = exceptions or Exceptions(half)
         if isinstance(program, Listed):
             arguments, results, self.effects = program.ins, program.outs, program.effects
@@ -135,7 +137,8 @@ class Program:
         returned: int | None = None,
     ) -> "Program":
         """Returns a program that is made from this one."""
-        return Program(program, self.half, halved_in, halved_out, self.exceptions, returned)
+        options = self.exceptions, returned, self.storage
+        return Program(program, self.half, halved_in, halved_out, *options)
 
     def checkpointed(
         self, moving: tuple[bool, ...], where: saving.Where
@@ -210,7 +213,7 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, early, self._late)
+        prices = Traffic.of(price, KEPT[program.storage], early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
         self.saved = hand.saved
         self._again, self._late = with_operands(early, self._late, hand, self.inputs)
@@ -309,7 +312,7 @@ class Resumed(Program):
         further = [building.Var(v.aval) for v in cut.inputs[count:]]
         info = building.anonymous(program.closed)
         jaxpr = jaxpr.replace(invars=[*jaxpr.invars, *further], debug_info=info)
-        options = program.halved_out, program.exceptions, program.returned
+        options = program.halved_out, program.exceptions, program.returned, program.storage
         super().__init__(
             _jax.close(jaxpr, consts), program.half, [*program.halved_in, *low], *options
         )
