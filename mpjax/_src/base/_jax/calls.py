@@ -154,7 +154,7 @@ class _Linear(Primitive):
         return trace.emit_eqn(ins, types, self, params, inner.effects, here)
 
 
-_linear_p = _Linear("linear")
+_linear_p = _Linear("transposed_once")
 # The transposes of linear programs, by which operands vary and which cotangents are not zero.
 _TRANSPOSED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
