@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from joint import planned
 from planners import kept
-from support import normal
+from support import equations, normal
 
 N, D = 8, 32
 X, W, V = normal(0, N, D), normal(1, D, D, scale=0.2), normal(2, D, D, scale=0.2)
@@ -110,3 +110,19 @@ def test_lean_keeps_less():
     fun = lambda x, w, v: head(layer(x, w) @ v)  # noqa: E731
     fast, lean = (planned(fun, storage=s) for s in ("fast", "lean"))
     assert kept(lean, (X, W, V), (0, 1, 2)) == kept(fast, (X, W, V), (0, 1, 2)) - HALF
+
+
+def test_lean_computes_again_in_turns():
+    """Behind the cotangents that are read beside it, and not all at once."""
+
+    def fun(x, w):
+        for _ in range(4):
+            x = x + layer(x, w) @ w
+        return head(x)
+
+    def held(storage):
+        program = planned(fun, storage=storage)
+        eqns = equations(jax.make_jaxpr(lambda *args: jax.grad(program, (0, 1))(*args))(X, W))
+        return [len(e.invars) for e in eqns if e.primitive.name == "optimization_barrier"]
+
+    assert len(held("fast")) <= 1 < 3 <= len(held("lean"))

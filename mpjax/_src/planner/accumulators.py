@@ -86,7 +86,7 @@ def _cone(
             if any(flags):
                 inside[e] = flags
                 cone.add(e)
-        elif _adds_or_moves(e) and all(v in asked or alone(v) for v in e.outs):
+        elif adds_or_moves(e) and all(v in asked or alone(v) for v in e.outs):
             cone.add(e)
     return cone, inside
 
@@ -96,7 +96,8 @@ def _accumulates(e: Equation) -> bool:
     return rounding.is_half_matmul(e) and HAS_WIDE_FORM in e.rule.traits
 
 
-def _adds_or_moves(e: Equation) -> bool:
+def adds_or_moves(e: Equation) -> bool:
+    """Returns whether an equation adds, moves or scales what it reads."""
     if (
         rounding.is_half_operation(e)
         or e.name == BARRIER

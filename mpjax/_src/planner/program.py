@@ -12,6 +12,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.garbage import collected_later
 from mpjax._src.planner import rounding, saving
+from mpjax._src.planner.accumulators import adds_or_moves
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -22,17 +23,18 @@ from mpjax._src.planner.equations import (
     between,
     closed,
     dependents,
+    in_order,
     needed,
     once,
     opened,
     parts,
 )
 from mpjax._src.planner.exceptions import Exceptions
+from mpjax._src.planner.linear_recurrences import recurrent
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import KEPT, Traffic
-from mpjax._src.planner.recurrences import recurrent
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written, written_of
@@ -271,7 +273,8 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads, cts)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
-        body, grads = _held_apart(self.saved, [*self._again, *late], grads, [*cts])
+        later, lean = [*self._again, *late], program.storage == "lean"
+        body, grads = _held_apart(self.saved, later, grads, [*cts], lean)
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -418,6 +421,7 @@ def _held_apart(
     equations: Sequence[Equation],
     results: Sequence[Value],
     cotangents: Sequence[Value],
+    in_turns: bool,
 ) -> tuple[list[Equation], list[Value]]:
     """Puts what something is computed from again behind a barrier.
 
@@ -425,6 +429,9 @@ def _held_apart(
     place of what is handed over, if that is no smaller. It finds nothing in loops, and nothing that
     cotangents are part of. There a barrier would only ask for the default layout, which costs a
     copy.
+
+    Values ``in_turns`` wait for the cotangents that are read beside them, so that not all is
+    computed again at once. It costs bytes: what reads those is another kernel.
     """
     late = dependents(equations, cotangents)
     again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
@@ -434,9 +441,42 @@ def _held_apart(
         return [*equations], [*results]
     first = equations[0]
     into: list[Equation] = []
-    fresh = dict(zip(apart, barred(apart, into, like=first.like, stack=first.stack), strict=True))
-    body = [e.reading(fresh) for e in equations]
-    return [*into, *body], [fresh.get(v, v) for v in results]
+    fresh: dict[Value, Value] = {}
+    groups = _in_turns(apart, equations, late, results) if in_turns else {None: apart}
+    for ahead, values in groups.items():
+        held = values if ahead is None else [*values, ahead]
+        outs = barred(held, into, like=first.like, stack=first.stack)
+        fresh.update(zip(held, outs, strict=True))
+    body = in_order([*into, *(e.reading(fresh) for e in equations)])
+    return body, [fresh.get(v, v) for v in results]
+
+
+def _in_turns(
+    apart: Sequence[Value],
+    equations: Sequence[Equation],
+    late: set[Value],
+    results: Sequence[Value],
+) -> dict[Value | None, list[Value]]:
+    """Groups values by the cotangent after which something made of them is read first.
+
+    It is the last one that a matmul has made by then, and that is returned by no sum.
+    """
+    summed = {*results}
+    for e in reversed(equations):
+        summed.update(e.ins if adds_or_moves(e) and not summed.isdisjoint(e.outs) else ())
+    ahead: list[Value | None] = [None]
+    for e in equations:
+        own = rounding.returns_half(e) and e.outs[0] in late and e.outs[0] not in summed
+        ahead.append(e.outs[0] if own else ahead[-1])
+    first: dict[Value, int] = {}  # where something made of a value is read beside cotangents
+    for i, e in reversed([*enumerate(equations)]):
+        waits = late.isdisjoint(e.outs)
+        at = min((first.get(v, len(equations)) for v in e.outs), default=i) if waits else i
+        first.update((v, min(at, first.get(v, at))) for v in e.ins)
+    groups: dict[Value | None, list[Value]] = {}
+    for v in apart:
+        groups.setdefault(ahead[min(first[v], len(equations))], []).append(v)
+    return groups
 
 
 def unbarred(program: Any) -> Any:
