@@ -149,8 +149,14 @@ class Body:
         read = {*self.back_outs, *(v for e in self.second for v in e.ins)}
         return [v for v in values if v in read]
 
-    def cut(self, public: Sequence[int], priced: Sequence[Value], half: np.dtype) -> None:
-        """Chooses what is handed over; ``priced`` arguments are handed over at a price too."""
+    def cut(
+        self,
+        public: Sequence[int],
+        priced: Sequence[Value],
+        half: np.dtype,
+        stacked: Collection[Value] = (),
+    ) -> None:
+        """Chooses what to hand over: ``priced`` arguments too, ``stacked`` results for nothing."""
         new = [self.back_ins[i] for i in self.own]
         free = {*self.ins} - {*priced}
         returned = [self.outs[i] for i in public]
@@ -165,7 +171,8 @@ class Body:
         self.second = unpooled(rounding.with_rounded(self.second, shared, half))
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
-        hand = handed(self.first, self.second, self.back_outs, price, priced, self.ins)
+        costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
+        hand = handed(self.first, self.second, self.back_outs, costs, priced, self.ins)
         again, second = with_operands(self.first, self.second, hand, self.ins)
         self.saved, self.second = hand.saved, [*map(rounding.again, again), *second]
 
@@ -183,9 +190,10 @@ def _scan(pair: Pair) -> None:
     body = Body.of(pair, *_programs(pair), functools.partial(_same_turn, pair))
     sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
     priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
-    body.cut(pair.public, priced, pair.half)
+    stacked = [i for i in pair.public if i >= end - start]
+    body.cut(pair.public, priced, pair.half, {body.outs[i] for i in stacked})
     _in_order(body)
-    stacks = {body.outs[i]: fore.outs[i] for i in pair.public if i >= end - start}
+    stacks = {body.outs[i]: fore.outs[i] for i in stacked}
     known = {*stacks, *body.ins[end:]}
     new = {v: Value(building.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
     kept = [body.outs[i] for i in pair.public]
