@@ -8,7 +8,7 @@ into jaxprs again.
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -257,6 +257,32 @@ def opened(
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def appended(
+    run: Callable[..., list[Any]],
+    ins: Sequence[Value],
+    into: list[Equation],
+    like: Equation,
+    outs: Sequence[Value] = (),
+    again: bool = False,
+) -> list[Value]:
+    """Appends what a function computes from values, in the region of an equation.
+
+    Its first results are ``outs``; returned are all.
+    """
+    program, start = _jax.trace(run, [v.aval for v in ins], "appended"), len(into)
+    flags = {"again": again or like.again, "stack": like.stack, "region": like.region}
+    made = opened(program, ins, into, **flags)
+    for v, out in zip(made, outs, strict=False):
+        rename(into[start:], v, out)
+    return [*outs, *made[len(outs) :]]
+
+
+def rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
+    """Puts a value in the place of another one, wherever it is made and read."""
+    for e in equations:
+        e.ins, e.outs = ([new if v is old else v for v in values] for values in (e.ins, e.outs))
+
+
 def _owned(
     outs: Sequence[Value], start: int, into: list[Equation], *, like: Any, stack: Any
 ) -> list[Value]:
@@ -378,6 +404,22 @@ def in_order(equations: Iterable[Equation]) -> list[Equation]:
             found[todo.pop()] = None
         todo += missing if e not in found else ()
     return [*found]
+
+
+def waiting(
+    early: Sequence[Equation], outs: Iterable[Value], values: Iterable[Value]
+) -> tuple[list[Equation], list[Equation]]:
+    """Takes out of a forward part what makes or reads values and is not needed for its results.
+
+    Returns:
+        What is left, and what was taken out, for the backward part.
+    """
+    ahead = {*map(id, needed(early, outs))}
+    prepared = [e for e in early if id(e) not in ahead]
+    moved = dependents(prepared, values)
+    later = [e for e in prepared if not moved.isdisjoint(e.outs)]
+    gone = {*map(id, later)}
+    return [e for e in early if id(e) not in gone], [e.on(e.ins, again=True) for e in later]
 
 
 def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:

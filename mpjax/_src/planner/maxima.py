@@ -7,7 +7,6 @@ padded arrays, in one kernel. PyTorch's max pools keep the positions too, in eig
 a kernel for JAX's derivative, which moves fewer bytes there.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -17,16 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.base import _jax
 from mpjax._src.base.devices import current_facts
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     CUSTOM,
     Equation,
     Value,
-    dependents,
+    appended,
     needed,
-    opened,
+    waiting,
 )
 from mpjax._src.planner.kinds import is_zero
 from mpjax._src.planner.partition import Handed, runs_again
@@ -52,7 +50,7 @@ def with_positions(
     for e in early:
         key = _key(e, e.ins[0]) if e.name in POOLS and _keeps_positions(e) else None
         if key in asked and key not in where:
-            where[key] = _append(functools.partial(_pool, e), e.ins, e, first)[1]
+            _, where[key] = appended(functools.partial(_pool, e), e.ins, first, e, e.outs)
         else:
             first.append(e)
     at = [(e, where.get(_key(e, e.ins[1])) if e.name == POOLED else None) for e in late]
@@ -64,7 +62,7 @@ def unpooled(equations: Sequence[Equation]) -> list[Equation]:
     written: list[Equation] = []
     for e in equations:
         if e.name == POOLED and e.ins[1].aval.dtype == jnp.uint8:
-            _append(functools.partial(_unpool, e), e.ins, e, written)
+            appended(functools.partial(_unpool, e), e.ins, written, e, e.outs)
         else:
             written.append(e)
     return written
@@ -81,18 +79,6 @@ def _keeps_positions(e: Equation) -> bool:
     pooled = [n for n, w in zip(e.ins[0].aval.shape, window, strict=True) if w > 1]
     counted = math.prod(window) <= MOST and all(isinstance(n, int) for n in pooled)
     return dense and counted and not e.region.dtype
-
-
-def _append(run: Any, ins: Sequence[Value], e: Equation, into: list[Equation]) -> list[Value]:
-    """Appends what computes the results of an equation, and perhaps more."""
-    trace = _jax.trace(run, [v.aval for v in ins], "pool")
-    start = len(into)
-    outs = opened(trace, ins, into, again=e.again, stack=e.stack)
-    own = dict(zip(outs, e.outs, strict=False))
-    for new in into[start:]:
-        new.outs = [own.get(v, v) for v in new.outs]
-        new.ins = [own.get(v, v) for v in new.ins]
-    return [own.get(v, v) for v in outs]
 
 
 def _places(e: Equation) -> Iterator[tuple[int, ...]]:
@@ -148,18 +134,11 @@ def masks(
     either = [e for e in forward if not read.isdisjoint(e.outs)]
     results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
     ahead = {*map(id, forward)}
-    found = {id(e) for e in early if id(e) not in ahead and _is_mask(e) and e.ins[0] in results}
-    moved = dependents((), (out for e in early if id(e) in found for out in e.outs))
-    first, second = [], []
-    for e in early:
-        if id(e) in found:
-            second.append(dataclasses.replace(e, ins=[results[e.ins[0]], e.ins[1]], again=True))
-        elif moved.isdisjoint(e.ins):
-            first.append(e)
-        else:
-            moved.update(e.outs)
-            second.append(dataclasses.replace(e, again=True))
-    return first, [*second, *late]
+    prepared = [e for e in early if id(e) not in ahead and _is_mask(e) and e.ins[0] in results]
+    found = {e.outs[0]: results[e.ins[0]] for e in prepared}
+    first, second = waiting(early, outs, found)
+    masked = [e.on([found[e.outs[0]], e.ins[1]]) if e.outs[0] in found else e for e in second]
+    return first, [*masked, *late]
 
 
 def with_operands(

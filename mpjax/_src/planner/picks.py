@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._src.base import _jax
-from mpjax._src.planner.equations import Equation, Value, opened
+from mpjax._src.planner.equations import Equation, Value, appended
 from mpjax._src.planner.rounding import is_zero
 
 Makers = Mapping[Value, Equation]
@@ -46,11 +46,7 @@ def compared(equations: Sequence[Equation], early: Sequence[Equation]) -> list[E
             places = lax.broadcasted_iota(indices.dtype, shape, axis)
             return [jnp.where(places == indices, updates, 0)]
 
-        read = [indices, e.ins[2]]
-        program = _jax.trace(run, [v.aval for v in read], "compared")
-        options = {"again": e.again, "stack": e.stack, "region": e.region}
-        (out,) = opened(program, read, left, **options)
-        left[-1].outs = [e.outs[0] if v is out else v for v in left[-1].outs]
+        appended(run, [indices, e.ins[2]], left, e, e.outs)
     return left
 
 

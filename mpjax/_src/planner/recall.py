@@ -142,7 +142,7 @@ class Opened:
 
 
 def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
-    mapped = higher_order(e.name).kind == MAP
+    mapped = e.row.kind == MAP
     with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
         programs = [building.as_closed(program) for program in rounding.programs(e)]
         changed = [change(program) for program in programs]

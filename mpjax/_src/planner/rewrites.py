@@ -17,6 +17,7 @@ from mpjax._src.planner.equations import (
     dependents,
     in_order,
     needed,
+    waiting,
 )
 from mpjax._src.planner.maxima import masks, with_positions
 from mpjax._src.planner.picks import compared
@@ -63,8 +64,9 @@ def copies(
     if not values or half == FLOAT32:
         return early, late
     early = rounding.with_rounded(early, values, half, lambda e: False)
-    copy = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
-    return early, [e.on(copy[v] if v in values else v for v in e.ins) for e in late]
+    made = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
+    copy = {v: made[v] for v in values}
+    return early, [e.reading(copy) for e in late]
 
 
 def weights_of_softmax(
@@ -87,19 +89,12 @@ def weights_of_softmax(
     instead: dict[Value, Value] = {}
     for weights, softmax in found.items():
         instead |= softmax.again(written[weights], first)
-    ahead = {*map(id, needed(early, outs))}
-    prepared = [e for e in early if id(e) not in ahead]
-    moved = dependents(prepared, instead)
-    later = [e for e in prepared if not moved.isdisjoint(e.outs)]
-    behind = [*(dataclasses.replace(e, again=True) for e in later), *late]
-    low = rounding.wanted(behind, (), ())
-    changed = []
-    for e in behind:
-        pick = instead | written if takes_half(e, low) else instead
-        changed.append(e.on(pick.get(v, v) for v in e.ins))
-    gone = {*map(id, later)}
+    early, later = waiting(early, outs, instead)
+    behind = [*later, *late]
+    low, either = rounding.wanted(behind, (), ()), instead | written
+    changed = [e.reading(either if takes_half(e, low) else instead) for e in behind]
     read = {v for e in changed for v in e.ins}
-    return [e for e in early if id(e) not in gone], needed(first, read), changed
+    return early, needed(first, read), changed
 
 
 def _weights_again(

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base import _jax
 from mpjax._src.planner import kinds, rounding
-from mpjax._src.planner.equations import Equation, Value, opened, readers_of
+from mpjax._src.planner.equations import Equation, Value, appended, readers_of
 from mpjax._src.planner.kinds import kind_of
 from mpjax._src.planner.levels import SMALL_TERM
 
@@ -116,8 +115,7 @@ def _append(
     fun: Callable[..., Any], ins: Sequence[Value], like: Equation, into: list[Equation]
 ) -> Value:
     """Appends the equations of a function to the backward part."""
-    trace = _jax.trace(lambda *args: [fun(*args)], [v.aval for v in ins], "softmax")
-    (out,) = opened(trace, ins, into, again=True, stack=like.stack)
+    (out,) = appended(lambda *args: [fun(*args)], ins, into, like, again=True)
     return out
 
 

@@ -23,19 +23,20 @@ import jax
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
-from mpjax._src.base.higher_order import SCAN, higher_order
-from mpjax._src.base.rules import DEAR, rule_of
+from mpjax._src.base.higher_order import SCAN
+from mpjax._src.base.rules import DEAR
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     Equation,
     Value,
+    appended,
     between,
     closed,
     dependents,
     in_order,
-    opened,
     parts,
     readers_of,
+    rename,
 )
 from mpjax._src.planner.partition import runs_again
 
@@ -53,7 +54,7 @@ def apart(equations: Sequence[Equation]) -> list[Equation]:
     found: list[Equation] = []
     maker = {out: e for e in equations for out in e.outs}
     for e in equations:
-        found += _Turns(e, maker).apart() if higher_order(e.name).kind == SCAN else [e]
+        found += _Turns(e, maker).apart() if e.row.kind == SCAN else [e]
     return found
 
 
@@ -62,7 +63,7 @@ class _Turns:
 
     def __init__(self, e: Equation, around: Mapping[Value, Equation]) -> None:
         self.loop, self.around, (program,) = e, around, rounding.programs(e)
-        self.length = higher_order(e.name).turns(e)[0]
+        self.length = e.row.turns(e)[0]
         self.ins, self.equations, self.outs = parts(building.as_closed(program), region=e.region)
         self.maker = {out: e for e in self.equations for out in e.outs}
         _, self.start, self.end = rounding.places(e)
@@ -106,7 +107,7 @@ class _Turns:
         If there are none, the value itself.
         """
         e = self.around.get(v)
-        if e is None or not runs_again(e) or rule_of(e.name).cost == DEAR or len(e.outs) > 1:
+        if e is None or not runs_again(e) or e.rule.cost == DEAR or len(e.outs) > 1:
             return [], [v]
         operands = [x for x in e.ins if not x.literal]
         makers = [self.around.get(x) for x in operands]
@@ -143,7 +144,7 @@ class _Turns:
             self.given.append(stack)
             if v in self.outs[self.carries :]:
                 i = self.outs.index(v, self.carries)
-                _rename(ahead, stack, self.results[i])
+                rename(ahead, stack, self.results[i])
                 self.given[-1] = self.results.pop(i)
                 del self.outs[i]
         return ahead
@@ -159,16 +160,14 @@ class _Turns:
         """Appends a program that runs for all turns at once; ``stacks`` are places of stacks."""
         axes = [0 if i in stacks else None for i in range(len(given))]
         run = jax.vmap(lambda *args: _jax.eval_closed(program, *args), axes, axis_size=self.length)
-        traced = _jax.trace(run, [v.aval for v in given], "turns")
-        e = self.loop
-        return opened(traced, given, into, again=e.again, stack=e.stack, region=e.region)
+        return appended(run, given, into, self.loop)
 
     # ---- behind it
 
     def _moved(self) -> list[Equation]:
         """Takes out stacks of what turns get, where what they give is stacked: moved by a turn."""
         carried = self.ins[self.start : self.end]
-        backwards = higher_order(self.loop.name).turns(self.loop)[1]
+        backwards = self.loop.row.turns(self.loop)[1]
         into: list[Equation] = []
         for i in range(self.carries, len(self.outs))[::-1]:
             j = carried.index(self.outs[i]) if self.outs[i] in carried else None
@@ -182,10 +181,7 @@ class _Turns:
                 return [jax.numpy.concatenate(both)]
 
             given = [self.given[self.start + j], stack]
-            traced = _jax.trace(run, [v.aval for v in given], "moved")
-            e = self.loop
-            (v,) = opened(traced, given, into, again=e.again, stack=e.stack, region=e.region)
-            _rename(into, v, self.results[i])
+            appended(run, given, into, self.loop, [self.results[i]])
             del self.outs[i], self.results[i]
         return into
 
@@ -273,7 +269,7 @@ class _Turns:
         into: list[Equation] = []
         outs = self._for_all_turns(program, given, range(self.start, len(given)), into)
         for i, v in zip(places, outs, strict=True):
-            _rename(into, v, self.results[i])
+            rename(into, v, self.results[i])
         self._leave_out([e for e in taken if not behind.isdisjoint(e.outs)], places)
         return into
 
@@ -383,12 +379,7 @@ def _is_plain(e: Equation) -> bool:
 
 
 def _size(values: Collection[Value]) -> int:
-    return sum(_jax.size_of(v.aval.shape) for v in values)
-
-
-def _rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
-    for e in equations:
-        e.ins, e.outs = ([new if v is old else v for v in values] for values in (e.ins, e.outs))
+    return sum(v.size for v in values)
 
 
 def _info(e: Equation) -> Any:
