@@ -1,14 +1,19 @@
 """What a planned program computes: what is asked for, once, and its effects in their order."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from joint import EXACT, planned
 from planners import kept
 from support import assert_near, equations, normal, thorough_but
 
+from mpjax._src.base import _jax
 from mpjax._src.planner.program import Program
 
 WS = [normal(i, 16, 16, scale=0.25) for i in range(4)]
@@ -235,3 +240,45 @@ def test_what_is_handed_over_stands_behind_a_barrier():
     barrier = back.eqns[0]
     assert barrier.primitive.name == "optimization_barrier"
     assert len(cut.saved) == len(barrier.invars) and {*barrier.invars} <= {*back.jaxpr.invars}
+
+
+# ---- lines --------------------------------------------------------------------------------------
+
+
+def at_three_lines(w, x):
+    x = jax.nn.relu(jnp.tanh(x @ w))
+    x = jax.nn.relu(jnp.tanh(x @ w))
+    x = jax.jit(jnp.tanh)(x @ w)
+    return jnp.sum(x)
+
+
+def test_equal_equations_have_their_own_lines():
+    first = inspect.getsourcelines(at_three_lines)[1]
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(planned(at_three_lines)))(WS[0], X)
+    made = {"tanh": range(1, 4), "dot_general": range(1, 4), "max": range(1, 3), "mul": range(1, 4)}
+    for name, lines in made.items():
+        found = {_jax.source_lines(e)[0] for e in equations(jaxpr) if e.primitive.name == name}
+        wanted = {f"{__file__}:{first + i}" for i in lines}
+        assert wanted <= found if name == "mul" else wanted == found, name
+
+
+# ---- what custom rules get ----------------------------------------------------------------------
+
+
+def test_a_result_that_no_gradient_reaches_has_a_symbolic_zero():
+    def fun(x):
+        return jnp.sum(lax.stop_gradient(x @ WS[0])), jnp.sum(jnp.argmax(x) * 1.0), jnp.sum(x)
+
+    moves = []
+
+    @jax.custom_jvp
+    def told(*outs):
+        return outs
+
+    @functools.partial(told.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        moves.extend(type(t) is not SymbolicZero for t in tangents)
+        return primals, primals
+
+    jax.grad(lambda x: told(*planned(fun)(x))[2])(X)
+    assert moves == [False, False, True]

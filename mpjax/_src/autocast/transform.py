@@ -84,6 +84,8 @@ class Traced(programs.Traced):
     @functools.cached_property
     def computes_in_float16(self) -> bool:
         """Whether an operation runs in float16."""
+        if SEES_DERIVATIVE:
+            return FLOAT16 in self.program.computes_in
         choices = self.plan.analysis.choices
         return any(choices[op].compute == FLOAT16 for op in self.plan.block.walk() if op in choices)
 
@@ -303,12 +305,13 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     with jax.named_scope(PLANNED):
         # JAX takes apart a jit that returned NaN by calling its function, but this one has none.
         checked = jax.debug_nans.value or jax.debug_infs.value
-        if traced.as_written and not rows and not checked:
-            results = _run_as_written(traced, arrays)
-        elif SEES_DERIVATIVE:
-            results = _run_program(traced, arrays)
+        if traced.as_written and not rows and (SEES_DERIVATIVE or not checked):
+            results = _run_as_written(traced, arrays, apart=checked)
         else:
-            results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
+            if SEES_DERIVATIVE:
+                results = _run_program(traced, arrays)
+            else:
+                results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
             if traced.computes_in_float16 and not rows:
                 given = {*map(id, arrays)}
                 results = [x if id(x) in given else watched(x) for x in results]
@@ -317,11 +320,15 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
 
 
-def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a program that asks for no 16-bit dtype: only its arguments and results are cast."""
+def _run_as_written(traced: Traced, arrays: Sequence[Any], apart: bool) -> list[Any]:
+    """Runs a program that asks for no 16-bit dtype: only its arguments and results are cast.
+
+    If ``apart``, its equations run one by one where nothing around it is jitted.
+    """
     avals = _jax.in_avals(traced.jaxpr)
     inputs = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
     run = _jax.eval_closed if traced.donates else _jax.call_as_jit
+    run = _jax.eval_apart if apart else run
     results = run(traced.jaxpr, *inputs)
     return [_cast(x, dtype) for x, dtype in zip(results, traced.out_dtypes, strict=True)]
 
@@ -331,6 +338,10 @@ def _run_program(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     program, consts = traced.program, _jax.open_jaxpr(traced.jaxpr)[1]
     typed = zip([*consts, *arrays], program.in_avals, strict=True)
     outs = held.call_held(program, *(_cast(x, getattr(a, "dtype", None)) for x, a in typed))
+    inner, _ = _jax.open_jaxpr(traced.jaxpr)
+    given = dict(zip(inner.invars, arrays, strict=True))  # what is returned as it came
+    same = [None if isinstance(v, _jax.Literal) else given.get(v) for v in inner.outvars]
+    outs = [out if x is None else x for out, x in zip(outs, same, strict=True)]
     return [_cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
 
 

@@ -214,13 +214,15 @@ def opened(
     rules: bool = False,
     region: Region = NOWHERE,
     calls: list[Call] | None = None,
+    line: Any = None,
 ) -> list[Value]:
     """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
 
     Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
     what is written. The ``region`` is that of the equation which holds the program: its scopes are
     not repeated on those inside.
-    ``calls`` gets what was inlined, the innermost first.
+    ``calls`` gets what was inlined, the innermost first. ``line`` is where a user calls the
+    program, if no user wrote it.
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     pairs = zip(jaxpr.constvars, consts, strict=True)
@@ -232,6 +234,8 @@ def opened(
         return Value(atom.aval, atom.val, literal=True) if literal else env[atom]
 
     for eqn in jaxpr.eqns:
+        if line is not None:
+            eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=line))
         operands = [read(atom) for atom in eqn.invars]
         scopes = eqn.source_info.name_stack
         scopes = scopes if stack is None else stack + scopes
@@ -247,6 +251,7 @@ def opened(
             if once_more:
                 operands = _apart(eqn, operands, into, scopes)
             flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
+            flags["line"] = building.line_of_call(eqn, inner)
             outs = opened(inner, operands, into, region=region, **flags)
             if calls is not None:
                 if eqn.primitive.name in CUSTOM:

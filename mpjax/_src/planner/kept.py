@@ -8,15 +8,18 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.planner.equations import CUSTOM
 from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program
 from mpjax._src.policy.policy import Policy
+from mpjax._src.program.graph import CONSTANT_LIMIT
 
 # The number of programs that are kept.
 KEPT_PROGRAMS = 512
@@ -55,16 +58,31 @@ def program_of(
             [_is_float32(v) and dtype == half for v, dtype in leave],
             exceptions,
             storage="lean" if policy.storage == "lean" else "fast",
+            known=known,
         )
 
+    known = _known(jaxpr)
     try:
         same = _jax.program_key(jaxpr), _jax.rules_key(jaxpr), _jax.tracing_key()
+        same = *same, *((i, str(x.dtype), np.asarray(x).tobytes()) for i, x in known.items())
         kept = _kept((*same, policy, tuple(paths), tuple(dtypes), tuple(out_dtypes)))
     except Exception:  # of a part that is traced, and of __hash__, __eq__ and closures of users
         return make()
     if not kept:
         kept.append(make())
     return kept[0]
+
+
+def _known(jaxpr: Any) -> dict[int, Any]:
+    """Returns the small NumPy constants that custom rules read, which get them as they are."""
+    inner, consts = _jax.open_jaxpr(jaxpr)
+    ruled = (eqn for eqn in inner.eqns if eqn.primitive.name in CUSTOM)
+    read = {v for eqn in ruled for v in eqn.invars if not isinstance(v, _jax.Literal)}
+    return {
+        i: x
+        for i, (v, x) in enumerate(zip(inner.constvars, consts, strict=True))
+        if v in read and not isinstance(x, jax.Array) and np.size(x) <= CONSTANT_LIMIT
+    }
 
 
 @functools.lru_cache(KEPT_PROGRAMS)

@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ class Program:
         returned: How many results are returned. The others are kept for a backward pass.
         exceptions: What the policy says of single operations that JAX adds to it later.
         storage: The policy's setting of storage, which changes no number.
+        known: The values of arguments, by their places, that custom rules may branch on.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Program:
         exceptions: Exceptions | None = None,
         returned: int | None = None,
         storage: str = "fast",
+        known: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
-        self._program, self.half, self.storage = program, half, storage
+        self._program, self.half, self.storage, self.known = program, half, storage, known
         self.exceptions = exceptions or Exceptions(half)
         if isinstance(program, Listed):
             arguments, results, self.effects = program.ins, program.outs, program.effects
@@ -103,6 +106,11 @@ class Program:
 
     def __repr__(self) -> str:  # people read it in jaxprs
         return f"Program({self.half.name})"
+
+    @functools.cached_property
+    def computes_in(self) -> frozenset[np.dtype]:
+        """The 16-bit dtypes in which something runs, if in its derivative alone."""
+        return rounding.computes_in(parts(self.closed, rules=True)[1], self.half)
 
     def cut(self, moving: tuple[bool, ...]) -> "Derivative":
         """Returns the derivative by the arguments that move."""
@@ -174,6 +182,11 @@ def _chosen(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
     return [v for v, yes in zip(values, which, strict=True) if yes]
 
 
+def _moves(e: Equation) -> bool:
+    """Returns whether results of an equation have tangents if its operands have."""
+    return e.name != "stop_gradient" and any(held.is_inexact(v.aval) for v in e.outs)
+
+
 class Derivative:
     """A program and its derivative by some arguments, cut into a forward and a backward part.
 
@@ -202,7 +215,7 @@ class Derivative:
         self._early, self._late = rewritten(*parts_of, self._cts, half)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
-        moved = dependents(self._early, [self.inputs[i] for i in self.by])
+        moved = dependents([*filter(_moves, self._early)], [self.inputs[i] for i in self.by])
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
         self._low_in = program.halved_in
@@ -339,7 +352,7 @@ def _with_gradient(
         nonlocal residuals
 
         def of_moving(*moving):
-            full = list(args)
+            full = [program.known.get(i, x) for i, x in enumerate(args)]
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
             return _jax.eval_once(jaxpr, *full)

@@ -154,6 +154,19 @@ def other_half(e: Equation) -> np.dtype | None:
     return np.dtype(e.region.dtype.removeprefix(OTHER)) if own else None
 
 
+def computes_in(equations: Iterable[Equation], half: np.dtype) -> frozenset[np.dtype]:
+    """Returns the 16-bit dtypes in which operations, or matmuls of their derivatives, run."""
+    found: set[np.dtype] = set()
+    for e in equations:
+        matmul = e.rule.need == HALF and e.region.dtype in ("", *HALF_NAMES)
+        if is_half_operation(e) or (matmul and _jax.own_precision(e.params) is None):
+            found.add(half)
+        found.update(filter(None, [other_half(e)]))
+        for _, inside, _ in bodies(e):
+            found |= computes_in(inside, half)
+    return frozenset(found)
+
+
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
     if e.name == BARRIER or e.name in EXACT or e.rule.need == MOVE:

@@ -44,6 +44,7 @@ from mpjax._src.base._jax.programs import (
     close,
     default_precision,
     equation_key,
+    eval_apart,
     eval_closed,
     flops_of,
     hoisted,

@@ -31,6 +31,7 @@ from jax.extend.source_info_util import NameStack
 from mpjax._src.base._jax import matmuls, stacks
 from mpjax._src.base._jax.programs import close, open_jaxpr
 from mpjax._src.base._jax.rules import manual_axes
+from mpjax._src.base._jax.sources import is_users
 
 NO_EFFECTS = no_effects
 NO_SCOPES = NameStack()
@@ -100,6 +101,11 @@ def without_refs(jaxpr: Any) -> Any:
 def anonymous(jaxpr: Any) -> Any:
     """Returns the debug info of a closed jaxpr for one with other arguments and results."""
     return open_jaxpr(jaxpr)[0].debug_info.with_unknown_names()
+
+
+def line_of_call(eqn: Any, program: Any) -> Any:
+    """Returns where an equation calls a program, for its equations, if no user wrote them."""
+    return None if is_users(open_jaxpr(program)[0]) else eqn.source_info.traceback
 
 
 def forward_mode(jaxpr: Any, moving: Sequence[bool]) -> tuple[Any, Sequence[bool]]:

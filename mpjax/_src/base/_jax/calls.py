@@ -21,6 +21,7 @@ from jax.interpreters import ad
 
 from mpjax._src.base._jax.keys import call_key
 from mpjax._src.base._jax.programs import bind, close, eval_closed, open_jaxpr, trace
+from mpjax._src.base._jax.sources import is_users, nobodys
 
 
 class _Inlined(Primitive):
@@ -88,7 +89,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     source = eqn.source_info.replace(name_stack=NameStack())
     alone = eqn.replace(invars=ins, outvars=outs, source_info=source)
     variables = [a for a in ins if not isinstance(a, Literal)]
-    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, info.with_unknown_names())
+    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, nobodys(info))
     return programs.setdefault(key, close(jaxpr, ()))
 
 
@@ -105,8 +106,11 @@ def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
             return DynamicJaxprTracer(trace, atom.aval, atom, place)
         return env[atom]
 
+    own = is_users(jaxpr)
     for eqn in jaxpr.eqns:
-        place = eqn.source_info.replace(name_stack=here.name_stack + eqn.source_info.name_stack)
+        line = eqn.source_info.traceback if own else here.traceback
+        stack = here.name_stack + eqn.source_info.name_stack
+        place = eqn.source_info.replace(traceback=line, name_stack=stack)
         ins = [read(atom, place) for atom in eqn.invars]
         avals = [var.aval for var in eqn.outvars]
         outs = trace.emit_eqn(ins, avals, eqn.primitive, eqn.params, eqn.effects, place, eqn.ctx)
@@ -164,6 +168,9 @@ def _transpose(cts, *args, jaxpr):
     some = tuple(type(ct) is not ad.Zero for ct in cts)
     kept = [x for x, yes in zip(args, vary, strict=True) if not yes]
     given = [ct for ct, yes in zip(cts, some, strict=True) if yes]
+    if not all(isinstance(x, jax.Array) for x in kept):  # a rule may branch on it
+        inner, consts = open_jaxpr(jaxpr)
+        return backward_pass(inner, False, consts, args, cts)
     done = _TRANSPOSED.setdefault(jaxpr, {})
     if (vary, some) not in done:
         done[vary, some] = _transposed(jaxpr, some, args, [*kept, *given])

@@ -29,7 +29,7 @@ from jax.extend.core.primitives import reduce_precision_p
 from jax.interpreters import ad, mlir
 
 from mpjax._src.base._jax.building import barrier_p
-from mpjax._src.base._jax.programs import eval_closed, open_jaxpr
+from mpjax._src.base._jax.programs import eval_apart, eval_closed, open_jaxpr
 
 # From JAX 0.12 on, a derivative may have residuals that are no arrays, passed apart.
 STRUCTURED = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
@@ -215,7 +215,13 @@ def _taylor(primals, series, *, program, jaxpr=None):
     return jet.jet(run, primals, series, factorial_scaled=False)
 
 
-call_p.def_impl(lambda *args, program, jaxpr=None: program.jitted(*args))
+def _run_now(*args, program, jaxpr=None):
+    # JAX looks for the operation that made a NaN by running all of them.
+    apart = jax.debug_nans.value or jax.debug_infs.value
+    return eval_apart(program.written, *args) if apart else program.jitted(*args)
+
+
+call_p.def_impl(_run_now)
 call_p.def_effectful_abstract_eval(
     lambda *args, program, jaxpr=None: (program.out_avals, program.effects)
 )

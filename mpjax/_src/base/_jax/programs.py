@@ -1,5 +1,6 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
-from mpjax._src.base._jax.sources import own_lines
+from mpjax._src.base._jax.sources import location, own_lines
 
 
 def primitive_names() -> frozenset[str]:
@@ -181,6 +182,19 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     with np.errstate(over="ignore"):
         outs = eqn.primitive.bind(*args, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr, each equation by itself, so that an error names its line."""
+    inner, consts = open_jaxpr(jaxpr)
+    values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
+    for eqn in inner.eqns:
+        with location(eqn, eqn.source_info.name_stack):
+            run = functools.partial(eval_apart, inlined(eqn)) if inlined(eqn) else None
+            ins = map(read, eqn.invars)
+            values.update(zip(eqn.outvars, run(*ins) if run else bind(eqn, [*ins]), strict=True))
+    return [*map(read, inner.outvars)]
 
 
 # The precision of a matmul that JAX's default setting does not change.
