@@ -19,6 +19,21 @@ SUMS = frozenset(
 )
 
 
+class Sent(NamedTuple):
+    """What devices send each other in 16 bits: the policy's settings ``gather`` and ``reduce``.
+
+    Attributes:
+        gathered: Parameters that are used in 16 bits, and rows of tables.
+        sums: Parts of gradients of parameters.
+    """
+
+    gathered: bool = True
+    sums: bool = False
+
+
+SENT = Sent()
+
+
 class Returned(NamedTuple):
     """What a program returns unrounded.
 
@@ -36,11 +51,15 @@ class Returned(NamedTuple):
 
 
 def unrounded(
-    equations: Sequence[Equation], outs: Sequence[Value], returned: Sequence[bool]
+    equations: Sequence[Equation],
+    outs: Sequence[Value],
+    returned: Sequence[bool],
+    sent: Sent = SENT,
 ) -> Returned:
-    """Finds the accumulators that a program returns; ``returned`` are its results in float32."""
+    """Finds the accumulators that a program returns; ``returned`` says which results may be."""
     asked = {v for v, yes in zip(outs, returned, strict=True) if yes and rounding.is_float32(v)}
-    cone, inside = _cone(equations, asked, {*outs} - asked)
+    wide = {e for e in equations if _accumulates(e) and not (sent.sums and e.region.back)}
+    cone, inside = _cone(equations, wide, asked, {*outs} - asked)
     found = Returned([], [], {}, inside)
     twins: dict[Value, Value] = {}
     for e in equations:
@@ -48,7 +67,7 @@ def unrounded(
         if e not in cone or e in inside:
             continue
         ins = [twins.get(v, v) for v in e.ins]
-        if _accumulates(e):
+        if e in wide:
             found.of[e.outs[0]] = twins[e.outs[0]] = Value(e.outs[0].aval)
         elif ins != e.ins:
             fresh = [Value(v.aval) for v in e.outs]
@@ -59,7 +78,10 @@ def unrounded(
 
 
 def _cone(
-    equations: Sequence[Equation], asked: Collection[Value], others: Collection[Value]
+    equations: Sequence[Equation],
+    wide: Collection[Equation],
+    asked: Collection[Value],
+    others: Collection[Value],
 ) -> tuple[set[Equation], dict[Equation, list[bool]]]:
     """Returns the equations that lead from matmuls to results, and those of them with programs.
 
@@ -70,14 +92,14 @@ def _cone(
     inside: dict[Equation, list[bool]] = {}
 
     def leads(e):  # a matmul reads 16 bits: it begins a way
-        return e in cone and e not in inside and not _accumulates(e)
+        return e in cone and e not in inside and e not in wide
 
     def alone(v):
         on_the_way = all(map(leads, readers[v])) and v not in others
         return on_the_way and (v in asked or bool(readers[v]))
 
     for e in reversed(equations):
-        if _accumulates(e):
+        if e in wide:
             (out,) = e.outs
             if out in asked or any(map(leads, readers[out])):
                 cone.add(e)
@@ -93,7 +115,8 @@ def _cone(
 
 def _accumulates(e: Equation) -> bool:
     """Returns whether an equation is a matmul in 16 bits that can return its accumulator."""
-    return rounding.is_half_matmul(e) and HAS_WIDE_FORM in e.rule.traits
+    wide = HAS_WIDE_FORM in e.rule.traits or bool(e.params.get("sums"))
+    return rounding.is_half_matmul(e) and wide
 
 
 def adds_or_moves(e: Equation) -> bool:

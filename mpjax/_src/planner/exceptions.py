@@ -20,6 +20,7 @@ from mpjax._src.base.higher_order import higher_order
 from mpjax._src.base.patterns import matches
 from mpjax._src.base.rules import FULL, HALF, NO_HALF_FORM, PROGRAM, SAME_PARAMETER, rule_of
 from mpjax._src.planner import rounding
+from mpjax._src.planner.accumulators import SENT, Sent
 from mpjax._src.planner.equations import (
     NOWHERE,
     Equation,
@@ -37,6 +38,7 @@ from mpjax._src.program.site import overriding
 
 # Solvers. Their derivatives are matmuls, whose errors a condition number amplifies.
 SOLVER = "solver"
+CONVOLUTION = "conv_general_dilated"
 SOLVERS = ("custom_linear_solve", "triangular_solve")
 
 
@@ -59,6 +61,7 @@ class Exceptions:
         all_full: Whether only a region or an override asks for 16 bits.
         listed: "half", "full" or "follow" for the primitives on its lists.
         overrides: Its overrides.
+        sent: What devices send each other in 16 bits.
         used: The patterns of overrides that matched something.
         done: The programs with regions, by the programs that they were.
         around: The context in which JAX runs the rules of a program.
@@ -68,6 +71,7 @@ class Exceptions:
     all_full: bool = False
     listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     overrides: Sequence[tuple[str, Any]] = ()
+    sent: Sent = SENT
     used: set[str] = dataclasses.field(default_factory=set)
     done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -80,7 +84,8 @@ class Exceptions:
         lists = {"half": policy.half_ops, "full": policy.full_ops, "follow": policy.follow_ops}
         listed = {op: name for name, ops in lists.items() for op in ops}
         all_full = policy.compute_dtype not in HALVES
-        return cls(half, all_full, listed, policy.overrides, around=around)
+        sent = Sent(policy.gather == "half", policy.reduce == "half")
+        return cls(half, all_full, listed, policy.overrides, sent, around=around)
 
     def marked(self, program: Any, paths: Sequence[str] = ()) -> Any:
         """Returns a closed jaxpr with regions; ``paths`` are those of its arguments."""
@@ -201,6 +206,9 @@ class Exceptions:
             known = {v: fact for v, fact in zip(ins, given, strict=True) if fact is not NOTHING}
             equations = [e for e in equations if e.primitive is e.like.primitive]  # no barriers
             before = [e.stack for e in equations]
+            for e in equations:
+                if e.name == CONVOLUTION and "sums" not in e.params:
+                    e.primitive, e.params = _jax.planned_conv(e.like)
             self.mark(equations, known, names)
             new = _written_back(program, zip(before, equations, strict=True), {})
             self.done[key] = program, new
@@ -235,7 +243,7 @@ def _written_back(program: Any, marked: Iterator[tuple[Any, Equation]], done: An
                 info = eqn.source_info
                 for scope in added:
                     info = info.replace(name_stack=info.name_stack.extend(scope.name))
-                eqn = eqn.replace(params=e.params, source_info=info)
+                eqn = eqn.replace(primitive=e.primitive, params=e.params, source_info=info)
         else:
             new = _written_back(inner, marked, done)
             change = _changed({"": inner}, {"": new})
@@ -256,7 +264,7 @@ def _written_back(program: Any, marked: Iterator[tuple[Any, Equation]], done: An
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple((k, id(p)) for k, p in new.items() if p is not old[k])
+    return tuple((k, id(p)) for k, p in new.items() if p is not old.get(k, old))
 
 
 @functools.cache

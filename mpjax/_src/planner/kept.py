@@ -50,9 +50,10 @@ def program_of(
         exceptions = Exceptions.of(policy, closed, around)
         half, constants = exceptions.half, [None] * len(consts)
         arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
+        marked = exceptions.marked(closed, [*[""] * len(consts), *paths])
         leave = zip(inner.outvars, out_dtypes, strict=True)
         return Program(
-            narrowed(exceptions.marked(closed, [*[""] * len(consts), *paths]), half),
+            narrowed(marked, half, sent=exceptions.sent),
             half,
             [_is_float32(v) and dtype == half for v, dtype in arrive],
             [_is_float32(v) and dtype == half for v, dtype in leave],

@@ -16,22 +16,28 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.garbage import collected_later
+from mpjax._src.base.rules import LOOKS_UP
 from mpjax._src.planner import kinds
+from mpjax._src.planner.accumulators import Sent
 from mpjax._src.planner.equations import BARRIER, Equation, Value, opened
 from mpjax._src.planner.kinds import axes_of_view, is_zero
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.recall import Opened
 from mpjax._src.planner.streams import streams
+from mpjax._src.planner.walks import NOT_ROUNDED, Walks
+
+NOT_SENT = Sent(gathered=False)
 
 
 @collected_later()
-def narrowed(program: Any, half: np.dtype, small: int | None = None) -> Any:
+def narrowed(program: Any, half: np.dtype, small: int | None = None, sent: Sent = NOT_SENT) -> Any:
     """Returns a float32 program whose streams are rounded; the same one if it has none.
 
     Args:
         program: The closed jaxpr.
         half: The 16-bit dtype; float32 leaves the program as it is.
         small: The least number of entries of a stream, as for `streams`.
+        sent: What devices send each other in 16 bits.
     """
     if half == FLOAT32:
         return program
@@ -42,10 +48,28 @@ def narrowed(program: Any, half: np.dtype, small: int | None = None) -> Any:
     for v in found:
         writer.choose(v)
     inside = parts.inside(functools.partial(narrowed, half=half, small=small))
+    if sent.gathered:
+        inside += sent_in_half(parts, half)
     if not writer.rounded and not inside:
         return program
     values = [*writer.rounded, *writer.levelled, *inside]
     return parts.changed(values, writer.alias, writer.write)
+
+
+def sent_in_half(parts: Opened, half: np.dtype) -> list[Value]:
+    """Lets devices exchange tables in 16 bits for lookups, where rows may be rounded."""
+    facts = Facts(parts.equations)
+    walks = Walks(parts.equations, parts.outs, facts, parts.ruled)
+    tables = {v for v in parts.ins if v.is_float32}
+    found: list[Value] = []
+    for e in parts.equations:
+        looks_up = LOOKS_UP in e.rule.traits and e.ins[0] in tables and not e.region.dtype
+        if not looks_up or parts.is_fixed(e.outs[0]):
+            continue
+        if walks.refused(e.outs[0]) in (None, NOT_ROUNDED):  # each row is sent by itself
+            e.primitive, e.params = _jax.planned_gather(e.like, half)
+            found += e.outs
+    return found
 
 
 class Narrowing:

@@ -92,7 +92,7 @@ class Program:
     def written(self) -> Any:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
-        options = self.half, self.halved_in, self.halved_out, returned
+        options = self.half, self.halved_in, self.halved_out, returned, self.exceptions.sent
         if not isinstance(self._program, Listed):
             return written(self.closed, *options, outermost=True)
         return written_of(self._program.written_out(), *options, outermost=True)

@@ -34,6 +34,8 @@ from mpjax._src.planner.kinds import (
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.rounding import is_float32
 
+NOT_ROUNDED = "a sum with what no matmul has rounded"
+
 # A walk over more equations is given up, so that planning grows with the program.
 LONGEST = 400
 
@@ -254,7 +256,7 @@ def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
     bias = f.learned(other) and (v in f.normed or walk.first in f.normed)
     rounded = bool(constant) or f.noise(other) == 2
     if not walk.carries(v) and ((cancels and not bias) or not rounded):
-        return "a sum with what no matmul has rounded"
+        return NOT_ROUNDED
     return on if constant else on._replace(level=on.level | f.level(other))
 
 
@@ -320,7 +322,7 @@ def _summed(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | st
 
 def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
     if e.name.startswith("scatter") and e.ins[0] in walk.on and not walk.carries(e.ins[0]):
-        return "a sum with what no matmul has rounded"
+        return NOT_ROUNDED
     joined, out = walk.joined(mine, v), e.outs[0]
     anywhere = {a: {*every(out)} for a in joined.places}
     return joined._replace(

@@ -18,7 +18,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import CALL, SCAN, WHILE
 from mpjax._src.base.rules import HALF
 from mpjax._src.planner import rounding
-from mpjax._src.planner.accumulators import Returned, unrounded
+from mpjax._src.planner.accumulators import SENT, Returned, Sent, unrounded
 from mpjax._src.planner.equations import (
     BARRIER,
     NOWHERE,
@@ -26,9 +26,12 @@ from mpjax._src.planner.equations import (
     Listed,
     Region,
     Value,
+    appended,
+    barred,
     closed,
     parts,
 )
+from mpjax._src.program.graph import EXCHANGES
 
 
 def written(
@@ -37,6 +40,7 @@ def written(
     halved_in: Sequence[bool],
     halved_out: Sequence[bool],
     returned: Sequence[bool],
+    sent: Sent = SENT,
     region: Region = NOWHERE,
     outermost: bool = False,
 ) -> Any:
@@ -48,6 +52,7 @@ def written(
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
         returned: For each result, whether it leaves as an accumulator, if it is one.
+        sent: What devices send each other in 16 bits.
         region: The region of the equation that holds the program.
         outermost: Whether its arguments are arrays, and no parts of some in a loop.
 
@@ -56,7 +61,7 @@ def written(
     """
     ins, equations, outs = parts(program, rules=True, region=region)
     listed = Listed(ins, equations, outs, building.anonymous(program))
-    return written_of(listed, half, halved_in, halved_out, returned, outermost)
+    return written_of(listed, half, halved_in, halved_out, returned, sent, outermost)
 
 
 def written_of(
@@ -65,17 +70,21 @@ def written_of(
     halved_in: Sequence[bool],
     halved_out: Sequence[bool],
     returned: Sequence[bool],
+    sent: Sent = SENT,
     outermost: bool = False,
 ) -> Any:
     """Does what `written` does to a program whose calls are inlined."""
     ins, equations, outs, info = listed
-    in_full = [yes and not low for yes, low in zip(returned, halved_out, strict=True)]
-    sums = unrounded(equations, outs, in_full)
+    back = {out for e in equations if e.region.back for out in e.outs}
+    each = zip(outs, returned, halved_out, strict=True)
+    # A gradient that leaves in 16 bits is rounded once devices have summed it.
+    in_full = [yes and (not low or v in back) for v, yes, low in each]
+    sums = unrounded(equations, outs, in_full, sent)
     equations, outs = sums.equations, sums.outs
     given = [v for v, low in zip(ins, halved_in, strict=True) if low]
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     wanted, numbers = rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
-    writer = Writer(half, given, wanted, numbers, sums, {*ins} if outermost else ())
+    writer = Writer(half, given, wanted, numbers, sums, {*ins} if outermost else (), sent)
     arrived = [writer.lows.get(v, v) for v in ins]
     for e in equations:
         writer.write(e)
@@ -96,6 +105,7 @@ class Writer:
         numbers: The constants that are 16-bit numbers.
         sums: The accumulators that the program returns.
         arrays: The arguments that are arrays in float32, or in 16 bits.
+        sent: What devices send each other in 16 bits.
         fulls: The float32 forms.
         lows: The 16-bit forms.
         same: What stands for values of other dtypes: for the user's own casts to 16 bits.
@@ -110,9 +120,10 @@ class Writer:
         numbers: Collection[Value],
         sums: Returned,
         arrays: Collection[Value],
+        sent: Sent,
     ) -> None:
         self.half, self.wanted, self.numbers = half, wanted, numbers
-        self.sums, self.arrays = sums, arrays
+        self.sums, self.arrays, self.sent = sums, arrays, sent
         self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
         self.fulls: dict[Value, Value] = {}
         self.same: dict[Value, Value] = {}
@@ -186,6 +197,8 @@ class Writer:
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
         if e.outs and e.outs[0] in self.sums.of:
             return self._with_accumulator(e, ins, params)
+        if e.name in EXCHANGES:
+            ins = self._sent(e, ins)
         outs = []
         for v, low in zip(e.outs, halved_out, strict=True):
             if low:
@@ -194,6 +207,9 @@ class Writer:
         self.written.append(
             e.on(ins, outs, params, _marked(e) if rounding.is_half_matmul(e) else None)
         )
+        if e.name in EXCHANGES and not (self.sent.gathered or e.region.back):  # no cast moves ahead
+            held = barred(outs, self.written, like=e.like, stack=e.stack)
+            self.same.update(zip(outs, held, strict=True))
 
     def _casts(self, e: Equation) -> bool:
         """Leaves out the user's own cast between float32 and 16 bits, if it changes no number."""
@@ -237,9 +253,22 @@ class Writer:
         kept = any(map(self.is_made, floats)) and all(
             self.is_made(v) or v in self.numbers for v in floats
         )
-        asked = rounding.commutes(e) and all(out in self.wanted for out in e.outs)
+        commutes = rounding.commutes(e) and (self.sent.gathered or e.name not in EXCHANGES)
+        asked = commutes and all(out in self.wanted for out in e.outs)
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
+
+    def _sent(self, e: Equation, ins: list[Value]) -> list[Value]:
+        """Returns the operands of an equation between devices: XLA moves no cast across it."""
+        (v,) = ins
+        if (
+            e.name == "sharding_constraint"
+            and v.aval.dtype in HALVES
+            and not self.is_made(e.ins[0])
+        ):
+            run = functools.partial(_placed_freely, e.params["sharding"])
+            return appended(run, ins, self.written, like=e)
+        return ins
 
     def _with_accumulator(self, e: Equation, ins: list[Value], params: dict[str, Any]) -> None:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
@@ -270,7 +299,7 @@ class Writer:
         """Returns the program of a loop's body or condition, whose arguments are all float32."""
         jaxpr, _ = _jax.open_jaxpr(program)
         ins, outs = ([False] * len(each) for each in (jaxpr.invars, jaxpr.outvars))
-        return written(program, self.half, ins, outs, outs, region)
+        return written(program, self.half, ins, outs, outs, self.sent, region)
 
     def _around(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Writes the programs of a loop, branch or map."""
@@ -299,11 +328,17 @@ class Writer:
             halved_in=inside[first:],
             halved_out=results,
             returned=unrounded,
+            sent=self.sent,
             region=e.region,
         )
         return inside, results, rounding.with_programs(e, rewrite)
 
 
+def _placed_freely(sharding: Any, x: Any) -> list[Any]:
+    return [_jax.placed_freely(x, sharding)]
+
+
 def _marked(e: Equation) -> Any:
     """Returns what a matmul is like, with the mark by which its lowering finds its form."""
-    return building.marked(e.like) if e.rule.need == HALF else e.like
+    own = e.params.get("sums")  # its lowering marks the convolution alone
+    return building.marked(e.like) if e.rule.need == HALF and not own else e.like

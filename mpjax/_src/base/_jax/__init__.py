@@ -24,7 +24,7 @@ from mpjax._src.base._jax.barriers import (
     told,
 )
 from mpjax._src.base._jax.calls import eval_once, linearized_once
-from mpjax._src.base._jax.convolutions import half_conv
+from mpjax._src.base._jax.convolutions import half_conv, planned_conv
 from mpjax._src.base._jax.cpu_matmuls import cpu_flags
 from mpjax._src.base._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src.base._jax.keys import program_key, rules_key
@@ -104,4 +104,5 @@ from mpjax._src.base._jax.wire import (
     half_gather,
     one_barrier,
     placed_freely,
+    planned_gather,
 )

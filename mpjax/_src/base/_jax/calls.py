@@ -15,13 +15,14 @@ from jax._src.interpreters.ad import (
     primitive_linearizations,
 )
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer, dce_jaxpr
+from jax.api_util import debug_info
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
 from mpjax._src.base._jax.keys import call_key
 from mpjax._src.base._jax.programs import bind, close, eval_closed, open_jaxpr, trace
-from mpjax._src.base._jax.sources import is_users, nobodys
+from mpjax._src.base._jax.sources import is_users
 
 
 class _Inlined(Primitive):
@@ -63,7 +64,7 @@ def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
     for eqn in inner.eqns:
         stack = current_name_stack() + eqn.source_info.name_stack
         with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            program = None if eqn.effects else _alone(eqn, inner.debug_info, programs)
+            program = None if eqn.effects else _alone(eqn, programs)
             if program is None:
                 outs = bind(eqn, [read(atom) for atom in eqn.invars])
             else:
@@ -73,7 +74,11 @@ def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
     return [read(atom) for atom in inner.outvars]
 
 
-def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
+# Of a function that no user wrote: its equations come from where it is called.
+_NOBODYS = debug_info("one equation", lambda: None, (), {}).with_unknown_names()
+
+
+def _alone(eqn: Any, programs: dict[Any, Any]) -> Any:
     """Returns an equation as a program of its variables, the same one for equal equations."""
     literals = [(i, a) for i, a in enumerate(eqn.invars) if isinstance(a, Literal)]
     types = tuple(atom.aval for atom in eqn.invars)
@@ -89,7 +94,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     source = eqn.source_info.replace(name_stack=NameStack())
     alone = eqn.replace(invars=ins, outvars=outs, source_info=source)
     variables = [a for a in ins if not isinstance(a, Literal)]
-    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, nobodys(info))
+    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, _NOBODYS)
     return programs.setdefault(key, close(jaxpr, ()))
 
 

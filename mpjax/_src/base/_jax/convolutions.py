@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src.core import dilate_dim
+from jax.experimental import jet
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -22,6 +23,15 @@ from mpjax._src.base._jax.wire import placed_freely, primitive_of
 
 conv_p = jax.lax.conv_general_dilated_p
 Dims = jax.lax.ConvDimensionNumbers
+
+
+def planned_conv(eqn: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the primitive and parameters of a convolution whose derivative is planned.
+
+    The gradient by its kernel has the parameter ``sums``. If that is written with 16-bit operands,
+    devices sum it in float32.
+    """
+    return _planned_p, {**eqn.params, "sums": False}
 
 
 def half_conv(x: Any, kernel: Any, half: Any, **params: Any) -> Any:
@@ -123,6 +133,12 @@ def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **pa
     del sums, preferred_element_type
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
+    moved = _of_kernel(ct, x, kernel, **params)
+    return _half_conv(x, ct, half, kernel.aval.dtype, True, **{**params, **moved})
+
+
+def _of_kernel(ct: Any, x: Any, kernel: Any, **params: Any) -> dict[str, Any]:
+    """Returns the parameters of the convolution that is the gradient by a kernel."""
     # The gradient of a kernel is a convolution of the input with the cotangent: batch and features
     # change places, and so do strides and dilations. What the windows left over at the high end is
     # cut off, so that the result has the size of the kernel.
@@ -139,7 +155,8 @@ def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **pa
     )
     groups = {"feature_group_count": params["batch_group_count"]}
     groups["batch_group_count"] = params["feature_group_count"]
-    moved = {
+    return {
+        **groups,
         "window_strides": params["rhs_dilation"],
         "rhs_dilation": params["window_strides"],
         "dimension_numbers": Dims(*((b, a, *rest) for a, b, *rest in (lhs, out, rhs))),
@@ -149,25 +166,65 @@ def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **pa
         ),
         "out_sharding": kernel.aval.sharding,
     }
-    return _half_conv(x, ct, half, kernel.aval.dtype, True, **{**params, **moved, **groups})
 
 
-def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params):
+def _run(x, y, *, devices, sums, preferred_element_type, **params):
+    dtype = {"preferred_element_type": preferred_element_type}
+    if sums and preferred_element_type == np.float32 != x.dtype:
+        return _convolve(x, y, devices=devices, sums=True, half=x.dtype, **dtype, **params)
+    return conv_p.bind(x, y, **dtype, **params)
+
+
+def _type(x, y, *, sums, **params):
+    del sums
+    return conv_p.abstract_eval(x, y, **params)[0]
+
+
+def _planned_x(ct, x, kernel, *, sums, **params):
+    del sums
+    return ad.primitive_transposes[conv_p](ct, ad.UndefinedPrimal(x.aval), kernel, **params)[0]
+
+
+def _planned_kernel(ct, x, kernel, *, sums, **params):
+    if np.size(ct) == 0:
+        return ad.Zero(kernel.aval)
+    moved = _of_kernel(ct, x, kernel, **params)
+    return _planned_p.bind(x, ct, sums=not sums, **{**params, **moved})
+
+
+def _batch(
+    of, plain, axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params
+):
     """Merges a batch axis of the input into its batch; other cases are batched as in JAX."""
     del axis_data
     (x, y), (dim, other) = args, dims
     numbers = {"dimension_numbers": dimension_numbers, "batch_group_count": batch_group_count}
     if sums or other is not None or batch_group_count > 1:
-        plain = functools.partial(_plain, **numbers, **params)
-        return jax.vmap(plain, dims)(*args), 0
+        one = functools.partial(plain, **numbers, **params)
+        return jax.vmap(one, dims)(*args), 0
     place, result = dimension_numbers.lhs_spec[0], dimension_numbers.out_spec[0]
     x = jax.numpy.moveaxis(x, dim, place)
     count, rows = x.shape[place : place + 2]
     x = x.reshape(*x.shape[:place], count * rows, *x.shape[place + 2 :])
-    out = _half_conv_p.bind(x, y, sums=False, **numbers, **params)
+    out = of.bind(x, y, sums=False, **numbers, **params)
     return out.reshape(*out.shape[:result], count, rows, *out.shape[result + 1 :]), result
 
 
-_half_conv_p = primitive_of("conv_general_dilated", _convolve, _abstract_eval)
-ad.defbilinear(_half_conv_p, _transpose_x, _transpose_kernel)
-batching.fancy_primitive_batchers[_half_conv_p] = _batch
+def _define(name: str, run: Any, types: Any, transposes: Any, plain: Any) -> Any:
+    primitive = primitive_of(name, run, types)
+    ad.defbilinear(primitive, *transposes)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, plain)
+    return primitive
+
+
+_NAME = "conv_general_dilated"
+_half_conv_p = _define(_NAME, _convolve, _abstract_eval, (_transpose_x, _transpose_kernel), _plain)
+_planned_p = _define(_NAME, _run, _type, (_planned_x, _planned_kernel), conv_p.bind)
+
+
+def _taylor(primals, series, *, sums, **params):
+    del sums
+    return jet.jet_rules[conv_p](primals, series, **params)
+
+
+jet.jet_rules[_planned_p] = _taylor  # type: ignore[assignment]

@@ -146,11 +146,6 @@ def is_users(jaxpr: Any) -> bool:
     return not jaxpr.debug_info.func_src_info.rpartition(" at ")[2].startswith((JAX, OURS))
 
 
-def nobodys(info: Any) -> Any:
-    """Returns the debug info of a function as that of one that no user wrote."""
-    return info.with_unknown_names()._replace(func_src_info=f"one equation at {OURS}")
-
-
 def line_key(eqn: Any) -> Any:
     """Returns a key that an equation shares with those of its derivative."""
     return eqn.source_info.traceback

@@ -49,6 +49,11 @@ def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
     return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
 
 
+def planned_gather(eqn: Any, half: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the primitive and parameters of a lookup as of `half_gather`."""
+    return _half_gather_p, {**eqn.params, "half": np.dtype(half)}
+
+
 def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[..., Any]) -> Any:
     """Returns a primitive that is lowered as a function of the number of devices.
 
