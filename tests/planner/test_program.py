@@ -14,6 +14,7 @@ from planners import kept
 from support import assert_near, equations, normal, thorough_but
 
 from mpjax._src.base import _jax
+from mpjax._src.planner import rounding
 from mpjax._src.planner.program import Program
 
 WS = [normal(i, 16, 16, scale=0.25) for i in range(4)]
@@ -240,6 +241,23 @@ def test_what_is_handed_over_stands_behind_a_barrier():
     barrier = back.eqns[0]
     assert barrier.primitive.name == "optimization_barrier"
     assert len(cut.saved) == len(barrier.invars) and {*barrier.invars} <= {*back.jaxpr.invars}
+
+
+# ---- what is computed again -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [40, 41])
+def test_rows_that_a_matmul_pads_are_behind_no_barrier(columns, monkeypatch):
+    """XLA would copy them without the padding."""
+    monkeypatch.setattr(rounding, "SMALL", 1)
+    w = normal(0, 16, columns)
+    fun = planned(lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, -1)))
+    jaxpr = jax.make_jaxpr(jax.grad(fun))(w, X)
+    behind = [e for e in equations(jaxpr) if e.primitive.name == "optimization_barrier"]
+    shapes = {v.aval.shape for e in behind for v in e.outvars}
+    assert ((8, columns) in shapes) == (columns % 8 == 0)
+    want = jax.grad(lambda w, x: jnp.mean(jax.nn.logsumexp(x @ w, -1)))(w, X)
+    assert_near(jax.jit(jax.grad(fun))(w, X), want, 0.02)
 
 
 # ---- lines --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
+from mpjax._src.base._jax.gpu_matmuls import ALIGNED
 from mpjax._src.base.garbage import collected_later
 from mpjax._src.planner import rounding, saving
 from mpjax._src.planner.accumulators import adds_or_moves
@@ -20,6 +21,7 @@ from mpjax._src.planner.equations import (
     Equation,
     Listed,
     Value,
+    appended,
     barred,
     between,
     closed,
@@ -237,6 +239,10 @@ class Derivative:
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
+        apart = _apart(self.saved, later, dependents(later, self._cts))
+        apart = [v for v in apart if not _is_odd(v)]
+        behind = [v for e in later if e.name == BARRIER for v in e.ins]  # by the user's checkpoints
+        early = [*_stored(early, [*apart, *behind])]
         forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
@@ -445,23 +451,56 @@ def _held_apart(
 
     Values ``in_turns`` wait for the cotangents that are read beside them, so that not all is
     computed again at once. It costs bytes: what reads those is another kernel.
+
+    A matmul on a GPU pads rows of odd length. Behind a barrier they would be copied without the
+    padding, so they are multiplied by a one that is behind it.
     """
     late = dependents(equations, cotangents)
-    again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
-    read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
-    apart = [v for v in saved if v in read]
+    apart = _apart(saved, equations, late)
     if not apart:
         return [*equations], [*results]
     first = equations[0]
     into: list[Equation] = []
     fresh: dict[Value, Value] = {}
+    times: dict[Value, Value] = {}
+    odd, apart = [v for v in apart if _is_odd(v)], [v for v in apart if not _is_odd(v)]
+    if odd:
+        number = Value(_jax.aval_of(np.float32(1)), np.float32(1), literal=True)
+        given = [min(cotangents, key=lambda v: v.size), number]
+        *_, one = barred(given, into, like=first.like, stack=first.stack)
+        for v in odd:
+            (times[v],) = appended(lambda x, one: [x * one], [v, one], into, like=first)
     groups = _in_turns(apart, equations, late, results) if in_turns else {None: apart}
     for ahead, values in groups.items():
         held = values if ahead is None else [*values, ahead]
         outs = barred(held, into, like=first.like, stack=first.stack)
         fresh.update(zip(held, outs, strict=True))
-    body = in_order([*into, *(e.reading(fresh) for e in equations)])
+    again = [e.reading(times) if late.isdisjoint(e.outs) else e for e in equations]
+    body = in_order([*into, *(e.reading(fresh) for e in again)])
     return body, [fresh.get(v, v) for v in results]
+
+
+def _apart(saved: Sequence[Value], equations: Sequence[Equation], late: set[Value]) -> list[Value]:
+    """Returns the values from which something as large is computed again, before cotangents."""
+    again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
+    read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
+    return [v for v in saved if v in read]
+
+
+def _is_odd(v: Value) -> bool:
+    """Returns whether a value has rows that a matmul on a GPU pads."""
+    return rounding.is_large(v) and bool(v.shape[-1] % ALIGNED)
+
+
+def _stored(equations: Sequence[Equation], values: Iterable[Value]) -> Iterator[Equation]:
+    """Yields equations, with the mark of those whose results are stored on matmuls of values."""
+    found = {*values}
+    for e in reversed(equations):
+        if rounding.is_view(e) and not found.isdisjoint(e.outs):
+            found.update(e.ins)
+    for e in equations:
+        asked = rounding.is_half_matmul(e) and not found.isdisjoint(e.outs)
+        yield e.on(e.ins, like=building.stored(e.like)) if asked else e
 
 
 def _in_turns(

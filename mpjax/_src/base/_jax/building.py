@@ -80,6 +80,12 @@ def marked(eqn: Any) -> Any:
         return eqn.replace(ctx=blank().ctx)
 
 
+def stored(eqn: Any) -> Any:
+    """Returns the equation of a matmul with the mark of those whose result is stored as it is."""
+    with eqn.ctx.manager, matmuls.storing():
+        return eqn.replace(ctx=blank().ctx)
+
+
 def stacking(eqn: Any) -> Any:
     """Returns the equation of a scan with the mark of those that fill no memory with zeros."""
     with eqn.ctx.manager, stacks.stacking():
