@@ -229,7 +229,9 @@ class Writer:
             ins = [i < 2 for i in range(len(e.ins))]
             low = rounding.returns_half(e)
             kind = {"preferred_element_type": self.half if low else FLOAT32}
-            return ins, [low], {**e.params, **kind}
+            # An operation of a user returns the dtype of its operands.
+            own = "preferred_element_type" in e.params
+            return ins, [low], {**e.params, **kind} if own else e.params
         if rounding.is_half_operation(e):
             return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
         if rounding.is_view(e):
