@@ -197,3 +197,56 @@ def test_second_derivatives():
     second = lambda f: jax.grad(lambda q: jnp.sum(jax.grad(f)(q, K, V) ** 2))(Q)  # noqa: E731
     got, want = (np.asarray(second(f)) for f in (planned(fun, EXACT), fun))
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+# ---- what a program returns of a softmax besides -------------------------------------------------
+
+
+def parts(s):
+    e = jnp.exp(s - top(s))
+    return {"scores": s, "exponentials": e, "sum": total(e), "weights": e / total(e)}
+
+
+UNSHIFTED = {
+    "sum, not shifted": lambda s: (jnp.exp(s) / total(jnp.exp(s)), total(jnp.exp(s))),
+    "stopped sum": lambda s: (jnp.exp(s) / stop(total(jnp.exp(s))), s),
+    "logarithm of the sum": lambda s: (jax.nn.softmax(s), jax.nn.logsumexp(s, -1)),
+}
+RETURNED = {
+    **{name: lambda s, name=name: (parts(s)["weights"], parts(s)[name]) for name in parts(Q)},
+    **UNSHIFTED,
+}
+
+
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("around", ["alone", "checkpoint"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_returned_too_has_its_own_cotangent(name, around, half):
+    def fun(q, k, v):
+        weights, other = RETURNED[name](q @ k.mT / 8)
+        return jnp.cos(weights @ v), jnp.sin(other)
+
+    fun = jax.checkpoint(fun) if around == "checkpoint" else fun
+    assert not sound(PLANNERS["derivative"], fun, (Q, K, V), half, (0, 1, 2))
+
+
+def without_rows(s):
+    e = jnp.where(np.arange(N)[:, None] < 2, 0, jnp.exp(s - top(s)))
+    return e / jnp.where(total(e) == 0, 1, total(e))
+
+
+SECOND = {**{name: lambda s, name=name: RETURNED[name](s)[0] for name in RETURNED}}
+SECOND["rows without weights"] = without_rows
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_those_of_the_function(name):
+    fun = SECOND[name]
+
+    def of(wrap):
+        loss = wrap(lambda q, k, v: jnp.sum(jnp.sin(jnp.cos(fun(q @ k.mT / 8) @ v))))
+        return jax.jit(lambda *xs: jax.jvp(jax.grad(loss, (0, 1, 2)), xs, (V, Q, K))[1])(Q, K, V)
+
+    for got, want in zip(of(planned), of(lambda f: f), strict=True):
+        off = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert off < 0.03, off

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -240,7 +240,8 @@ class Derivative:
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [exact.is_half(v) for v in self.saved]
         apart = _apart(self.saved, later, dependents(later, self._cts))
-        apart = [v for v in apart if not _is_odd(v)]
+        self._padded = _padded(early, apart)
+        apart = [v for v in apart if v not in self._padded]
         behind = [v for e in later if e.name == BARRIER for v in e.ins]  # by the user's checkpoints
         early = [*_stored(early, [*apart, *behind])]
         forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
@@ -293,7 +294,7 @@ class Derivative:
         shared = rounded_once([*self._early, *late], late, grads, cts)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         later, lean = [*self._again, *late], program.storage == "lean"
-        body, grads = _held_apart(self.saved, later, grads, [*cts], lean)
+        body, grads = _held_apart(self.saved, self._padded, later, grads, [*cts], lean)
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -437,6 +438,7 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
 
 def _held_apart(
     saved: Sequence[Value],
+    padded: Collection[Value],
     equations: Sequence[Equation],
     results: Sequence[Value],
     cotangents: Sequence[Value],
@@ -452,8 +454,8 @@ def _held_apart(
     Values ``in_turns`` wait for the cotangents that are read beside them, so that not all is
     computed again at once. It costs bytes: what reads those is another kernel.
 
-    A matmul on a GPU pads rows of odd length. Behind a barrier they would be copied without the
-    padding, so they are multiplied by a one that is behind it.
+    What is ``padded`` would be copied behind a barrier, without the padding. It is multiplied by a
+    one that is behind it.
     """
     late = dependents(equations, cotangents)
     apart = _apart(saved, equations, late)
@@ -463,7 +465,7 @@ def _held_apart(
     into: list[Equation] = []
     fresh: dict[Value, Value] = {}
     times: dict[Value, Value] = {}
-    odd, apart = [v for v in apart if _is_odd(v)], [v for v in apart if not _is_odd(v)]
+    odd, apart = [v for v in apart if v in padded], [v for v in apart if v not in padded]
     if odd:
         number = Value(_jax.aval_of(np.float32(1)), np.float32(1), literal=True)
         given = [min(cotangents, key=lambda v: v.size), number]
@@ -487,9 +489,16 @@ def _apart(saved: Sequence[Value], equations: Sequence[Equation], late: set[Valu
     return [v for v in saved if v in read]
 
 
-def _is_odd(v: Value) -> bool:
-    """Returns whether a value has rows that a matmul on a GPU pads."""
-    return rounding.is_large(v) and bool(v.shape[-1] % ALIGNED)
+def _padded(equations: Sequence[Equation], values: Iterable[Value]) -> set[Value]:
+    """Returns those of some values that a matmul makes in rows that it pads on a GPU."""
+    moved: dict[Value, Value] = {}
+    for e in equations:
+        if rounding.is_half_matmul(e):
+            moved.update((v, v) for v in e.outs)
+        elif rounding.is_view(e) and e.ins[0] in moved:
+            moved[e.outs[0]] = moved[e.ins[0]]
+    rows = ((v, moved[v]) for v in values if v in moved and rounding.is_large(v))
+    return {v for v, made in rows if made.shape[-1] % ALIGNED}
 
 
 def _stored(equations: Sequence[Equation], values: Iterable[Value]) -> Iterator[Equation]:

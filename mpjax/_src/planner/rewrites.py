@@ -21,7 +21,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.maxima import masks, with_positions
 from mpjax._src.planner.picks import compared
-from mpjax._src.planner.softmax import softmaxes, takes_half
+from mpjax._src.planner.softmax import Late, softmaxes, takes_half
 
 Parts = tuple[list[Equation], list[Equation]]
 
@@ -44,10 +44,10 @@ def rewritten(
         cotangents: The arguments of the backward part alone.
         half: The 16-bit dtype.
     """
-    first, weights, rest = weights_of_softmax(*with_positions(early, late), outs, half)
+    first, weights, rest = weights_of_softmax(*with_positions(early, late), outs, results, half)
     second = [*weights, *rest]
     # A checkpoint's softmax has weights of its own.
-    second = compared(needed(_weights_again(second, cotangents, half), results), first)
+    second = compared(needed(_weights_again(second, cotangents, results, half), results), first)
     first, second = masks(first, second, outs)
     return copies(first, second, results, half)
 
@@ -70,7 +70,11 @@ def copies(
 
 
 def weights_of_softmax(
-    early: list[Equation], late: list[Equation], outs: Sequence[Value], half: np.dtype
+    early: list[Equation],
+    late: list[Equation],
+    outs: Sequence[Value],
+    results: Collection[Value],
+    half: np.dtype,
 ) -> tuple[list[Equation], list[Equation], list[Equation]]:
     """The backward part reads the 16-bit weights of softmaxes that matmuls read (`softmax`).
 
@@ -83,6 +87,9 @@ def weights_of_softmax(
     found = softmaxes(forward, read, low)
     if not found:
         return early, [], late
+    values = [v for softmax in found.values() for v in softmax.values]
+    backward = Late([*waiting(early, outs, values)[1], *late], results)
+    found = {weights: backward.allowed(softmax) for weights, softmax in found.items()}
     first: list[Equation] = []
     early = rounding.with_rounded(early, found, half, lambda e: takes_half(e, low))
     written = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
@@ -98,7 +105,10 @@ def weights_of_softmax(
 
 
 def _weights_again(
-    late: Sequence[Equation], cotangents: Collection[Value], half: np.dtype
+    late: Sequence[Equation],
+    cotangents: Collection[Value],
+    results: Collection[Value],
+    half: np.dtype,
 ) -> list[Equation]:
     """Changes the softmaxes that a checkpoint computes again; its matmuls are what it computes."""
     waiting = dependents(late, cotangents)
@@ -107,7 +117,7 @@ def _weights_again(
     for e in late:  # a barrier holds cotangents too
         (again if e.name == BARRIER or waiting.isdisjoint(e.outs) else rest).append(e)
     matmuls = [v for e in again if rounding.is_half_matmul(e) for v in e.outs]
-    first, weights, second = weights_of_softmax(again, rest, matmuls, half)
+    first, weights, second = weights_of_softmax(again, rest, matmuls, results, half)
     if second is rest:
         return [*late]
     return in_order([*(dataclasses.replace(e, again=True) for e in first), *weights, *second])

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpjax._src.planner import kinds, rounding
 from mpjax._src.planner.equations import Equation, Value, appended, readers_of
-from mpjax._src.planner.kinds import kind_of
+from mpjax._src.planner.kinds import is_zero, kind_of
 from mpjax._src.planner.levels import SMALL_TERM
 
 EXPONENTIALS = {"exp": jnp.exp, "exp2": jnp.exp2}
@@ -27,7 +27,8 @@ LINEAR = {"add", "sub", "mul", "div", "neg"}
 VIEWS = {kinds.SAME, kinds.LAYOUT}
 # A softmax of more equations is left alone, so that planning grows with the program.
 LONGEST = 80
-LEAST = np.finfo(np.float32).tiny
+# It and its square have inverses in float32: rows without weights have second derivatives of zero.
+LEAST = 1e-18
 
 
 class Way(NamedTuple):
@@ -67,6 +68,11 @@ class Softmax(NamedTuple):
     sum: Equation
     spread: list[Value]
 
+    @property
+    def values(self) -> list[Value]:
+        """The multiples of the exponentials, and their sum."""
+        return [*self.spread, *(v for e in self.equations for v in e.outs)]
+
     def again(self, rounded: Value, into: list[Equation]) -> dict[Value, Value]:
         """Appends what computes its values from the rounded weights, and returns those."""
         top, axes = self.way.top, tuple(self.sum.params["axes"])
@@ -74,7 +80,8 @@ class Softmax(NamedTuple):
         self._run([*(e for e, _ in reversed(self.way.steps)), self.sum], got, into)
 
         def normalized(p, total, *real):  # rows without weights stay zero
-            p = p / jnp.maximum(jnp.expand_dims(total, axes), LEAST)
+            total = jnp.expand_dims(total, axes)
+            p = p / jnp.maximum(total, LEAST)
             return p * jnp.expand_dims(real[0], axes) if real else p
 
         z = self.sum.outs[0]
@@ -252,7 +259,8 @@ class Finder:
             if v is total:
                 return found
             above = self._maker.get(v, division)
-            if kind_of(above) not in VIEWS or len(above.ins) != 1:
+            view = kind_of(above) in VIEWS and len(above.ins) == 1
+            if not view or above.name == "stop_gradient":
                 break
             v = above.ins[0]
             found.append(v)
@@ -327,3 +335,59 @@ def softmaxes(
             found[e.outs[0]] = softmax
             inner.update(softmax.equations)
     return found
+
+
+class Late:
+    """A backward part, in which exponentials and their sum may be divided by that sum."""
+
+    def __init__(self, equations: Sequence[Equation], results: Iterable[Value]) -> None:
+        self._equations, self._results = equations, {*results}
+        self._readers = readers_of(equations)
+        self._place = {e: i for i, e in enumerate(equations)}
+
+    def allowed(self, softmax: Softmax) -> Softmax:
+        """Returns a softmax, whose sum is read if it does not cancel in the backward part.
+
+        It does not where the exponentials or the sum have cotangents of their own, as a sum that is
+        returned has.
+        """
+        return softmax if self._cancels(softmax) else softmax._replace(spread=[])
+
+    def _cancels(self, softmax: Softmax) -> bool:
+        """Returns whether nothing changes if exponentials and sum are multiplied by one number."""
+        powers: dict[Value, int] = dict.fromkeys(softmax.spread, 1)
+        for e in softmax.equations:
+            power = 1 if e in softmax.tops else _power(e, powers)
+            if power is None:
+                return False
+            powers[e.outs[0]] = power
+        powers = {v: power for v, power in powers.items() if power}
+        queue = [self._place[r] for v in powers for r in self._readers[v]]
+        queued = {*queue}
+        heapq.heapify(queue)
+        while queue and len(queued) <= LONGEST:
+            e = self._equations[heapq.heappop(queue)]
+            power = _power(e, powers)
+            if power is None or (power and not self._results.isdisjoint(e.outs)):
+                return False
+            if power:
+                powers.update(dict.fromkeys(e.outs, power))
+                after = {self._place[r] for v in e.outs for r in self._readers[v]} - queued
+                queued |= after
+                for i in after:
+                    heapq.heappush(queue, i)
+        return not queue
+
+
+def _power(e: Equation, powers: dict[Value, int]) -> int | None:
+    """Returns the power of a number that multiplies a result if those of operands do, or None."""
+    own = [powers.get(v, 0) for v in e.ins]
+    if kind_of(e) == kinds.MULTIPLIED:
+        return own[0] - own[1] if e.name == "div" else own[0] + own[1]
+    if rounding.is_half_matmul(e):
+        return own[0] + own[1]
+    if e.name == "integer_pow":
+        return own[0] * e.params["y"]
+    same = {power for v, power in zip(e.ins, own, strict=True) if v.is_float32 and not is_zero(v)}
+    linear = e.name in (*LINEAR, "add_any", "reduce_sum", "select_n") or rounding.is_view(e)
+    return same.pop() if linear and len(same) == 1 else None if any(own) else 0
