@@ -27,6 +27,7 @@ from jax._src.shard_map import (
 from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, Var
 from jax.extend.source_info_util import NameStack
+from jax.sharding import PartitionSpec
 
 from mpjax._src.base._jax import matmuls, stacks
 from mpjax._src.base._jax.programs import close, open_jaxpr
@@ -34,6 +35,7 @@ from mpjax._src.base._jax.rules import manual_axes
 
 NO_EFFECTS = no_effects
 NO_SCOPES = NameStack()
+WHOLE = PartitionSpec()  # what each device of a shard_map has whole
 
 __all__ = ["Var", "barrier_p"]
 

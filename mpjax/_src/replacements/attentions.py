@@ -19,43 +19,41 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._src.autocast import fused, fused_kernels, positions
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_along, narrowed
-from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.autocast.steps import FusedAttention, Island, SoftmaxIsland, absorbed
 from mpjax._src.base import _jax
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
+from mpjax._src.replacements import fused, fused_kernels, positions
+from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed
+from mpjax._src.replacements.forms import MASKED, is_linear, is_number, is_same_along, narrowed
+from mpjax._src.replacements.fused import SUM, VALUE, Atom, Fusion, Labels, Term
+from mpjax._src.replacements.softmaxes import Softmax
 
 # The number of values that are searched for shardings of a sequence.
 REACH = 256
 
 
-class Unfit(Exception):
-    """Raised with the reason why a fused kernel cannot run an attention."""
+class Attention(NamedTuple):
+    """A softmax that leads to a matmul."""
+
+    matmul: Op
+    note: str  # the kernel that runs it, or "xla: " and why none does
+    found: Found | None  # what the kernel takes the place of
 
 
-def fuse(flow: Flow, islands: Sequence[Island]) -> list[Island]:
-    """Assigns attentions to the fused kernel of the device, if it supports them."""
-    return [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in islands]
-
-
-def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
-    matmul = _attends(island, flow)
+def attention(softmax: Softmax, flow: Flow) -> Attention | None:
+    """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits."""
+    matmul = _attends(softmax.weights, flow)
     if matmul is None:
-        return island
+        return None
     try:
-        fused = _fuse(island, flow)
+        found = _fuse(softmax, flow)
     except Unfit as why:
-        flow.marks.attention[matmul] = f"xla: {why}"
-        return island
-    flow.marks.attention[matmul] = fused.fusion.describe()
-    return fused
+        return Attention(matmul, f"xla: {why}", None)
+    return Attention(matmul, found.how.describe(), found)
 
 
-def tell_of_late_norms(flow: Flow) -> None:
-    """Says of attention that is normalized after the product why it runs in no fused kernel.
+def late_norms(flow: Flow) -> Iterator[Op]:
+    """Yields the matmuls of attentions that are normalized after the product: no kernel does so.
 
     It has no softmax that is rounded to 16 bits: its weights are exponentials, and the product of
     them and the values is divided by their sum.
@@ -73,7 +71,7 @@ def tell_of_late_norms(flow: Flow) -> None:
             summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
             weights = [_source(v, flow) for v in matmul.ins]
             if summed is not None and summed in weights and _is_weight(summed, flow):
-                flow.marks.attention[matmul] = "xla: normalized after the product"
+                yield matmul
 
 
 def _source(value: Value, flow: Flow) -> Op | None:
@@ -103,9 +101,9 @@ def _is_weight(op: Op, flow: Flow) -> bool:
     return False
 
 
-def _attends(island: SoftmaxIsland, flow: Flow) -> Op | None:
+def _attends(weights: Value, flow: Flow) -> Op | None:
     """Returns the matmul that a softmax leads to, through any operations."""
-    todo = [*island.outs]
+    todo = [weights]
     for value in todo:  # grows
         for op in flow.readers.get(value, ()):
             if op is not None and op.name == "dot_general":
@@ -137,18 +135,17 @@ class Scores(NamedTuple):
     leaves: tuple[Leaf, ...] = ()
 
 
-def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
-    """Returns the step that runs a softmax with the operations before and after it."""
-    before_softmax, weights, form = island.ins[0], island.outs[0], island.form
-    summed = form.axes
-    if not form.whole:
+def _fuse(softmax: Softmax, flow: Flow) -> Found:
+    """Returns a softmax with the operations before and after it, and the kernel in their place."""
+    summed = softmax.axes
+    if not softmax.whole:
         raise Unfit("its rows do not sum to one")
-    if any(v.aval.dtype == np.bool_ for v in island.ins):
+    if softmax.masked:
         raise Unfit("the mask is inside the softmax, whose rows may be empty")
     # First the pattern: the matmul of the scores, what is added to them, and that of the values.
-    own = own_axes(before_softmax.aval.shape)
-    scores = _scores(before_softmax, own, form.rate, summed, flow)
-    matmul, place, where, views = _weighed(weights, flow)
+    own = own_axes(softmax.scores.aval.shape)
+    scores = _scores(softmax.scores, own, softmax.rate, summed, flow)
+    matmul, place, where, views = _weighed(softmax.weights, flow)
     # Then what each axis runs over: parts of the scores' axes, which no reshape may cut.
     atoms = [atom for axis in scores.axes for atom in axis]
     keys = {a for d in summed for a in _split(own[d], atoms)}
@@ -199,10 +196,10 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
         if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
             raise Unfit("its sequence is sharded, and a fused kernel needs whole sequences")
-    members = *island.ops, scores.matmul, *scores.ops, *views, matmul
-    if (body := absorbed(members, inputs, matmul, flow)) is None:
+    members = *softmax.ops, scores.matmul, *scores.ops, *views, matmul
+    if (ops := absorbed(members, inputs, matmul, flow)) is None:
         raise Unfit("its scores are also read elsewhere")
-    return FusedAttention(body, fusion._replace(kernel=kernel))
+    return Found(ops, inputs, matmul, matmul, fused.run, fusion._replace(kernel=kernel))
 
 
 def _check_matmuls(flow: Flow, *matmuls: Op) -> None:
@@ -518,6 +515,3 @@ def _causal(
         "is_causal": True,
         **({"local_window_size": (min(reaches), 0)} if reaches else {}),
     }
-
-
-# ---- what the kernel takes the place of ---------------------------------------------------------

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast.chunked import NAN, SHARE
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import behind_views, is_number, narrowed
-from mpjax._src.autocast.gathers import known_array, picks_one_per_row
-from mpjax._src.base.dtypes import HALVES
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import is_view, own_axes
+from mpjax._src.replacements.chunked import NAN, SHARE
+from mpjax._src.replacements.flow import Flow
+from mpjax._src.replacements.forms import behind_views, is_number, narrowed
+from mpjax._src.replacements.gathers import known_array, picks_one_per_row
 
 # ---- expressions --------------------------------------------------------------------------------
 
@@ -192,9 +191,8 @@ class Reading:
         return picks and any(isinstance(k, Power) for k in self.kinds.values())
 
     def _is_plain(self, op: Op) -> bool:
-        ruling, compute = self.flow.rulings[op], self.flow.choices[op].compute
         one = len(op.outs) == 1 and not op.eqn.effects and not op.subs
-        return one and ruling.forced != "half" and compute not in HALVES
+        return one and not self.flow.in_half(op)
 
     def _note(self, value: Value, how: str) -> None:
         if None in self.flow.readers.get(value, ()):

@@ -1,0 +1,102 @@
+"""The data flow of a block: which op computes each value, and which ops read it."""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mpjax._src.base import _jax
+from mpjax._src.program.graph import PLANNED, Block, Op, Value
+
+
+class Unfit(Exception):
+    """Raised with the reason why a replacement cannot run something."""
+
+
+class Found(NamedTuple):
+    """Ops that are replaced, and what runs in their place. Equal ones run the same program."""
+
+    ops: frozenset[Op]
+    ins: Sequence[Value]  # what it reads
+    result: Op  # the op whose results it returns
+    at: Op  # the matmul in whose place it runs
+    # ``run(how, arrays)`` returns them; ``how`` is plain data.
+    run: Any
+    how: Any
+
+
+class Flow:
+    """The data flow of a block.
+
+    Attributes:
+        block: The block.
+        ops: Its ops, in order.
+        rulings: For each op, whether the policy asks for a dtype.
+        producer: For each value, the op that computes it.
+        readers: For each value, the ops that read it; None means the block's results.
+    """
+
+    def __init__(self, block: Block, rulings: Any) -> None:
+        self.block, self.ops, self.rulings = block, [*block.ops], rulings
+        self.producer = {v: op for op in block.ops for v in op.outs}
+        self.readers: dict[Value, list[Op | None]] = {v: [None] for v in block.outvars}
+        for op in block.ops:
+            for v in dict.fromkeys(op.ins):
+                self.readers.setdefault(v, []).append(op)
+
+    @functools.cached_property
+    def constants(self) -> dict[Value, Any]:
+        """The arrays that the block closes over."""
+        return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
+
+    def is_plain(self, op: Op) -> bool:
+        """Returns whether an op computes one float32 array, and nothing asks for its dtype."""
+        return (
+            not self.rulings[op].forced
+            and PLANNED not in op.scopes
+            and not op.eqn.effects
+            and len(op.outs) == 1
+            and op.outs[0].is_f32
+        )
+
+    def in_half(self, op: Op) -> bool:
+        """Returns whether an op that is no matmul computes in 16 bits."""
+        return self.rulings[op].forced == "half"
+
+    def key(self, op: Op) -> Any:
+        """Returns what equal ops on equal operands have in common."""
+        return _jax.equation_key(op.eqn)[:-1], self.rulings[op].forced
+
+
+def absorbed(
+    members: Collection[Op], inputs: Sequence[Value], result: Op, flow: Flow
+) -> frozenset[Op] | None:
+    """Returns ops that are replaced, with those that only these read.
+
+    Args:
+        members: The ops.
+        inputs: What the replacement reads. The ops that make this stay outside, even if only
+            members read it.
+        result: The member whose results the replacement returns.
+        flow: The data flow.
+
+    Returns:
+        The ops; None if others read what the replacement would not return.
+    """
+    apart = {flow.producer[v] for v in inputs if v in flow.producer}
+
+    def readers(op: Op) -> "set[Op | None]":
+        return {reader for v in op.outs for reader in flow.readers.get(v, ())}
+
+    inside: set[Op | None] = {*members}
+    todo = [*members]
+    for op in todo:  # grows
+        for maker in {flow.producer[v] for v in op.ins if v in flow.producer}:
+            absorbs = maker not in inside and maker not in apart and not maker.eqn.effects
+            if absorbs and readers(maker) <= inside:
+                inside.add(maker)
+                todo.append(maker)
+    ops = [*filter(None, inside)]
+    apart_from_others = all(readers(op) <= inside for op in ops if op is not result)
+    return frozenset(ops) if apart_from_others else None
