@@ -271,7 +271,7 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        shared = rounded_once([*self._early, *late], late, grads, cts)
+        shared = rounded_once([*self._early, *late], late, grads, cts, program.half)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         later, lean = [*self._again, *late], program.storage == "lean"
         body, grads = _held_apart(self.saved, later, grads, [*cts], lean)
