@@ -65,7 +65,7 @@ from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op, Value, build
 from mpjax._src.program.rebuild import has_barrier
 from mpjax._src.program.views import VIEWS, is_view
-from mpjax._src.replacements.attentions import attention, late_norms
+from mpjax._src.replacements.attentions import attention, others
 from mpjax._src.replacements.cross_entropies import cross_entropies
 from mpjax._src.replacements.softmaxes import Softmax
 
@@ -424,8 +424,8 @@ def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> li
     special += [i for i in peepholes.softmaxes(flow) if taken.isdisjoint(i.ops)]
     if "fused_attention" in replaced:
         special = [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in special]
-        late = dict.fromkeys(late_norms(flow), "xla: normalized after the product")
-        flow.marks.attention.update(late)
+        known = flow.marks.attention
+        known.update({made.matmul: made.note for made in others(flow, known)})
     special = peepholes.attentions(flow, special)
     sum_at_once(flow, {op for island in special for op in island.ops})
     peepholes.repetitions(flow)

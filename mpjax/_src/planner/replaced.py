@@ -19,7 +19,8 @@ from mpjax._src.program.graph import PLANNED, Block, Op
 
 # Returns what is replaced in a block, by the op whose results it returns. Each has ``ops``, the
 # values ``ins`` that it reads, the matmul ``at`` and ``run(how, arrays)``, which runs in its place.
-Find = Callable[[Block], Mapping[Op, Any]]
+# Further arguments: whether the block stays as it is.
+Find = Callable[[Block, bool], Mapping[Op, Any]]
 
 
 def replaced(program: Any, block: Block, find: Find) -> Any:
@@ -40,7 +41,7 @@ class _Writer:
 
     def program(self, program: Any, block: Block) -> Any:
         """Returns a program with replacements; itself if it has none."""
-        places = self._find(block)
+        places = self._find(block, False)
         gone = frozenset[Op]().union(*(found.ops for found in places.values()))
         inside = {op: self._inside(op) for op in block.ops if op.subs and op not in gone}
         if not places and not any(inside.values()):
@@ -66,12 +67,13 @@ class _Writer:
         return closed([env[v] for v in block.invars], into, [*map(read, block.outvars)], info)
 
     def _inside(self, op: Op) -> tuple[Sequence[Value], dict[str, Any]] | None:
-        """Returns further operands and the parameters of an op whose programs change.
-
-        Rules of authors, and what they traced elsewhere, stay as they are.
-        """
+        """Returns further operands and the parameters of an op whose programs change."""
         row = op.inside
-        if row.pinned or op.name in CUSTOM or PLANNED in op.scopes:
+        if PLANNED in op.scopes:
+            return None
+        if row.pinned or op.name in CUSTOM:
+            for block in (block for sub in op.subs for block in sub.program.blocks()):
+                self._find(block, True)
             return None
         mapped = row.kind == MAP
         old = [inside.program for inside in row.wire(op.eqn)]

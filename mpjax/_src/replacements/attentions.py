@@ -13,7 +13,7 @@ entry masked by a large negative number has weight 0, whatever the number is.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +23,10 @@ from mpjax._src.base import _jax
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
 from mpjax._src.replacements import fused, fused_kernels, positions
-from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed
+from mpjax._src.replacements.flow import REACH, Flow, Found, Unfit, absorbed, leads_to
 from mpjax._src.replacements.forms import MASKED, is_linear, is_number, is_same_along, narrowed
 from mpjax._src.replacements.fused import SUM, VALUE, Atom, Fusion, Labels, Term
 from mpjax._src.replacements.softmaxes import Softmax
-
-# The number of values that are searched for shardings of a sequence.
-REACH = 256
 
 
 class Attention(NamedTuple):
@@ -42,7 +39,7 @@ class Attention(NamedTuple):
 
 def attention(softmax: Softmax, flow: Flow) -> Attention | None:
     """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits."""
-    matmul = _attends(softmax.weights, flow)
+    matmul = _attends(softmax, flow)
     if matmul is None:
         return None
     try:
@@ -52,11 +49,28 @@ def attention(softmax: Softmax, flow: Flow) -> Attention | None:
     return Attention(matmul, found.how.describe(), found)
 
 
-def late_norms(flow: Flow) -> Iterator[Op]:
-    """Yields the matmuls of attentions that are normalized after the product: no kernel does so.
+def others(flow: Flow, known: Collection[Op]) -> Iterator[Attention]:
+    """Yields attentions without a softmax that is known, unless their matmuls are ``known``.
 
-    It has no softmax that is rounded to 16 bits: its weights are exponentials, and the product of
-    them and the values is divided by their sum.
+    Those that are normalized after the product have no weights that sum to one.
+    """
+    late = dict.fromkeys(_late_norms(flow))
+    yield from (Attention(op, "xla: normalized after the product", None) for op in late)
+    for op in flow.ops:
+        plain = op.name in ("exp", "exp2") and flow.is_plain(op)
+        summed = plain and leads_to(op.outs[0], "reduce_sum", flow)
+        if not summed or not _comes_from_matmul(op.ins[0], flow):
+            continue
+        matmul = leads_to(op.outs[0], "dot_general", flow)
+        if matmul is not None and matmul not in late and matmul not in known:
+            why = "its weights are divided by more than their sum"
+            yield Attention(matmul, f"xla: {why}", None)
+
+
+def _late_norms(flow: Flow) -> Iterator[Op]:
+    """Yields the matmuls of attentions that are normalized after the product.
+
+    Its weights are exponentials, and the product of them and the values is divided by their sum.
     """
     for op in flow.ops:
         if op.name not in ("div", "mul"):
@@ -88,29 +102,30 @@ def _is_weight(op: Op, flow: Flow) -> bool:
         return any(
             case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
         )
-    if op.name not in ("exp", "exp2"):
-        return False
-    seen = dict.fromkeys(op.ins)
-    for value in (todo := [*seen]):  # grows
-        producer = flow.producer.get(value)
+    return op.name in ("exp", "exp2") and _comes_from_matmul(op.ins[0], flow)
+
+
+def _comes_from_matmul(value: Value, flow: Flow) -> bool:
+    """Returns whether a value is computed from a matmul's result."""
+    seen = {value: None}
+    for v in (todo := [value]):  # grows
+        producer = flow.producer.get(v)
         if producer is not None and producer.name == "dot_general":
             return True
-        fresh = [v for v in (producer.ins if producer else ()) if v not in seen]
+        fresh = [x for x in (producer.ins if producer else ()) if x not in seen]
         seen.update(dict.fromkeys(fresh))
         todo += fresh if len(seen) < REACH else []
     return False
 
 
-def _attends(weights: Value, flow: Flow) -> Op | None:
-    """Returns the matmul that a softmax leads to, through any operations."""
-    todo = [weights]
-    for value in todo:  # grows
-        for op in flow.readers.get(value, ()):
-            if op is not None and op.name == "dot_general":
-                return op
-            if op is not None and (is_view(op) or is_linear(op, value)):
-                todo += op.outs
-    return None
+def _attends(softmax: Softmax, flow: Flow) -> Op | None:
+    """Returns the matmul that a softmax leads to.
+
+    That is through any operations if its scores come from a matmul; else through a dropout alone.
+    """
+    if _comes_from_matmul(softmax.scores, flow):
+        return leads_to(softmax.weights, "dot_general", flow)
+    return leads_to(softmax.weights, "dot_general", flow, lambda op, v: is_linear(op, v))
 
 
 # ---- the match ----------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.graph import PLANNED, Op, Value
 from mpjax._src.program.views import is_view, own_axes
 from mpjax._src.replacements import written
 from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
-from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed
-from mpjax._src.replacements.forms import behind_views, is_number, narrowed
+from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed, leads_to
+from mpjax._src.replacements.forms import behind_views, is_number, narrowed, numbered_values
 from mpjax._src.replacements.logits import (
     KNOWN,
     LSE,
@@ -51,11 +51,12 @@ class Root(NamedTuple):
 THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
 
 
-def _chains(flow: Flow) -> Iterator[list[Op]]:
-    """Yields ops from an exponential that is summed back to what makes its logits."""
+def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
+    """Yields sums, and the ops from the exponential that is summed to what makes its logits."""
     found: set[Op] = set()
     for op in flow.ops:
-        maker = flow.producer.get(op.ins[0]) if op.name == "reduce_sum" else None
+        sums = op.name == "reduce_sum" and PLANNED not in op.scopes
+        maker = flow.producer.get(op.ins[0]) if sums else None
         chain = []
         while maker is not None:
             chain.append(maker)
@@ -64,7 +65,7 @@ def _chains(flow: Flow) -> Iterator[list[Op]]:
             maker = flow.producer.get(widest) if widest is not None else None
         if chain and chain[0].name == "exp" and chain[-1] not in found:
             found.add(chain[-1])
-            yield chain
+            yield op, chain
 
 
 def _root(matmul: Op, flow: Flow) -> Root | None:
@@ -219,6 +220,9 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
 # ---- what runs in its place ----------------------------------------------------------------------
 
 
+NONE = "it is no cross entropy of labels"
+
+
 class CrossEntropy(NamedTuple):
     """A loss of logits."""
 
@@ -229,14 +233,19 @@ class CrossEntropy(NamedTuple):
 
 def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
     """Yields the losses of a block, and how they run without their logits, or why not."""
-    for chain in _chains(flow):
+    numbers: dict[Value, int] = {}
+    for total, chain in _chains(flow):
         maker = chain[-1]
         root = _root(maker, flow) if maker.name == "dot_general" else None
         if root is None:
-            yield from _given(chain, flow)
+            yield from _given(total, chain, flow)
             continue
-        reading = Reading(flow, root.logits)
+        numbers = numbers or numbered_values(flow)
+        reading = Reading(flow, root.logits, numbers)
         if not reading.is_loss:
+            if leads_to(total.outs[0], "log", flow):
+                why = reading.leak or NONE
+                yield CrossEntropy(maker, f"unchanged: {why}", None)
             continue
         try:
             found = _found(root, reading)
@@ -245,12 +254,19 @@ def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
             yield CrossEntropy(maker, f"unchanged: {why}", None)
 
 
-def _given(chain: list[Op], flow: Flow) -> Iterator[CrossEntropy]:
+def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[CrossEntropy]:
     """Yields the loss of logits that no linear layer makes, unless they are given."""
-    for op in reversed(chain) if chain[-1].name not in THROUGH else ():
-        if op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss:
-            yield CrossEntropy(op, f"unchanged: {chain[-1].name} computes its logits", None)
+    maker = chain[-1]
+    for op in reversed(chain) if maker.name not in THROUGH else ():
+        logits = op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss
+        if logits or (op is maker and _is_of_weights(op) and leads_to(total.outs[0], "log", flow)):
+            yield CrossEntropy(op, f"unchanged: {maker.name} computes its logits", None)
             return
+
+
+def _is_of_weights(op: Op) -> bool:
+    """Returns whether an op multiplies by a parameter, as a linear layer does."""
+    return op.name == "dot_general" and any(v.given or v.constant for v in op.ins)
 
 
 def _found(root: Root, reading: Reading) -> Found:
@@ -264,7 +280,7 @@ def _found(root: Root, reading: Reading) -> Found:
         raise Unfit("its shapes are symbolic")
     leaves = {v: _loss(reading.kinds[v].row, reading.words) for v in reading.leaves}
     if not any(leaves.values()):
-        raise Unfit("it is no cross entropy of labels")
+        raise Unfit(NONE)
     if len(leaves) > 1:
         raise Unfit("parts of it are also read elsewhere")
     ((value, loss),) = leaves.items()

@@ -5,7 +5,7 @@ from typing import Any
 
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op
-from mpjax._src.replacements.attentions import attention, late_norms
+from mpjax._src.replacements.attentions import attention, others
 from mpjax._src.replacements.cross_entropies import cross_entropies
 from mpjax._src.replacements.flow import Flow, Found
 from mpjax._src.replacements.softmaxes import softmaxes
@@ -24,8 +24,18 @@ class Finder:
         self.attention: dict[Op, str] = {}
         self.losses: dict[Op, str] = {}
 
-    def __call__(self, block: Block) -> dict[Op, Found]:
-        """Returns what is replaced in a block, by the op whose results it returns."""
+    def __call__(self, block: Block, fixed: bool = False) -> dict[Op, Found]:
+        """Returns what is replaced in a block, by the op whose results it returns.
+
+        One that is ``fixed`` stays as it is: a rule of its author says how it is differentiated.
+        """
+        if fixed:
+            inside = Finder(self._rulings, self._policy)
+            inside(block)
+            why = "its function has a derivative rule of its own"
+            self.attention |= dict.fromkeys(inside.attention, f"xla: {why}")
+            self.losses |= dict.fromkeys(inside.losses, f"unchanged: {why}")
+            return {}
         taken: dict[Op, Found] = {}
         for found in self._found(Flow(block, self._rulings), taken):
             taken.update(dict.fromkeys(found.ops, found))
@@ -45,5 +55,4 @@ class Finder:
                 self.attention[made.matmul] = made.note
                 if made.found is not None and made.found.ops.isdisjoint(taken):
                     yield made.found
-            late = dict.fromkeys(late_norms(flow), "xla: normalized after the product")
-            self.attention.update(late)
+            self.attention.update({made.matmul: made.note for made in others(flow, self.attention)})

@@ -1,13 +1,14 @@
 """The data flow of a block: which op computes each value, and which ops read it."""
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._src.base import _jax
+from mpjax._src.base import _jax, rules
 from mpjax._src.program.graph import PLANNED, Block, Op, Value
+from mpjax._src.program.views import is_view
 
 
 class Unfit(Exception):
@@ -67,6 +68,35 @@ class Flow:
     def key(self, op: Op) -> Any:
         """Returns what equal ops on equal operands have in common."""
         return _jax.equation_key(op.eqn)[:-1], self.rulings[op].forced
+
+
+# The number of values that are searched.
+REACH = 256
+
+
+def leads_to(
+    value: Value,
+    name: str,
+    flow: Flow,
+    through: Callable[[Op, Value], bool] = lambda op, v: _passes(op),
+) -> Op | None:
+    """Returns the nearest op of a name that reads a value, or what is computed from it."""
+    seen = {value: None}
+    for v in (todo := [value]):  # grows
+        for op in flow.readers.get(v, ()):
+            if op is not None and op.name == name:
+                return op
+            if op is not None and (is_view(op) or through(op, v)) and len(seen) < REACH:
+                todo += [x for x in op.outs if x not in seen]
+                seen.update(dict.fromkeys(op.outs))
+    return None
+
+
+def _passes(op: Op) -> bool:
+    """Returns whether an op computes each entry by itself, or moves entries."""
+    return op.spec.runs_again or (
+        op.spec.need == rules.MOVE and rules.REDUCES not in op.spec.traits
+    )
 
 
 def absorbed(
