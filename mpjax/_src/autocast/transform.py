@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.autocast.classify import classify
 from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
@@ -84,7 +85,13 @@ class Traced(programs.Traced):
             return Replaced(self.jaxpr, {}, {})
         from mpjax._src.replacements.finder import Finder  # few policies ask for it
 
-        find = Finder(self.outline.analysis.rulings, policy)
+        rulings = self.outline.analysis.rulings
+
+        def of(block):  # a rule's program is another one
+            known = all(op in rulings for op in block.ops)
+            return rulings if known else classify(block, policy)[0]
+
+        find = Finder(of, policy)
         jaxpr = replaced(self.jaxpr, self.outline.block, find)
         return Replaced(jaxpr, find.attention, find.losses)
 

@@ -1,4 +1,4 @@
-"""Replaces operations of a program by functions, before it is differentiated.
+"""Replaces operations of a program by functions, such as kernels, before it is differentiated.
 
 What runs in their place is in the scopes of a matmul among them, as planned already: nothing else
 of it is cast.
@@ -7,20 +7,30 @@ of it is cast.
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import MAP, REMATS
+from mpjax._src.base.rules import UNKNOWN, rule_of
 from mpjax._src.base.trees import vary_like
 from mpjax._src.planner.equations import CUSTOM, Equation, Value, closed, opened
 from mpjax._src.program import graph
 from mpjax._src.program.graph import PLANNED, Block, Op
+from mpjax._src.program.site import equations as all_equations
 
-# Returns what is replaced in a block, by the op whose results it returns. Each has ``ops``, the
-# values ``ins`` that it reads, the matmul ``at`` and ``run(how, arrays)``, which runs in its place.
-# Further arguments: whether the block stays as it is.
-Find = Callable[[Block, bool], Mapping[Op, Any]]
+
+class Find(Protocol):
+    """Says what is replaced.
+
+    ``find(block)`` returns it by the op whose results it returns. Each has ``ops``, the values
+    ``ins`` that it reads, the matmul ``at`` and ``run(how, arrays)``, which runs in its place. A
+    ``fixed`` block stays as it is. ``apart()`` says the same of another program.
+    """
+
+    def __call__(self, block: Block, fixed: bool = False) -> Mapping[Op, Any]: ...
+
+    def apart(self) -> "Find": ...
 
 
 def replaced(program: Any, block: Block, find: Find) -> Any:
@@ -41,7 +51,7 @@ class _Writer:
 
     def program(self, program: Any, block: Block) -> Any:
         """Returns a program with replacements; itself if it has none."""
-        places = self._find(block, False)
+        places = self._find(block)
         gone = frozenset[Op]().union(*(found.ops for found in places.values()))
         inside = {op: self._inside(op) for op in block.ops if op.subs and op not in gone}
         if not places and not any(inside.values()):
@@ -71,7 +81,13 @@ class _Writer:
         row = op.inside
         if PLANNED in op.scopes:
             return None
-        if row.pinned or op.name in CUSTOM:
+        if op.name in CUSTOM:
+            ((name,), (sub,)) = row.params, op.subs
+            program = self.program(op.params[name], sub.program)
+            if program is op.params[name]:
+                return None
+            return (), _jax.with_rule({**op.params, name: program}, self._in_rule(op.scopes))
+        if row.pinned:
             for block in (block for sub in op.subs for block in sub.program.blocks()):
                 self._find(block, True)
             return None
@@ -94,6 +110,15 @@ class _Writer:
             params = {**params, **row.holding([building.as_body(params, jaxpr)])}
         return [Value(_jax.aval_of(x), x) for x in consts], params
 
+    def _in_rule(self, scopes: tuple[str, ...]) -> Callable[[Any], Any]:
+        """Returns what replaces the same in the rule of a function."""
+
+        def change(program):
+            block = graph.build(*_jax.open_jaxpr(program), scopes)
+            return replaced(program, block, self._find.apart())
+
+        return change
+
     def _spliced(self, found: Any, ins: Sequence[Value], into: list[Equation]) -> list[Value]:
         """Appends what runs in the place of some ops, and returns its results."""
         matmul = found.at
@@ -114,3 +139,22 @@ class _Writer:
         for e in into[first:]:
             e.like = e.like.replace(source_info=matmul.eqn.source_info)
         return results
+
+
+# The errors of kernels that do not support a batch of what they run.
+REFUSALS = NotImplementedError, ValueError, RuntimeError, TypeError
+
+
+def batch(program: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
+    """Returns the closed jaxpr of batched arguments, and which results are batched.
+
+    What a kernel does not run for a batch at once, it runs one by one.
+    """
+    try:
+        return building.batched(program, axis, which)
+    except REFUSALS:
+        each = all_equations(_jax.open_jaxpr(program)[0])
+        planned = (e.primitive.name for e, site, _ in each if PLANNED in site.scopes)
+        if not any(rule_of(name) is UNKNOWN for name in planned):
+            raise
+        return building.one_by_one(program, axis, which)

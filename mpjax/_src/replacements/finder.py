@@ -1,6 +1,6 @@
 """Finds what a policy replaces in a program, and notes what it leaves alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpjax._src.policy.policy import Policy
@@ -19,27 +19,31 @@ class Finder:
         losses: For what makes the logits of each loss, its blocks, or why it has none.
     """
 
-    def __init__(self, rulings: Mapping[Op, Any], policy: Policy) -> None:
-        self._rulings, self._policy = rulings, policy
+    def __init__(self, rulings: Callable[[Block], Mapping[Op, Any]], policy: Policy) -> None:
+        self._rulings, self._policy = rulings, policy  # what the policy asks of a block's ops
         self.attention: dict[Op, str] = {}
         self.losses: dict[Op, str] = {}
 
     def __call__(self, block: Block, fixed: bool = False) -> dict[Op, Found]:
         """Returns what is replaced in a block, by the op whose results it returns.
 
-        One that is ``fixed`` stays as it is: a rule of its author says how it is differentiated.
+        One that is ``fixed`` stays as it is.
         """
         if fixed:
-            inside = Finder(self._rulings, self._policy)
+            inside = self.apart()
             inside(block)
-            why = "its function has a derivative rule of its own"
+            why = "its function has rules of its own"
             self.attention |= dict.fromkeys(inside.attention, f"xla: {why}")
             self.losses |= dict.fromkeys(inside.losses, f"unchanged: {why}")
             return {}
         taken: dict[Op, Found] = {}
-        for found in self._found(Flow(block, self._rulings), taken):
+        for found in self._found(Flow(block, self._rulings(block)), taken):
             taken.update(dict.fromkeys(found.ops, found))
         return {found.result: found for found in taken.values()}
+
+    def apart(self) -> "Finder":
+        """Returns one for another program, with notes of its own."""
+        return Finder(self._rulings, self._policy)
 
     def _found(self, flow: Flow, taken: Mapping[Op, Found]) -> Iterator[Found]:
         if self._policy.chunked_loss:

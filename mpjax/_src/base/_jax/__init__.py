@@ -76,6 +76,7 @@ from mpjax._src.base._jax.rules import (
     instantiated,
     manual_axes,
     shard_map,
+    with_rule,
     zero_tangent,
     zeros_of,
 )
