@@ -48,23 +48,6 @@ def shifted_by_hand(h, w, b):
     return jnp.mean(jnp.log(jnp.exp(logits).sum(-1)) - picked)
 
 
-def written_twice(h, w, b):
-    picked = jnp.take_along_axis(h @ w + b, LABELS[..., None], -1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(h @ w + b, -1) - picked)
-
-
-def of_probabilities(h, w, b):
-    picked = jnp.take_along_axis(jax.nn.softmax(h @ w), LABELS[..., None], -1)
-    return -jnp.log(picked).mean()
-
-
-def smoothed_with_z_loss(h, w, b):
-    logits = h @ w
-    targets = optax.smooth_labels(one_hot(), 0.1)
-    z = jax.nn.logsumexp(logits, -1)
-    return jnp.mean(optax.softmax_cross_entropy(logits, targets) + 1e-2 * z**2)
-
-
 def selected(h, w, b):
     logits = h @ w
     here = LABELS[..., None] == jnp.arange(WORDS)
@@ -123,9 +106,6 @@ SUMS = {
     "one by one": one_by_one,
     "a z-loss": with_z_loss,
     "shifted by hand": shifted_by_hand,
-    "written twice": written_twice,
-    "of probabilities": of_probabilities,
-    "smoothed with a z-loss": smoothed_with_z_loss,
 }
 # Losses of each row, which something else reads.
 EACH = {
@@ -177,26 +157,6 @@ LEFT = {
         "tanh computes its logits",
     ),
     "no cross entropy": (reversed_labels, "it is no cross entropy of labels"),
-    "an energy": (
-        lambda h, w, b: jax.nn.logsumexp(h @ w, -1).mean(),
-        "it is no cross entropy of labels",
-    ),
-    "guarded probabilities": (
-        lambda h, w, b: -jnp.log(jax.nn.softmax(h @ w)[:, 0, LABELS[0, 0]] + 1e-9).mean(),
-        "its logits are also read by slice",
-    ),
-    "a trained temperature": (
-        lambda h, w, b: each(h @ w / b[0], LABELS).mean(),
-        "its logits are also read by div",
-    ),
-    "of soft targets": (
-        lambda h, w, b: optax.softmax_cross_entropy(h @ w, jax.nn.softmax(jnp.sin(h @ w))).mean(),
-        "its logits are also read by sin",
-    ),
-    "heads of several models": (
-        lambda h, w, b: jax.vmap(lambda w: each(h @ w, LABELS).mean())(jnp.stack([w, w])).mean(),
-        "dot_general computes its logits",
-    ),
 }
 
 

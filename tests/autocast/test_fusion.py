@@ -256,32 +256,6 @@ def guarded(q):
     return jnp.einsum("bnts,bsnh->btnh", e / (e.sum(-1, keepdims=True) + 1.0), V)
 
 
-def with_sinks(q):
-    sinks = jnp.broadcast_to(BIAS[:, :1, :1], (B, N, T, 1))
-    scores = jnp.concatenate([sinks, jnp.einsum("btnh,bsnh->bnts", q, K)], -1)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores)[..., 1:], V)
-
-
-def with_added_sinks(q):
-    e = jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, K))
-    return jnp.einsum("bnts,bsnh->btnh", e / (e.sum(-1, keepdims=True) + BIAS[:, :1, :1] ** 2), V)
-
-
-def by_blocks(q):
-    def turn(carry, block):
-        (top, total, out), (k, v) = carry, block
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k)
-        top, before = jnp.maximum(top, scores.max(-1)), top
-        e, less = jnp.exp(scores - top[..., None]), jnp.exp(before - top)
-        out = out * less[..., None] + jnp.einsum("bnts,bsnh->bnth", e, v)
-        return (top, total * less + e.sum(-1), out), None
-
-    blocks = [jnp.moveaxis(x.reshape(B, 4, T // 4, N, H), 1, 0) for x in (K, V)]
-    start = jnp.full((B, N, T), -1e30), jnp.zeros((B, N, T)), jnp.zeros((B, N, T, H))
-    (_, total, out), _ = jax.lax.scan(turn, start, blocks)
-    return (out / total[..., None]).swapaxes(1, 2)
-
-
 def sharded(q):
     spec = jax.sharding.PartitionSpec(None, "rows")
     q = jax.lax.with_sharding_constraint(q, spec) * 2
@@ -350,9 +324,6 @@ NEAR_MISSES = {
     ),
     "masked within": (masked_within, "the mask is inside the softmax, whose rows may be empty"),
     "guarded": (guarded, "its rows do not sum to one"),
-    "sinks": (with_sinks, "concatenate is applied to its scores"),
-    "added sinks": (with_added_sinks, "its weights are divided by more than their sum"),
-    "by blocks": (by_blocks, "its weights are divided by more than their sum"),
     "no scores": (
         lambda q: jnp.einsum(
             "bnts,bsnh->btnh", jax.nn.softmax(jnp.swapaxes(q, 1, 2)[..., :1] + BIAS), V

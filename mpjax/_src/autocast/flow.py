@@ -47,6 +47,10 @@ class Flow(flow.Flow):
         """Returns whether an op computes in 16 bits."""
         return self.rulings[op].forced == "half" or self.choices[op].compute in HALVES
 
+    def is_fixed(self, op: Op) -> bool:
+        """Returns whether something asks for the dtype of an op."""
+        return bool(self.rulings[op].forced)
+
     def key(self, op: Op) -> Any:
         """Returns what equal ops on equal operands have in common."""
         dtypes = tuple([self.stored[v].dtype for v in op.outs])

@@ -38,9 +38,12 @@ class Attention(NamedTuple):
 
 
 def attention(softmax: Softmax, flow: Flow) -> Attention | None:
-    """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits."""
+    """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits.
+
+    Where all of it has to be float32, nobody asks for a kernel.
+    """
     matmul = _attends(softmax, flow)
-    if matmul is None:
+    if matmul is None or flow.in_full([matmul, *softmax.ops]):
         return None
     try:
         found = _fuse(softmax, flow)
@@ -62,7 +65,7 @@ def others(flow: Flow, known: Collection[Op]) -> Iterator[Attention]:
         if not summed or not _comes_from_matmul(op.ins[0], flow):
             continue
         matmul = leads_to(op.outs[0], "dot_general", flow)
-        if matmul is not None and matmul not in late and matmul not in known:
+        if matmul is not None and not flow.in_full([matmul, op]) and matmul not in (*late, *known):
             why = "its weights are divided by more than their sum"
             yield Attention(matmul, f"xla: {why}", None)
 
@@ -238,7 +241,7 @@ def _scores(
         raise Unfit("its scores do not come from a matmul")
     if op.name == "dot_general":
         return Scores(op, axes, factor)
-    if flow.rulings[op].forced or op.eqn.effects:
+    if flow.is_fixed(op) or op.eqn.effects:
         raise Unfit(f"{op.name} on its scores has a fixed dtype")
 
     def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:

@@ -1,7 +1,7 @@
 """The data flow of a block: which op computes each value, and which ops read it."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,9 +52,9 @@ class Flow:
         return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
 
     def is_plain(self, op: Op) -> bool:
-        """Returns whether an op computes one float32 array, and nothing asks for its dtype."""
+        """Returns whether an op computes one float32 array, and nothing asks for 16 bits."""
         return (
-            not self.rulings[op].forced
+            not self.in_half(op)
             and PLANNED not in op.scopes
             and not op.eqn.effects
             and len(op.outs) == 1
@@ -64,6 +64,14 @@ class Flow:
     def in_half(self, op: Op) -> bool:
         """Returns whether an op that is no matmul computes in 16 bits."""
         return self.rulings[op].forced == "half"
+
+    def is_fixed(self, op: Op) -> bool:
+        """Returns whether something asks for another dtype of an op than it has in a kernel."""
+        return self.in_half(op)
+
+    def in_full(self, ops: Iterable[Op]) -> bool:
+        """Returns whether something asks for float32 for all of some ops."""
+        return all(self.rulings[op].forced == "full" for op in ops)
 
     def key(self, op: Op) -> Any:
         """Returns what equal ops on equal operands have in common."""
