@@ -43,7 +43,7 @@ def attention(softmax: Softmax, flow: Flow) -> Attention | None:
     Where all of it has to be float32, nobody asks for a kernel.
     """
     matmul = _attends(softmax, flow)
-    if matmul is None or flow.in_full([matmul, *softmax.ops]):
+    if matmul is None or flow.in_full(matmul, softmax.ops):
         return None
     try:
         found = _fuse(softmax, flow)
@@ -65,7 +65,7 @@ def others(flow: Flow, known: Collection[Op]) -> Iterator[Attention]:
         if not summed or not _comes_from_matmul(op.ins[0], flow):
             continue
         matmul = leads_to(op.outs[0], "dot_general", flow)
-        if matmul is not None and not flow.in_full([matmul, op]) and matmul not in (*late, *known):
+        if matmul is not None and not flow.in_full(matmul, [op]) and matmul not in (*late, *known):
             why = "its weights are divided by more than their sum"
             yield Attention(matmul, f"xla: {why}", None)
 

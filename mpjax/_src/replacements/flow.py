@@ -69,9 +69,10 @@ class Flow:
         """Returns whether something asks for another dtype of an op than it has in a kernel."""
         return self.in_half(op)
 
-    def in_full(self, ops: Iterable[Op]) -> bool:
-        """Returns whether something asks for float32 for all of some ops."""
-        return all(self.rulings[op].forced == "full" for op in ops)
+    def in_full(self, matmul: Op, weights: Iterable[Op]) -> bool:
+        """Returns whether a matmul, and what makes its weights, is asked to be float32."""
+        inside = any(self.rulings[op].forced == "full" for op in weights)
+        return inside and self.rulings[matmul].forced == "full"
 
     def key(self, op: Op) -> Any:
         """Returns what equal ops on equal operands have in common."""
