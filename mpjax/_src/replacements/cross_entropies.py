@@ -234,14 +234,18 @@ class CrossEntropy(NamedTuple):
 def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
     """Yields the losses of a block, and how they run without their logits, or why not."""
     numbers: dict[Value, int] = {}
+    read: set[Op] = set()
     for total, chain in _chains(flow):
         maker = chain[-1]
         root = _root(maker, flow) if maker.name == "dot_general" else None
         if root is None:
             yield from _given(total, chain, flow)
             continue
+        if flow.producer[root.logits] in read:  # they were written twice
+            continue
         numbers = numbers or numbered_values(flow)
         reading = Reading(flow, root.logits, numbers)
+        read |= {*reading.ops}
         if not reading.is_loss:
             if leads_to(total.outs[0], "log", flow):
                 why = reading.leak or NONE
