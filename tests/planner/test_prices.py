@@ -50,9 +50,8 @@ def test_what_a_kernel_reads_in_another_layout_is_kept():
     """Nothing fuses into it: a slice that is computed again is written again."""
 
     def fun(x, w):
-        with on("h100", fused_kernels.cudnn):
-            q, k, v = jnp.split(jnp.sin(x @ w), 3, -1)
-            return jnp.sum(jnp.sin(attention(*(y.reshape(1, len(x), 2, -1) for y in (q, k, v)))))
+        q, k, v = jnp.split(x @ w, 3, -1)
+        return jnp.sum(jnp.sin(attention(*(y.reshape(1, len(x), 2, -1) for y in (q, k, v)))))
 
     def attention(q, k, v):
         p = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
@@ -61,7 +60,7 @@ def test_what_a_kernel_reads_in_another_layout_is_kept():
     x, w = normal(0, 128, 64), normal(1, 64, 384)
     with on("h100", fused_kernels.cudnn):
         jaxpr = jax.make_jaxpr(jax.grad(autocast(fun, FUSED), 1))(x, w)
-    assert sum(e.primitive.name in ("slice", "split") for e in equations(jaxpr)) <= 3
+    assert sum(e.primitive.name == "split" for e in equations(jaxpr)) == 1
 
 
 def test_what_no_gradient_needs_is_not_kept():
