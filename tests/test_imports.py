@@ -24,6 +24,7 @@ ORDER = (
         "document",
         "policy",
         "planner",
+        "replacements",
         "autocast",
         "training",
         "checkpoint",

@@ -12,8 +12,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from support import HALVES, assert_near, cast, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src.autocast import fused_kernels
 from mpjax._src.base.devices import traced_for
+from mpjax._src.replacements import fused_kernels
 
 B, T, N, H = 2, 128, 4, 64
 Q, K, V = (normal(i, B, T, N, H) for i in range(3))

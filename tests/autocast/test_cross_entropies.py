@@ -9,7 +9,7 @@ from flax import linen
 from support import assert_near, equations, fresh_rng, thorough_but
 
 import mpjax
-from mpjax._src.autocast import chunked
+from mpjax._src.replacements import chunked
 
 B, T, WIDTH, WORDS = 4, 12, 16, 300
 RNG = fresh_rng()

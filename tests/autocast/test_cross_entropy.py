@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from support import HALVES, assert_near, equations, fresh_rng, matmul_dtypes, thorough_but
 
 import mpjax
-from mpjax._src.autocast.chunked import Form
 from mpjax._src.autocast.cross_entropy import rows_are_cheaper
+from mpjax._src.replacements.chunked import Form
 
 WORDS, WIDTH = 300, 16
 ours = mpjax.linear_cross_entropy

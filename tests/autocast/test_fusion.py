@@ -16,8 +16,8 @@ from measure import run
 from support import HALVES, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src.autocast import fused_kernels
 from mpjax._src.base.devices import traced_for
+from mpjax._src.replacements import fused_kernels
 
 B, T, N, H = 2, 16, 4, 8
 Q, K, V = (normal(i, B, T, N, H) for i in range(3))

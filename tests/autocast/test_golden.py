@@ -134,7 +134,7 @@ def fixed_losses():
     """Small losses run by several blocks, of labels that no seed changes."""
     import test_cross_entropies as losses
 
-    from mpjax._src.autocast import chunked
+    from mpjax._src.replacements import chunked
 
     labels = np.arange(losses.B * losses.T).reshape(losses.B, losses.T) % losses.WORDS
     with pytest.MonkeyPatch.context() as patch:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
 from measure import run
 
-from mpjax._src.autocast import positions
 from mpjax._src.autocast.flow import flow_of
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.program.graph import build
 from mpjax._src.program.views import own_axes
+from mpjax._src.replacements import positions
 
 T, S = 5, 7
 

@@ -190,7 +190,7 @@ def shared_fields(paths):
 # The packages that someone needs who trains a model: they import none of the others, the tools.
 CORE = frozenset(
     (
-        *("base", "program", "document", "policy", "planner"),
+        *("base", "program", "document", "policy", "planner", "replacements"),
         *("autocast", "training", "checkpoint", "frameworks"),
     )
 )

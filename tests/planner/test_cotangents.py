@@ -161,6 +161,10 @@ NOISE = {
     "a function": (lambda x, w: jnp.exp(x @ w), EXACT),
     "beside zeros": (lambda x, w: jnp.where(x > 0, x @ w, 0), EACH),
     "an argument": (lambda x, w: x * 2, EXACT),
+    "a result in 16 bits, as of a kernel": (
+        lambda x, w: (x.astype(jnp.bfloat16) * 2).astype(jnp.float32) * x,
+        EACH,
+    ),
     "of a loop": (lambda x, w: lax.scan(lambda c, r: (c + 1, r @ w), 0.0, x)[1], WHOLE),
     "carried by a loop": (
         lambda x, w: lax.fori_loop(0, 2, lambda i, c: c @ w + c, x @ w),

@@ -50,6 +50,16 @@ def test_matmuls_and_reductions_never_run_again():
     assert "dot_general" not in again and "reduce_sum" not in again
 
 
+@pytest.mark.parametrize(("inside", "again"), [(jnp.sin, True), (jnp.cumsum, False)])
+def test_a_call_runs_again_if_all_inside_of_it_does(inside, again):
+    call = jax.custom_jvp(lambda x: jnp.tanh(inside(x, 0) if inside is jnp.cumsum else inside(x)))
+    call.defjvp(lambda primals, tangents: (call(*primals), tangents[0]))
+    program = jax.make_jaxpr(call)(WIDE)
+    equations = []
+    opened(program, [Value(aval) for aval in _jax.in_avals(program)], equations)
+    assert [runs_again(e) for e in equations] == [again]
+
+
 def test_a_number_made_of_constants_is_not_handed_over():
     one = jax.numpy.full(3, 0.5)
     saved, again = cut_of(lambda x, ct: ct * jnp.dot(one, one) * x, WIDE, WIDE)

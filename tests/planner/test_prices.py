@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attend import FUSED, on
 from jax import lax
-from joint import planned
+from joint import autocast, planned
 from planners import kept
 from support import equations, normal
+
+from mpjax._src.replacements import fused_kernels
 
 N, D = 8, 32
 X, W, V = normal(0, N, D), normal(1, D, D, scale=0.2), normal(2, D, D, scale=0.2)
@@ -41,6 +44,23 @@ def test_what_several_kernels_compute_again_is_not_kept():
         return head((jax.nn.sigmoid(x @ w) * (x @ v)) @ V)
 
     assert kept(planned(gated), (X, W, V), (0, 1, 2)) == 3 * HALF
+
+
+def test_what_a_kernel_reads_in_another_layout_is_kept():
+    """Nothing fuses into it: a slice that is computed again is written again."""
+
+    def fun(x, w):
+        q, k, v = jnp.split(x @ w, 3, -1)
+        return jnp.sum(jnp.sin(attention(*(y.reshape(1, len(x), 2, -1) for y in (q, k, v)))))
+
+    def attention(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        return jnp.einsum("bnts,bsnh->btnh", p, v)
+
+    x, w = normal(0, 128, 64), normal(1, 64, 384)
+    with on("h100", fused_kernels.cudnn):
+        jaxpr = jax.make_jaxpr(jax.grad(autocast(fun, FUSED), 1))(x, w)
+    assert sum(e.primitive.name == "split" for e in equations(jaxpr)) == 1
 
 
 def test_what_no_gradient_needs_is_not_kept():

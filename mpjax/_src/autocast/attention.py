@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast import fused_kernels
 from mpjax._src.autocast.kernels import given_dtype, half_inputs
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import is_float
@@ -23,6 +22,7 @@ from mpjax._src.base.errors import (
     whole_number,
 )
 from mpjax._src.program.graph import ATTENTION
+from mpjax._src.replacements import fused_kernels
 
 
 def dot_product_attention(

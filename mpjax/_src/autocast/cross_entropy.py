@@ -8,18 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.chunked import (
-    Form,
-    Operands,
-    anywhere,
-    blocks_of,
-    losses,
-    rows_are_cheaper,
-    statistics,
-    weighed,
-    weighted_sum,
-)
-from mpjax._src.autocast.derivatives import cast
 from mpjax._src.autocast.kernels import half_inputs
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import (
@@ -34,6 +22,18 @@ from mpjax._src.base.errors import (
     refuse_traced,
 )
 from mpjax._src.program.graph import LOSS
+from mpjax._src.replacements.chunked import (
+    Form,
+    Operands,
+    anywhere,
+    blocks_of,
+    losses,
+    rows_are_cheaper,
+    statistics,
+    weighed,
+    weighted_sum,
+)
+from mpjax._src.replacements.derivatives import cast
 
 
 def linear_cross_entropy(

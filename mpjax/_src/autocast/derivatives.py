@@ -21,12 +21,9 @@ from mpjax._src.base.coded import Coded, decode
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import rule_of
 from mpjax._src.program.graph import Place
+from mpjax._src.replacements.derivatives import cast, in_one_pass, with_tangent
 
 Run = Callable[..., tuple[list[Any], list[Any]]]
-
-
-def cast(array: Any, dtype: Any) -> Any:
-    return jax.lax.convert_element_type(array, dtype)
 
 
 # The names of values that are kept for the backward pass: from the forward pass on, or from when it
@@ -148,23 +145,6 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     return not rule_of(primitive.name).runs_again
 
 
-def with_tangent(
-    fun: Callable[..., Any], jvp: Callable[..., Any], symbolic_zeros: bool = False
-) -> Callable[..., Any]:
-    """Returns a function with a custom derivative, except in Taylor mode."""
-    ruled = jax.custom_jvp(fun)
-    ruled.defjvp(jvp, symbolic_zeros=symbolic_zeros)
-    return lambda *args: (fun if _jax.in_taylor_mode(jax.tree.leaves(args)) else ruled)(*args)
-
-
-def as_one(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that checkpoint policies see as one operation, whatever it contains.
-
-    Of a loop, they would keep the matmuls of every iteration.
-    """
-    return with_tangent(fun, functools.partial(jax.jvp, fun))
-
-
 def known(computed: Any, array: Any) -> Any:
     """Returns ``array``, with the tangent of the computed value."""
     return _known(computed, array)
@@ -257,56 +237,8 @@ def maximum_and_sum(eqn: Any, x: Any, exponential: str) -> tuple[Any, Any]:
         moved = _of_largest(x, largest, tangent, axes)
         return (largest, sums), (moved, jax.jvp(below, (x, largest), (tangent, moved))[1])
 
-    ruled = with_tangent(lambda x: _in_one_pass(x, in_two_passes, axes, exp), jvp)
+    ruled = with_tangent(lambda x: in_one_pass(x, in_two_passes, axes, exp), jvp)
     return in_two_passes(x) if _jax.in_taylor_mode([x]) else ruled(x)
-
-
-def _in_one_pass(x: Any, in_two_passes: Any, axes: Any, exp: Any) -> tuple[Any, Any]:
-    """Computes the maximum and the sum of exponentials; on a GPU in one pass."""
-
-    def in_one_pass(x):
-        start = np.asarray(-np.inf, x.dtype), np.asarray(0, x.dtype)
-        # Not constant ones: JAX differentiates such reductions only if all operands have tangents.
-        ones = jnp.where(x == x, jnp.ones((), x.dtype), x)
-        return tuple(jax.lax.reduce((x, ones), start, _joining(exp), axes))
-
-    ways = dict.fromkeys(_jax.GPUS, in_one_pass)
-    return jax.lax.platform_dependent(x, **ways, default=in_two_passes)
-
-
-def log_sum_exp(x: Any) -> Any:
-    """Returns the logarithm of the sum of exponentials along the last axis."""
-
-    def in_two_passes(x):
-        largest = jnp.max(x, -1)
-        # Of minus infinity alone, the sum is zero and not NaN.
-        shift = jnp.where(jnp.isfinite(largest), largest, 0)
-        return largest, jnp.sum(jnp.exp(x - shift[..., None]), -1)
-
-    def run(x):
-        largest, sums = _in_one_pass(x, in_two_passes, (x.ndim - 1,), jnp.exp)
-        return jnp.where(jnp.isfinite(largest), largest + jnp.log(sums), largest)
-
-    def jvp(primals, tangents):
-        (x,), (tangent,) = primals, tangents
-        out = ruled(x)
-        return out, jnp.sum(jnp.exp(x - out[..., None]) * tangent, -1)
-
-    ruled = with_tangent(run, jvp)
-    return jax.nn.logsumexp(x, -1) if _jax.in_taylor_mode([x]) else ruled(x)
-
-
-@functools.cache
-def _joining(exp: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns a function that combines the maximum and sum of two parts of a row."""
-
-    def joined(a, b):
-        (first, some), (second, more) = a, b
-        less = jnp.where(first == second, 1.0, exp(-jnp.abs(first - second)))
-        total = jnp.where(first > second, some + more * less, some * less + more)
-        return jnp.maximum(first, second), total
-
-    return joined
 
 
 def sum_of_exponentials(eqn: Any, args: Sequence[Any], exponential: str) -> Any:
@@ -418,20 +350,6 @@ def matmul(
     except TypeError:  # a parameter is not hashable
         call = _cached_matmul.__wrapped__(*key)
     return call(*args, *twins.values())
-
-
-def accumulated(x: Any, y: Any, summed: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> Any:
-    """Returns the accumulator of a matmul, whose tangents are as those of `half_dot`.
-
-    Args:
-        x: The left operand.
-        y: The right operand, of the same dtype.
-        summed: The dimensions of both that are summed over.
-        dtype: The dtype of the accumulator.
-    """
-    params = {"dimension_numbers": (summed, ((), ())), "out_sharding": None, "precision": None}
-    key = jax.lax.dot_general_p, tuple(params.items()), np.dtype(dtype), None, ((0, 1), ())
-    return _cached_matmul(*key)(x, y)
 
 
 @functools.lru_cache(maxsize=4096)

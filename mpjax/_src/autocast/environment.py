@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.derivatives import KEPT, PASSING, cast, keep, known
+from mpjax._src.autocast.derivatives import KEPT, PASSING, keep, known
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.coded import Coded, encode
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Op, Value
+from mpjax._src.replacements.derivatives import cast
 
 _FOLDS = contextvars.ContextVar("mpjax folds constants", default=True)
 

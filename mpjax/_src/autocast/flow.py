@@ -1,20 +1,20 @@
 """The data flow of a block: which op computes each value, and which ops read it."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.base.dtypes import FLOAT16, FLOAT32
+from mpjax._src.base import _jax
+from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.program.graph import Block, Op, Value
+from mpjax._src.replacements import flow
 
 
 @dataclasses.dataclass(eq=False)
-class Flow:
+class Flow(flow.Flow):
     """The data flow of a block.
 
     Attributes:
@@ -37,10 +37,25 @@ class Flow:
         self.rulings, self.choices, self.stored = tables.rulings, tables.choices, tables.stored
         self.marks, self.ops = tables.marks, [*self.block.ops]
 
-    @functools.cached_property
-    def constants(self) -> dict[Value, Any]:
-        """The arrays that the block closes over."""
-        return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
+    def is_plain(self, op: Op) -> bool:
+        """Returns whether an op runs in float32 without being forced to."""
+        ruling, compute = self.rulings[op], self.choices[op].compute
+        plain = compute == FLOAT32 or (ruling.rule in ("cast", "layout") and compute is None)
+        return plain and not ruling.forced and not op.eqn.effects and len(op.outs) == 1
+
+    def in_half(self, op: Op) -> bool:
+        """Returns whether an op computes in 16 bits."""
+        return self.rulings[op].forced == "half" or self.choices[op].compute in HALVES
+
+    def is_fixed(self, op: Op) -> bool:
+        """Returns whether something asks for the dtype of an op."""
+        return bool(self.rulings[op].forced)
+
+    def key(self, op: Op) -> Any:
+        """Returns what equal ops on equal operands have in common."""
+        dtypes = tuple([self.stored[v].dtype for v in op.outs])
+        compute, forced = self.choices[op].compute, self.rulings[op].forced
+        return _jax.equation_key(op.eqn)[:-1], compute, forced, dtypes
 
     def replace(self, op: Op, ins: Sequence[Value], outs: Sequence[Value]) -> Op:
         """Returns an op that runs in place of another, and reads or computes other values."""

@@ -18,7 +18,6 @@ import numpy as np
 
 from mpjax._src.autocast.classify import override_of
 from mpjax._src.autocast.derivatives import (
-    cast,
     known,
     matmul,
     maximum,
@@ -28,7 +27,6 @@ from mpjax._src.autocast.derivatives import (
     wide_cotangent,
 )
 from mpjax._src.autocast.environment import Env, Settings
-from mpjax._src.autocast.gathers import picks_one_per_row, repeat
 from mpjax._src.autocast.pools import keeps_positions, pool
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
@@ -36,6 +34,8 @@ from mpjax._src.base.higher_order import Inside
 from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.rebuild import Body, rebuild
 from mpjax._src.program.site import ROW
+from mpjax._src.replacements.derivatives import cast
+from mpjax._src.replacements.gathers import picks_one_per_row, repeat
 
 
 def run_block(

@@ -6,41 +6,29 @@ so the spelling in the program does not matter.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpjax._src.autocast.derivatives import Softmax
 from mpjax._src.autocast.flow import Flow, free_producers
-from mpjax._src.autocast.forms import (
-    EXPONENT,
-    FACTOR,
-    MASKED,
-    SUM,
-    Form,
-    Reading,
-    guards_of,
-    is_constant_along,
-    is_linear,
-    is_number,
-    is_same_along,
-    numbered_values,
-    same,
-)
-from mpjax._src.autocast.gathers import repetition_of
-from mpjax._src.autocast.shifts import (
-    SMALL,
-    mark_steady,
-    reaches_one,
-    shifted_by,
-    steady_shift,
-)
+from mpjax._src.autocast.shifts import mark_steady, steady_shift
 from mpjax._src.autocast.steps import Attention, Body, Island, SoftmaxIsland, body_of
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.program.graph import Op, Place, Value
 from mpjax._src.program.views import Axes, after, before, is_view, own_axes
+from mpjax._src.replacements.forms import (
+    EXPONENT,
+    MASKED,
+    is_linear,
+    is_number,
+    is_same_along,
+)
+from mpjax._src.replacements.gathers import repetition_of
+from mpjax._src.replacements.softmaxes import Spelling, spelled
 
 
 def softmaxes(flow: Flow) -> list[SoftmaxIsland]:
@@ -69,17 +57,14 @@ def softmaxes(flow: Flow) -> list[SoftmaxIsland]:
     that case ``max(s, t)`` equals ``s``, unless everything is masked and ``p = 0``; a guard that
     replaces ``s = 0`` by 1 is then correct too.
     """
-    sums = [op for op in flow.ops if op.name == "reduce_sum" and _sums_exponentials(op, flow)]
-    numbers = numbered_values(flow) if sums else {}
     islands: list[SoftmaxIsland] = []
     taken: set[Op] = set()  # two softmaxes may share one sum
-    for total in sums:
-        for quotient in _quotients(total, flow):
-            island = _softmax(total, quotient, flow, numbers, taken)
-            if island is not None:
-                islands.append(island)
-                taken |= {*island.ops}
-                break
+
+    for candidates in spelled(flow):
+        islands_of = (_island(spelling, flow, taken) for spelling in candidates)
+        for island in itertools.islice(filter(None, islands_of), 1):
+            islands.append(island)
+            taken |= {*island.ops}
     return islands
 
 
@@ -132,144 +117,17 @@ def repetitions(flow: Flow) -> None:
                 flow.marks.repeats[op] = repeated
 
 
-def _sums_exponentials(op: Op, flow: Flow) -> bool:
-    in_half = flow.choices[op].compute != FLOAT32 or flow.rulings[op].half is None
-    if in_half or op.ins[0].size <= op.outs[0].size:
-        return False
-    todo = [op.ins[0]]
-    for value in todo:  # grows
-        maker = flow.producer.get(value)
-        if maker is None or len(todo) > REACH:
-            continue
-        if maker.name in ("exp", "exp2"):
-            return True
-        if is_view(maker) or maker.name in FACTORS:
-            todo += maker.ins
-    return False
-
-
-# The largest number of operations between a sum and the quotient.
-REACH = 64
-
-# The operations of a softmax, and those that it may end in.
-FACTORS = frozenset(["div", "mul", "select_n", "square"])
-ENDS = FACTORS | {"exp", "exp2"}
-
-
-def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
-    """Yields the operations that may divide by a sum, in the order of the program."""
-    size = total.ins[0].size
-    seen: dict[Op, None] = {}
-    todo = [total.outs[0]]
-    # Breadth first: the quotient is near the sum.
-    while todo and len(seen) < REACH:
-        value = todo.pop(0)
-        for op in flow.readers.get(value, ()):
-            if op is None or op in seen or flow.choices[op].compute not in (FLOAT32, None):
-                continue
-            if len(op.outs) == 1 and not op.subs and op.outs[0].is_f32:
-                seen[op] = None
-                if op.outs[0].size <= size:
-                    todo += op.outs
-    for op in sorted(seen, key=lambda op: op.index):
-        if op.name in ENDS and op.outs[0].size == size:
-            yield op
-
-
-def _softmax(
-    total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int], taken: set[Op]
-) -> SoftmaxIsland | None:
-    """Returns the island of a softmax that ends in a quotient, or None if it is not a softmax."""
-    (result,) = quotient.outs
-    own = own_axes(result.aval.shape)
-    exponents = Reading(flow, numbers)
-    exponents.logarithm(total.ins[0], own_axes(total.ins[0].aval.shape))
-    over = tuple(map(int, total.params["axes"]))
-    varying = [
-        values[0]
-        for (kind, _, axes), values in exponents.values.items()
-        if kind == EXPONENT and not is_constant_along(axes, over)
-    ]
-    ends, seen = varying if len(varying) == 1 else [], 0
-    while seen < len(ends):
-        end, seen = ends[seen], seen + 1
-        reading = Reading(flow, numbers, numbers[end])
-        match = _matches(reading, total, result, own)
-        if match is None:
-            deeper = shifted_by(end, flow)
-            ends += [deeper[0]] if deeper and seen < REACH else []
-            continue
-        return _island(reading, quotient, *match, flow, taken)
-    return None
-
-
-def _matches(
-    reading: Reading, total: Op, result: Value, own: Axes
-) -> "tuple[tuple[int, ...], Form, list[tuple[str, float]]] | None":
-    """Returns the axes, the log of the sum and the guards of a softmax; None for other results."""
-    whole = reading.logarithm(result, own)
-    divisors = [(t, n) for t, n in whole.items() if t[0] == SUM]
-    # log p = log e - log s has the sum once, with the factor -1.
-    if len(divisors) != 1 or abs(divisors[0][1] + 1) > 1e-6:
+def _island(spelling: Spelling, flow: Flow, taken: set[Op]) -> SoftmaxIsland | None:
+    members, quotient = spelling.members(flow), spelling.quotient
+    if members is None or members & taken:
         return None
-    ((term, _),) = divisors
-    guards, number = guards_of(term)
-    if number != reading.numbers[total.outs[0]]:
-        return None
-    # The sum runs over those axes of the result along which it is the same.
-    rows = {place for axis in term[2] for place, *_ in axis}
-    axes = tuple(d for d, axis in enumerate(own) if axis and d not in rows)
-    summed = iter(axes)
-    kept = iter(term[2])
-    along: list[Any] = []
-    over = {int(d) for d in total.params["axes"]}
-    # Where the axes of what is summed are in the result, so that both logs name the same axes.
-    for d, n in enumerate(total.ins[0].aval.shape):
-        axis = next(kept) if d not in over else () if n == 1 else own[next(summed, -1)]
-        along.append(axis)
-    if next(summed, None) is not None:
-        return None
-    form = reading.logarithm(total.ins[0], tuple(along))
-    rest = {t: n for t, n in whole.items() if t is not term}
-    exponents = [t for t in form if t[0] == EXPONENT]
-    fits = (
-        same(form, rest)
-        and not any(t[0] in (FACTOR, SUM) for t in form)
-        and all(
-            t[2] == own if t[1] == reading.end else is_constant_along(t[2], axes) for t in exponents
-        )
-        and any(t[1] == reading.end for t in exponents)
-    )
-    # With a guard, rows do not sum to one, so a shift would not cancel.
-    if not fits or (guards and len(exponents) > 1):
-        return None
-    largest = [t for name, t in guards if name == "max"]
-    if largest and not (max(largest) < 1 and reaches_one(reading, form, axes)):
-        return None
-    return axes, form, guards
-
-
-def _island(
-    reading: Reading,
-    quotient: Op,
-    axes: tuple[int, ...],
-    form: Form,
-    guards: "list[tuple[str, float]]",
-    flow: Flow,
-    taken: set[Op],
-) -> SoftmaxIsland | None:
-    members = {*reading.ops}
-    inside = members - {quotient}
-    # Some spellings leave operations without readers.
-    members |= {r for op in inside for r in _readers(op, flow) if r and not _readers(r, flow)}
-    if members & taken or not all(members.issuperset(_readers(op, flow)) for op in inside):
-        return None
-    ((scores, rate),) = ((t, n) for t, n in form.items() if t[1] == reading.end)
-    shifts = [v for t in form if t[0] == EXPONENT and t != scores for v in reading.values[t]]
-    first, instead = _read_once(reading.values[scores], members, flow)
+    reading, form, axes = spelling.reading, spelling.form, spelling.axes
+    values, rate = spelling.scores
+    others = (t for t in form if t[0] == EXPONENT and t[1] != reading.end)
+    shifts = [v for t in others for v in reading.values[t]]
+    first, instead = _read_once(values, members, flow)
     members, quotient = {instead.get(op, op) for op in members}, instead.get(quotient, quotient)
-    small = all(abs(t) <= SMALL for name, t in guards if name == "add")
-    whole = not guards or (small and reaches_one(reading, form, axes))
+    whole = spelling.is_whole
     if whole:
         mark_steady(shifts, members, flow)
         steady_shift(first, members, axes, flow)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast import budget, chains, coding, cross_entropies, fusion, peepholes
+from mpjax._src.autocast import budget, chains, coding, peepholes
 from mpjax._src.autocast.choice import Part, choose, live
 from mpjax._src.autocast.classify import arguments_of, classify
 from mpjax._src.autocast.decide import decide
@@ -45,12 +45,16 @@ from mpjax._src.autocast.shifts import sum_at_once
 from mpjax._src.autocast.sizes import stored_bytes
 from mpjax._src.autocast.steps import (
     Attention,
+    ChunkedLoss,
     Elementwise,
+    FusedAttention,
     Island,
     KeptAttention,
     Recomputed,
+    SoftmaxIsland,
     Step,
     WholeCheckpoint,
+    in_place_of,
 )
 from mpjax._src.autocast.tables import Analysis, Choices, Marks, Rulings, Storage
 from mpjax._src.base.devices import current_facts
@@ -61,6 +65,9 @@ from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op, Value, build
 from mpjax._src.program.rebuild import has_barrier
 from mpjax._src.program.views import VIEWS, is_view
+from mpjax._src.replacements.attentions import attention, others
+from mpjax._src.replacements.cross_entropies import cross_entropies
+from mpjax._src.replacements.softmaxes import Softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,17 +418,38 @@ def _that_keep_less(islands: list[Island], flow: Flow, alive: Collection[Value])
 
 def _special(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:
     """Returns the islands whose derivative is cheaper than the one that JAX derives."""
-    special: list[Island] = [*cross_entropies.by_blocks(flow)] if "chunked_loss" in replaced else []
+    special: list[Island] = [*_by_blocks(flow)] if "chunked_loss" in replaced else []
     special += recurrences(flow)
     taken = {op for island in special for op in island.ops}
     special += [i for i in peepholes.softmaxes(flow) if taken.isdisjoint(i.ops)]
     if "fused_attention" in replaced:
-        special = fusion.fuse(flow, special)
-        fusion.tell_of_late_norms(flow)
+        special = [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in special]
+        known = flow.marks.attention
+        known.update({made.matmul: made.note for made in others(flow, known)})
     special = peepholes.attentions(flow, special)
     sum_at_once(flow, {op for island in special for op in island.ops})
     peepholes.repetitions(flow)
     return special
+
+
+def _by_blocks(flow: Flow) -> Iterator[ChunkedLoss]:
+    """Yields the losses that run without their logits, and notes why others do not."""
+    for maker, note, found in cross_entropies(flow):  # type: ignore[arg-type]
+        flow.marks.losses[maker] = note
+        if found is not None:
+            yield ChunkedLoss(in_place_of(found, flow), found.how)
+
+
+def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
+    """Returns a softmax with its matmuls in the fused kernel of the device, if that fits."""
+    form, masked = island.form, any(v.aval.dtype == np.bool_ for v in island.ins)
+    options = form.axes, form.rate, form.whole, masked
+    softmax = Softmax(frozenset(island.ops), island.ins[0], island.outs[0], *options)
+    made = attention(softmax, flow)  # type: ignore[arg-type]
+    if made is not None:
+        flow.marks.attention[made.matmul] = made.note
+    found = made and made.found
+    return FusedAttention(in_place_of(found, flow), found.how) if found else island
 
 
 def _fewest_moved(flow: Flow, replaced: Collection[str], links: Collection[Op]) -> list[Island]:

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.derivatives import keep, with_tangent
+from mpjax._src.autocast.derivatives import keep
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import current_facts
+from mpjax._src.replacements.derivatives import with_tangent
 
 # The most entries of a window: the kernel has a term for each.
 MOST = 64

@@ -3,43 +3,18 @@
 from collections.abc import Collection
 
 from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import (
-    CONSTANT,
-    EXPONENT,
-    MASK,
-    Form,
-    Reading,
+from mpjax._src.autocast.tables import Stored
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.views import own_axes
+from mpjax._src.replacements.forms import (
     behind_views,
     is_number,
-    is_plain,
     is_same_along,
     narrowed,
     numbered_values,
 )
-from mpjax._src.autocast.tables import Stored
-from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.program.graph import Op, Value
-from mpjax._src.program.views import Axes, before, is_view, own_axes
-
-# Added to a sum that is at least 1, this changes nothing in 16 bits.
-SMALL = 2.0**-13
-
-
-def shifted_by(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
-    """Returns the operand and its shift if a value is such a sum or difference."""
-    op = flow.producer.get(value)
-    if op is None or op.name not in ("add", "sub") or flow.choices[op].compute != FLOAT32:
-        return None
-    first, second = (unspread(v, flow).size for v in op.ins)
-    if first > second:
-        return op.ins[0], op.ins[1]
-    return (op.ins[1], op.ins[0]) if second > first and op.name == "add" else None
-
-
-def unspread(value: Value, flow: Flow) -> Value:
-    while (op := flow.producer.get(value)) is not None and is_view(op):
-        value = op.ins[0]
-    return value
+from mpjax._src.replacements.softmaxes import largest_of, shifted_by
 
 
 def steady_shift(scores: Value, members: set[Op], axes: tuple[int, ...], flow: Flow) -> None:
@@ -76,52 +51,6 @@ def mark_steady(shifts: list[Value], members: set[Op], flow: Flow) -> None:
             flow.marks.steady.add(op)
             cone.add(op)
             todo |= {flow.producer[v] for v in op.ins if v in flow.producer}
-
-
-def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
-    """Returns whether exponentials are shifted by their maximum, so that they sum to at least 1.
-
-    They sum to 0 if all are masked.
-    """
-    flow, numbers = reading.flow, reading.numbers
-    (scores,) = (t for t in form if t[0] == EXPONENT)
-    value = reading.values[scores][0]
-    op = flow.producer.get(value)
-    if op is not None and op.name == "mul":  # the other factor does not matter: 0 stays 0
-        value = next((v for v in op.ins if v.const is None), value)
-    shifted = shifted_by(value, flow)
-    scaled = any(t[0] == CONSTANT for t in form)
-    if shifted is None or flow.producer[value].name != "sub" or scaled:
-        return False
-    own = own_axes(value.aval.shape)
-    op, where = _largest(shifted[1], narrowed(shifted[1], own), flow, ("max", "stop_gradient"))
-    if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
-        return False
-    whole = {numbers.get(op.ins[0])}
-    masks = [t[1] for t in form if t[0] == MASK]
-    chosen = flow.producer.get(op.ins[0])
-    if masks and chosen is not None and chosen.name == "select_n":
-        whole = {numbers.get(chosen.ins[1 + kept]) for which, kept in masks
-                 if which == numbers.get(chosen.ins[0])}  # fmt: skip
-    elif masks:
-        return False
-    return numbers.get(shifted[0]) in whole and tuple(map(int, op.params["axes"])) == axes
-
-
-def _largest(
-    value: Value, where: Axes | None, flow: Flow, through: tuple[str, ...]
-) -> "tuple[Op | None, Axes | None]":
-    """Returns the maximum that a value is computed from, and its axes, given those of the value.
-
-    Changes of layout are skipped, and so are operations of the given names with one operand that is
-    not constant.
-    """
-    while (op := flow.producer.get(value)) is not None and op.name != "reduce_max":
-        varying = [v for v in op.ins if v.const is None and v.is_f32]
-        if len(varying) != 1 or not (is_view(op) or op.name in through):
-            return None, None
-        value, where = varying[0], before(op, where) if is_view(op) and where else where
-    return op, where
 
 
 # ---- sums of exponentials in one pass ------------------------------------------------------------
@@ -178,7 +107,7 @@ def _exponentials(total: Op, flow: Flow) -> "tuple[Op, Value, Value] | None":
     scores, shift = shifted.ins
     rows = max(1, total.outs[0].size)
     fits = (
-        all(is_plain(op, flow) for op in (total, exponential, shifted))
+        all(map(flow.is_plain, (total, exponential, shifted)))
         and flow.readers[exponential.outs[0]] == [total]
         and scores.aval.shape == total.ins[0].aval.shape
         and total.ins[0].size >= LONG * rows
@@ -196,10 +125,10 @@ def _maximum_of(
     own = own_axes(scores.aval.shape)
     rows = [axis for d, axis in enumerate(own) if axis and d not in total.params["axes"]]
     shift, where = behind_views(shift, narrowed(shift, own), flow)
-    largest, place = _largest(shift, where, flow, GUARDS)
+    largest, place = largest_of(shift, where, flow, GUARDS)
     fits = (
         largest is not None
-        and (largest in flow.marks.online or is_plain(largest, flow))
+        and (largest in flow.marks.online or flow.is_plain(largest))
         and largest.params["axes"] == total.params["axes"]
         and numbers.get(largest.ins[0]) == numbers.get(scores)
         and all(

@@ -13,17 +13,19 @@ from typing import Any
 
 import jax
 
-from mpjax._src.autocast import derivatives, fused, written
+from mpjax._src.autocast import derivatives
 from mpjax._src.autocast.derivatives import KEPT, Softmax, Weighing, known
 from mpjax._src.autocast.environment import Env
 from mpjax._src.autocast.flow import Flow, free_producers
 from mpjax._src.autocast.operations import at, evaluate, half_cotangent, run_step, run_steps
 from mpjax._src.autocast.schedule import made_where_read, ops_of
-from mpjax._src.autocast.written import Written
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import is_view
+from mpjax._src.replacements import fused, written
+from mpjax._src.replacements.flow import Found
+from mpjax._src.replacements.written import Written
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,38 +107,10 @@ def body_of(ops: Iterable[Op], flow: Flow, views: Iterable[Op] = ()) -> Body:
     )
 
 
-def absorbed(members: Iterable[Op], inputs: Sequence[Value], result: Op, flow: Flow) -> Body | None:
-    """Returns the body of what replaces some ops, with the ops that only these read.
-
-    Args:
-        members: The ops.
-        inputs: What the replacement reads. The ops that make this stay outside, even if only
-            members read it.
-        result: The member whose results the replacement returns.
-        flow: The data flow.
-
-    Returns:
-        The body; None if others read what it would not return.
-    """
-    apart: set[Op] = set()
-    todo = [flow.producer[v] for v in inputs if v in flow.producer]
-    while todo:
-        op = todo.pop()
-        if op not in apart:
-            apart.add(op)
-            todo += [flow.producer[v] for v in op.ins if v in flow.producer]
-    inside: set[Op | None] = {*members}
-    for op in reversed(flow.ops):
-        readers = {r for v in op.outs for r in flow.readers.get(v, ())}
-        if readers and readers <= inside and op not in apart and not op.eqn.effects:
-            inside.add(op)
-    for op in filter(None, inside):
-        if op is not result and not inside.issuperset(
-            r for v in op.outs for r in flow.readers.get(v, ())
-        ):
-            return None
-    body = body_of([op for op in flow.ops if op in inside], flow)
-    return dataclasses.replace(body, ins=tuple(inputs), outs=result.outs, free=(), sums=())
+def in_place_of(found: Found, flow: Flow) -> Body:
+    """Returns the body of what replaces some ops."""
+    body = body_of([op for op in flow.ops if op in found.ops], flow)
+    return dataclasses.replace(body, ins=tuple(found.ins), outs=found.result.outs, free=(), sums=())
 
 
 def _only_half(readers: "Collection[Op | None]", flow: Flow) -> bool:
@@ -441,7 +415,7 @@ class ChunkedLoss(Island):
         return [env.read(self.ins[0], self.written.dtype), *(env.read(v) for v in self.ins[1:])]
 
     def results(self, env: Env, arrays: Sequence[Any]) -> list[Any]:
-        return [written.run(self.written, arrays)]
+        return written.run(self.written, arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

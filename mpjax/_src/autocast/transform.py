@@ -7,12 +7,13 @@ evaluates the program with them.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.autocast.classify import classify
 from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
@@ -28,6 +29,7 @@ from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.wrapped import Decorator, Wrapped
 from mpjax._src.planner.kept import program_of
 from mpjax._src.planner.program import Program
+from mpjax._src.planner.replaced import replaced
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
@@ -41,6 +43,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Whether functions run as programs that see their derivative, which tests alone ask for.
 SEES_DERIVATIVE = False
+
+
+class Replaced(NamedTuple):
+    """A program in which attentions and losses that a policy asks for are replaced."""
+
+    jaxpr: Any  # its closed jaxpr
+    # By ops of the outline: the kernel of each attention, by the matmul that reads its weights, or
+    # why it has none; and the blocks of each loss, by what makes its logits, or why it has none.
+    attention: Mapping[Any, str]
+    losses: Mapping[Any, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +78,31 @@ class Traced(programs.Traced):
         return complete(self.outline, [getattr(a, "dtype", None) for a in self.avals])
 
     @functools.cached_property
+    def replaced(self) -> Replaced:
+        """The program with replacements, and what becomes of its attentions and losses."""
+        policy = self.policy
+        if self.as_written or not (policy.fused_attention or policy.chunked_loss):
+            return Replaced(self.jaxpr, {}, {})
+        from mpjax._src.replacements.finder import Finder  # few policies ask for it
+
+        rulings = self.outline.analysis.rulings
+
+        def of(block):  # a rule's program is another one
+            known = all(op in rulings for op in block.ops)
+            return rulings if known else classify(block, policy)[0]
+
+        find = Finder(of, policy)
+        jaxpr = replaced(self.jaxpr, self.outline.block, find)
+        return Replaced(jaxpr, find.attention, find.losses)
+
+    @functools.cached_property
     def program(self) -> Program:
         """The program that sees its derivative, whose first arguments are the constants."""
         dtypes = [getattr(a, "dtype", None) for a in self.avals]
         around = functools.partial(tracing, self.policy)
-        return program_of(self.jaxpr, self.policy, self.paths, dtypes, self.out_dtypes, around)
+        return program_of(
+            self.replaced.jaxpr, self.policy, self.paths, dtypes, self.out_dtypes, around
+        )
 
     @functools.cached_property
     def as_written(self) -> bool:
@@ -335,7 +367,7 @@ def _run_as_written(traced: Traced, arrays: Sequence[Any], apart: bool) -> list[
 
 def _run_program(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     """Runs a program that sees its derivative."""
-    program, consts = traced.program, _jax.open_jaxpr(traced.jaxpr)[1]
+    program, consts = traced.program, _jax.open_jaxpr(traced.replaced.jaxpr)[1]
     typed = zip([*consts, *arrays], program.in_avals, strict=True)
     outs = held.call_held(program, *(_cast(x, getattr(a, "dtype", None)) for x, a in typed))
     inner, _ = _jax.open_jaxpr(traced.jaxpr)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax._src.base.dtypes import FLOAT16, HALVES
 from mpjax._src.base.rules import (
     BOUNDED,
     FOLLOW,
@@ -70,7 +71,7 @@ def noise_of(
             noise.update(dict.fromkeys(e.outs, ZERO))
             continue
         ins = e.ins[:1] if e.name == POOLED else e.ins  # the other one says where each entry goes
-        floats = [noise.get(v, EXACT) for v in ins if is_float32(v)]
+        floats = [noise.get(v, EXACT) for v in ins if is_float32(v) or _is_half(v)]
         level = _noise(e, [k for k in floats if k != ZERO])
         of = _roots(e, roots, noise) if level == EACH else ()
         shared = level == EACH and not of and _adds(e) and _shares(e, noise, sources)
@@ -117,6 +118,11 @@ def _rounds(e: Equation) -> bool:
     return is_half_matmul(e) or rounding.is_rounding(e)
 
 
+def _is_half(v: Value) -> bool:
+    """Returns whether whoever wrote the program made a value a 16-bit one, as for a kernel."""
+    return getattr(v.aval, "dtype", None) in HALVES
+
+
 def _adds(e: Equation) -> bool:
     rule = e.rule
     return rule.need == FOLLOW and rule.gain == SUM
@@ -124,7 +130,7 @@ def _adds(e: Equation) -> bool:
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
     rule = e.rule
-    if _rounds(e):
+    if _rounds(e) or (any(map(_is_half, e.outs)) and not rounding.is_view(e)):
         return EACH
     if not floats:
         return EXACT
@@ -170,6 +176,7 @@ def rounded_once(
     late: Sequence[Equation],
     results: Collection[Value],
     cotangents: Iterable[Value],
+    half: np.dtype = FLOAT16,
 ) -> list[Value]:
     """Returns the cotangents that may be rounded once for all their readers.
 
@@ -178,8 +185,9 @@ def rounded_once(
         late: Those of the backward part.
         results: What the backward part returns.
         cotangents: The cotangents that it gets.
+        half: The 16-bit dtype.
     """
-    written = _written(equations, late, results)
+    written = _written(equations, late, results, half)
     if not written:
         return []
     noise, moved = noise_of(equations), dependents(late, cotangents)
@@ -192,9 +200,10 @@ def _written(
     equations: Sequence[Equation],
     late: Sequence[Equation],
     results: Collection[Value],
+    half: np.dtype,
 ) -> set[Value]:
     """Returns the large values that the backward part would write in float32."""
-    made = rounding.made(late, (), np.dtype(np.float16))
+    made = rounding.made(late, (), half)
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
     if not large:
         return set()

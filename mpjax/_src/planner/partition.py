@@ -6,12 +6,14 @@ AOTAutograd). Only what is cheap to compute is computed again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpjax._src.base._jax import held
 from mpjax._src.base.rules import COMPARE, JUMPS
+from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     BARRIER,
+    CUSTOM,
     Equation,
     Value,
     between,
@@ -105,7 +107,13 @@ def _lightest(
 
 def runs_again(e: Equation) -> bool:
     """Returns whether an equation may run a second time in the backward part."""
+    if e.name in CUSTOM:
+        return all(all(each) for each in rounding.inside(e, _run_again))
     return (e.name in VIEWS or e.rule.runs_again) and not e.acts and e.name != BARRIER
+
+
+def _run_again(ins: Any, equations: Iterable[Equation], outs: Any) -> list[bool]:
+    return [*map(runs_again, equations)]
 
 
 def _jumps(e: Equation, computed: Collection[Value], known: set[Value]) -> bool:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mpjax._src.base import _jax
-from mpjax._src.base.rules import LOOKS_UP, REDUCES
+from mpjax._src.base.rules import LOOKS_UP, REDUCES, UNKNOWN
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of
@@ -59,7 +59,8 @@ class Traffic:
             if moves and not again.isdisjoint(e.outs):
                 again.difference_update(e.outs)
                 again.add(e.ins[0])  # which is written, and read in another layout
-        return cls(price, kept, fed | made | rounded, again)
+        again |= _by_kernels(late)
+        return cls(price, kept, fed | made | rounded | _by_kernels(early), again)
 
     def __call__(self, v: Value) -> int:
         """Returns what it costs to keep a value."""
@@ -70,6 +71,12 @@ class Traffic:
         """Returns what it costs to compute values again, by their places, beyond what is free."""
         half = self.price.half
         return {i: 4 * _jax.bytes_of(v.aval, half) for i, v in enumerate(values) if v in self.again}
+
+
+def _by_kernels(equations: Iterable[Equation]) -> set[Value]:
+    """Returns what kernels of others read, into which nothing fuses: no view either."""
+    kernels = (e for e in equations if e.rule is UNKNOWN or e.name in ("ffi_call", "pallas_call"))
+    return {v for e in kernels for v in e.ins}
 
 
 def kernels_of(

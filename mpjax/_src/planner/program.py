@@ -38,6 +38,7 @@ from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import KEPT, Traffic
+from mpjax._src.planner.replaced import batch
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written, written_of
@@ -136,7 +137,7 @@ class Program:
         """Returns the program of batched arguments, and which results are batched."""
 
         def make():
-            jaxpr, batched = building.batched(self.closed, axis, which)
+            jaxpr, batched = batch(self.closed, axis, which)
             return self.another(jaxpr, self.halved_in, self.halved_out, self.returned), batched
 
         return self._once((axis, which), make)
@@ -291,7 +292,7 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        shared = rounded_once([*self._early, *late], late, grads, cts)
+        shared = rounded_once([*self._early, *late], late, grads, cts, program.half)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         later, lean = [*self._again, *late], program.storage == "lean"
         body, grads = _held_apart(self.saved, self._padded, later, grads, [*cts], lean)

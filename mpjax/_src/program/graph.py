@@ -211,8 +211,8 @@ def _result(eqn, ins: Sequence[Value], aval: Any) -> Value:
         fields["constant"] &= rules.FRESH not in spec.traits
         if value.is_f32:
             fields["entries"] = ins[0].entries
-            if rules.SAME_CONSTANT in spec.traits:
-                fields["const"] = _same_constant(eqn, ins[0].const)
+        if rules.SAME_CONSTANT in spec.traits and (value.is_f32 or value.size == 1):
+            fields["const"] = _same_constant(eqn, ins[0].const)
     if spec.need == rules.MOVE and rules.LOOKS_UP not in spec.traits:
         fields["given"] = all(v.given for v in ins if is_float(v))
         sent = eqn.primitive.name in EXCHANGES or any(v.moved for v in ins)

@@ -93,7 +93,7 @@ def after(op: Op, axes: Axes) -> Axes | None:
     return axes
 
 
-VIEWS = frozenset(["broadcast_in_dim", "copy", "reshape", "squeeze", "transpose"])
+VIEWS = frozenset(["broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "transpose"])
 
 
 def is_view(op: Op) -> bool:

@@ -77,6 +77,7 @@ from mpjax._src.base._jax.rules import (
     instantiated,
     manual_axes,
     shard_map,
+    with_rule,
     zero_tangent,
     zeros_of,
 )

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax._src import config
 from jax._src.core import (
     InternalMutableArrayEffect,
@@ -27,14 +28,16 @@ from jax._src.shard_map import (
 from jax._src.state.discharge import discharge_state
 from jax.extend.core import Jaxpr, Var
 from jax.extend.source_info_util import NameStack
+from jax.sharding import PartitionSpec
 
 from mpjax._src.base._jax import matmuls, stacks
-from mpjax._src.base._jax.programs import close, open_jaxpr
+from mpjax._src.base._jax.programs import close, eval_closed, in_avals, open_jaxpr, trace
 from mpjax._src.base._jax.rules import manual_axes
 from mpjax._src.base._jax.sources import is_users
 
 NO_EFFECTS = no_effects
 NO_SCOPES = NameStack()
+WHOLE = PartitionSpec()  # what each device of a shard_map has whole
 
 __all__ = ["Var", "barrier_p"]
 
@@ -122,6 +125,24 @@ def forward_mode(jaxpr: Any, moving: Sequence[bool]) -> tuple[Any, Sequence[bool
 def batched(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
     """Returns the closed jaxpr of batched arguments, and which results are batched."""
     return batch_jaxpr(jaxpr, axis, which, False)
+
+
+def one_by_one(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
+    """Returns what `batched` does, as a loop over the batch."""
+
+    def run(*args):
+        def turn(_, slices):
+            rest = iter(slices)
+            one = [next(rest) if yes else x for x, yes in zip(args, which, strict=True)]
+            return None, eval_closed(jaxpr, *one)
+
+        slices = [x for x, yes in zip(args, which, strict=True) if yes]
+        return jax.lax.scan(turn, None, slices, axis.size)[1]
+
+    each = zip(in_avals(jaxpr), which, strict=True)
+    avals = [stacked_aval(axis.size, aval) if yes else aval for aval, yes in each]
+    program = trace(run, avals, "one_by_one")
+    return program, [True] * len(open_jaxpr(program)[0].outvars)
 
 
 def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int) -> dict[str, Any]:

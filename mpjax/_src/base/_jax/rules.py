@@ -8,6 +8,7 @@ import jax
 from jax._src.interpreters.ad import CustomVJPException
 from jax.experimental.jet import JetTracer
 from jax.extend.core import Literal
+from jax.extend.linear_util import transformation2
 from jax.interpreters import ad
 
 from mpjax._src.base._jax.programs import close, open_jaxpr, trace
@@ -22,6 +23,21 @@ def custom_jvp_rule(params: dict[str, Any]) -> tuple[Any, Sequence[bool]]:
     count = len(open_jaxpr(params["call_jaxpr"])[0].invars) - params["num_consts"]
     jaxpr, consts, zeros = own_lines(params["jvp_jaxpr_fun"]).call_wrapped(*[False] * count)
     return close(jaxpr, consts), list(zeros)
+
+
+def with_rule(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of a custom_jvp or custom_vjp whose rule's program is changed.
+
+    That is the closed jaxpr of primals and tangents, or the forward one.
+    """
+    name = "fwd_jaxpr_thunk" if "fwd_jaxpr_thunk" in params else "jvp_jaxpr_fun"
+    return {**params, name: _changed(params[name], change)}
+
+
+@transformation2
+def _changed(fun: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:
+    jaxpr, consts, *more = fun(*args)
+    return (*open_jaxpr(change(close(jaxpr, consts))), *more)
 
 
 class VjpRules(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast.chunked import (
+from mpjax._src.replacements.chunked import (
     Form,
     Operands,
     anywhere,
@@ -14,7 +14,7 @@ from mpjax._src.autocast.chunked import (
     statistics,
     weighted_sum,
 )
-from mpjax._src.autocast.derivatives import cast
+from mpjax._src.replacements.derivatives import cast
 
 
 class Written(NamedTuple):
@@ -40,7 +40,7 @@ class Written(NamedTuple):
         return self.form.describe(self.by_rows)
 
 
-def run(written: Written, arrays: Sequence[Any]) -> Any:
+def run(written: Written, arrays: Sequence[Any]) -> list[Any]:
     """Runs a loss, in float32.
 
     The arrays are hidden values, weight, labels, the bias if there is one, and weights of losses.
@@ -66,7 +66,7 @@ def run(written: Written, arrays: Sequence[Any]) -> Any:
 
     operands = operands._replace(weights=weights) if written.is_sum else operands
     out = anywhere(whole if written.is_sum else each, operands, per_row=not written.is_sum)
-    return jnp.reshape(out * written.factor, written.shape)
+    return [jnp.reshape(out * written.factor, written.shape)]
 
 
 def _moved(hidden: Any, written: Written) -> Any:

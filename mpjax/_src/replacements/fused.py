@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.autocast import fused_kernels
-from mpjax._src.autocast.derivatives import cast
 from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.replacements import fused_kernels
+from mpjax._src.replacements.derivatives import cast
 
 # What an axis runs over: part of an axis of the scores, as in `forms`, or one that the first matmul
 # sums over, or one that the second takes from the values (of these two, which). Its size is last.

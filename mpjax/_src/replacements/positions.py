@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import narrowed
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import VIEWS, Axes, before
+from mpjax._src.replacements.flow import Flow
+from mpjax._src.replacements.forms import narrowed
 
 # Part of an axis: (axis, stride, size), as in `forms`.
 Digit = tuple[int, Any, Any]

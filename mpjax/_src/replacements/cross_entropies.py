@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import behind_views, is_number, narrowed
-from mpjax._src.autocast.logits import (
+from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.program.graph import PLANNED, Op, Value
+from mpjax._src.program.views import is_view, own_axes
+from mpjax._src.replacements import written
+from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
+from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed, leads_to
+from mpjax._src.replacements.forms import behind_views, is_number, narrowed, numbered_values
+from mpjax._src.replacements.logits import (
     KNOWN,
     LSE,
     PICKED,
@@ -27,15 +31,7 @@ from mpjax._src.autocast.logits import (
     Row,
     Summed,
 )
-from mpjax._src.autocast.steps import ChunkedLoss, Written, absorbed
-from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.program.graph import Op, Value
-from mpjax._src.program.views import is_view, own_axes
-
-
-class Unfit(Exception):
-    """Raised with the reason why a loss does not run by blocks."""
-
+from mpjax._src.replacements.written import Written
 
 # ---- from the matmul to the logits ---------------------------------------------------------------
 
@@ -55,11 +51,12 @@ class Root(NamedTuple):
 THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
 
 
-def _chains(flow: Flow) -> Iterator[list[Op]]:
-    """Yields ops from an exponential that is summed back to what makes its logits."""
+def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
+    """Yields sums, and the ops from the exponential that is summed to what makes its logits."""
     found: set[Op] = set()
     for op in flow.ops:
-        maker = flow.producer.get(op.ins[0]) if op.name == "reduce_sum" else None
+        sums = op.name == "reduce_sum" and PLANNED not in op.scopes
+        maker = flow.producer.get(op.ins[0]) if sums else None
         chain = []
         while maker is not None:
             chain.append(maker)
@@ -68,7 +65,7 @@ def _chains(flow: Flow) -> Iterator[list[Op]]:
             maker = flow.producer.get(widest) if widest is not None else None
         if chain and chain[0].name == "exp" and chain[-1] not in found:
             found.add(chain[-1])
-            yield chain
+            yield op, chain
 
 
 def _root(matmul: Op, flow: Flow) -> Root | None:
@@ -220,39 +217,63 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
     return None
 
 
-# ---- the step -----------------------------------------------------------------------------------
+# ---- what runs in its place ----------------------------------------------------------------------
 
 
-def by_blocks(flow: Flow) -> list[ChunkedLoss]:
-    """Returns the losses of a block that run without their logits, and notes why others do not."""
-    steps = []
-    for chain in _chains(flow):
+NONE = "it is no cross entropy of labels"
+
+
+class CrossEntropy(NamedTuple):
+    """A loss of logits."""
+
+    maker: Op  # the op that makes the logits
+    note: str  # its blocks, or "unchanged: " and why there are none
+    found: Found | None  # what runs by blocks
+
+
+def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
+    """Yields the losses of a block, and how they run without their logits, or why not."""
+    numbers: dict[Value, int] = {}
+    read: set[Op] = set()
+    for total, chain in _chains(flow):
         maker = chain[-1]
         root = _root(maker, flow) if maker.name == "dot_general" else None
         if root is None:
-            _tell(chain, flow)
+            yield from _given(total, chain, flow)
             continue
-        reading = Reading(flow, root.logits)
+        if flow.producer[root.logits] in read:  # they were written twice
+            continue
+        numbers = numbers or numbered_values(flow)
+        reading = Reading(flow, root.logits, numbers)
+        read |= {*reading.ops}
         if not reading.is_loss:
+            if leads_to(total.outs[0], "log", flow):
+                why = reading.leak or NONE
+                yield CrossEntropy(maker, f"unchanged: {why}", None)
             continue
         try:
-            step = _step(root, reading)
-            flow.marks.losses[maker] = step.written.describe()
-            steps.append(step)
+            found = _found(root, reading)
+            yield CrossEntropy(maker, found.how.describe(), found)
         except Unfit as why:
-            flow.marks.losses[maker] = f"unchanged: {why}"
-    return steps
+            yield CrossEntropy(maker, f"unchanged: {why}", None)
 
 
-def _tell(chain: list[Op], flow: Flow) -> None:
-    """Notes that no linear layer makes the logits of a loss, unless they are given."""
-    for op in reversed(chain) if chain[-1].name not in THROUGH else ():
-        if op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss:
-            flow.marks.losses[op] = f"unchanged: {chain[-1].name} computes its logits"
+def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[CrossEntropy]:
+    """Yields the loss of logits that no linear layer makes, unless they are given."""
+    maker = chain[-1]
+    for op in reversed(chain) if maker.name not in THROUGH else ():
+        logits = op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss
+        if logits or (op is maker and _is_of_weights(op) and leads_to(total.outs[0], "log", flow)):
+            yield CrossEntropy(op, f"unchanged: {maker.name} computes its logits", None)
             return
 
 
-def _step(root: Root, reading: Reading) -> ChunkedLoss:
+def _is_of_weights(op: Op) -> bool:
+    """Returns whether an op multiplies by a parameter, as a linear layer does."""
+    return op.name == "dot_general" and any(v.given or v.constant for v in op.ins)
+
+
+def _found(root: Root, reading: Reading) -> Found:
     flow, matmul = reading.flow, root.matmul
     ruling = flow.rulings[matmul]
     if reading.leak:
@@ -263,7 +284,7 @@ def _step(root: Root, reading: Reading) -> ChunkedLoss:
         raise Unfit("its shapes are symbolic")
     leaves = {v: _loss(reading.kinds[v].row, reading.words) for v in reading.leaves}
     if not any(leaves.values()):
-        raise Unfit("it is no cross entropy of labels")
+        raise Unfit(NONE)
     if len(leaves) > 1:
         raise Unfit("parts of it are also read elsewhere")
     ((value, loss),) = leaves.items()
@@ -273,11 +294,11 @@ def _step(root: Root, reading: Reading) -> ChunkedLoss:
     if total is not None and not _is_made_of(total, value, flow):
         total = None
     end = total or own
-    written, inputs = _written(root, reading, loss, end, total is not None)
-    body = absorbed([matmul, *reading.ops, *end.ops], inputs, end.op, flow)
-    if body is None:
+    how, inputs = _written(root, reading, loss, end, total is not None)
+    ops = absorbed([matmul, *reading.ops, *end.ops], inputs, end.op, flow)
+    if ops is None:
         raise Unfit("its logits are also read elsewhere")
-    return ChunkedLoss(body, written)
+    return Found(ops, inputs, end.op, matmul, written.run, how)
 
 
 def _is_made_of(total: Sum, losses: Value, flow: Flow) -> bool:
@@ -318,7 +339,7 @@ def _written(
     if form.blocks == 1 and not is_sum:
         raise Unfit("its logits are no larger than one block")
     ruling = flow.rulings[matmul]
-    written = Written(
+    how = Written(
         form,
         ruling.half if ruling.in_force == "half" else FLOAT32,
         contracted[root.hidden],
@@ -333,4 +354,4 @@ def _written(
     )
     inputs = [hidden, weight, loss.labels.value]
     inputs += [root.bias] if root.bias is not None else []
-    return written, inputs + [value for *_, value in end.weights]
+    return how, inputs + [value for *_, value in end.weights]

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast.chunked import NAN, SHARE
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import behind_views, is_number, narrowed
-from mpjax._src.autocast.gathers import known_array, picks_one_per_row
-from mpjax._src.base.dtypes import HALVES
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import is_view, own_axes
+from mpjax._src.replacements.chunked import NAN, SHARE
+from mpjax._src.replacements.flow import Flow
+from mpjax._src.replacements.forms import behind_views, is_number, narrowed
+from mpjax._src.replacements.gathers import known_array, picks_one_per_row
 
 # ---- expressions --------------------------------------------------------------------------------
 
@@ -149,6 +148,7 @@ class Reading:
 
     flow: Flow  # the data flow of the block
     root: Value  # the logits
+    numbers: dict[Value, int] = dataclasses.field(default_factory=dict)  # equal ones are equal
     # The expressions of the values that are computed from them.
     kinds: dict[Value, Any] = dataclasses.field(default_factory=dict)
     ops: dict[Op, None] = dataclasses.field(default_factory=dict)  # the operations that make these
@@ -157,12 +157,15 @@ class Reading:
     leak: str = ""  # why the logits have to exist, or ""
 
     def __post_init__(self) -> None:
-        self.kinds[self.root] = Wide(1.0, {})
-        start = self.flow.producer[self.root].index
-        self._note(self.root, "returned")
-        for op in self.flow.ops[start + 1 :]:
+        makers = {self.flow.producer[self.root]: None}  # people write logits twice
+        number = self.numbers.get(self.root)
+        makers |= {self.flow.producer[v]: None for v, n in self.numbers.items() if n == number}
+        for op in makers:
+            self.kinds[op.outs[0]], self.ops[op] = Wide(1.0, {}), None
+            self._note(op.outs[0], "returned")
+        for op in self.flow.ops[min(op.index for op in makers) :]:
             made_from = [v for v in dict.fromkeys(op.ins) if v in self.kinds]
-            if not made_from:
+            if not made_from or op in makers:
                 continue
             if not op.eqn.effects and not any(self.flow.readers.get(v) for v in op.outs):
                 self.ops[op] = None  # nobody reads it
@@ -192,9 +195,8 @@ class Reading:
         return picks and any(isinstance(k, Power) for k in self.kinds.values())
 
     def _is_plain(self, op: Op) -> bool:
-        ruling, compute = self.flow.rulings[op], self.flow.choices[op].compute
         one = len(op.outs) == 1 and not op.eqn.effects and not op.subs
-        return one and ruling.forced != "half" and compute not in HALVES
+        return one and not self.flow.in_half(op)
 
     def _note(self, value: Value, how: str) -> None:
         if None in self.flow.readers.get(value, ()):
@@ -309,7 +311,10 @@ class Reading:
         return a and b and _product(a, b)
 
     def _over(self, op: Op) -> Any:
-        kind, number = self.kind(op.ins[0]), _number(self.kind(op.ins[1]))
+        kind, other = map(self.kind, op.ins)
+        if isinstance(kind, Exponential | Power) and isinstance(other, Power):
+            return type(kind)(_plus(kind.row, other.row, -1.0))
+        number = _number(other)
         return _scaled(kind, 1 / number) if kind and number else None
 
     def _square(self, op: Op) -> Any:
@@ -323,6 +328,8 @@ class Reading:
 
     def _log(self, op: Op) -> Any:
         kind = self.kind(op.ins[0])
+        if isinstance(kind, Exponential):
+            return Wide(1.0, kind.row)
         return PerRow(kind.row) if isinstance(kind, Power) else None
 
     def _abs(self, op: Op) -> Any:
@@ -370,15 +377,17 @@ class Reading:
         if isinstance(kind, PerRow) and operand.size == op.outs[0].size == self.rows:
             axes = op.params["dimension_numbers"].start_index_map  # of size 1
             return kind if all(operand.aval.shape[d] == 1 for d in axes) else None
-        if not isinstance(kind, Wide) or op.outs[0].size != self.rows:
+        if not isinstance(kind, Wide | Exponential) or op.outs[0].size != self.rows:
             return None
         labels = self._indices(op, indices)
         mode = str(op.params["mode"]).lower()
         fills = "fill" in mode and np.isnan(op.params.get("fill_value") or np.nan)
         if labels is None or not (fills or "clip" in mode or "promise" in mode):
             return None
-        picked = Labels(labels, NAN, not fills)
-        return PerRow(_plus({(PICKED, picked): kind.factor}, kind.row))
+        picked = PICKED, Labels(labels, NAN, not fills)
+        if isinstance(kind, Exponential):
+            return Power(_plus({picked: 1.0}, kind.row))
+        return PerRow(_plus({picked: kind.factor}, kind.row))
 
     def _indices(self, op: Op, indices: Value) -> Value | None:
         """Returns the labels of a gather that takes one entry of each row."""

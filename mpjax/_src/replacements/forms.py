@@ -11,18 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.base import _jax
-from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import Axes, before, is_view
+from mpjax._src.replacements.flow import Flow
 
 # ---- which values are the same ------------------------------------------------------------------
 
 
 def numbered_values(flow: Flow) -> dict[Value, int]:
     """Returns a number for each value of a block; equal computations get equal numbers."""
-    block, analysis = flow.block, flow.analysis
+    block = flow.block
     numbers: dict[Any, int] = {}
     numbered: dict[Value, int] = {}
 
@@ -37,9 +35,7 @@ def numbered_values(flow: Flow) -> dict[Value, int]:
 
     for op in flow.ops:
         ins = tuple([number(v) for v in op.ins])
-        dtypes = tuple([analysis.stored[v].dtype for v in op.outs])
-        compute, forced = analysis.choices[op].compute, analysis.rulings[op].forced
-        key = _jax.equation_key(op.eqn)[:-1], compute, forced, dtypes, ins
+        key = flow.key(op), ins
         try:
             hash(key)
         except TypeError:
@@ -84,7 +80,7 @@ class Reading:
         if (constant := _constant(value)) is not None and constant > 0:
             return {} if constant == 1 else {(CONSTANT, "", ()): math.log(constant)}
         op = self.flow.producer.get(value)
-        if op is None or not depth or not is_plain(op, self.flow):
+        if op is None or not depth or not self.flow.is_plain(op):
             return self._term(FACTOR, value, axes)
         depth -= 1
         if op.name in ("exp", "exp2"):
@@ -124,7 +120,7 @@ class Reading:
         if (constant := _constant(value)) is not None:
             return {(CONSTANT, "", ()): constant} if constant else {}
         op = self.flow.producer.get(value)
-        if op is None or not depth or not is_plain(op, self.flow):
+        if op is None or not depth or not self.flow.is_plain(op):
             return self._term(EXPONENT, value, axes)
         depth -= 1
         if op.name in ("add", "sub"):
@@ -234,7 +230,7 @@ class Reading:
                 return True
             varying = [v for v in op.ins if v.const is None and v.is_f32]
             through = is_view(op) or op.name in ("abs", "add", "max", "select_n")
-            if not through or len(varying) != 1 or not is_plain(op, self.flow):
+            if not through or len(varying) != 1 or not self.flow.is_plain(op):
                 return False
             value = varying[0]
         return False
@@ -251,13 +247,6 @@ def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
         guards.append(number[:2])
         number = number[2]
     return guards, number
-
-
-def is_plain(op: Op, flow: Flow) -> bool:
-    """Returns whether an op runs in float32 without being forced to."""
-    ruling, compute = flow.rulings[op], flow.choices[op].compute
-    plain = compute == FLOAT32 or (ruling.rule in ("cast", "layout") and compute is None)
-    return plain and not ruling.forced and not op.eqn.effects and len(op.outs) == 1
 
 
 def _constant(value: Value) -> float | None:

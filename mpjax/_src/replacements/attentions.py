@@ -13,52 +13,67 @@ entry masked by a large negative number has weight 0, whatever the number is.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mpjax._src.autocast import fused, fused_kernels, positions
-from mpjax._src.autocast.flow import Flow
-from mpjax._src.autocast.forms import MASKED, is_linear, is_number, is_same_along, narrowed
-from mpjax._src.autocast.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.autocast.steps import FusedAttention, Island, SoftmaxIsland, absorbed
 from mpjax._src.base import _jax
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
-
-# The number of values that are searched for shardings of a sequence.
-REACH = 256
-
-
-class Unfit(Exception):
-    """Raised with the reason why a fused kernel cannot run an attention."""
+from mpjax._src.replacements import fused, fused_kernels, positions
+from mpjax._src.replacements.flow import REACH, Flow, Found, Unfit, absorbed, leads_to
+from mpjax._src.replacements.forms import MASKED, is_linear, is_number, is_same_along, narrowed
+from mpjax._src.replacements.fused import SUM, VALUE, Atom, Fusion, Labels, Term
+from mpjax._src.replacements.softmaxes import Softmax
 
 
-def fuse(flow: Flow, islands: Sequence[Island]) -> list[Island]:
-    """Assigns attentions to the fused kernel of the device, if it supports them."""
-    return [_in_kernel(i, flow) if isinstance(i, SoftmaxIsland) else i for i in islands]
+class Attention(NamedTuple):
+    """A softmax that leads to a matmul."""
+
+    matmul: Op
+    note: str  # the kernel that runs it, or "xla: " and why none does
+    found: Found | None  # what the kernel takes the place of
 
 
-def _in_kernel(island: SoftmaxIsland, flow: Flow) -> Island:
-    matmul = _attends(island, flow)
-    if matmul is None:
-        return island
+def attention(softmax: Softmax, flow: Flow) -> Attention | None:
+    """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits.
+
+    Where all of it has to be float32, nobody asks for a kernel.
+    """
+    matmul = _attends(softmax, flow)
+    if matmul is None or flow.in_full(matmul, softmax.ops):
+        return None
     try:
-        fused = _fuse(island, flow)
+        found = _fuse(softmax, flow)
     except Unfit as why:
-        flow.marks.attention[matmul] = f"xla: {why}"
-        return island
-    flow.marks.attention[matmul] = fused.fusion.describe()
-    return fused
+        return Attention(matmul, f"xla: {why}", None)
+    return Attention(matmul, found.how.describe(), found)
 
 
-def tell_of_late_norms(flow: Flow) -> None:
-    """Says of attention that is normalized after the product why it runs in no fused kernel.
+def others(flow: Flow, known: Collection[Op]) -> Iterator[Attention]:
+    """Yields attentions without a softmax that is known, unless their matmuls are ``known``.
 
-    It has no softmax that is rounded to 16 bits: its weights are exponentials, and the product of
-    them and the values is divided by their sum.
+    Those that are normalized after the product have no weights that sum to one.
+    """
+    late = dict.fromkeys(_late_norms(flow))
+    yield from (Attention(op, "xla: normalized after the product", None) for op in late)
+    for op in flow.ops:
+        plain = op.name in ("exp", "exp2") and flow.is_plain(op)
+        summed = plain and leads_to(op.outs[0], "reduce_sum", flow)
+        if not summed or not _comes_from_matmul(op.ins[0], flow):
+            continue
+        matmul = leads_to(op.outs[0], "dot_general", flow)
+        if matmul is not None and not flow.in_full(matmul, [op]) and matmul not in (*late, *known):
+            why = "its weights are divided by more than their sum"
+            yield Attention(matmul, f"xla: {why}", None)
+
+
+def _late_norms(flow: Flow) -> Iterator[Op]:
+    """Yields the matmuls of attentions that are normalized after the product.
+
+    Its weights are exponentials, and the product of them and the values is divided by their sum.
     """
     for op in flow.ops:
         if op.name not in ("div", "mul"):
@@ -73,7 +88,7 @@ def tell_of_late_norms(flow: Flow) -> None:
             summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
             weights = [_source(v, flow) for v in matmul.ins]
             if summed is not None and summed in weights and _is_weight(summed, flow):
-                flow.marks.attention[matmul] = "xla: normalized after the product"
+                yield matmul
 
 
 def _source(value: Value, flow: Flow) -> Op | None:
@@ -90,29 +105,30 @@ def _is_weight(op: Op, flow: Flow) -> bool:
         return any(
             case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
         )
-    if op.name not in ("exp", "exp2"):
-        return False
-    seen = dict.fromkeys(op.ins)
-    for value in (todo := [*seen]):  # grows
-        producer = flow.producer.get(value)
+    return op.name in ("exp", "exp2") and _comes_from_matmul(op.ins[0], flow)
+
+
+def _comes_from_matmul(value: Value, flow: Flow) -> bool:
+    """Returns whether a value is computed from a matmul's result."""
+    seen = {value: None}
+    for v in (todo := [value]):  # grows
+        producer = flow.producer.get(v)
         if producer is not None and producer.name == "dot_general":
             return True
-        fresh = [v for v in (producer.ins if producer else ()) if v not in seen]
+        fresh = [x for x in (producer.ins if producer else ()) if x not in seen]
         seen.update(dict.fromkeys(fresh))
         todo += fresh if len(seen) < REACH else []
     return False
 
 
-def _attends(island: SoftmaxIsland, flow: Flow) -> Op | None:
-    """Returns the matmul that a softmax leads to, through any operations."""
-    todo = [*island.outs]
-    for value in todo:  # grows
-        for op in flow.readers.get(value, ()):
-            if op is not None and op.name == "dot_general":
-                return op
-            if op is not None and (is_view(op) or is_linear(op, value)):
-                todo += op.outs
-    return None
+def _attends(softmax: Softmax, flow: Flow) -> Op | None:
+    """Returns the matmul that a softmax leads to.
+
+    That is through any operations if its scores come from a matmul; else through a dropout alone.
+    """
+    if _comes_from_matmul(softmax.scores, flow):
+        return leads_to(softmax.weights, "dot_general", flow)
+    return leads_to(softmax.weights, "dot_general", flow, lambda op, v: is_linear(op, v))
 
 
 # ---- the match ----------------------------------------------------------------------------------
@@ -137,18 +153,17 @@ class Scores(NamedTuple):
     leaves: tuple[Leaf, ...] = ()
 
 
-def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
-    """Returns the step that runs a softmax with the operations before and after it."""
-    before_softmax, weights, form = island.ins[0], island.outs[0], island.form
-    summed = form.axes
-    if not form.whole:
+def _fuse(softmax: Softmax, flow: Flow) -> Found:
+    """Returns a softmax with the operations before and after it, and the kernel in their place."""
+    summed = softmax.axes
+    if not softmax.whole:
         raise Unfit("its rows do not sum to one")
-    if any(v.aval.dtype == np.bool_ for v in island.ins):
+    if softmax.masked:
         raise Unfit("the mask is inside the softmax, whose rows may be empty")
     # First the pattern: the matmul of the scores, what is added to them, and that of the values.
-    own = own_axes(before_softmax.aval.shape)
-    scores = _scores(before_softmax, own, form.rate, summed, flow)
-    matmul, place, where, views = _weighed(weights, flow)
+    own = own_axes(softmax.scores.aval.shape)
+    scores = _scores(softmax.scores, own, softmax.rate, summed, flow)
+    matmul, place, where, views = _weighed(softmax.weights, flow)
     # Then what each axis runs over: parts of the scores' axes, which no reshape may cut.
     atoms = [atom for axis in scores.axes for atom in axis]
     keys = {a for d in summed for a in _split(own[d], atoms)}
@@ -199,10 +214,10 @@ def _fuse(island: SoftmaxIsland, flow: Flow) -> FusedAttention:
     for value, labels, along in zip(inputs, operands, (sequence, *[groups[4]] * 2), strict=False):
         if _is_sharded(value, {d for d, axis in enumerate(labels) if {*axis} & {*along}}, flow):
             raise Unfit("its sequence is sharded, and a fused kernel needs whole sequences")
-    members = *island.ops, scores.matmul, *scores.ops, *views, matmul
-    if (body := absorbed(members, inputs, matmul, flow)) is None:
+    members = *softmax.ops, scores.matmul, *scores.ops, *views, matmul
+    if (ops := absorbed(members, inputs, matmul, flow)) is None:
         raise Unfit("its scores are also read elsewhere")
-    return FusedAttention(body, fusion._replace(kernel=kernel))
+    return Found(ops, inputs, matmul, matmul, fused.run, fusion._replace(kernel=kernel))
 
 
 def _check_matmuls(flow: Flow, *matmuls: Op) -> None:
@@ -226,7 +241,7 @@ def _scores(
         raise Unfit("its scores do not come from a matmul")
     if op.name == "dot_general":
         return Scores(op, axes, factor)
-    if flow.rulings[op].forced or op.eqn.effects:
+    if flow.is_fixed(op) or op.eqn.effects:
         raise Unfit(f"{op.name} on its scores has a fixed dtype")
 
     def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:
@@ -518,6 +533,3 @@ def _causal(
         "is_causal": True,
         **({"local_window_size": (min(reaches), 0)} if reaches else {}),
     }
-
-
-# ---- what the kernel takes the place of ---------------------------------------------------------
