@@ -33,6 +33,7 @@ from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
+from mpjax._src.program.rows import with_rows
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat, parameters_of
@@ -71,6 +72,17 @@ class Traced(programs.Traced):
         dtypes = [getattr(a, "dtype", None) for a in self.avals]
         around = functools.partial(tracing, self.policy)
         return program_of(self.jaxpr, self.policy, self.paths, dtypes, self.out_dtypes, around)
+
+    @functools.cached_property
+    def rows(self) -> Plan:
+        """The plan whose ops are the rows of reports."""
+        return self.outline if SEES_DERIVATIVE else self.plan
+
+    @functools.cached_property
+    def with_rows(self) -> "Traced":
+        """The same with the numbers of its rows as scopes, which derivatives have too."""
+        jaxpr = with_rows(self.jaxpr, self.rows.block, self.rows.rows)
+        return dataclasses.replace(self, jaxpr=jaxpr)
 
     @functools.cached_property
     def as_written(self) -> bool:
@@ -299,6 +311,8 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
 
 def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]:
     """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
+    if rows and SEES_DERIVATIVE:
+        traced, rows = traced.with_rows, False
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
         # JAX takes apart a jit that returned NaN by calling its function, but this one has none.

@@ -46,11 +46,11 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.document.text import table
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.instruments.explain import computed_in
 from mpjax._src.instruments.noise import SUSPICIOUS, results_of_moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.ranges import turns_of
+from mpjax._src.instruments.rows import computed_in
 from mpjax._src.instruments.shadows import (
     BROKEN,
     Comparer,

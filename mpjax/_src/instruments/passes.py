@@ -22,7 +22,7 @@ from mpjax._src.base.dtypes import short_name
 from mpjax._src.base.lines import short
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.text import text_of
-from mpjax._src.instruments.explain import words
+from mpjax._src.instruments.tables import words
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import PolicyLike
 from mpjax._src.program.graph import Op

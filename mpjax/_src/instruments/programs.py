@@ -154,7 +154,7 @@ def make_program(
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
         *(jaxpr, leaves.arrays, names, tuple(results), gradients, parameters),
-        *(traced.plan, ran, alone, equations),
+        *(traced.rows, ran, alone, equations),
     )
 
 

@@ -218,7 +218,8 @@ class Derivative:
         prices = Traffic.of(price, KEPT[program.storage], early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
         self.saved = hand.saved
-        self._again, self._late = with_operands(early, self._late, hand, self.inputs)
+        again, self._late = with_operands(early, self._late, hand, self.inputs)
+        self._again = [*map(rounding.again, again)]
         later = [*self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]

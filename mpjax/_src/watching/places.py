@@ -17,9 +17,9 @@ from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES, is_float, is_half
 from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
 from mpjax._src.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+from mpjax._src.program.graph import AGAIN
 from mpjax._src.program.site import ROOT, Site
 
-AGAIN = "rematted_computation"  # JAX's name for a recomputation
 CAST = "convert_element_type"
 
 
@@ -159,10 +159,9 @@ def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) ->
 
 
 def _tensor(eqn: Any, v: Any, part: str, half: Any, rounded: bool, site: Site) -> Tensor:
-    again = AGAIN in (*site.scopes, *site.transforms)
     scopes = tuple(name for name in site.scopes if name != AGAIN)
     return Tensor(
-        *(eqn.primitive.name, part, scopes, site.backward, again, half, rounded),
+        *(eqn.primitive.name, part, scopes, site.backward, site.again, half, rounded),
         *(v.aval.shape, _jax.source_lines(eqn), _jax.line_key(eqn)),
     )
 
