@@ -5,12 +5,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import short_name
 from mpjax._src.base.higher_order import CALL, higher_order
 from mpjax._src.base.public import public
+from mpjax._src.program.interpret import is_precise
 from mpjax._src.program.site import ROOT
 
 # Primitives whose results are their operands.
@@ -84,14 +83,6 @@ def _array(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any
         else:
             return var
     return var
-
-
-def is_precise(eqn: Any) -> bool:
-    """Returns whether an equation rounds to the precision that its operand has anyway."""
-    if eqn.primitive.name != "reduce_precision":
-        return False
-    info = jnp.finfo(eqn.invars[0].aval.dtype)
-    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
 def is_cast(eqn: Any) -> bool:

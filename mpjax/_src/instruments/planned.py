@@ -16,11 +16,12 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES, is_float
 from mpjax._src.base.higher_order import PLANNED as PROGRAMS
 from mpjax._src.base.higher_order import higher_order, turns_of
 from mpjax._src.base.lines import where
-from mpjax._src.instruments.kept import Kept, is_cast, is_precise, makers_of, origin_of
+from mpjax._src.instruments.kept import Kept, is_cast, makers_of, origin_of
 from mpjax._src.instruments.rows import Row, computed_in, is_frame, name_of, signature
 from mpjax._src.planner.exceptions import ALL_FULL, ENDS, SOLVES
 from mpjax._src.planner.rounding import SHORT
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Op
+from mpjax._src.program.interpret import is_precise
 from mpjax._src.program.site import ROOT, Site
 
 

@@ -38,6 +38,7 @@ from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written, written_of
+from mpjax._src.program.interpret import Plain, interpret
 
 
 class Program:
@@ -94,12 +95,25 @@ class Program:
             return written(self.closed, *options, outermost=True)
         return written_of(self._program.written_out(), *options, outermost=True)
 
+    @property
+    def calling(self) -> Any:
+        """The closed jaxpr that runs, with its calls of functions with rules."""
+        options = self.half, self.halved_in, self.halved_out, [True] * self.returned
+        return written(self.closed, *options, outermost=True, rules=False)
+
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
         """The program that runs, jitted, unless it donates arguments to a jit inside."""
         program = self.written
         run = functools.partial(_jax.eval_closed, program)
-        return run if _donates(program) else jax.jit(lambda *args: run(*args))
+        whole = run if _donates(program) else jax.jit(lambda *args: run(*args))
+
+        def once(*args):
+            # JAX takes apart a jit that returned NaN by calling its function, but this has none.
+            checked = jax.debug_nans.value or jax.debug_infs.value
+            return interpret(program, list(args), Plain()) if checked else whole(*args)
+
+        return once
 
     def __repr__(self) -> str:  # people read it in jaxprs
         return f"Program({self.half.name})"

@@ -14,6 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base.contexts import CONSTANTS_AS_CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import CALL, SCAN, WHILE
 from mpjax._src.base.rules import HALF
@@ -39,6 +40,7 @@ def written(
     returned: Sequence[bool],
     region: Region = NOWHERE,
     outermost: bool = False,
+    rules: bool = True,
 ) -> Any:
     """Returns a float32 program with casts.
 
@@ -50,11 +52,12 @@ def written(
         returned: For each result, whether it leaves as an accumulator, if it is one.
         region: The region of the equation that holds the program.
         outermost: Whether its arguments are arrays, and no parts of some in a loop.
+        rules: Whether functions with derivative rules are taken apart.
 
     Returns:
         The closed jaxpr.
     """
-    ins, equations, outs = parts(program, rules=True, region=region)
+    ins, equations, outs = parts(program, rules=rules, region=region)
     listed = Listed(ins, equations, outs, building.anonymous(program))
     return written_of(listed, half, halved_in, halved_out, returned, outermost)
 
@@ -142,7 +145,7 @@ class Writer:
     def _cast(self, v: Value, aval: Any, near: Equation | None) -> Value:
         if v.aval.dtype == aval.dtype:
             return v
-        if v.literal:
+        if v.literal and not CONSTANTS_AS_CASTS.value:
             with np.errstate(over="ignore"):
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
         if v.aval.dtype in HALVES:

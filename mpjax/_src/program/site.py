@@ -105,6 +105,7 @@ def overriding(
     overrides: Iterable[tuple[str, Any]], scopes: Sequence[str], name: str, paths: Iterable[str]
 ) -> list[tuple[str, Any]]:
     """Returns the overrides that match an operation of a primitive, in scopes, on parameters."""
+    scopes = [scope for scope in scopes if not scope.startswith((ROW, NUMBER))]
     user_scopes = (scope for scope in scopes if not scope.startswith(KERNEL))
     places = ["/".join(scopes), "/".join((*scopes, name)), "/".join(user_scopes), *paths]
     return [o for o in overrides if any(matches(o[0], place) for place in places)]
