@@ -31,7 +31,8 @@ from mpjax._src.planner.program import Program
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
-from mpjax._src.program.graph import PLANNED, REGION
+from mpjax._src.program.graph import PLANNED, REGION, Op
+from mpjax._src.program.interpret import Plain, interpret, run
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.program.rows import with_rows
 from mpjax._src.program.site import equations
@@ -319,6 +320,8 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
         checked = jax.debug_nans.value or jax.debug_infs.value
         if traced.as_written and not rows and not checked:
             results = _run_as_written(traced, arrays)
+        elif SEES_DERIVATIVE and checked and not any(isinstance(x, _jax.Tracer) for x in arrays):
+            results = _run_checked(traced.with_rows, arrays, [op for op, _ in traced.rows.numbered])
         elif SEES_DERIVATIVE:
             results = _run_program(traced, arrays)
         else:
@@ -343,6 +346,21 @@ def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
 def _run_program(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     """Runs a program that sees its derivative."""
     outs = held.call_held(traced.program, *_passed(traced, arrays))
+    return [_cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
+
+
+def _run_checked(traced: Traced, arrays: Sequence[Any], ops: Sequence[Op]) -> list[Any]:
+    """Runs a program by operations, whose errors name the user's line also inside of a jit."""
+
+    class Lines(Plain):
+        @staticmethod
+        def operation(eqn, ins, place):
+            op = None if place.op is None else ops[place.op]
+            callers = () if op is None else (op.eqn, *reversed(op.callers))
+            with _jax.location(eqn, eqn.source_info.name_stack, lambda: callers):
+                return run(eqn, ins)
+
+    outs = interpret(traced.program.written, _passed(traced, arrays), Lines())
     return [_cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
 
 
