@@ -151,6 +151,8 @@ class CastReport(Report):
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
                 f"{size(self.stored_after)} under the plan"
             )
+        else:
+            lines.append("with argnums: the backward pass too, and what is stored for it")
         return lines
 
     def document(self, most: int = 0) -> Document:
@@ -385,7 +387,7 @@ def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> Ca
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
     rounded = planned.rounded_for(jaxpr)
     for eqn, site, times, back in planned.running(jaxpr):
-        if not back:
+        if not back or planned.is_told(eqn):
             continue
         index = site.op
         origin = forward[index] if index is not None else None

@@ -8,7 +8,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mpjax._src.autocast.transform import Traced, call
 from mpjax._src.base import _jax, rules
@@ -20,6 +20,7 @@ from mpjax._src.instruments.kept import Kept, is_cast, makers_of, origin_of
 from mpjax._src.instruments.rows import Row, computed_in, is_frame, name_of, signature
 from mpjax._src.planner.exceptions import ALL_FULL, ENDS, SOLVES
 from mpjax._src.planner.rounding import SHORT
+from mpjax._src.planner.searches import depth
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Op
 from mpjax._src.program.interpret import is_precise
 from mpjax._src.program.site import ROOT, Site
@@ -51,6 +52,11 @@ def running(
 def is_added(eqn: Any) -> bool:
     """Returns whether an equation moves values between dtypes or passes, and computes nothing."""
     return is_cast(eqn) or eqn.primitive.name == "optimization_barrier"
+
+
+def is_told(eqn: Any) -> bool:
+    """Returns whether an equation tells compilers what they may not change, and does nothing."""
+    return is_added(eqn) and eqn.primitive.name != "convert_element_type"
 
 
 def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[Row]:
@@ -159,6 +165,9 @@ NEEDS = {
     rules.MOVE: "follows its operands",
 }
 MATMUL = "16-bit list"
+SHORT_SUM = f"float32: sums of {SHORT} products or fewer are no faster in 16 bits"
+PROGRAM = "a program, whose operations have their own rows"
+OWN_RULE = "a program with its own derivative rule"
 NO_ROW = (
     "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, and "
     "mpjax.half_inputs runs a kernel in 16 bits"
@@ -181,11 +190,7 @@ def _reason(op: Op, told: str, traced: Traced, own: Sequence[Any]) -> tuple[str,
     if region and not op.subs and op.spec.need not in (rules.MOVE, rules.COMPARE):
         return f"region {region.removeprefix(REGION)}", False
     if op.subs and not (op.inside.as_one and own):
-        rule = "with its own derivative rule" if op.inside.backward or op.inside.as_one else ""
-        return (
-            f"a program {rule}" if rule else "a program, whose operations have their own rows",
-            False,
-        )
+        return OWN_RULE if op.inside.backward or op.inside.as_one else PROGRAM, False
     if op.spec.need == rules.HALF:
         return _of_matmul(op, traced, own)
     if op.name == "convert_element_type":
@@ -196,31 +201,31 @@ def _reason(op: Op, told: str, traced: Traced, own: Sequence[Any]) -> tuple[str,
         return LEFT_KERNEL, True
     if traced.as_written and op.spec.need in (rules.FULL, rules.FOLLOW):
         return ALL_FULL, False
-    return NEEDS.get(rules.FOLLOW if op.subs else op.spec.need, "unknown, left unchanged"), False
+    need = rules.FOLLOW if op.subs else op.spec.need
+    if need in (rules.FULL, rules.FOLLOW) and reads_half(own):  # what is exact in 16 bits
+        need = rules.MOVE
+    return NEEDS.get(need, "unknown, left unchanged"), False
+
+
+def reads_half(group: Sequence[Any]) -> bool:
+    """Returns whether equations read no float but 16-bit ones."""
+    floats = {v.aval.dtype for eqn in group for v in eqn.invars if is_float(v)}
+    return bool(floats) and floats <= {*HALVES}
 
 
 def _of_matmul(op: Op, traced: Traced, own: Sequence[Any]) -> tuple[str, bool]:
     precision = _jax.own_precision(op.params)
-    half = bool(own) and all(v.aval.dtype in HALVES for v in own[0].invars[:2])
+    half = reads_half(own)
     if precision is not None and precision != _jax.default_precision() and not half:
         return f"explicit precision {precision}, left unchanged", True
     if traced.as_written:
         return ALL_FULL, False
-    if not half and op.name == "dot_general" and depth_of(op) <= SHORT:
-        return (
-            f"float32: it adds up {SHORT} products or fewer, which is no faster in 16 bits",
-            False,
-        )
+    if not half and op.name == "dot_general" and depth(cast(Any, op)) <= SHORT:
+        return SHORT_SUM, False
     if not half:
         return "left unchanged", True
     wide = own[0].outvars[0].aval.dtype == FLOAT32
     return f"{MATMUL}, float32 result" if wide else MATMUL, False
-
-
-def depth_of(op: Op) -> int:
-    """Returns the number of products that a matmul adds up for each result."""
-    (contracted, _), _ = op.params["dimension_numbers"]
-    return _jax.size_of([op.ins[0].aval.shape[d] for d in contracted])
 
 
 # ---- what is kept, computed again, rounded ------------------------------------------------------

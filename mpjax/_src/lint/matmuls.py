@@ -10,7 +10,7 @@ from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.base.lines import short
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
-from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.graph import PLANNED, Op, Value
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -135,11 +135,12 @@ def _is_promoted(program: Program, value: Value) -> bool:
 def narrow_backward(program: Program) -> Iterator[Hit]:
     """Finds backward matmuls in 16 bits whose forward matmul is float32.
 
-    JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there.
+    JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there. What
+    autocast plans is no fault: it runs short sums in float32, but not their derivatives.
     """
     wide = _multiplied_in_float32(program)
     for op in program.named(*MATMULS):
-        if not program.is_backward(op):
+        if not program.is_backward(op) or PLANNED in op.scopes:
             continue
         for operand in op.ins[:2]:
             if not is_half(operand):

@@ -198,6 +198,7 @@ class Derivative:
         given: The arguments that the backward part reads.
         saved: What the forward part hands to the backward part besides.
         moves: Which results depend on the arguments that move.
+        prices: What it costs to keep values.
     """
 
     def __init__(self, program: Program, moving: Sequence[bool]) -> None:
@@ -229,7 +230,7 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, KEPT[program.storage], early, self._late)
+        prices = self.prices = Traffic.of(price, KEPT[program.storage], early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
         self.saved = hand.saved
         again, self._late = with_operands(early, self._late, hand, self.inputs)
@@ -243,6 +244,11 @@ class Derivative:
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
+
+    @property
+    def makers(self) -> dict[Value, Equation]:
+        """The equations that make the values of the forward part."""
+        return {out: e for e in self._early for out in e.outs}
 
     def saveable(self, where: saving.Where) -> saving.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
