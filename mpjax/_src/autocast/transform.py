@@ -97,6 +97,9 @@ class Traced(programs.Traced):
     @functools.cached_property
     def computes_in_float16(self) -> bool:
         """Whether an operation runs in float16."""
+        if SEES_DERIVATIVE:
+            ruled = self.outline.analysis.rulings.values()
+            return any(r.in_force == "half" and r.half == FLOAT16 for r in ruled)
         choices = self.plan.analysis.choices
         return any(choices[op].compute == FLOAT16 for op in self.plan.block.walk() if op in choices)
 
@@ -326,9 +329,9 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
             results = _run_program(traced, arrays)
         else:
             results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
-            if traced.computes_in_float16 and not rows:
-                given = {*map(id, arrays)}
-                results = [x if id(x) in given else watched(x) for x in results]
+        if not traced.as_written and not rows and traced.computes_in_float16:
+            given = {*map(id, arrays)}
+            results = [x if id(x) in given else watched(x) for x in results]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
@@ -346,7 +349,10 @@ def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
 def _run_program(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     """Runs a program that sees its derivative."""
     outs = held.call_held(traced.program, *_passed(traced, arrays))
-    return [_cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
+    inner, _ = _jax.open_jaxpr(traced.jaxpr)
+    given = dict(zip(map(id, inner.invars), arrays, strict=True))  # what is returned as it is
+    leave = zip(outs, inner.outvars, traced.out_dtypes, strict=True)
+    return [_cast(given.get(id(v), x), to or getattr(x, "dtype", None)) for x, v, to in leave]
 
 
 def _run_checked(traced: Traced, arrays: Sequence[Any], ops: Sequence[Op]) -> list[Any]:

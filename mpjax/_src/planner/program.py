@@ -179,6 +179,10 @@ def _donates(program: Any) -> bool:
     return own or any(map(_donates, inner))
 
 
+def _has_tangents(e: Equation) -> bool:
+    return any(held.is_inexact(v.aval) for v in e.outs)
+
+
 def _passed(avals: Sequence[Any], halved: Sequence[bool], half: np.dtype) -> list[Any]:
     pairs = zip(avals, halved, strict=True)
     return [rounding.halved(a, half) if low else a for a, low in pairs]
@@ -217,7 +221,8 @@ class Derivative:
         self._early, self._late = rewritten(*parts_of, self._cts, half)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
-        moved = dependents(self._early, [self.inputs[i] for i in self.by])
+        smooth = [e for e in self._early if e.name != "stop_gradient" and _has_tangents(e)]
+        moved = dependents(smooth, [self.inputs[i] for i in self.by])
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
         self._low_in = program.halved_in
