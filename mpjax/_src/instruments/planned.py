@@ -191,6 +191,8 @@ def _reason(op: Op, told: str, traced: Traced, own: Sequence[Any]) -> tuple[str,
         return f"region {region.removeprefix(REGION)}", False
     if op.subs and not (op.inside.as_one and own):
         return OWN_RULE if op.inside.backward or op.inside.as_one else PROGRAM, False
+    if not own and op.name != "convert_element_type":
+        return "no result needs it: it does not run", False
     if op.spec.need == rules.HALF:
         return _of_matmul(op, traced, own)
     if op.name == "convert_element_type":

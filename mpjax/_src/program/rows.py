@@ -1,6 +1,6 @@
 """Puts the row numbers of reports on the equations of a program, before it is planned."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpjax._src.base import _jax
@@ -19,25 +19,26 @@ def with_rows(program: Any, block: Block, rows: Mapping[Op, int]) -> Any:
         block: Its graph.
         rows: The numbers.
     """
-    return _numbered(program, iter(block.ops), rows)
+    return _numbered(program, [*reversed(block.ops)], rows)
 
 
-def _numbered(program: Any, ops: Iterator[Op], rows: Mapping[Op, int]) -> Any:
+def _numbered(program: Any, ops: list[Op], rows: Mapping[Op, int]) -> Any:
     inner, _ = _jax.open_jaxpr(program)
     new = inner.replace(eqns=[_equation(eqn, ops, rows) for eqn in inner.eqns])
     return new if inner is program else program.replace(jaxpr=new)
 
 
-def _equation(eqn: Any, ops: Iterator[Op], rows: Mapping[Op, int]) -> Any:
-    called = _jax.inlined(eqn)
+def _equation(eqn: Any, ops: list[Op], rows: Mapping[Op, int]) -> Any:
+    """Returns an equation with the number of its op; a call has that of the first op in it."""
+    called, info = _jax.inlined(eqn), eqn.source_info
+    row = rows.get(ops[-1]) if ops else None
+    if row is not None:
+        info = info.replace(name_stack=info.name_stack.extend(f"{ROW}{row}"))
     if called is not None:
         changed = {k: _numbered(p, ops, rows) for k, p in eqn.params.items() if p is called}
-        return eqn.replace(params={**eqn.params, **changed})
-    op = next(ops)
-    if op not in rows:
-        return eqn
-    info, inner = eqn.source_info, op.inside
-    info = info.replace(name_stack=info.name_stack.extend(f"{ROW}{rows[op]}"))
+        return eqn.replace(params={**eqn.params, **changed}, source_info=info)
+    op = ops.pop()
+    inner = op.inside
     pairs = zip(inner.wire(eqn), op.subs, strict=True)
     programs = [with_rows(old.program, new.program, rows) for old, new in pairs]
     params = {**eqn.params, **inner.holding(programs)} if inner.params else eqn.params
