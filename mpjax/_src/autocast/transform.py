@@ -160,7 +160,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
         >>> layer = mpjax.autocast(lambda w, x: jax.nn.relu(x @ w), "mixed_bfloat16")
-        >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+        >>> w, x = jnp.ones((8, 2)), jnp.ones((3, 8))
         >>> layer(w, x).dtype
         dtype('float32')
         >>> "bf16" in str(jax.make_jaxpr(layer)(w, x))

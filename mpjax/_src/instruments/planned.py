@@ -206,7 +206,7 @@ def _reason(op: Op, told: str, traced: Traced, own: Sequence[Any]) -> tuple[str,
     need = rules.FOLLOW if op.subs else op.spec.need
     if need in (rules.FULL, rules.FOLLOW) and reads_half(own):  # what is exact in 16 bits
         need = rules.MOVE
-    return NEEDS.get(need, "unknown, left unchanged"), False
+    return NEEDS.get(need, "unknown operation, left unchanged"), need not in NEEDS
 
 
 def reads_half(group: Sequence[Any]) -> bool:
