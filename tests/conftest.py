@@ -116,6 +116,10 @@ def draws(item):
     return bool(ways) or hasattr(item.function, "hypothesis")
 
 
+# Tests of the planner of tables, by their names: what they ask for has no place in the other one.
+OF_TABLES = re.compile(r"instruments/test_passes\.py::")
+
+
 def pytest_collection_modifyitems(config, items):
     if config.option.drawing:
         items[:] = filter(draws, items)
@@ -123,6 +127,8 @@ def pytest_collection_modifyitems(config, items):
         if " at 0x" in item.nodeid:  # another one in each worker
             raise pytest.UsageError(f"The name of {item.nodeid} contains an address.")
         item.add_marker(kind_of(item.path))
+        if config.option.sees_derivative and OF_TABLES.search(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason="it is about the planner of tables"))
 
 
 # What JAX says to a mesh, and to pmap, for which one device, such as a GPU, is too few.

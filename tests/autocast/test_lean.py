@@ -437,7 +437,7 @@ def snapshot(plan):
 @pytest.mark.parametrize("policy", [FAST, LEAN])
 def test_running_and_reporting_change_nothing_in_a_plan(policy):
     from mpjax._src.autocast import transform
-    from mpjax._src.instruments.kept import storage_of
+    from mpjax._src.instruments.tables import storage_of
 
     args = W, BIG[:, :8]
     fun = functools.partial(transformer, blocks=2)

@@ -33,10 +33,10 @@ def shape(*dims):
 
 def loss():
     print("and so may a function")
-    return loss_fn, ({"w": shape(4, 4)}, shape(2, 4))
+    return loss_fn, ({"w": shape(8, 8)}, shape(2, 8))
 
 def real():
-    return loss_fn, [{"w": jnp.ones((4, 4))}, jnp.ones((2, 4))]
+    return loss_fn, [{"w": jnp.full((8, 8), 0.1)}, jnp.ones((2, 8))]
 
 class Config:
     inner = None

@@ -234,7 +234,7 @@ def small(w, x):
 W = PARAMS["params"]["dense_0"]["kernel"]
 
 OTHERS = {
-    "find_nonfinite": lambda: mpjax.find_nonfinite(small, "mixed_float16")(W, X * 1e4),
+    "find_nonfinite": lambda: mpjax.find_nonfinite(small, "mixed_float16")(W, X * 1e6),
     "nothing found": lambda: mpjax.find_nonfinite(small)(W, X),
     "gradient_histogram": lambda: mpjax.debug.gradient_histogram(PARAMS),
     "no gradients": lambda: mpjax.debug.gradient_histogram(jax.tree.map(jnp.zeros_like, PARAMS)),

@@ -10,7 +10,7 @@ from support import normal
 import mpjax
 from mpjax._src.autocast.plan import analyze, outline
 from mpjax._src.autocast.tables import Analysis
-from mpjax._src.instruments.explain import words
+from mpjax._src.instruments.tables import words
 
 H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
 SCALAR, VECTOR = jnp.float32(0.1), normal(3, 16)

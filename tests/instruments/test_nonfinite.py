@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -125,11 +126,14 @@ class TestBackward:
 
     def test_find_nonfinite_names_the_parameter_of_a_backward_overflow(self, rng):
         def loss(params, x):
-            return jnp.mean((x @ params["w"]).astype(jnp.float32))  # product
+            h = jnp.tanh(x)
+            h = h @ params["w"]  # product
+            return jnp.mean(h.astype(jnp.float32))
 
-        x = jnp.asarray(rng.normal(size=(8, 4)) * 1000, jnp.float32)
-        params = {"w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)}
-        report = find_nonfinite(loss, "mixed_float16", loss_scale=2.0**15)(params, x)
+        x = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
+        params = {"w": jnp.asarray(rng.normal(size=(32, 32)) * 1000, jnp.float32)}
+        run = functools.partial(find_nonfinite, loss, "mixed_float16", argnums=1)
+        report = run(loss_scale=2.0**15)(params, x)
         assert (report.path, report.backward) == ("w", True)
         assert report.primitive == "dot_general"
         assert report.source == line_of("product")

@@ -108,7 +108,7 @@ def rows(monkeypatch):
 # ---- what mpjax says of it ----------------------------------------------------------------------
 
 HALF = "mixed_bfloat16"
-W, X = jnp.eye(8) * 0.7 + 0.1, jnp.linspace(-1, 1, 32).reshape(4, 8)
+W, X = jnp.eye(32) * 0.6 + 0.01, jnp.linspace(-1, 1, 128).reshape(4, 32)
 
 
 def layers(w, x):
@@ -137,7 +137,7 @@ def test_autocast_runs_a_new_loop_primitive_in_16_bits(gradient):
     if gradient:
         plain, new = jax.value_and_grad(plain), jax.value_and_grad(new)
     text = str(jax.make_jaxpr(new)(W, X))
-    assert "scan2[" in text and "scan[" not in text and "bf16[8,8]" in text
+    assert "scan2[" in text and "scan[" not in text and "bf16[32,32]" in text
     for one, other in zip(*(jax.tree.leaves(jax.jit(f)(W, X)) for f in (plain, new)), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -168,7 +168,7 @@ def order(fun):
 REPORTS = {
     "explain": (lambda fun: mpjax.explain(fun, HALF)(W, X), "dot_general 1"),
     "explain gradient": (lambda fun: mpjax.explain(fun, HALF, argnums=0)(W, X), "dot_general 3"),
-    "compare": (lambda fun: mpjax.compare(fun, HALF, argnums=None)(W, X), "w scan 3"),
+    "compare": (lambda fun: mpjax.compare(fun, HALF, argnums=None)(W, X), "x scan 3"),
     "compare gradient": (lambda fun: mpjax.compare(fun, HALF, argnums=0)(W, X), "backward w scan"),
     "find_nonfinite": (lambda fun: mpjax.find_nonfinite(fun)(W, X * 100), "exp produced Inf"),
     "find_nonfinite gradient": (
@@ -190,7 +190,7 @@ def test_reports_of_a_new_loop_primitive_equal_those_of_scan(name):
         for fun in (layers, with_scan2(layers))
     )
     # JAX moves casts of constants out of a scan, to where no operation of the program is known.
-    new = re.sub(r"(128 B bf16\[8,8\]) 4 scan \S+", r"\1", new)
+    new = re.sub(r"(2 KiB bf16\[32,32\]) 4 scan \S+", r"\1", new)
     assert new == plain and words in plain
 
 

@@ -1,8 +1,6 @@
 """The environment of the rewrite: the arrays of a block, in each dtype in which they were read."""
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,22 +12,11 @@ from mpjax._src.autocast.derivatives import KEPT, PASSING, keep, known
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.base import _jax
 from mpjax._src.base.coded import Coded, encode
+from mpjax._src.base.contexts import CONSTANTS_AS_CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.replacements.derivatives import cast
-
-_FOLDS = contextvars.ContextVar("mpjax folds constants", default=True)
-
-
-@contextlib.contextmanager
-def constants_as_casts() -> Iterator[None]:
-    """Traces the rounding of constants as casts, so that reports can measure its error."""
-    token = _FOLDS.set(False)
-    try:
-        yield
-    finally:
-        _FOLDS.reset(token)
 
 
 class Settings(NamedTuple):
@@ -155,11 +142,11 @@ class Env:
         if value in self._makers:
             array = self._makers[value](dtype)
         elif not arrays:
-            if dtype in HALVES and not _FOLDS.get():
+            if dtype in HALVES and CONSTANTS_AS_CASTS.value:
                 # The barrier prevents JAX from folding the cast.
                 return cast(_jax.cpu_barrier(jnp.asarray(_literal(value), FLOAT32)), dtype)
             return np.asarray(_literal(value), dtype)
-        elif value.const is not None and dtype in HALVES and _FOLDS.get():
+        elif value.const is not None and dtype in HALVES and not CONSTANTS_AS_CASTS.value:
             array = _round_constant(next(iter(arrays.values())), value.const, dtype)
         else:
             array = cast(next(iter(arrays.values())), dtype)

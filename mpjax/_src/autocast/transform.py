@@ -35,6 +35,7 @@ from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
+from mpjax._src.program.rows import with_rows
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat, parameters_of
@@ -103,6 +104,17 @@ class Traced(programs.Traced):
         return program_of(
             self.replaced.jaxpr, self.policy, self.paths, dtypes, self.out_dtypes, around
         )
+
+    @functools.cached_property
+    def rows(self) -> Plan:
+        """The plan whose ops are the rows of reports."""
+        return self.outline if SEES_DERIVATIVE else self.plan
+
+    @functools.cached_property
+    def with_rows(self) -> "Traced":
+        """The same with the numbers of its rows as scopes, which derivatives have too."""
+        jaxpr = with_rows(self.jaxpr, self.rows.block, self.rows.rows)
+        return dataclasses.replace(self, jaxpr=jaxpr)
 
     @functools.cached_property
     def as_written(self) -> bool:
@@ -178,7 +190,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
         >>> layer = mpjax.autocast(lambda w, x: jax.nn.relu(x @ w), "mixed_bfloat16")
-        >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+        >>> w, x = jnp.ones((8, 2)), jnp.ones((3, 8))
         >>> layer(w, x).dtype
         dtype('float32')
         >>> "bf16" in str(jax.make_jaxpr(layer)(w, x))
@@ -333,6 +345,8 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
 
 def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]:
     """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
+    if rows and SEES_DERIVATIVE:
+        traced, rows = traced.with_rows, False
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
         # JAX takes apart a jit that returned NaN by calling its function, but this one has none.
@@ -367,14 +381,29 @@ def _run_as_written(traced: Traced, arrays: Sequence[Any], apart: bool) -> list[
 
 def _run_program(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
     """Runs a program that sees its derivative."""
-    program, consts = traced.program, _jax.open_jaxpr(traced.replaced.jaxpr)[1]
-    typed = zip([*consts, *arrays], program.in_avals, strict=True)
-    outs = held.call_held(program, *(_cast(x, getattr(a, "dtype", None)) for x, a in typed))
+    outs = held.call_held(traced.program, *_passed(traced, arrays))
     inner, _ = _jax.open_jaxpr(traced.jaxpr)
     given = dict(zip(inner.invars, arrays, strict=True))  # what is returned as it came
     same = [None if isinstance(v, _jax.Literal) else given.get(v) for v in inner.outvars]
     outs = [out if x is None else x for out, x in zip(outs, same, strict=True)]
     return [_cast(x, to) for x, to in zip(outs, traced.out_dtypes, strict=True)]
+
+
+def called(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
+    """Does what `call` does, with calls of functions with rules, for who looks for their operands.
+
+    Nobody can differentiate it.
+    """
+    if traced.as_written:
+        return call(traced, arrays)
+    return _jax.eval_closed(traced.program.calling, *_passed(traced, arrays))
+
+
+def _passed(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the constants and arguments of a program in the dtypes in which it takes them."""
+    consts = _jax.open_jaxpr(traced.replaced.jaxpr)[1]
+    typed = zip([*consts, *arrays], traced.program.in_avals, strict=True)
+    return [_cast(x, getattr(a, "dtype", None)) for x, a in typed]
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -20,6 +20,9 @@ COMPILED_FOR = jax.make_user_context(default_value="")
 # Whether a function is traced for the linter. The trace then includes the casts of Python numbers.
 LINTED = jax.make_user_context(default_value=False)
 
+# Whether constants are rounded where the program runs, so that a report can measure the error.
+CONSTANTS_AS_CASTS = jax.make_user_context(default_value=False)
+
 
 # Whether a report runs: it says itself what it finds, so nothing warns of it.
 IN_REPORT = contextvars.ContextVar("in_report", default=False)

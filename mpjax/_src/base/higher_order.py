@@ -128,6 +128,11 @@ def _branches(eqn: Any) -> Iterable[Inside]:
         yield Inside(branch, range(1, len(eqn.invars)), range(len(eqn.outvars)))
 
 
+def _planned(eqn: Any) -> Iterable[Inside]:
+    program = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["cut"].tangent.written
+    yield Inside(program, range(len(eqn.invars)), range(len(eqn.outvars)))
+
+
 FIRST_ORDER = HigherOrder(lambda eqn: (), "")
 HIGHER_ORDER: dict[str, HigherOrder] = {
     "scan": scanning("jaxpr", Loop("length", "reverse", "unroll")),
@@ -144,4 +149,7 @@ HIGHER_ORDER: dict[str, HigherOrder] = {
 }
 REMATS = ("remat2", "checkpoint")  # the names of `jax.checkpoint`
 HIGHER_ORDER |= {"pjit": HIGHER_ORDER["jit"], "checkpoint": HIGHER_ORDER["remat2"]}
+# What autocast planned. Nobody else may change these programs.
+PLANNED = ("planned", "planned_jvp", "planned_linear")
+HIGHER_ORDER |= dict.fromkeys(PLANNED, HigherOrder(_planned))
 HIGHER_ORDER |= dict.fromkeys(("core_call", "call"), HIGHER_ORDER["closed_call"])

@@ -136,7 +136,7 @@ def overflow(dtype: np.dtype) -> Check:
     """overflow."""
     params = {"w": jnp.zeros((8, 8))}
     huge = jnp.full((8, 8), float(jnp.finfo(dtype).max) / 4)
-    state, losses = _train(lambda p, x: jnp.mean(x @ p["w"]), dtype, params, huge, steps=1)
+    state, losses = _train(lambda p, x: jnp.sum(x @ p["w"]), dtype, params, huge, steps=1)
     scale = float(state.loss_scale.loss_scale)
     skipped = int(state.skipped_steps) == 1 and not int(state.step)
     kept = not np.asarray(state.params["w"]).any()

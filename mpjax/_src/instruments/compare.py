@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src.autocast.environment import constants_as_casts
-from mpjax._src.base.contexts import unchecked
+from mpjax._src.base.contexts import CONSTANTS_AS_CASTS, unchecked
 from mpjax._src.base.dtypes import is_float
 from mpjax._src.base.errors import check_callable, check_flag, did_you_mean
 from mpjax._src.base.lines import short, where
@@ -46,11 +45,11 @@ from mpjax._src.document.model import (
 from mpjax._src.document.report import Report
 from mpjax._src.document.text import table
 from mpjax._src.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.instruments.explain import computed_in
 from mpjax._src.instruments.noise import SUSPICIOUS, results_of_moved, size_of_terms
 from mpjax._src.instruments.nonfinite import check_concrete
 from mpjax._src.instruments.programs import Program, make_program, training_scale
 from mpjax._src.instruments.ranges import turns_of
+from mpjax._src.instruments.rows import computed_in
 from mpjax._src.instruments.shadows import (
     BROKEN,
     Comparer,
@@ -319,7 +318,7 @@ def compare(
     @functools.wraps(fun)
     @unchecked()
     def wrapped(*args, **kwargs):
-        with constants_as_casts():
+        with CONSTANTS_AS_CASTS(True):
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         arrays = check_concrete("compare", program.arrays)
         scale = training_scale(program, arrays, policy, loss_scale)

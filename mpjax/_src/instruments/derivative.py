@@ -72,7 +72,7 @@ def derivative_at(
     eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None
     if eqn is None or _runs_others(eqn):
         return None
-    search = _Search(place)
+    search = _Search(place, eqn.primitive.name)
     interpret(program.alone, _arguments(program, arrays), search)
     # A rule may compute for the derivative what the function itself computes too.
     if search.made.count(maker.alone) > before.count(maker):
@@ -151,8 +151,8 @@ class _Search(Watcher):
         made: It, or the operations inside of it, without their places.
     """
 
-    def __init__(self, place: Site):
-        self._numbers, self._loops = place.numbers, place.loops
+    def __init__(self, place: Site, name: str = ""):
+        self._numbers, self._loops, self._name = place.numbers, place.loops, name
         self.operands: list[_Moving] | None = None
         self.made: list[Made] = []
 
@@ -166,6 +166,7 @@ class _Search(Watcher):
 
     def entered(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
         own = self._is_around(place) and place.numbers[-1] == self._numbers[-1]
+        own &= eqn.primitive.name == self._name  # and no cast of its operand
         if own and self.operands is None:
             self.operands = list(ins)
 

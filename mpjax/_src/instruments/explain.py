@@ -8,18 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.tables import Analysis, Reason, Why, why
+from mpjax._src.autocast import transform
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.base import _jax
 from mpjax._src.base.contexts import unchecked
 from mpjax._src.base.devices import check_name, traced_for
-from mpjax._src.base.dtypes import FLOAT32, HALVES, SPELLINGS, short_name
+from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.errors import check_callable
-from mpjax._src.base.higher_order import CALL, higher_order
-from mpjax._src.base.lines import where
 from mpjax._src.base.public import public
 from mpjax._src.base.rules import HALF, rule_of
 from mpjax._src.base.trees import is_array
@@ -40,11 +36,21 @@ from mpjax._src.document.model import (
     size,
 )
 from mpjax._src.document.report import Report
-from mpjax._src.instruments.kept import Kept, kept_by, storage_of
+from mpjax._src.instruments import planned, tables
+from mpjax._src.instruments.kept import Kept, kept_by
+from mpjax._src.instruments.rows import (
+    BACKWARD,
+    COMPUTES,
+    Row,
+    is_frame,
+    name_of,
+    reads_floats,
+    signature,
+)
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import PolicyLike
 from mpjax._src.program.gradient import check_loss, check_result, differentiated, pull_back
-from mpjax._src.program.graph import ATTENTION, LOSS, Op, Value
+from mpjax._src.program.graph import ATTENTION, LOSS
 from mpjax._src.program.site import equations
 
 # The summary of a report names this many of the arrays kept for the backward pass.
@@ -52,11 +58,6 @@ LARGEST = 8
 
 # The columns of a row in tables.
 COLUMNS = ("row", "operation", "written", "planned", "where", "why")
-
-COMPUTES = ("f16", "bf16", "f32", "other")
-
-# The reason of a row of the backward pass begins with this word.
-BACKWARD = "backward "
 
 BYTES = Color(
     "bytes",
@@ -71,71 +72,6 @@ KEPT = Color(
 )
 
 CASTS = frozenset({"convert_element_type"})
-
-
-@public("mpjax.reports")
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One equation of the program.
-
-    Attributes:
-        primitive: The name of its primitive.
-        scope: The named scopes around it, joined with "/".
-        path: The paths of the parameters that it reads, joined with ", ".
-        source: The user's line that it comes from, as "file:line".
-        before: The dtypes of its operands and results without autocast, such as "f32,f32->f32". ""
-            for a cast of the backward pass that would not exist without autocast.
-        after: The dtypes under the plan: the dtype it computes in, and the dtypes in which its
-            results are stored.
-        reason: The reason for the dtype.
-        flops: The FLOPs of one run of a matmul or convolution; 0 for other operations.
-        times: How often the loops around it run it, as far as that is known.
-        forward: The index of the forward row it comes from, for a row of the backward pass.
-        left_alone: Whether it runs unchanged, because autocast does not know it or because the
-            program asks for it.
-        storage: The form in which the backward pass gets the values that the derivative reads, such
-            as "computed again from bf16 (rows 3)"; "" if they are stored unchanged.
-        attention: For a matmul that applies softmax weights to values, under
-            ``fused_attention``: the fused kernel that runs the attention, or "xla" and the
-            reason why no fused kernel does.
-        loss: For the matmul of a loss's logits, under ``chunked_loss``: in which blocks it runs, or
-            the reason why it does not.
-        library: The library's line that ``source`` calls, as "file:line", or "".
-        bytes: The bytes of its operands and results under the plan, for one run; 0 for an equation
-            that contains a program, whose equations have their own rows.
-    """
-
-    primitive: str
-    scope: str
-    path: str
-    source: str
-    before: str
-    after: str
-    reason: str
-    flops: int = 0
-    times: int = 1
-    forward: int | None = None
-    left_alone: bool = False
-    storage: str = ""
-    attention: str = ""
-    loss: str = ""
-    library: str = ""
-    bytes: int = 0
-
-    @property
-    def backward(self) -> bool:
-        """Whether it is an equation of the backward pass."""
-        return self.reason.startswith(BACKWARD)
-
-    @property
-    def computes_in(self) -> str:
-        """The dtype it computes in: "f16", "bf16", "f32" or "other"."""
-        return computed_in(self.after)
-
-    @property
-    def where(self) -> str:
-        """Its position in the program, for display: its scope or, without one, its line."""
-        return self.scope or where(self.source, self.library)
 
 
 @public("mpjax.reports")
@@ -215,6 +151,8 @@ class CastReport(Report):
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
                 f"{size(self.stored_after)} under the plan"
             )
+        else:
+            lines.append("with argnums: the backward pass too, and what is stored for it")
         return lines
 
     def document(self, most: int = 0) -> Document:
@@ -357,11 +295,11 @@ def explain(
         >>> def loss(w, x):
         ...     return jnp.mean((x @ w) ** 2)
         >>> explained = mpjax.explain(loss, "mixed_bfloat16", argnums=0)
-        >>> report = explained(jnp.ones((4, 2)), jnp.ones((3, 4)))
+        >>> report = explained(jnp.ones((8, 32)), jnp.ones((3, 8)))
         >>> report.half_flops
         1.0
-        >>> [row.reason for row in report.rows if row.primitive == "dot_general"][0]
-        '16-bit list, float32 result for the float32 operations that read it'
+        >>> [row.reason.split(",")[0] for row in report.rows if row.primitive == "dot_general"][0]
+        '16-bit list'
         >>> x, fused = jnp.ones((1, 64, 4, 32)), "mixed_bfloat16,fused_attention=true"
         >>> attention = lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True)
         >>> print(mpjax.explain(attention, fused, target="h100")(x))  # doctest: +ELLIPSIS
@@ -382,23 +320,31 @@ def explain(
 
     def report(args, kwargs):
         traced = trace(fun, policy, args, kwargs)
-        forward = list(_rows(traced.plan))
-        written = _jax.open_jaxpr(traced.jaxpr)[0]
         if argnums is None:
+            written = _jax.open_jaxpr(traced.jaxpr)[0]
             check_result("explain", traced.returned(), written.outvars)
-            new = _jax.trace(lambda *xs: call(traced, list(xs)), traced.avals, "explain")
-            inserted = _casts(_jax.open_jaxpr(new)[0]) - _casts(written)
+            new = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
+            runs = _jax.open_jaxpr(new)[0]
             return CastReport(
-                tuple(forward), _half_share(_jax.open_jaxpr(new)[0]), *_totals(inserted)
+                tuple(_rows(traced, runs)),
+                _half_share(runs),
+                *_totals(_casts(runs) - _casts(written)),
             )
         active = differentiated("explain", args, kwargs, argnums)
         check_loss(traced.returned(), has_aux, "explain")
-        return _with_gradients(traced, forward, active, has_aux)
+        return _with_gradients(traced, active, has_aux)
 
     return wrapped
 
 
-def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
+def _rows(traced: Traced, runs: Any, kept: Sequence[Kept] = ()) -> Iterator[Row]:
+    """Yields the rows of the function's operations, of the open jaxpr that runs."""
+    if not transform.SEES_DERIVATIVE:
+        return tables.rows_of(traced.plan)
+    return planned.rows_of(traced, runs, kept)
+
+
+def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> CastReport:
     """Returns the report with the backward pass of ``value_and_grad``."""
 
     def new(*arrays):
@@ -423,8 +369,10 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
 
     written = _jax.in_avals(traced.jaxpr)
     after, before = gradient(new, traced.avals), gradient(old, written)
-    backward = list(_backward_rows(after, forward))
     as_written, kept = stored(old, written), stored(new, traced.avals)
+    forward = [*_rows(traced, after, kept)]
+    backward = [*_backward_rows(after, forward)]
+    wide = planned.read_wide(traced, forward, active)
     return CastReport(
         (*forward, *backward),
         _half_share(after),
@@ -432,166 +380,23 @@ def _with_gradients(traced: Traced, forward, active, has_aux) -> CastReport:
         sum(array.bytes for array in as_written),
         sum(array.bytes for array in kept),
         tuple(kept),
-        tuple(_read_wide(traced.plan, active).items()),
+        tuple(wide.items()),
     )
-
-
-def _read_wide(plan: Plan, active: Sequence[bool]) -> dict[str, int]:
-    """Returns the paths of differentiated arguments that are read in float32, and the first row."""
-    arguments = zip(plan.block.invars, active, strict=True)
-    trained = {path for value, yes in arguments if yes for path in value.paths if path}
-    rows: dict[str, int] = {}
-    for index, (op, _) in enumerate(plan.numbered):
-        # Views do not count, programs are searched inside, and lookups exchange rounded values.
-        choice, rule = plan.analysis.choices[op], plan.analysis.rulings[op].rule
-        if rule in ("layout", "program", "cast") or choice.sent_half or choice.compute in HALVES:
-            continue
-        parameters = [value for value in op.ins if value.is_f32 and value.given]
-        for path in trained.intersection(path for value in parameters for path in value.paths):
-            rows.setdefault(path, index)
-    return rows
-
-
-# ---- rows ---------------------------------------------------------------------------------------
-
-
-WORDS = {
-    Reason.HALF_ROW: "16-bit list",
-    Reason.FULL_ROW: "float32 list",
-    Reason.FULL_INSIDE: "float32 list inside",
-    Reason.OPERANDS: "follows its operands",
-    Reason.GIVES_NO_FLOAT: "its results are not floats",
-    Reason.NO_FLOAT32: "no float32 operands or results",
-    Reason.PROGRAM: "a program, whose operations have their own rows",
-    Reason.OWN_RULE: "a program with its own derivative rule",
-    Reason.UNKNOWN: "unknown operation, left unchanged",
-    Reason.FLOAT32_KERNEL: "a kernel left in float32; mpjax.half_inputs would run it in 16 bits",
-    Reason.NO_ROW: "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, "
-    "and mpjax.half_inputs runs a kernel in 16 bits",
-    Reason.CAST: "a cast in the program itself",
-    Reason.PRECISION: "explicit precision {}, left unchanged",
-    Reason.WRITTEN: "left unchanged",
-    Reason.LISTED: "{}_ops of the policy",
-    Reason.OVERRIDE: 'override "{}"',
-    Reason.REGION: "region {}",
-    Reason.INNER_AUTOCAST: "planned by an inner autocast",
-    Reason.KERNEL: "inside the kernel {} (half_inputs), left unchanged",
-    Reason.FLOAT32_POLICY: "the policy computes in float32",
-    Reason.HALF_OPERAND: "follows a 16-bit operand",
-    Reason.CHAIN: "between 16-bit values: in float32, and rounded where it is stored",
-    Reason.FULL_OPERAND: "follows a float32 operand",
-    Reason.CONSTANT: "constant {:g} does not survive {}",
-    Reason.OF_CONSTANTS: "an operand is computed from constants that do not survive {}",
-    Reason.INTEGERS: "computed from integers",
-    Reason.POSITIONS: "positions or counts, some of which are equal in {}",
-    Reason.SPECIAL: "a special function of a 16-bit operand",
-    Reason.FLATTENS: "its derivative is a difference, which 16 bits would lose",
-    Reason.FULL_READERS: "read by float32 operations",
-    Reason.WIDE_RESULT: "16-bit list, float32 result for the float32 operations that read it",
-    Reason.AMPLIFIED: "a float32 operation would amplify its rounding error",
-    Reason.SHORT_SUM: "a short sum whose rounding error a float32 operation would amplify",
-    Reason.SELECTS: "selects float32 values with zeros and ones, for float32 operations",
-    Reason.SOLUTION: "added to the solution of a loop left unchanged, and amplified afterwards",
-    Reason.LOST: "16 bits would lose small terms that it adds, or its range",
-    Reason.ENDS_LOOP: "left unchanged: a float32 comparison that depends on a matmul ends it",
-    Reason.REPEATS_LOOP: "left unchanged: its backward rule may repeat decisions of a loop",
-    Reason.WITHIN: "inside the {} of {}, left unchanged",
-    Reason.REPLAYS_LOOP: "left unchanged: it may repeat the decisions of a loop left unchanged",
-}
-
-
-def words(why: Why) -> str:
-    """Returns a reason in words."""
-    return WORDS[why.reason].format(*why.about)
-
-
-def _rows(plan: Plan) -> Iterator[Row]:
-    """Yields the rows of a plan. Operations inside one that is left unchanged name that one."""
-    storage, within, analysis = storage_of(plan), {}, plan.analysis
-    for op, times in plan.numbered:
-        if analysis.rulings[op].leaves_alone(op):
-            inner = (o for sub in op.subs for o in sub.program.walk())
-            within.update(dict.fromkeys(inner, op))
-        around = within.get(op)
-        inside = why(Reason.WITHIN, around.name, where(*around.lines)) if around else None
-        reason = inside or analysis.why(op)
-        yield _row(analysis, op, times, storage.get(op, ""), reason)
-
-
-def _row(analysis: Analysis, op: Op, times: int, storage: str, reason: Why) -> Row:
-    paths = dict.fromkeys(path for v in op.ins for path in v.paths if path)
-    source, library = op.lines
-    ruling, compute = analysis.rulings[op], analysis.choices[op].compute
-    dtypes = {v: analysis.stored[v].dtype for v in (*op.ins, *op.outs)}
-    program = ruling.rule == "program"
-    computes = [_after(v, dtypes[v] if program else compute or dtypes[v]) for v in op.ins]
-    total = sum(_jax.bytes_of(v.aval, dtypes[v] if v.is_f32 else None) for v in (*op.ins, *op.outs))
-    return Row(
-        op.name,
-        "/".join(op.scopes),
-        ", ".join(paths),
-        source,
-        _signature([_name(v.aval) for v in op.ins], [_name(v.aval) for v in op.outs]),
-        _signature(computes, [_after(v, dtypes[v]) for v in op.outs]),
-        words(reason),
-        _jax.flops_of(op.eqn),
-        times,
-        left_alone=ruling.leaves_alone(op),
-        storage=storage,
-        attention=analysis.marks.attention.get(op, ""),
-        loss=analysis.marks.losses.get(op, ""),
-        library=library,
-        bytes=0 if program else total,
-    )
-
-
-def is_frame(primitive: str) -> bool:
-    """Returns whether equations of a primitive only contain a program or order operations."""
-    return primitive in _jax.BARRIERS or higher_order(primitive).kind == CALL
-
-
-def reads_floats(signature: str) -> bool:
-    """Returns whether an operation of a signature such as "f32,i32->f32" reads a float."""
-    operands = signature.partition("->")[0].split(",")
-    return not {"f16", "bf16", "f32", "f64"}.isdisjoint(operands)
-
-
-def computed_in(signature: str) -> str:
-    """Returns the compute dtype, one of `COMPUTES`, for dtypes such as "bf16,f32->f32"."""
-    operands, _, results = signature.partition("->")
-    dtypes = set(COMPUTES) & set((operands or results).split(","))
-    dtypes = dtypes or set(COMPUTES) & set(results.split(","))
-    return next((name for name in ("f32", "bf16", "f16") if name in dtypes), "other")
-
-
-def _after(value: Value, dtype: Any) -> str:
-    if value.is_f32:
-        return SPELLINGS.get(np.dtype(dtype or FLOAT32), ("f32",))[0]
-    return _name(value.aval)
-
-
-def _name(aval: Any) -> str:
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return str(aval)
-    return short_name(dtype)
-
-
-def _signature(ins: Sequence[str], outs: Sequence[str]) -> str:
-    return f"{','.join(dict.fromkeys(ins))}->{','.join(dict.fromkeys(outs))}"
 
 
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
-    for eqn, site, times in equations(jaxpr):
-        if not site.backward:
+    rounded = planned.rounded_for(jaxpr)
+    for eqn, site, times, back in planned.running(jaxpr):
+        if not back or planned.is_told(eqn):
             continue
         index = site.op
         origin = forward[index] if index is not None else None
-        dtypes = _signature(
-            [_name(v.aval) for v in eqn.invars], [_name(v.aval) for v in eqn.outvars]
+        dtypes = signature(
+            [name_of(v.aval) for v in eqn.invars], [name_of(v.aval) for v in eqn.outvars]
         )
         values = () if _jax.inner_jaxprs(eqn) else (*eqn.invars, *eqn.outvars)
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"
+        again = origin is not None and site.again and eqn.primitive.name == origin.primitive
         lines = (origin.source, origin.library) if origin else _jax.source_lines(eqn)
         yield Row(
             eqn.primitive.name,
@@ -600,10 +405,11 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             lines[0],
             _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
-            BACKWARD + where,
+            BACKWARD + where + ", computed again" * again,
             _jax.flops_of(eqn),
             times,
             index,
+            storage=planned.for_readers(rounded.get(id(eqn), 0)),
             library=lines[1],
             bytes=sum(_jax.bytes_of(v.aval) for v in values),
         )
@@ -617,7 +423,7 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
     ins, _, outs = dtypes.partition("->")
     if ins == outs and primitive in CASTS:
         return ""
-    return _signature(ins.split(","), outs.split(","))
+    return signature(ins.split(","), outs.split(","))
 
 
 # ---- totals -------------------------------------------------------------------------------------

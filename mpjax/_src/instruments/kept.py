@@ -2,30 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
-from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.schedule import ops_of
-from mpjax._src.autocast.steps import (
-    Attention,
-    Checkpoint,
-    ChunkedLoss,
-    FusedAttention,
-    Island,
-    Recomputed,
-    Recurrence,
-    Sloped,
-    WholeCheckpoint,
-    unwrapped,
-)
 from mpjax._src.base import _jax
-from mpjax._src.base.dtypes import SPELLINGS, short_name
+from mpjax._src.base.dtypes import short_name
 from mpjax._src.base.higher_order import CALL, higher_order
 from mpjax._src.base.public import public
-from mpjax._src.program.graph import Block, Op, Value
+from mpjax._src.program.interpret import is_precise
 from mpjax._src.program.site import ROOT
 
 # Primitives whose results are their operands.
@@ -57,7 +41,7 @@ def kept_by(jaxpr: Any) -> list[Kept]:
         jaxpr: A program, open, whose results are the residuals of the backward pass. Residuals that
             are its arguments or constants take no additional memory and are left out.
     """
-    makers = functools.cache(_makers)
+    makers = functools.cache(makers_of)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     first: dict[Any, Any] = {}  # of the residuals that have the same array
     for v in jaxpr.outvars:
@@ -67,14 +51,14 @@ def kept_by(jaxpr: Any) -> list[Kept]:
     arrays = []
     for v in first.values():
         if not _is_constant(v, jaxpr, makers):
-            origin = _origin(v, jaxpr, makers)
+            origin = origin_of(v, jaxpr, makers)
             row = origin if isinstance(origin, int) else None
             size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
             arrays.append(Kept(short_name(v.aval.dtype), shape, size, row))
     return sorted(arrays, key=lambda kept: -kept.bytes)
 
 
-def _makers(jaxpr: Any) -> dict[Any, Any]:
+def makers_of(jaxpr: Any) -> dict[Any, Any]:
     return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
 
@@ -84,7 +68,7 @@ def _array(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any
     while not isinstance(var, _jax.Literal) and var in producers:
         eqn = producers[var]
         place = eqn.outvars.index(var)
-        if eqn.primitive.name in SAME or _is_precise(eqn):
+        if eqn.primitive.name in SAME or is_precise(eqn):
             var = eqn.invars[place]
             continue
         calls = _jax.inner_jaxprs(eqn) if higher_order(eqn.primitive.name).kind == CALL else ()
@@ -94,17 +78,16 @@ def _array(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any
             if first in inner.invars:
                 var = eqn.invars[inner.invars.index(first)]
                 break
+            if same and not isinstance(first, _jax.Literal):
+                return id(eqn), first
         else:
             return var
     return var
 
 
-def _is_precise(eqn: Any) -> bool:
-    """Returns whether an equation rounds to the precision that its operand has anyway."""
-    if eqn.primitive.name != "reduce_precision":
-        return False
-    info = jnp.finfo(eqn.invars[0].aval.dtype)
-    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
+def is_cast(eqn: Any) -> bool:
+    """Returns whether an equation passes on a value in another dtype, or what was cast."""
+    return eqn.primitive.name == "convert_element_type" or is_precise(eqn)
 
 
 def _is_constant(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> bool:
@@ -125,7 +108,7 @@ def _given(jaxpr: Any, place: int) -> bool:
     return isinstance(var, _jax.Literal) or var in jaxpr.invars
 
 
-def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
+def origin_of(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any:
     """Returns the row number of the op that produced a variable, or the argument that it is."""
     producers = makers(jaxpr)
     while not isinstance(var, _jax.Literal) and var in producers:
@@ -133,7 +116,7 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
         for inner in _jax.inner_jaxprs(eqn):
             if len(inner.outvars) != len(eqn.outvars):
                 continue
-            origin = _origin(inner.outvars[eqn.outvars.index(var)], inner, makers)
+            origin = origin_of(inner.outvars[eqn.outvars.index(var)], inner, makers)
             if isinstance(origin, int):
                 return origin
             if origin in inner.invars and len(inner.invars) == len(eqn.invars):
@@ -142,81 +125,8 @@ def _origin(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> An
         else:
             number = ROOT.at(eqn).op
             read = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
-            if number is not None or len(read) != 1:
-                return number
+            origin = origin_of(read[0], jaxpr, makers) if is_cast(eqn) and read else None
+            if isinstance(origin, int) or number is not None or len(read) != 1:
+                return origin if isinstance(origin, int) else number
             (var,) = read
     return var
-
-
-SIDES = "left operand", "right operand"
-AGAIN = "computed again"
-
-
-def storage_of(plan: Plan) -> dict[Op, str]:
-    """Returns the plan's decision on storage, in words, for each op that has one."""
-    rows = {v: row for op, row in plan.rows.items() for v in op.outs}
-    texts: dict[Op, str] = {}
-    for block in plan.block.blocks():
-        if block in plan.analysis.steps:
-            texts |= _storage_of(block, plan, rows)
-    stands_for = plan.analysis.marks.stands_for
-    return {stands_for.get(op, op): text for op, text in texts.items()}
-
-
-def _of_op(op: Op, plan: Plan) -> str:
-    """Says what is kept of an operation that runs alone, or ""."""
-    own = [v for v in op.outs if v in plan.analysis.kept]
-    parts = [f"kept in {_dtypes(own, plan)}"] if own else []
-    centered = plan.analysis.marks.centered
-    if op in centered:
-        parts.append(f"{SIDES[centered[op][0]]} less its mean in the gradient of the other operand")
-    return "; ".join(parts)
-
-
-def _storage_of(block: Block, plan: Plan, rows: dict[Value, int]) -> dict[Op, str]:
-    steps = plan.analysis.steps[block]
-    texts: dict[Op, str] = {}
-    for step in unwrapped(steps):
-        if isinstance(step, Island):
-            text = _of_island(step, plan, rows)
-            texts |= dict.fromkeys(step.ops, text)
-        elif isinstance(step, Op) and (text := _of_op(step, plan)):
-            texts[step] = text
-    for step in steps:
-        for op in step.ops if isinstance(step, Checkpoint) else ():
-            if op.spec.runs_again:
-                texts.setdefault(op, AGAIN)
-        for inner in unwrapped([step]) if isinstance(step, WholeCheckpoint) else ():
-            if not step.again.isdisjoint(inner.outs):
-                texts |= dict.fromkeys(ops_of(inner), AGAIN)
-    return texts
-
-
-def _of_island(island: Island, plan: Plan, rows: dict[Value, int]) -> str:
-    half = island.body.half
-    half = SPELLINGS[half][0] if half is not None else "f32"
-    if isinstance(island, ChunkedLoss):
-        return f"run {island.written.describe()}, which keeps no logits"
-    if isinstance(island, FusedAttention):
-        return f"run by the fused attention of {island.fusion.kernel}, which keeps no weights"
-    if isinstance(island, Attention):
-        return f"its weights are kept in {half}; row sums come from the attention's output"
-    if isinstance(island, Recurrence):
-        return "its derivative is a recurrence in the other direction, which reads its result"
-    if isinstance(island, Sloped):
-        return f"its slope is kept in {half}"
-    if not isinstance(island, Recomputed):
-        return f"its result is kept in {half}"
-    sources = sorted({rows[v] for v in island.kept if v in rows})
-    from_rows = f" (rows {', '.join(map(str, sources))})" if sources else ""
-    tail = f"; the cotangent of its norm's result is {half}" if island.tail else ""
-    dtypes = _dtypes(island.kept, plan, island.rounded, half)
-    return f"computed again from {dtypes}{from_rows}{tail}"
-
-
-def _dtypes(
-    values: Collection[Value], plan: Plan, rounded: Collection[Value] = (), half: str = ""
-) -> str:
-    stored = plan.analysis.stored
-    names = {half if v in rounded else short_name(stored[v].dtype or v.aval.dtype) for v in values}
-    return ", ".join(sorted(names))

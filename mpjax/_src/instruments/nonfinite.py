@@ -349,7 +349,7 @@ class _Finder(Watcher):
                 found=True,
                 kind="overflow" if finite else "undefined",
                 made="NaN" if nans else "Inf",
-                backward=place.backward,
+                backward=place.backward and not place.again,
                 primitive=eqn.primitive.name,
                 source=source,
                 library=library,

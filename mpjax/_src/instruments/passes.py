@@ -1,42 +1,32 @@
-"""A plan pass by pass, for whoever debugs the planner: the tables of each pass, as text."""
+"""A plan pass by pass, for whoever debugs the planner: what each pass makes, as text."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
-from mpjax._src.autocast.plan import Plan, analyze
-from mpjax._src.autocast.steps import Checkpoint, ops_of
-from mpjax._src.autocast.tables import (
-    NO_CHOICE,
-    NO_RULING,
-    NOT_STORED,
-    NOTHING,
-    UNREAD,
-    Analysis,
-    Why,
-)
-from mpjax._src.autocast.transform import trace
-from mpjax._src.base.dtypes import short_name
+from mpjax._src.autocast import transform
+from mpjax._src.autocast.transform import Traced, trace
+from mpjax._src.base import _jax
+from mpjax._src.base._jax.held import is_inexact
+from mpjax._src.base._jax.rounded import ROUNDED
 from mpjax._src.base.lines import short
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.text import text_of
-from mpjax._src.instruments.explain import words
+from mpjax._src.instruments.table_passes import tables_of
+from mpjax._src.planner.program import Derivative, Program
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import PolicyLike
-from mpjax._src.program.graph import Op
-
-# The facts that are sets of values or axes, as bit masks.
-MASKS = frozenset(["made", "peak", "chain", "weights", "level", "mean", "offset"])
+from mpjax._src.program.graph import REGION
+from mpjax._src.program.site import equations, row_of
 
 COLUMNS = ("operation", "result", "where", "found out")
+
+Rows = Iterable[tuple[str, ...]]
 
 
 def passes(
     fun: Callable[..., Any], policy: "PolicyLike" = "mixed_bfloat16"
 ) -> Callable[..., dict[str, str]]:
-    """Plans a function, without running it, and prints what each pass finds out.
+    """Plans a function and its derivative, without running it, and prints what each pass makes.
 
     Args:
         fun: The function, as for `mpjax.autocast`.
@@ -44,102 +34,85 @@ def passes(
 
     Returns:
         A function that takes the arguments of ``fun``, arrays or `jax.ShapeDtypeStruct`. It returns
-        the tables of each pass as text, by the name of the pass: one row per operation, or per
-        result of one, with the entries that differ from those of an unknown one.
+        text by the name of the pass: one row per operation, or per value.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from mpjax._src.instruments.passes import passes
         >>> text = passes(lambda x, w: jnp.tanh(x @ w))(jnp.ones((2, 3)), jnp.ones((3, 4)))
-        >>> list(text)
-        ['classify', 'facts', 'demand', 'decide', 'store']
         >>> print(text["classify"])  # doctest: +ELLIPSIS
         operation  ...
-        dot_general ... rule=half half=bf16 why="16-bit list"
-        ...
+        dot_general ...
     """
     policy = get_policy(policy)
 
     def printed(*args: Any, **kwargs: Any) -> dict[str, str]:
         traced = trace(fun, policy, args, kwargs)
-        outline, plan = traced.outline, traced.plan
-        decided = analyze(outline, [getattr(aval, "dtype", None) for aval in traced.avals])
-        rows = {
-            "classify": _of_ops(outline, lambda op: (outline.analysis.rulings[op], NO_RULING)),
-            "facts": _of_values(outline, lambda v: (decided.facts[v], NOTHING)),
-            "demand": _of_values(outline, lambda v: (decided.wants[v], UNREAD)),
-            "decide": _decisions(outline, decided),
-            "store": _steps(plan),
-        }
+        rows = _passes(traced) if transform.SEES_DERIVATIVE else tables_of(traced)
         return {name: _text(name, entries) for name, entries in rows.items()}
 
     return printed
 
 
-def _text(name: str, rows: Iterable[tuple[str, ...]]) -> str:
+def _text(name: str, rows: Rows) -> str:
     document = Document(name, "", (), (Table(name, COLUMNS, tuple(rows), COLUMNS),))
     return text_of(document, width=120)
 
 
-def _of_ops(plan: Plan, row: Callable[[Op], tuple[Any, Any]]) -> Iterator[tuple[str, ...]]:
-    for op in plan.block.walk():
-        yield op.name, "", short(op.source), described(*row(op))
+def _passes(traced: Traced) -> dict[str, Rows]:
+    """Returns the regions, both parts of the derivative, what is kept and rounded, and what runs.
 
-
-def _of_values(plan: Plan, row: Callable[[Any], tuple[Any, Any]]) -> Iterator[tuple[str, ...]]:
-    for value in plan.block.invars:
-        yield "argument", str(value.aval), ", ".join(value.paths), described(*row(value))
-    for op in plan.block.walk():
-        for out in op.outs:
-            yield op.name, str(out.aval), short(op.source), described(*row(out))
-
-
-def _decisions(plan: Plan, decided: Analysis) -> Iterator[tuple[str, ...]]:
-    for op in plan.block.walk():
-        results = ", ".join(str(out.aval) for out in op.outs)
-        stored = (described(decided.stored[out], NOT_STORED) for out in op.outs)
-        chosen = [described(decided.choices[op], NO_CHOICE), *stored]
-        yield op.name, results, short(op.source), "; ".join(filter(None, chosen))
-
-
-def _steps(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yields what runs together in each block, and the marks of operations."""
-    marks = plan.analysis.marks
-    tables: dict[str, Mapping[Op, Any]] = {
-        "centered": marks.centered,
-        "repeats": marks.repeats,
-        "online": marks.online,
+    The derivative is that by all floating arguments.
+    """
+    program = traced.with_rows.program
+    consts = len(program.in_avals) - len(traced.avals)
+    cut = program.cut(
+        tuple(i >= consts and is_inexact(aval) for i, aval in enumerate(program.in_avals))
+    )
+    back, _ = cut.backward((True,) * len(cut.moves))
+    parts = {"forward": cut.forward, "backward": back}
+    told = program.exceptions.told
+    regions = lambda eqn, row: _region(eqn, told.get(row, ""))  # noqa: E731
+    return {
+        "classify": _listed(traced, program.closed, regions),
+        **{name: _listed(traced, part.closed) for name, part in parts.items()},
+        "cut": _cut(traced, cut),
+        "rounded": [row for part in parts.values() for row in _rounded(traced, part)],
+        **{f"written {name}": _listed(traced, part.written) for name, part in parts.items()},
     }
-    for number, block in enumerate(plan.block.blocks()):
-        for step in plan.analysis.steps.get(block, ()):
-            inside = step.steps if isinstance(step, Checkpoint) else (step,)
-            ops = [*itertools.chain.from_iterable(map(ops_of, inside))]
-            said: dict[str, Any] = {}
-            if not isinstance(step, Op):
-                said[type(step).__name__] = " ".join(op.name for op in ops)
-            said |= {name: table[op] for op in ops for name, table in tables.items() if op in table}
-            said["steady"] = any(map(marks.is_steady, ops))
-            said["kept"] = " ".join(str(v.aval) for v in step.outs if v in plan.analysis.kept)
-            text = " ".join(_entry(name, entry) for name, entry in said.items() if entry)
-            results = ", ".join(str(v.aval) for v in step.outs)
-            yield f"{number}: {ops[-1].name}", results, short(ops[-1].source), text
 
 
-def described(row: Any, blank: Any) -> str:
-    """Returns the fields of a table's row that differ from those of a blank one, as text."""
-    pairs = zip(row._fields, row, blank, strict=True)
-    return " ".join(_entry(name, entry) for name, entry, none in pairs if entry != none)
+def _listed(
+    traced: Traced, program: Any, note: Callable[[Any, Any], str] = lambda eqn, row: ""
+) -> Iterator[tuple[str, ...]]:
+    """Yields the equations of a program, with the lines of their rows."""
+    for eqn, site, _ in equations(_jax.open_jaxpr(program)[0]):
+        results = ", ".join(str(v.aval) for v in eqn.outvars)
+        again = "again " * site.again
+        yield eqn.primitive.name, results, _line(traced, site.op), again + note(eqn, site.op)
 
 
-def _entry(name: str, entry: Any) -> str:
-    if isinstance(entry, bool):
-        return name if entry else f"not {name}"
-    if name in MASKS:
-        entry = ",".join(str(i) for i in range(entry.bit_length()) if entry >> i & 1)
-    elif isinstance(entry, Why):
-        entry = f'"{words(entry)}"'
-    elif isinstance(entry, np.dtype):
-        entry = short_name(entry)
-    elif isinstance(entry, frozenset):  # readers: how many
-        entry = len(entry)
-    return f"{name}={entry:.3g}" if isinstance(entry, float) else f"{name}={entry}"
+def _line(traced: Traced, row: int | None) -> str:
+    return "" if row is None else short(traced.rows.numbered[row][0].source)
+
+
+def _region(eqn: Any, why: str) -> str:
+    names = _jax.scope_names(eqn.source_info.name_stack)
+    dtypes = [name.removeprefix(REGION) for name in names if name.startswith(REGION)]
+    return " ".join(filter(None, [*dtypes[-1:], why and f'"{why}"']))
+
+
+def _cut(traced: Traced, cut: Derivative) -> Iterator[tuple[str, ...]]:
+    """Yields what the forward part hands over, in which dtype, and at which price."""
+    count = len(cut.program.out_avals)
+    for v, aval in zip(cut.saved, cut.forward.out_avals[count:], strict=True):
+        maker = cut.makers[v]
+        line = _line(traced, row_of(_jax.scope_names(maker.stack)))
+        yield maker.name, str(aval), line, f"price={cut.prices(v)}"
+
+
+def _rounded(traced: Traced, part: Program) -> Iterator[tuple[str, ...]]:
+    """Yields the values that are rounded for all who read them."""
+    for row in _listed(traced, part.closed):
+        if row[0] == ROUNDED:
+            yield row

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+from mpjax._src.autocast import transform
 from mpjax._src.autocast.classify import CHANGEABLE
 from mpjax._src.autocast.plan import Plan
 from mpjax._src.autocast.tables import Ruling
@@ -24,7 +25,8 @@ class Places:
     """The ops of a plan that an override can move, and the patterns that move them."""
 
     def __init__(self, plan: Plan):
-        pairs, rulings = plan.numbered, plan.analysis.rulings
+        self._pairs = pairs = plan.numbered
+        rulings = plan.analysis.rulings
         self.rows = plan.rows
         self.movable = [op for op, _ in pairs if is_movable(op, rulings[op])]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
@@ -38,8 +40,21 @@ class Places:
 
     def around(self, op: Op) -> list[Place]:
         """Returns the places that contain an op, the smallest first."""
-        places = [self.place(pattern) for pattern in patterns(op)]
+        near = [op] if op in self.movable else self._readers(op)
+        places = {self.place(pattern): None for each in near for pattern in patterns(each)}
         return sorted(places, key=lambda place: (self.flops(place.ops), len(place.ops)))
+
+    def _readers(self, op: Op) -> list[Op]:
+        """Returns the first movable ops that read what an op makes."""
+        made, found = {*op.outs}, []
+        for other, _ in self._pairs:
+            if made.isdisjoint(other.ins):
+                continue
+            if other in self.movable:
+                found.append(other)
+            else:
+                made.update(other.outs)
+        return found
 
     def finest(self) -> list[Place]:
         """Returns the smallest places that patterns can name; together they move everything."""
@@ -87,7 +102,10 @@ class Places:
 
 
 def is_movable(op: Op, ruling: Ruling) -> bool:
-    by_rule = ruling.rule in CHANGEABLE and ruling.rule not in ("layout", "neutral", "full")
+    if transform.SEES_DERIVATIVE:
+        by_rule = ruling.rule == "half"
+    else:
+        by_rule = ruling.rule in CHANGEABLE and ruling.rule not in ("layout", "neutral", "full")
     return (by_rule or ruling.forced == "half") and ruling.forced != "full" and op.has_float32
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.autocast import transform
 from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.transform import call, trace
+from mpjax._src.autocast.transform import call, called, trace
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import at_least_float32
 from mpjax._src.base.errors import warn_at
@@ -127,7 +128,12 @@ def make_program(
 
     alone: Any = None
     equations: Sequence[Any] = ()
-    if numbers:
+    if numbers and transform.SEES_DERIVATIVE:
+        jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
+        numbered = dataclasses.replace(traced, jaxpr=jaxpr)
+        evaluate = functools.partial(_on_arrays, call, numbered)
+        alone = _jax.trace(functools.partial(_on_arrays, called, numbered), traced.avals, tool)
+    elif numbers:
         alone = _jax.trace(evaluate, traced.avals, tool)
         alone, equations = _jax.numbered(alone, NUMBER, enters)
         evaluate = functools.partial(_jax.eval_closed, alone)
@@ -154,8 +160,12 @@ def make_program(
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
         *(jaxpr, leaves.arrays, names, tuple(results), gradients, parameters),
-        *(traced.plan, ran, alone, equations),
+        *(traced.rows, ran, alone, equations),
     )
+
+
+def _on_arrays(run: Callable[..., Any], traced: transform.Traced, *arrays: Any) -> Any:
+    return run(traced, list(arrays))
 
 
 def _check_arrays(tool: str, given: Flat) -> None:

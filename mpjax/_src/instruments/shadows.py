@@ -15,7 +15,7 @@ from mpjax._src.base.lines import where
 from mpjax._src.base.public import public
 from mpjax._src.base.rules import rule_of
 from mpjax._src.instruments.noise import SUSPICIOUS
-from mpjax._src.program.interpret import Watcher, run, run_in_float32, take, widen
+from mpjax._src.program.interpret import Watcher, is_precise, run, run_in_float32, take, widen
 from mpjax._src.program.site import Site, shown
 
 # A float32 sum that is smaller than its terms by this factor is only rounding error.
@@ -194,9 +194,14 @@ class Comparer(Watcher):
         return self._found[key]
 
     def _is_ours(self, eqn: Any, place: Site) -> bool:
-        """Returns whether mpjax added an equation: a barrier, or the scaling of the loss."""
+        """Returns whether an equation has no row of its own.
+
+        mpjax adds barriers, roundings for compilers, and the scaling of the loss. What the backward
+        pass computes again has the rows of the forward pass.
+        """
         unnamed = place.op is None and not self._lines(eqn, place)[0]
-        return unnamed or eqn.primitive.name in _jax.BARRIERS
+        barrier = eqn.primitive.name in (*_jax.BARRIERS, "optimization_barrier")
+        return unnamed or barrier or is_precise(eqn) or place.again
 
     def _record(self, key, eqn, ins, out, stats, place) -> None:
         verdicts = {name: stats.pop(name) for name in ("compared", "noise")}

@@ -10,7 +10,7 @@ from mpjax._src.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.base.lines import short
 from mpjax._src.lint.program import CASTS, MOVES, Program
 from mpjax._src.lint.rule import JAXPR, Hit, Rule
-from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.graph import PLANNED, Op, Value
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -31,13 +31,14 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
 
     Both operands come from 16-bit values through elementwise operations only, and one of them was
     combined with a strongly typed float32 value (a NumPy constant, a table). Not found are matmuls
-    of float32 operands, of operands that the author cast, or with an explicit precision.
+    of float32 operands, of operands that the author cast, or with an explicit precision. What
+    autocast plans is no fault: it runs short sums in float32.
     """
     for op in program.named(*MATMULS):
         operands = op.ins[:2]
         if program.is_backward(op) or FLOAT32 not in map(dtype_of, operands):
             continue
-        if not _has_default_precision(op):
+        if not _has_default_precision(op) or PLANNED in op.scopes:
             continue
         causes = [_cause(program, v) for v in operands]
         was_half = [
@@ -135,11 +136,12 @@ def _is_promoted(program: Program, value: Value) -> bool:
 def narrow_backward(program: Program) -> Iterator[Hit]:
     """Finds backward matmuls in 16 bits whose forward matmul is float32.
 
-    JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there.
+    JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there. Of
+    what autocast plans, short sums run in float32, but their derivatives do not.
     """
     wide = _multiplied_in_float32(program)
     for op in program.named(*MATMULS):
-        if not program.is_backward(op):
+        if not program.is_backward(op) or PLANNED in op.scopes:
             continue
         for operand in op.ins[:2]:
             if not is_half(operand):

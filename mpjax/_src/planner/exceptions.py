@@ -34,12 +34,19 @@ from mpjax._src.planner.searches import loops, routers
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION
 from mpjax._src.program.site import equations as all_equations
-from mpjax._src.program.site import overriding
+from mpjax._src.program.site import overriding, row_of
 
 # Solvers. Their derivatives are matmuls, whose errors a condition number amplifies.
 SOLVER = "solver"
 CONVOLUTION = "conv_general_dilated"
 SOLVERS = ("custom_linear_solve", "triangular_solve")
+
+# Why an operation is an exception, for reports.
+SOLVES = "float32: its derivative would amplify rounding errors"
+RANKED = "float32: its results are ranked, and rounding them would change the choice"
+COUNTED = "float32: it reads integers that 16 bits would merge"
+ENDS = "left unchanged: a float32 comparison that depends on a matmul ends it, or repeats it"
+ALL_FULL = "the policy computes in float32"
 
 
 class Known(NamedTuple):
@@ -64,6 +71,7 @@ class Exceptions:
         sent: What devices send each other in 16 bits.
         used: The patterns of overrides that matched something.
         done: The programs with regions, by the programs that they were.
+        told: Why operations are in regions, by their numbers, if they are numbered.
         around: The context in which JAX runs the rules of a program.
     """
 
@@ -74,6 +82,7 @@ class Exceptions:
     sent: Sent = SENT
     used: set[str] = dataclasses.field(default_factory=set)
     done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    told: dict[int, str] = dataclasses.field(default_factory=dict)
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @classmethod
@@ -115,7 +124,9 @@ class Exceptions:
             ins = [known.get(v, NOTHING) for v in e.ins] if known else [NOTHING] * len(e.ins)
             asks = kind_of(e.name) or asks_all or e in decide or e.name in self.listed
             if asks and not _is_planned(e):
-                region = self._asked(e, ins, names, e in decide)
+                region, why = self._asked(e, ins, names, e in decide)
+                if why and (row := row_of(_jax.scope_names(e.stack))) is not None:
+                    self.told.setdefault(row, why)
                 if region and e.region.dtype != region.split(":")[0]:
                     e.enter(region)
                 self._lift(e)
@@ -126,49 +137,58 @@ class Exceptions:
                 facts = zip(e.outs, _results(e, ins), strict=True)
                 known.update((v, fact) for v, fact in facts if fact is not NOTHING)
 
-    def _asked(self, e: Equation, ins: Sequence[Known], names: Sequence[str], decides: bool) -> str:
-        """Returns the region of an equation, or "" if it stays where it is."""
+    def _asked(
+        self, e: Equation, ins: Sequence[Known], names: Sequence[str], decides: bool
+    ) -> tuple[str, str]:
+        """Returns the region of an equation, or "" if it stays where it is, and why."""
         kind = kind_of(e.name)
         matmul = kind == HALF
         if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
-            return ""
+            return "", ""
         if kind == SOLVER:
-            return FLOAT32.name
+            return FLOAT32.name, SOLVES
         if e.region.dtype:
-            return self._own(e.region.dtype)
-        override = self._override(e, ins, names) if self.overrides else None
+            return self._own(e.region.dtype), ""
+        pattern, override = self._override(e, ins, names) if self.overrides else ("", None)
         listed = self.listed.get(e.name)
-        if override == FLOAT32 or (listed == "full" and matmul):
-            return FLOAT32.name
+        why = f"{listed}_ops of the policy" if override is None else f'override "{pattern}"'
+        if override == FLOAT32 or listed == "full":
+            return FLOAT32.name if matmul or override == FLOAT32 else "", why
         if listed == "half" and not matmul:
-            return f"{self._own((override or self.half).name)}:{e.name}"
+            return f"{self._own((override or self.half).name)}:{e.name}", why
         if listed == "follow" and not matmul:
-            return f"{rounding.FOLLOWING}:{e.name}"
+            return f"{rounding.FOLLOWING}:{e.name}", why
         if matmul and (override is not None or listed == "half"):
-            return self._own((override or self.half).name)
+            return self._own((override or self.half).name), why
         pairs = zip(e.ins, ins, strict=True)
         integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
-        full = decides or (matmul and (self.all_full or integers))
-        return FLOAT32.name if full else ""
+        if decides:
+            return FLOAT32.name, RANKED if matmul else ENDS
+        if matmul and (self.all_full or integers):
+            return FLOAT32.name, ALL_FULL if self.all_full else COUNTED
+        return "", ""
 
     def _own(self, dtype: str) -> str:
         """Returns a region of a dtype, which may be the 16-bit dtype that is not the program's."""
         foreign = dtype in rounding.HALF_NAMES and self.half not in (FLOAT32, np.dtype(dtype))
         return rounding.OTHER + dtype if foreign else dtype
 
-    def _override(self, e: Equation, ins: Sequence[Known], names: Sequence[str]) -> np.dtype | None:
+    def _override(
+        self, e: Equation, ins: Sequence[Known], names: Sequence[str]
+    ) -> tuple[str, np.dtype | None]:
+        """Returns the pattern of the override of an equation, and the dtype that it asks for."""
         scopes = (*names, *_jax.scope_names(e.stack))
         if any(name.startswith(KERNEL) for name in scopes):
-            return None
+            return "", None
         paths = [path for fact in ins for path in fact.paths]
         matching = overriding(self.overrides, scopes, e.name, paths)
         self.used.update(pattern for pattern, _ in matching)
         if not matching:
-            return None
-        dtype = matching[0][1]
+            return "", None
+        pattern, dtype = matching[0]
         if dtype in HALVES and _jax.own_precision(e.params) is not None:
             e.params = {**e.params, "precision": _jax.FASTEST}
-        return dtype if dtype in HALVES else FLOAT32
+        return pattern, dtype if dtype in HALVES else FLOAT32
 
     def _lift(self, e: Equation) -> None:
         """Takes off a matmul in 16 bits the precision that JAX's default setting gave it."""

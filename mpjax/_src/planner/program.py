@@ -100,6 +100,13 @@ class Program:
             return written(self.closed, *options, outermost=True)
         return written_of(self._program.written_out(), *options, outermost=True)
 
+    @property
+    def calling(self) -> Any:
+        """The closed jaxpr that runs, with its calls of functions with rules."""
+        returned = [True] * self.returned
+        options = self.half, self.halved_in, self.halved_out, returned, self.exceptions.sent
+        return written(self.closed, *options, outermost=True, rules=False)
+
     @functools.cached_property
     def jitted(self) -> Callable[..., list[Any]]:
         """The program that runs, jitted, unless it donates arguments to a jit inside."""
@@ -200,6 +207,7 @@ class Derivative:
         given: The arguments that the backward part reads.
         saved: What the forward part hands to the backward part besides.
         moves: Which results depend on the arguments that move.
+        prices: What it costs to keep values.
     """
 
     def __init__(self, program: Program, moving: Sequence[bool]) -> None:
@@ -231,10 +239,11 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, KEPT[program.storage], early, self._late)
+        prices = self.prices = Traffic.of(price, KEPT[program.storage], early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
         self.saved = hand.saved
-        self._again, self._late = with_operands(early, self._late, hand, self.inputs)
+        again, self._late = with_operands(early, self._late, hand, self.inputs)
+        self._again = [*map(rounding.again, again)]
         later = [*self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
@@ -249,6 +258,11 @@ class Derivative:
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
+
+    @property
+    def makers(self) -> dict[Value, Equation]:
+        """The equations that make the values of the forward part."""
+        return {out: e for e in self._early for out in e.outs}
 
     def saveable(self, where: saving.Where) -> saving.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""

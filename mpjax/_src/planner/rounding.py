@@ -20,6 +20,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
 from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
+from mpjax._src.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
 EXACT = ("neg", "abs", "max", "min", "select_n")
@@ -140,9 +141,11 @@ def may_be_half_operation(e: Equation) -> bool:
 
 def again(e: Equation) -> Equation:
     """Returns an equation as it runs a second time in a backward pass: in the same dtype."""
-    if e.region.dtype and may_be_half_operation(e):
-        e = e.on(e.ins)
-        e.enter(f"{e.region.dtype}:{e.name}:again")
+    region = e.region.dtype if may_be_half_operation(e) else ""
+    e = e.on(e.ins)
+    e.stack = e.stack.extend(AGAIN)
+    if region:
+        e.enter(f"{region}:{e.name}:again")
     return e
 
 

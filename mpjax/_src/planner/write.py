@@ -14,6 +14,7 @@ from jax.extend.core.primitives import convert_element_type_p, reduce_precision_
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
+from mpjax._src.base.contexts import CONSTANTS_AS_CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import CALL, SCAN, WHILE
 from mpjax._src.base.rules import HALF
@@ -43,6 +44,7 @@ def written(
     sent: Sent = SENT,
     region: Region = NOWHERE,
     outermost: bool = False,
+    rules: bool = True,
 ) -> Any:
     """Returns a float32 program with casts.
 
@@ -55,11 +57,12 @@ def written(
         sent: What devices send each other in 16 bits.
         region: The region of the equation that holds the program.
         outermost: Whether its arguments are arrays, and no parts of some in a loop.
+        rules: Whether functions with derivative rules are taken apart.
 
     Returns:
         The closed jaxpr.
     """
-    ins, equations, outs = parts(program, rules=True, region=region)
+    ins, equations, outs = parts(program, rules=rules, region=region)
     listed = Listed(ins, equations, outs, building.anonymous(program))
     return written_of(listed, half, halved_in, halved_out, returned, sent, outermost)
 
@@ -153,7 +156,7 @@ class Writer:
     def _cast(self, v: Value, aval: Any, near: Equation | None) -> Value:
         if v.aval.dtype == aval.dtype:
             return v
-        if v.literal:
+        if v.literal and not CONSTANTS_AS_CASTS.value:
             with np.errstate(over="ignore"):
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
         if v.aval.dtype in HALVES:

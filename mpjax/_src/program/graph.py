@@ -26,6 +26,7 @@ PLANNED = "mpjax.autocast"
 KERNEL = "mpjax.kernel="
 ATTENTION = "mpjax.attention="
 LOSS = "mpjax.loss="
+AGAIN = "rematted_computation"  # JAX's own, around what a backward pass computes again
 
 # An operand of a matmul, and some of its dimensions.
 Place = tuple[int, tuple[int, ...]]

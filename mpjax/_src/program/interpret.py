@@ -221,7 +221,8 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return None  # effects must happen only once
     wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
     arrays = [widen(x) for x in arrays]
-    if eqn.primitive.name == "convert_element_type" and wide and dtype_of(arrays[0]) == FLOAT32:
+    casts = eqn.primitive.name == "convert_element_type" and wide
+    if is_precise(eqn) or (casts and dtype_of(arrays[0]) == FLOAT32):
         return arrays  # no copy: parameters are cast, and large
     try:
         return run(eqn, arrays, **wide)
@@ -231,6 +232,14 @@ def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
     except MISFITS:
         return None
+
+
+def is_precise(eqn: Any) -> bool:
+    """Returns whether an equation rounds to the precision that its operand has anyway."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
 
 
 def is_program(x: Any) -> bool:

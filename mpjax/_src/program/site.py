@@ -7,7 +7,7 @@ from typing import Any
 from mpjax._src.base import _jax
 from mpjax._src.base.higher_order import turns_of
 from mpjax._src.base.patterns import matches
-from mpjax._src.program.graph import KERNEL
+from mpjax._src.program.graph import AGAIN, KERNEL
 
 # The names of scopes that say which op of a plan, or which equation of a function, an equation
 # comes from, before the number.
@@ -32,10 +32,14 @@ class Site:
         return "transpose" in self.transforms
 
     @property
+    def again(self) -> bool:
+        """Whether the backward pass computes again there what the forward pass computed."""
+        return AGAIN in (*self.scopes, *self.transforms)
+
+    @property
     def op(self) -> int | None:
         """The number of the plan's op at this place, if ops are numbered."""
-        numbers = [name for name in self.scopes if name.startswith(ROW)]
-        return int(numbers[-1].removeprefix(ROW)) if numbers else None
+        return row_of(self.scopes)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -86,15 +90,22 @@ def equations(jaxpr: Any, site: Site = ROOT, times: int = 1) -> Iterator[tuple[A
             yield from equations(inner, here.inside(eqn), times * turns_of(eqn))
 
 
+def row_of(scopes: Sequence[str]) -> int | None:
+    """Returns the number of the plan's op in the innermost of some scopes, if ops are numbered."""
+    numbers = [name for name in scopes if name.startswith(ROW)]
+    return int(numbers[-1].removeprefix(ROW)) if numbers else None
+
+
 def shown(scopes: Sequence[str]) -> list[str]:
-    """Returns the names of scopes without those that mpjax itself adds."""
-    return [name for name in scopes if not name.startswith("mpjax.")]
+    """Returns the names of scopes without those that mpjax itself adds, and JAX's own."""
+    return [name for name in scopes if not name.startswith("mpjax.") and name != AGAIN]
 
 
 def overriding(
     overrides: Iterable[tuple[str, Any]], scopes: Sequence[str], name: str, paths: Iterable[str]
 ) -> list[tuple[str, Any]]:
     """Returns the overrides that match an operation of a primitive, in scopes, on parameters."""
+    scopes = [scope for scope in scopes if not scope.startswith((ROW, NUMBER))]
     user_scopes = (scope for scope in scopes if not scope.startswith(KERNEL))
     places = ["/".join(scopes), "/".join((*scopes, name)), "/".join(user_scopes), *paths]
     return [o for o in overrides if any(matches(o[0], place) for place in places)]

@@ -17,9 +17,10 @@ from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import HALVES, is_float, is_half
 from mpjax._src.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
 from mpjax._src.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+from mpjax._src.program.graph import AGAIN
+from mpjax._src.program.interpret import is_precise
 from mpjax._src.program.site import ROOT, Site
 
-AGAIN = "rematted_computation"  # JAX's name for a recomputation
 CAST = "convert_element_type"
 
 
@@ -159,10 +160,9 @@ def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) ->
 
 
 def _tensor(eqn: Any, v: Any, part: str, half: Any, rounded: bool, site: Site) -> Tensor:
-    again = AGAIN in (*site.scopes, *site.transforms)
     scopes = tuple(name for name in site.scopes if name != AGAIN)
     return Tensor(
-        *(eqn.primitive.name, part, scopes, site.backward, again, half, rounded),
+        *(eqn.primitive.name, part, scopes, site.backward, site.again, half, rounded),
         *(v.aval.shape, _jax.source_lines(eqn), _jax.line_key(eqn)),
     )
 
@@ -188,7 +188,7 @@ def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
         (v,), new = eqn.invars, eqn.params["new_dtype"]
         if new in HALVES and _is_float(v) and v.aval.dtype != new and v not in makers:
             yield v, "cast", new
-    elif need in (HALF, PROGRAM, UNKNOWN.need):
+    elif need in (HALF, PROGRAM, UNKNOWN.need) and not is_precise(eqn):
         parts = ("lhs", "rhs") if need == HALF else ()
         for i, v in enumerate(eqn.invars):
             part = parts[i] if i < len(parts) else "operand"
@@ -267,7 +267,7 @@ def is_elementwise(eqn: Any) -> bool:
 def _moves(eqn: Any) -> bool:
     """Returns whether an equation only moves entries of its operands."""
     rule = rule_of(eqn.primitive.name)
-    return rule.need == MOVE and REDUCES not in rule.traits
+    return (rule.need == MOVE and REDUCES not in rule.traits) or is_precise(eqn)
 
 
 def _moved(eqn: Any) -> list[Any]:

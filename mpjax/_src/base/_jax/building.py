@@ -147,12 +147,13 @@ def one_by_one(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Seque
 
 def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int) -> dict[str, Any]:
     """Returns the parameters of a scan with another body and other numbers of operands."""
+    name = next(k for k, p in params.items() if hasattr(open_jaxpr(p)[0], "eqns"))
     if "num_consts" in params:
-        return {**params, "jaxpr": jaxpr, "num_consts": consts, "num_carry": carry}
+        return {**params, name: jaxpr, "num_consts": consts, "num_carry": carry}
     ft = sys.modules[type(params["ft_in"]).__module__]  # from JAX 0.12 on
     ys = len(open_jaxpr(jaxpr)[0].outvars) - carry
     ins, outs = map(ft.nones, (consts, carry, xs)), map(ft.nones, (carry, ys))
-    return {**params, "jaxpr": jaxpr, "ft_in": ft.pack((*ins,)), "ft_out": ft.pack((*outs,))}
+    return {**params, name: jaxpr, "ft_in": ft.pack((*ins,)), "ft_out": ft.pack((*outs,))}
 
 
 def stacked_aval(length: Any, aval: Any) -> Any:
