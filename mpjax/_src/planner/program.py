@@ -12,30 +12,30 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.garbage import collected_later
 from mpjax._src.planner import rounding, saving
-from mpjax._src.planner.accumulators import adds_or_moves
+from mpjax._src.planner.budget import Budget
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
     Listed,
     Value,
-    barred,
     between,
     closed,
     dependents,
-    in_order,
     needed,
     once,
     opened,
     parts,
 )
 from mpjax._src.planner.exceptions import Exceptions
+from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.linear_recurrences import recurrent
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
 from mpjax._src.planner.partition import handed, parted
 from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written, written_of
 
@@ -60,7 +60,7 @@ class Program:
         halved_out: Sequence[bool] = (),
         exceptions: Exceptions | None = None,
         returned: int | None = None,
-        storage: str = "fast",
+        storage: str | float = "fast",
     ) -> None:
         self._program, self.half, self.storage = program, half, storage
         self.exceptions = exceptions or Exceptions(half)
@@ -196,7 +196,7 @@ class Derivative:
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
-        joined(equations, self._cts, self.inputs, results, half)
+        joined(equations, self._cts, self.inputs, results, half, program.storage)
         self._early, self._late = parted(apart(needed(equations, results)), self._cts)
         parts_of = self._early, self._late, self._outs, self._grads
         self._early, self._late = rewritten(*parts_of, self._cts, half)
@@ -215,16 +215,23 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = Traffic.of(price, KEPT[program.storage], early, self._late)
+        prices = Traffic.of(price, KEPT.get(program.storage, KEPT["lean"]), early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
-        self.saved = hand.saved
         self._again, self._late = with_operands(early, self._late, hand, self.inputs)
-        later = [*self._again, *self._late]
+        arrived, self._before = {v: v for v in hand.saved}, list[Equation]()
+        if not isinstance(program.storage, str):
+            halved = _chosen(self.inputs, self._low_in)
+            parts_of = early, hand.saved, self._again, self._late, self._grads
+            timeline = Timeline(*parts_of, self.inputs, halved, price)
+            budget = Budget(early, hand.saved, self.inputs, timeline)
+            arrived, self._before = budget.within(program.storage)
+        self.saved = [*arrived.values()]
+        later = [*self._before, *self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
-        self._low = [exact.is_half(v) for v in self.saved]
-        forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
+        self._low = [exact.is_half(v) or exact.is_half(x) for v, x in arrived.items()]
+        forward = Listed.of(self.inputs, early, [*self._outs, *arrived], self._info)
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
@@ -273,8 +280,8 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads, cts)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
-        later, lean = [*self._again, *late], program.storage == "lean"
-        body, grads = _held_apart(self.saved, later, grads, [*cts], lean)
+        parts_of = self.saved, self._before, [*self._again, *late], grads
+        body, grads = held_apart(*parts_of, [*cts], in_turns=program.storage != "fast")
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -414,69 +421,6 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
     made: list[Equation] = []
     at = {v: zeros_like(v.aval, made) for v in zeros if v in read}
     return [*made, *(e.reading(at) for e in equations)]
-
-
-def _held_apart(
-    saved: Sequence[Value],
-    equations: Sequence[Equation],
-    results: Sequence[Value],
-    cotangents: Sequence[Value],
-    in_turns: bool,
-) -> tuple[list[Equation], list[Value]]:
-    """Puts what something is computed from again behind a barrier.
-
-    XLA would find that it has been computed before, or compute it early, and would keep that in
-    place of what is handed over, if that is no smaller. It finds nothing in loops, and nothing that
-    cotangents are part of. There a barrier would only ask for the default layout, which costs a
-    copy.
-
-    Values ``in_turns`` wait for the cotangents that are read beside them, so that not all is
-    computed again at once. It costs bytes: what reads those is another kernel.
-    """
-    late = dependents(equations, cotangents)
-    again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
-    read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
-    apart = [v for v in saved if v in read]
-    if not apart:
-        return [*equations], [*results]
-    first = equations[0]
-    into: list[Equation] = []
-    fresh: dict[Value, Value] = {}
-    groups = _in_turns(apart, equations, late, results) if in_turns else {None: apart}
-    for ahead, values in groups.items():
-        held = values if ahead is None else [*values, ahead]
-        outs = barred(held, into, like=first.like, stack=first.stack)
-        fresh.update(zip(held, outs, strict=True))
-    body = in_order([*into, *(e.reading(fresh) for e in equations)])
-    return body, [fresh.get(v, v) for v in results]
-
-
-def _in_turns(
-    apart: Sequence[Value],
-    equations: Sequence[Equation],
-    late: set[Value],
-    results: Sequence[Value],
-) -> dict[Value | None, list[Value]]:
-    """Groups values by the cotangent after which something made of them is read first.
-
-    It is the last one that a matmul has made by then, and that is returned by no sum.
-    """
-    summed = {*results}
-    for e in reversed(equations):
-        summed.update(e.ins if adds_or_moves(e) and not summed.isdisjoint(e.outs) else ())
-    ahead: list[Value | None] = [None]
-    for e in equations:
-        own = rounding.returns_half(e) and e.outs[0] in late and e.outs[0] not in summed
-        ahead.append(e.outs[0] if own else ahead[-1])
-    first: dict[Value, int] = {}  # where something made of a value is read beside cotangents
-    for i, e in reversed([*enumerate(equations)]):
-        waits = late.isdisjoint(e.outs)
-        at = min((first.get(v, len(equations)) for v in e.outs), default=i) if waits else i
-        first.update((v, min(at, first.get(v, at))) for v in e.ins)
-    groups: dict[Value | None, list[Value]] = {}
-    for v in apart:
-        groups.setdefault(ahead[min(first[v], len(equations))], []).append(v)
-    return groups
 
 
 def unbarred(program: Any) -> Any:
