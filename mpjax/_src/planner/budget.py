@@ -12,12 +12,12 @@ The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `l
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, RANKS
 from mpjax._src.planner.equations import Equation, Value, between
-from mpjax._src.planner.partition import lightest, runs_again
+from mpjax._src.planner.partition import Handed, lightest, runs_again
 from mpjax._src.planner.rounding import Price, returns_half
 from mpjax._src.planner.timeline import Again, Timeline
 from mpjax._src.program.graph import EXCHANGES
@@ -55,12 +55,14 @@ class Plan:
 
     Attributes:
         kept: What is kept.
-        equations: What computes the rest of what `lean` keeps from that.
+        before: What computes more of what `lean` keeps from that.
+        equations: What computes the rest from both.
         again: When that is, and which memory it takes.
         moved: The bytes that it moves, with FLOPs in bytes.
     """
 
     kept: frozenset[Value]
+    before: Sequence[Equation]
     equations: Sequence[Equation]
     again: Again
     moved: int
@@ -71,6 +73,7 @@ class Budget:
 
     Attributes:
         early: The equations of the forward part.
+        crossing: What the backward part reads of it.
         lean: What `lean` keeps.
         free: What the backward part has anyway.
         timeline: The memory over time.
@@ -81,21 +84,21 @@ class Budget:
     def __init__(
         self,
         early: Sequence[Equation],
-        lean: Sequence[Value],
+        lean: Handed,
         free: Collection[Value],
         timeline: Timeline,
         given: Collection[Value] = (),
         turns: int = 1,
     ) -> None:
-        self.early, self.lean, self.free, self.timeline = early, lean, free, timeline
-        self._choice = early, lean, timeline.price, given
+        self.early, self.crossing, self.lean = early, lean.crossing, lean.saved
+        self.free, self.timeline = free, timeline
+        self._choice = early, lean.saved, timeline.price, given
         price, self.given, self.turns = timeline.exact, given, turns
         self._costs = {e: turns * _price(e, price) for e in early if _may_run_again(e)}
 
-    def within(self, number: float) -> tuple[dict[Value, Value], list[Equation]]:
-        """Returns what is handed over, and what computes the rest of what `lean` keeps from it.
+    def within(self, number: float) -> tuple[Handed, list[Equation]]:
+        """Returns what is handed over, and what computes more from it before the rest.
 
-        What `lean` does not keep arrives as another value: the backward part computes it again.
         The number is 0 for the fewest bytes that are possible, 1 for those of `lean`.
         """
         lean = self._plan(self.lean)
@@ -110,11 +113,10 @@ class Budget:
         fitting = (p for p in plans.values() if p.again.peak <= budget)
         relaxed = [self._relaxed(plan, lean, budget) for plan in fitting]
         best = min(relaxed, key=lambda p: (p.moved, p.again.peak))
-        same = {*self.lean}
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in best.kept]
-        arrived = {v: v if v in same else Value(v.aval) for v in saved}
-        return arrived, _on_own(best.equations, same, arrived)
+        before = _on_own(best.before, self.lean)
+        return Handed(saved, best.equations, self.crossing), before
 
     def _cuts(self) -> Iterator[list[Value]]:
         """Yields what is kept at rates, from the last one on, as long as that differs."""
@@ -127,11 +129,16 @@ class Budget:
             before = kept
 
     def _plan(self, kept: Collection[Value]) -> Plan:
-        equations = between(self.early, self.lean, {*kept, *self.free})
-        read = {*self.lean, *(v for e in equations for v in e.ins)}
-        saved = frozenset(v for v in kept if v in read)
-        moved = sum(self._costs.get(e, 0) for e in equations)
-        return Plan(saved, equations, self.timeline.again(saved, equations), moved)
+        kept = {*kept}
+        equations = between(self.early, self.crossing, {*kept, *self.lean, *self.free})
+        read = {*self.crossing, *(v for e in equations for v in e.ins)}
+        remade = [v for v in self.lean if v in read]
+        before = between(self.early, remade, {*kept, *self.free})
+        read.update(v for e in before for v in e.ins)
+        saved = frozenset(kept & read)
+        again = self.timeline.again(saved, before, equations)
+        moved = sum(self._costs.get(e, 0) for e in before)
+        return Plan(saved, before, equations, again, moved)
 
     def _relaxed(self, plan: Plan, lean: Plan, budget: float) -> Plan:
         """Returns a plan that keeps what is needed first as `lean` does, as far as it may."""
@@ -157,7 +164,7 @@ class Budget:
         starts, size = plan.again.starts, self.timeline.size
         dear = set[Value]()  # what cannot be computed anew in each part for little
         groups: dict[int, list[Equation]] = {}
-        for e in plan.equations:
+        for e in plan.before:
             if e in self._costs or any(v in dear or v in plan.kept for v in e.ins):
                 dear.update(e.outs)
                 groups.setdefault(min(starts[v] for v in e.outs if v in starts), []).append(e)
@@ -173,14 +180,12 @@ class Budget:
         return found
 
 
-def _on_own(
-    equations: Sequence[Equation], same: Collection[Value], arrived: Mapping[Value, Value]
-) -> list[Equation]:
-    """Returns equations on what arrived, whose results are values of their own but for some.
+def _on_own(equations: Sequence[Equation], values: Collection[Value]) -> list[Equation]:
+    """Returns equations whose results are values of their own, but for some.
 
     What else the backward part reads of them, it computes once more where it does.
     """
-    own, found = {**arrived}, list[Equation]()
+    same, own, found = {*values}, dict[Value, Value](), list[Equation]()
     for e in equations:
         own.update((v, Value(v.aval)) for v in e.outs if v not in same)
         found.append(e.on((own.get(v, v) for v in e.ins), outs=[own.get(v, v) for v in e.outs]))

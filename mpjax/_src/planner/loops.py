@@ -25,14 +25,12 @@ from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
-    barred,
     closed,
     dependents,
     once,
     opened,
     parts,
     readers_of,
-    rename,
 )
 from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.maxima import unpooled, with_operands
@@ -185,33 +183,18 @@ class Body:
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
         costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
         hand = handed(self.first, self.second, self.back_outs, costs, priced, self.ins)
-        again, second = with_operands(self.first, self.second, hand, self.ins)
-        again, self.saved, self.second = [*map(rounding.again, again)], hand.saved, second
-        if isinstance(storage, str):
-            self.second = [*again, *second]
-        else:
+        before: list[Equation] = []
+        if not isinstance(storage, str):
             paid = lambda v: turns * costs(v)  # noqa: E731
-            parts_of = self.first, hand.saved, again, second, self.back_outs
-            timeline = Timeline(*parts_of, self.ins, (), price, paid)
-            budget = Budget(self.first, hand.saved, free, timeline, priced, turns)
-            self._keep_less(budget, again, storage)
-
-    def _keep_less(self, budget: Budget, again: Sequence[Equation], number: float) -> None:
-        """Hands over what is within a number; ``again`` computes the rest of what `lean` does."""
-        arrived, before = budget.within(number)
-        before = [*map(rounding.again, before)]
-        others = [v for v, x in arrived.items() if x is not v]
-        like = self.first[-1]
-        for v in others:
-            (x,) = barred([v], self.first, like=like.like, stack=like.stack)
-            rename(before, arrived[v], x)
-            arrived[v] = x
-        self.saved, self.second = [*arrived.values()], [*again, *self.second]
-        if budget.turns > 1:  # XLA finds nothing in loops
-            self.second[:0] = before
-        else:
-            new = [self.back_ins[i] for i in self.own]
-            parts_of = self.saved, before, self.second, self.back_outs, new
+            parts_of = self.first, self.second, self.back_outs, new, self.ins, ()
+            budget = Budget(self.first, hand, free, Timeline(*parts_of, price, paid), priced, turns)
+            hand, before = budget.within(storage)
+        known = {*self.ins, *(v for e in before for v in e.outs)}
+        again, second = with_operands(self.first, self.second, hand, known)
+        before, again = ([*map(rounding.again, es)] for es in (before, again))
+        self.saved, self.second = hand.saved, [*before, *again, *second]
+        if turns == 1 and not isinstance(storage, str):  # XLA finds nothing in loops
+            parts_of = self.saved, before, [*again, *second], self.back_outs, new
             self.second, self.back_outs = held_apart(*parts_of, in_turns=True)
 
 

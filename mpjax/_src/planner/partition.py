@@ -33,7 +33,8 @@ class Handed(NamedTuple):
     """What the backward part gets, and how it finds the rest."""
 
     saved: list[Value]  # what the forward part computes and hands over
-    again: list[Equation]  # what the backward part computes a second time
+    again: Sequence[Equation]  # what the backward part computes a second time
+    crossing: Sequence[Value]  # what it reads of both
 
 
 def parted(
@@ -74,7 +75,7 @@ def handed(
     read = dict.fromkeys([*(v for e in late for v in e.ins), *results])
     crossing = [v for v in read if v in made]
     saved = lightest(early, crossing, price, given, costs)
-    return Handed(saved, between(early, crossing, {*saved, *free}))
+    return Handed(saved, between(early, crossing, {*saved, *free}), crossing)
 
 
 def lightest(

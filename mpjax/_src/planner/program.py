@@ -217,21 +217,22 @@ class Derivative:
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
         prices = Traffic.of(price, KEPT.get(program.storage, KEPT["lean"]), early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
-        self._again, self._late = with_operands(early, self._late, hand, self.inputs)
-        arrived, self._before = {v: v for v in hand.saved}, list[Equation]()
+        self._before: list[Equation] = []
         if not isinstance(program.storage, str):
             halved = _chosen(self.inputs, self._low_in)
-            parts_of = early, hand.saved, self._again, self._late, self._grads
+            parts_of = early, self._late, self._grads, self._cts
             timeline = Timeline(*parts_of, self.inputs, halved, price)
-            budget = Budget(early, hand.saved, self.inputs, timeline)
-            arrived, self._before = budget.within(program.storage)
-        self.saved = [*arrived.values()]
+            budget = Budget(early, hand, self.inputs, timeline)
+            hand, self._before = budget.within(program.storage)
+        known = {*self.inputs, *(v for e in self._before for v in e.outs)}
+        self._again, self._late = with_operands(early, self._late, hand, known)
+        self.saved = hand.saved
         later = [*self._before, *self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
-        self._low = [exact.is_half(v) or exact.is_half(x) for v, x in arrived.items()]
-        forward = Listed.of(self.inputs, early, [*self._outs, *arrived], self._info)
+        self._low = [exact.is_half(v) for v in self.saved]
+        forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}

@@ -17,7 +17,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import FRESH
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
+from mpjax._src.planner.equations import BARRIER, Equation, Value, dependents, parts
 from mpjax._src.planner.partition import Pricing, runs_again
 from mpjax._src.planner.prices import kernels_of, of_several
 
@@ -53,10 +53,9 @@ class Timeline:
     def __init__(
         self,
         early: Sequence[Equation],
-        saved: Sequence[Value],
-        again: Sequence[Equation],
         late: Sequence[Equation],
         results: Collection[Value],
+        cotangents: Collection[Value],
         given: Collection[Value],
         low: Collection[Value],
         exact: rounding.Price,
@@ -71,25 +70,32 @@ class Timeline:
         events: list[tuple[float, int]] = []
         first: Spans = {}
         self._spans: Spans = {}
-        self._scan(late, len(early), self._spans, events)
+        waiting = dependents(late, cotangents)
+        rest = [e for e in late if not waiting.isdisjoint(e.outs)]
+        self._scan(rest, len(early), self._spans, events)
+        ready = [e for e in late if waiting.isdisjoint(e.outs)]
+        self._again(ready, self._spans, events)
         self._scan(early, 0, first, events)
-        self._again(again, self._spans, events)
         for v in given:  # the 16-bit copies of parameters
             read = [spans[v] for spans in (first, self._spans) if v in spans]
             if v.is_float32 and v not in low and v in self._written and read:
                 size = _jax.bytes_of(v.aval, half)
                 events += _exists(read[0][0], read[-1][1], size)
         self._events = np.array(events, float).reshape(-1, 2)
-        self._spans = {v: self._spans[v] for v in saved if v in self._spans}
 
     def size(self, v: Value) -> int:
         """Returns the bytes of a value that is computed again, if it is an array."""
         return self._price(v) if v in self._written else 0
 
-    def again(self, kept: Collection[Value], equations: Sequence[Equation]) -> Again:
-        """Returns when equations run again, and the most bytes that exist then."""
+    def again(
+        self, kept: Collection[Value], before: Sequence[Equation], equations: Sequence[Equation]
+    ) -> Again:
+        """Returns when equations run again, ``before`` others, and the most bytes then."""
         spans, events = {**self._spans}, list[tuple[float, int]]()
-        starts = self._again(equations, spans, events)
+        self._again(equations, spans, events)
+        made = {v for e in equations for v in e.outs}
+        spans = {v: span for v, span in spans.items() if v not in made}
+        starts = self._again(before, spans, events)
         for v in kept:
             if v in spans:
                 events += _exists(self._ends.get(v, 0), spans[v][1], self.price(v), True)
@@ -175,4 +181,4 @@ def _peak(
 ) -> int:
     """Returns the most bytes that exist at any time in a program, beside its operands."""
     price = rounding.Price((), (), half)
-    return Timeline(equations, [], [], [], outs, (), (), price).again((), ()).peak
+    return Timeline(equations, [], outs, (), (), (), price).again((), (), ()).peak
