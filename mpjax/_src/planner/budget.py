@@ -77,6 +77,7 @@ class Budget:
         lean: What `lean` keeps.
         free: What the backward part has anyway.
         timeline: The memory over time.
+        pinned: What a user's checkpoint keeps.
         given: Arguments of the forward part that have to be kept as well.
         turns: How often all of it runs.
     """
@@ -84,16 +85,19 @@ class Budget:
     def __init__(
         self,
         early: Sequence[Equation],
-        lean: Handed,
+        crossing: Sequence[Value],
+        lean: Sequence[Value],
         free: Collection[Value],
         timeline: Timeline,
+        pinned: Collection[Value] = (),
         given: Collection[Value] = (),
         turns: int = 1,
     ) -> None:
-        self.early, self.crossing, self.lean = early, lean.crossing, lean.saved
+        self.early, self.crossing, self.lean = early, crossing, lean
         self.free, self.timeline = free, timeline
-        self._choice = early, lean.saved, timeline.price, given
-        price, self.given, self.turns = timeline.exact, given, turns
+        self._choice = early, lean, timeline.price, given
+        self.pinned, self.given, self.turns = {*pinned} & {*lean}, given, turns
+        price = timeline.exact
         self._costs = {e: turns * _price(e, price) for e in early if _may_run_again(e)}
 
     def within(self, number: float) -> tuple[Handed, list[Equation]]:
@@ -116,7 +120,7 @@ class Budget:
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in best.kept]
         before = _on_own(best.before, self.lean)
-        return Handed(saved, best.equations, self.crossing), before
+        return Handed(saved, best.equations), before
 
     def _cuts(self) -> Iterator[list[Value]]:
         """Yields what is kept at rates, from the last one on, as long as that differs."""
@@ -129,7 +133,7 @@ class Budget:
             before = kept
 
     def _plan(self, kept: Collection[Value]) -> Plan:
-        kept = {*kept}
+        kept = {*kept, *self.pinned}
         equations = between(self.early, self.crossing, {*kept, *self.lean, *self.free})
         read = {*self.crossing, *(v for e in equations for v in e.ins)}
         remade = [v for v in self.lean if v in read]

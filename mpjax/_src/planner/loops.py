@@ -34,7 +34,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import handed
+from mpjax._src.planner.partition import handed, read_of
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
@@ -187,7 +187,10 @@ class Body:
         if not isinstance(storage, str):
             paid = lambda v: turns * costs(v)  # noqa: E731
             parts_of = self.first, self.second, self.back_outs, new, self.ins, ()
-            budget = Budget(self.first, hand, free, Timeline(*parts_of, price, paid), priced, turns)
+            made = [*priced, *(out for e in self.first for out in e.outs)]
+            crossing = read_of(made, self.second, self.back_outs)
+            timeline = Timeline(*parts_of, price, paid)
+            budget = Budget(self.first, crossing, hand.saved, free, timeline, (), priced, turns)
             hand, before = budget.within(storage)
         known = {*self.ins, *(v for e in before for v in e.outs)}
         again, second = with_operands(self.first, self.second, hand, known)

@@ -34,7 +34,6 @@ class Handed(NamedTuple):
 
     saved: list[Value]  # what the forward part computes and hands over
     again: Sequence[Equation]  # what the backward part computes a second time
-    crossing: Sequence[Value]  # what it reads of both
 
 
 def parted(
@@ -71,11 +70,17 @@ def handed(
         free: Arguments that the backward part has anyway.
         costs: The price of computing values again, by their places, beyond what is free.
     """
-    made = {*given, *(out for e in early for out in e.outs)}
-    read = dict.fromkeys([*(v for e in late for v in e.ins), *results])
-    crossing = [v for v in read if v in made]
+    crossing = read_of([*given, *(out for e in early for out in e.outs)], late, results)
     saved = lightest(early, crossing, price, given, costs)
-    return Handed(saved, between(early, crossing, {*saved, *free}), crossing)
+    return Handed(saved, between(early, crossing, {*saved, *free}))
+
+
+def read_of(
+    values: Iterable[Value], late: Sequence[Equation], results: Iterable[Value]
+) -> list[Value]:
+    """Returns those of some values that later equations read, or return."""
+    made, read = {*values}, dict.fromkeys([*(v for e in late for v in e.ins), *results])
+    return [v for v in read if v in made]
 
 
 def lightest(

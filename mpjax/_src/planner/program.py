@@ -32,7 +32,7 @@ from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.linear_recurrences import recurrent
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import handed, parted
+from mpjax._src.planner.partition import Handed, handed, parted, read_of
 from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.timeline import Timeline
@@ -217,13 +217,7 @@ class Derivative:
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
         prices = Traffic.of(price, KEPT.get(program.storage, KEPT["lean"]), early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
-        self._before: list[Equation] = []
-        if not isinstance(program.storage, str):
-            halved = _chosen(self.inputs, self._low_in)
-            parts_of = early, self._late, self._grads, self._cts
-            timeline = Timeline(*parts_of, self.inputs, halved, price)
-            budget = Budget(early, hand, self.inputs, timeline)
-            hand, self._before = budget.within(program.storage)
+        hand, self._before = self._within_budget(hand, price)
         known = {*self.inputs, *(v for e in self._before for v in e.outs)}
         self._again, self._late = with_operands(early, self._late, hand, known)
         self.saved = hand.saved
@@ -236,6 +230,23 @@ class Derivative:
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
+
+    def _within_budget(
+        self, hand: Handed, price: rounding.Price
+    ) -> tuple[Handed, list[Equation]]:
+        """Returns what is handed over if the setting of storage is a number, from that of lean.
+
+        With it comes what computes more in the backward part before the rest.
+        """
+        early, late, number = self._early, self._late, self.program.storage
+        if isinstance(number, str):
+            return hand, []
+        halved = _chosen(self.inputs, self._low_in)
+        timeline = Timeline(early, late, self._grads, self._cts, self.inputs, halved, price)
+        crossing = read_of((out for e in early for out in e.outs), late, self._grads)
+        pinned = [v for e in late if e.name == BARRIER for v in e.ins]
+        budget = Budget(early, crossing, hand.saved, self.inputs, timeline, pinned)
+        return budget.within(number)
 
     def saveable(self, where: saving.Where) -> saving.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""

@@ -139,7 +139,7 @@ class Timeline:
     def _read(self, e: Equation, at: float, spans: Spans) -> None:
         """Notes that an equation reads its operands: at a time, or in the kernels that read it."""
         fused = [spans[v] for v in e.outs if v not in self._written and v in spans]
-        here = [(at, at)] if len(fused) < len(e.outs) else []
+        here = [(at, at)] if len(fused) < len(e.outs) or not e.outs else []
         each = [*fused, *here]
         first, last = min(f for f, _ in each), max(n for _, n in each)
         for v in e.ins:
