@@ -19,7 +19,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
-from mpjax._src.planner import rounding
+from mpjax._src.planner import coding, rounding
 from mpjax._src.planner.budget import Budget
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
@@ -181,6 +181,7 @@ class Body:
         self.second = unpooled(rounding.with_rounded(self.second, shared, half))
         made = rounding.made(self.first, (), half)
         price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
+        price = coding.priced(price, self.first, self.second) if storage == "8bit" else price
         costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
         hand = handed(self.first, self.second, self.back_outs, costs, priced, self.ins)
         before: list[Equation] = []
@@ -195,7 +196,13 @@ class Body:
         known = {*self.ins, *(v for e in before for v in e.outs)}
         again, second = with_operands(self.first, self.second, hand, known)
         before, again = ([*map(rounding.again, es)] for es in (before, again))
-        self.saved, self.second = hand.saved, [*before, *again, *second]
+        self.saved = hand.saved
+        if isinstance(price, coding.Price):
+            own = [v for v in hand.saved if v not in stacked]
+            sent, carriers, encoding, decoding = coding.codes(own, price, self.first)
+            self.saved = [*(v for v in hand.saved if v in stacked), *sent, *carriers]
+            self.first, again = [*self.first, *encoding], [*decoding, *again]
+        self.second = [*before, *again, *second]
         if turns == 1 and not isinstance(storage, str):  # XLA finds nothing in loops
             parts_of = self.saved, before, [*again, *second], self.back_outs, new
             self.second, self.back_outs = held_apart(*parts_of, in_turns=True)

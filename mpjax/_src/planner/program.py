@@ -11,7 +11,7 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.base.garbage import collected_later
-from mpjax._src.planner import rounding, saving
+from mpjax._src.planner import coding, rounding, saving
 from mpjax._src.planner.budget import Budget
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
@@ -215,17 +215,23 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
+        price = coding.priced(price, early, self._late) if program.storage == "8bit" else price
         prices = Traffic.of(price, KEPT.get(program.storage, KEPT["lean"]), early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
         hand, self._before = self._within_budget(hand, price)
         known = {*self.inputs, *(v for e in self._before for v in e.outs)}
-        self._again, self._late = with_operands(early, self._late, hand, known)
-        self.saved = hand.saved
+        again, self._late = with_operands(early, self._late, hand, known)
+        self._held, carriers = hand.saved, list[Value]()
+        self._again = again
+        if isinstance(price, coding.Price):
+            self._held, carriers, encoding, decoding = coding.codes(hand.saved, price, early)
+            early, self._again = [*early, *encoding], [*decoding, *again]
+        self.saved = [*self._held, *carriers]
         later = [*self._before, *self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
-        self._low = [exact.is_half(v) for v in self.saved]
+        self._low = [v in carriers or exact.is_half(v) for v in self.saved]
         forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
@@ -292,7 +298,7 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads, cts)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
-        parts_of = self.saved, self._before, [*self._again, *late], grads
+        parts_of = self._held, self._before, [*self._again, *late], grads
         body, grads = held_apart(*parts_of, [*cts], in_turns=program.storage != "fast")
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
