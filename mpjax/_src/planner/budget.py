@@ -174,9 +174,7 @@ class Budget:
                 groups.setdefault(min(starts[v] for v in e.outs if v in starts), []).append(e)
         worst = max(plan.again.memory, key=lambda time: plan.again.memory[time])
         sizes = {
-            at: sum(size(v) for e in es for v in e.outs)
-            for at, es in groups.items()
-            if at <= worst
+            at: sum(size(v) for e in es for v in e.outs) for at, es in groups.items() if at <= worst
         }
         largest, found = max(sizes.values(), default=0), list[Value]()
         for at, total in sizes.items():

@@ -117,8 +117,8 @@ def _of_attention(early: Sequence[Equation], maker: Makers) -> set[Value]:
         if sum(weights) == 1:
             values = e.ins[1 - weights.index(True)]
             found.update(e.outs, [values], *(x.ins for x in _cheap(values, maker)))
-        elif rounding.is_view(e) and not found.isdisjoint(e.ins):
-            found.update(e.outs)
+    for e in early:
+        found.update(e.outs if rounding.is_view(e) and not found.isdisjoint(e.ins) else ())
     return found
 
 

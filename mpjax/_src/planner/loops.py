@@ -179,33 +179,39 @@ class Body:
         both = [*self.first, *self.second]
         shared = rounded_once(both, self.second, self.back_outs, new)
         self.second = unpooled(rounding.with_rounded(self.second, shared, half))
-        made = rounding.made(self.first, (), half)
-        price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
-        price = coding.priced(price, self.first, self.second) if storage == "8bit" else price
+        self._hand_over(pair, priced, stacked, turns)
+
+    def _hand_over(
+        self, pair: Pair, priced: Sequence[Value], stacked: Collection[Value], turns: int
+    ) -> None:
+        first, second, outs, storage = self.first, self.second, self.back_outs, pair.storage
+        new = [self.back_ins[i] for i in self.own]
+        made = rounding.made(first, (), pair.half)
+        price = rounding.Price(made, rounding.wanted(second, outs, ()), pair.half)
+        price = coding.priced(price, first, second) if storage == "8bit" else price
         costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
-        hand = handed(self.first, self.second, self.back_outs, costs, priced, self.ins)
+        hand = handed(first, second, outs, costs, priced, self.ins)
         before: list[Equation] = []
         if not isinstance(storage, str):
             paid = lambda v: turns * costs(v)  # noqa: E731
-            parts_of = self.first, self.second, self.back_outs, new, self.ins, ()
-            made = [*priced, *(out for e in self.first for out in e.outs)]
-            crossing = read_of(made, self.second, self.back_outs)
-            timeline = Timeline(*parts_of, price, paid)
-            budget = Budget(self.first, crossing, hand.saved, free, timeline, (), priced, turns)
+            timeline = Timeline(first, second, outs, new, self.ins, (), price, paid)
+            made_of = [*priced, *(out for e in first for out in e.outs)]
+            crossing, free = read_of(made_of, second, outs), {*self.ins} - {*priced}
+            budget = Budget(first, crossing, hand.saved, free, timeline, (), priced, turns)
             hand, before = budget.within(storage)
         known = {*self.ins, *(v for e in before for v in e.outs)}
-        again, second = with_operands(self.first, self.second, hand, known)
-        before, again = ([*map(rounding.again, es)] for es in (before, again))
+        again, second = with_operands(first, second, hand, known)
+        before, again = [*map(rounding.again, before)], [*map(rounding.again, again)]
         self.saved = hand.saved
         if isinstance(price, coding.Price):
             own = [v for v in hand.saved if v not in stacked]
-            sent, carriers, encoding, decoding = coding.codes(own, price, self.first)
+            sent, carriers, encoding, decoding = coding.codes(own, price, first)
             self.saved = [*(v for v in hand.saved if v in stacked), *sent, *carriers]
-            self.first, again = [*self.first, *encoding], [*decoding, *again]
+            self.first, again = [*first, *encoding], [*decoding, *again]
         self.second = [*before, *again, *second]
         if turns == 1 and not isinstance(storage, str):  # XLA finds nothing in loops
-            parts_of = self.saved, before, [*again, *second], self.back_outs, new
-            self.second, self.back_outs = held_apart(*parts_of, in_turns=True)
+            rest = [*again, *second]
+            self.second, self.back_outs = held_apart(self.saved, before, rest, outs, new, True)
 
 
 def _scan(pair: Pair) -> None:

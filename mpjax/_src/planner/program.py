@@ -237,9 +237,7 @@ class Derivative:
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
         self._backward: dict[tuple[bool, ...], Any] = {}
 
-    def _within_budget(
-        self, hand: Handed, price: rounding.Price
-    ) -> tuple[Handed, list[Equation]]:
+    def _within_budget(self, hand: Handed, price: rounding.Price) -> tuple[Handed, list[Equation]]:
         """Returns what is handed over if the setting of storage is a number, from that of lean.
 
         With it comes what computes more in the backward part before the rest.

@@ -181,4 +181,4 @@ def _peak(
 ) -> int:
     """Returns the most bytes that exist at any time in a program, beside its operands."""
     price = rounding.Price((), (), half)
-    return Timeline(equations, [], outs, (), (), (), price).again((), (), ()).peak
+    return int(Timeline(equations, [], outs, (), (), (), price).again((), (), ()).peak)
