@@ -25,7 +25,9 @@ from mpjax._src.program.graph import EXCHANGES
 # The FLOPs in the time of one byte: 156 on an A100, 295 on an H100, 240 on a TPU v5e.
 FLOPS_PER_BYTE = 256
 # The rates of exchange, in bytes kept for a byte moved: from few matmuls again to almost all.
-RATES = (1, 2**-2, 2**-4, 2**-7, 2**-10)
+RATES = (1, 2**-4, 2**-10)
+# So many points in time are looked at, up to which all is kept as `lean` does.
+STEPS = 15
 # Of these, each device would wait for the others once more.
 COMMUNICATES = EXCHANGES | {
     *("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "all_gather_reduced"),
@@ -49,7 +51,7 @@ def _price(e: Equation, price: Price) -> int:
     return max(moved, _jax.flops_of(e.like) // FLOPS_PER_BYTE)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What is kept, and what is computed again from it.
 
@@ -114,8 +116,9 @@ class Budget:
                 plan = self._plan([*plan.kept, *self._waists(plan)])
         least = min(plan.again.peak for plan in plans.values())
         budget = least + number * (lean.again.peak - least)
-        fitting = (p for p in plans.values() if p.again.peak <= budget)
-        relaxed = [self._relaxed(plan, lean, budget) for plan in fitting]
+        fitting = [p for p in plans.values() if p.again.peak <= budget]
+        either = min(fitting, key=lambda p: p.moved), min(fitting, key=lambda p: p.again.peak)
+        relaxed = [self._relaxed(plan, lean, budget) for plan in dict.fromkeys(either)]
         best = min(relaxed, key=lambda p: (p.moved, p.again.peak))
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in best.kept]
@@ -148,6 +151,7 @@ class Budget:
         """Returns a plan that keeps what is needed first as `lean` does, as far as it may."""
         starts = plan.again.starts
         times = sorted({starts[v] for v in lean.kept if v in starts})
+        times = times[:: -(-len(times) // STEPS) or 1]
         first, last = 0, len(times)
         while first < last:
             middle = (first + last + 1) // 2
