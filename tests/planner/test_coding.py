@@ -98,3 +98,12 @@ def test_small_arrays_and_integers_have_no_code():
     assert not codes(loss, W, X[:32])
     counted = lambda w, x: jnp.sum(jnp.sin((x > 0).astype(jnp.float32) @ w) * w.sum())  # noqa: E731
     assert ("int8", X.shape) not in codes(counted, W, X)
+
+
+def test_a_relu_enlarges_nothing():
+    def fun(w, x):
+        y = x @ w
+        y = jax.nn.relu((y - y.mean(0)) * lax.rsqrt(jnp.var(y, 0) + 1e-3))
+        return jnp.sum((y @ V) ** 2)
+
+    assert ("int8", (128, 256)) in codes(fun, W, X)

@@ -18,7 +18,7 @@ from mpjax._src.base.coded import KINDS, Coded, coded_bytes, decode, encode
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import AMPLIFIES, JUMPS
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, appended, parts
+from mpjax._src.planner.equations import CUSTOM, Equation, Value, appended, parts
 from mpjax._src.planner.integers import SMALL, of_equation
 from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of
 from mpjax._src.planner.partition import runs_again
@@ -85,6 +85,9 @@ def _sensitive(early: Sequence[Equation], late: Sequence[Equation], maker: Maker
 
 
 def _enlarges(e: Equation, maker: Makers) -> bool:
+    if e.name in CUSTOM:
+        bodies = rounding.bodies(e)
+        return any(_enlarges(inner, {}) for _, equations, _ in bodies for inner in equations)
     if e.row.kind or JUMPS in e.rule.traits or e.name in ("eq", "ne"):
         return True
     if e.name in EXPONENTIALS:
