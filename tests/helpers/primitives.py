@@ -290,7 +290,7 @@ CASES["sharding_constraint"] = (
 # Primitives that are not run here, with the reasons.
 UNTRIED = {
     **dict.fromkeys(["and", "not", "or", "iota"], "no float operand"),
-    **dict.fromkeys([*_jax.BARRIERS, "linear_recurrence", "rounded"], "ours"),
+    **dict.fromkeys([*_jax.BARRIERS, "linear_recurrence", "rounded", "carrier", "carried"], "ours"),
     **dict.fromkeys(["layout_constraint", "reshard"], "needs a mesh of explicit axes, or a layout"),
     "pbroadcast": "has no lowering for a CPU",
     **dict.fromkeys(["all_gather_invariant", "all_gather_reduced", "unreduced_psum"], "not public"),

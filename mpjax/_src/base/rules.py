@@ -371,5 +371,5 @@ CHOICES: dict[str, Any] = {
 for _name in _jax.BARRIERS:
     # What is behind an again_barrier is computed from what is kept, not kept itself.
     row(_name, MOVE, ONE, **(LINEAR if _name == "again_barrier" else HELD))
-row("rounded", MOVE, ONE, **LINEAR)
+row("rounded carrier carried", MOVE, ONE, **LINEAR)
 row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)

@@ -58,7 +58,7 @@ def program_of(
             [_is_float32(v) and dtype == half for v, dtype in arrive],
             [_is_float32(v) and dtype == half for v, dtype in leave],
             exceptions,
-            storage="lean" if policy.storage == "lean" else "fast",
+            storage=policy.storage,
             known=known,
         )
 

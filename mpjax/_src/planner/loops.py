@@ -19,7 +19,8 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
-from mpjax._src.planner import rounding
+from mpjax._src.planner import coding, rounding
+from mpjax._src.planner.budget import Budget
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
@@ -31,10 +32,15 @@ from mpjax._src.planner.equations import (
     parts,
     readers_of,
 )
+from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import handed
+from mpjax._src.planner.partition import handed, read_of
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
+
+# The turns of a loop whose number is not known.
+MANY = 16
 
 
 def joined(
@@ -43,6 +49,7 @@ def joined(
     free: Collection[Value],
     results: Iterable[Value],
     half: np.dtype,
+    storage: str | float,
 ) -> None:
     """Cuts the loops, branches and maps of a program again, in place.
 
@@ -52,6 +59,7 @@ def joined(
         free: Values that the backward part has anyway.
         results: What the program returns.
         half: The 16-bit dtype.
+        storage: The policy's setting of storage.
     """
     late, results = dependents(equations, cotangents), {*results}
     readers = readers_of(equations)
@@ -71,7 +79,7 @@ def joined(
             }
             if private:
                 read = {*back.ins}
-                cut(Pair(fore, back, private, {*free}, half))
+                cut(Pair(fore, back, private, {*free}, half, storage))
                 maker.update((out, fore) for out in fore.outs)
                 for v in dict.fromkeys(back.ins):
                     if v not in read:
@@ -88,6 +96,7 @@ class Pair:
         private: The results of the first that only the second reads, with their places.
         free: Values that the backward part has anyway.
         half: The 16-bit dtype.
+        storage: The policy's setting of storage.
     """
 
     fore: Equation
@@ -95,6 +104,7 @@ class Pair:
     private: dict[Value, int]
     free: set[Value]
     half: np.dtype
+    storage: str | float
 
     @property
     def public(self) -> list[int]:
@@ -151,17 +161,17 @@ class Body:
 
     def cut(
         self,
-        public: Sequence[int],
+        pair: Pair,
         priced: Sequence[Value],
-        half: np.dtype,
         stacked: Collection[Value] = (),
+        turns: int = 1,
     ) -> None:
         """Chooses what to hand over: ``priced`` arguments too, ``stacked`` results for nothing."""
-        new = [self.back_ins[i] for i in self.own]
+        new, half, storage = [self.back_ins[i] for i in self.own], pair.half, pair.storage
         free = {*self.ins} - {*priced}
-        returned = [self.outs[i] for i in public]
+        returned = [self.outs[i] for i in pair.public]
         both = [*self.first, *self.second]
-        joined(both, new, free, [*returned, *self.back_outs], half)
+        joined(both, new, free, [*returned, *self.back_outs], half, storage)
         self.second, self.back_outs = once(self.second, self.back_outs)
         self.first, self.second = apart(self.first), apart(self.second)
         ends = returned, self.back_outs, new
@@ -169,12 +179,40 @@ class Body:
         both = [*self.first, *self.second]
         shared = rounded_once(both, self.second, self.back_outs, new)
         self.second = unpooled(rounding.with_rounded(self.second, shared, half))
-        made = rounding.made(self.first, (), half)
-        price = rounding.Price(made, rounding.wanted(self.second, self.back_outs, ()), half)
+        self._hand_over(pair, priced, stacked, turns)
+
+    def _hand_over(
+        self, pair: Pair, priced: Sequence[Value], stacked: Collection[Value], turns: int
+    ) -> None:
+        first, second, outs, storage = self.first, self.second, self.back_outs, pair.storage
+        new = [self.back_ins[i] for i in self.own]
+        made = rounding.made(first, (), pair.half)
+        price = rounding.Price(made, rounding.wanted(second, outs, ()), pair.half)
+        price = coding.priced(price, first, second) if storage == "8bit" else price
         costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
-        hand = handed(self.first, self.second, self.back_outs, costs, priced, self.ins)
-        again, second = with_operands(self.first, self.second, hand, self.ins)
-        self.saved, self.second = hand.saved, [*map(rounding.again, again), *second]
+        hand = handed(first, second, outs, costs, priced, self.ins)
+        before: list[Equation] = []
+        if not isinstance(storage, str):
+            paid = lambda v: turns * costs(v)  # noqa: E731
+            timeline = Timeline(first, second, outs, new, self.ins, (), price, paid)
+            made_of = [*priced, *(out for e in first for out in e.outs)]
+            crossing, free = read_of(made_of, second, outs), {*self.ins} - {*priced}
+            budget = Budget(first, crossing, hand.saved, free, timeline, (), priced, turns)
+            hand, before = budget.within(storage)
+        known = {*self.ins, *(v for e in before for v in e.outs)}
+        again, second = with_operands(first, second, hand, known)
+        before, again = [*map(rounding.again, before)], [*map(rounding.again, again)]
+        self.saved = hand.saved
+        if isinstance(price, coding.Price):
+            own = [v for v in hand.saved if v not in stacked]
+            sent, carriers, encoding, decoding = coding.codes(own, price, first)
+            self.saved = [*(v for v in hand.saved if v in stacked), *sent, *carriers]
+            self.first, again = [*first, *encoding], [*decoding, *again]
+        self.second = [*before, *again, *second]
+        if turns == 1 and not isinstance(storage, str):  # XLA finds nothing in loops
+            rest = [*again, *second]
+            parts_of = self.saved, (), before, rest, outs
+            self.second, self.back_outs = held_apart(*parts_of, new, in_turns=True)
 
 
 def _scan(pair: Pair) -> None:
@@ -191,7 +229,8 @@ def _scan(pair: Pair) -> None:
     sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
     priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
     stacked = [i for i in pair.public if i >= end - start]
-    body.cut(pair.public, priced, pair.half, {body.outs[i] for i in stacked})
+    turns = length if isinstance(length, int) else MANY
+    body.cut(pair, priced, {body.outs[i] for i in stacked}, max(turns, 2))
     _in_order(body)
     stacks = {body.outs[i]: fore.outs[i] for i in stacked}
     known = {*stacks, *body.ins[end:]}
@@ -280,7 +319,7 @@ def _cond(pair: Pair) -> None:
     for first, second in zip(*map(rounding.programs, (fore, back)), strict=True):
         body = Body.of(pair, first, second, same)
         arguments = zip(operands, body.ins, strict=True)
-        body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
+        body.cut(pair, [x for v, x in arguments if v not in pair.free])
         bodies.append(body)
     slots, taken = _slots([[v for v in b.saved if v not in b.ins] for b in bodies])
     read = [i for i in range(len(operands)) if any(b.read([b.ins[i]]) for b in bodies)]
@@ -348,7 +387,7 @@ def _map(pair: Pair) -> None:
     with building.on_each_device(params):
         body = Body.of(pair, *_programs(pair), functools.partial(_same_part, pair))
         arguments = zip(fore.ins, body.ins, strict=True)
-        body.cut(public, [x for v, x in arguments if v not in pair.free], pair.half)
+        body.cut(pair, [x for v, x in arguments if v not in pair.free])
         first, second = [*body.first], [*body.second]
         out, passed = _with_axes([v for v in body.saved if v not in body.ins], first, second)
         kept = [body.outs[i] for i in public]

@@ -6,6 +6,7 @@ AOTAutograd). Only what is cheap to compute is computed again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpjax._src.base._jax import held
@@ -34,7 +35,7 @@ class Handed(NamedTuple):
     """What the backward part gets, and how it finds the rest."""
 
     saved: list[Value]  # what the forward part computes and hands over
-    again: list[Equation]  # what the backward part computes a second time
+    again: Sequence[Equation]  # what the backward part computes a second time
 
 
 def parted(
@@ -71,21 +72,31 @@ def handed(
         free: Arguments that the backward part has anyway.
         costs: The price of computing values again, by their places, beyond what is free.
     """
-    made = {*given, *(out for e in early for out in e.outs)}
-    read = dict.fromkeys([*(v for e in late for v in e.ins), *results])
-    crossing = [v for v in read if v in made]
-    saved = _lightest(early, crossing, price, given, costs)
+    crossing = read_of([*given, *(out for e in early for out in e.outs)], late, results)
+    saved = lightest(early, crossing, price, given, costs)
     return Handed(saved, between(early, crossing, {*saved, *free}))
 
 
-def _lightest(
+def read_of(
+    values: Iterable[Value], late: Sequence[Equation], results: Iterable[Value]
+) -> list[Value]:
+    """Returns those of some values that later equations read, or return."""
+    made, read = {*values}, dict.fromkeys([*(v for e in late for v in e.ins), *results])
+    return [v for v in read if v in made]
+
+
+def lightest(
     equations: Sequence[Equation],
     crossing: Sequence[Value],
     price: Pricing,
-    given: Collection[Value],
-    costs: Costs,
+    given: Collection[Value] = (),
+    costs: Costs = lambda values: {},
+    dear: Mapping[Equation, int] = MappingProxyType({}),
 ) -> list[Value]:
-    """Returns the lightest set of values from which the crossing ones are computed cheaply."""
+    """Returns the lightest set of values from which the crossing ones are computed cheaply.
+
+    ``dear`` are equations that may run again although that is not free, and their prices.
+    """
     if not crossing:
         return []
     nodes = [*given, *(out for e in equations for out in e.outs)]
@@ -95,13 +106,15 @@ def _lightest(
     for e in equations:
         outs = [number[out] for out in e.outs]
         constant = known.issuperset(e.outs) and all(out.aval.shape == () for out in e.outs)
-        if not (constant or runs_again(e)) or _jumps(e, number, known):
+        if not (constant or runs_again(e) or e in dear) or _jumps(e, number, known):
             sources += outs
             continue
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
         edges += [(i, out) for i in ins for out in outs]
     weights = [price(v) for v in nodes]
-    cut = cheapest_cut(weights, edges, sources, [number[v] for v in crossing], costs(nodes))
+    paid = {number[out]: price for e, price in dear.items() for out in e.outs}
+    needed = [number[v] for v in crossing]
+    cut = cheapest_cut(weights, edges, sources, needed, {**costs(nodes), **paid})
     return [nodes[i] for i in sorted(cut)]
 
 

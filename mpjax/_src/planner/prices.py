@@ -19,7 +19,7 @@ from mpjax._src.planner.partition import runs_again
 
 # The price of a byte that is kept until the backward pass, in bytes that are moved, by the policy's
 # setting of storage.
-KEPT = {"fast": 0.5, "lean": 8.0}
+KEPT: dict[str | float, float] = {"fast": 0.5, "lean": 8.0}
 # Whoever reads a value can compute it from arrays that are together at most this much larger.
 LARGER = 1.5
 # Of so many arrays that a value is computed from, none is looked at any more.

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,35 +11,33 @@ import numpy as np
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
-from mpjax._src.base._jax.gpu_matmuls import ALIGNED
 from mpjax._src.base.garbage import collected_later
-from mpjax._src.planner import rounding, saving
-from mpjax._src.planner.accumulators import adds_or_moves
+from mpjax._src.planner import coding, rounding, saving
+from mpjax._src.planner.budget import Budget
 from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
     Listed,
     Value,
-    appended,
-    barred,
     between,
     closed,
     dependents,
-    in_order,
     needed,
     once,
     opened,
     parts,
 )
 from mpjax._src.planner.exceptions import Exceptions
+from mpjax._src.planner.held_apart import held_apart, stored
 from mpjax._src.planner.linear_recurrences import recurrent
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import handed, parted
+from mpjax._src.planner.partition import Handed, handed, parted, read_of
 from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.replaced import batch
 from mpjax._src.planner.rewrites import rewritten
+from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
 from mpjax._src.planner.write import written, written_of
 
@@ -65,7 +63,7 @@ class Program:
         halved_out: Sequence[bool] = (),
         exceptions: Exceptions | None = None,
         returned: int | None = None,
-        storage: str = "fast",
+        storage: str | float = "fast",
         known: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
         self._program, self.half, self.storage, self.known = program, half, storage, known
@@ -220,7 +218,7 @@ class Derivative:
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
-        joined(equations, self._cts, self.inputs, results, half)
+        joined(equations, self._cts, self.inputs, results, half, program.storage)
         self._early, self._late = parted(apart(needed(equations, results)), self._cts)
         parts_of = self._early, self._late, self._outs, self._grads
         self._early, self._late = rewritten(*parts_of, self._cts, half)
@@ -239,21 +237,26 @@ class Derivative:
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        prices = self.prices = Traffic.of(price, KEPT[program.storage], early, self._late)
+        price = coding.priced(price, early, self._late) if program.storage == "8bit" else price
+        rate = KEPT.get(program.storage, KEPT["lean"])
+        prices = self.prices = Traffic.of(price, rate, early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
-        self.saved = hand.saved
-        again, self._late = with_operands(early, self._late, hand, self.inputs)
-        self._again = [*map(rounding.again, again)]
-        later = [*self._again, *self._late]
+        hand, self._before = self._within_budget(hand, price)
+        known = {*self.inputs, *(v for e in self._before for v in e.outs)}
+        again, self._late = with_operands(early, self._late, hand, known)
+        again = [*map(rounding.again, again)]
+        self._held, carriers = hand.saved, list[Value]()
+        self._again = again
+        if isinstance(price, coding.Price):
+            self._held, carriers, encoding, decoding = coding.codes(hand.saved, price, early)
+            early, self._again = [*early, *encoding], [*decoding, *again]
+        self.saved = [*self._held, *carriers]
+        later = [*self._before, *self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
-        self._low = [exact.is_half(v) for v in self.saved]
-        apart = _apart(self.saved, later, dependents(later, self._cts))
-        self._padded = _padded(early, apart)
-        apart = [v for v in apart if v not in self._padded]
-        behind = [v for e in later if e.name == BARRIER for v in e.ins]  # by the user's checkpoints
-        early = [*_stored(early, [*apart, *behind])]
+        self._low = [v in carriers or exact.is_half(v) for v in self.saved]
+        early, self._padded = stored(early, self._held, later, self._cts)
         forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
         low_out = [*program.halved_out, *self._low]
         self.forward = program.another(forward, self._low_in, low_out, program.returned)
@@ -263,6 +266,21 @@ class Derivative:
     def makers(self) -> dict[Value, Equation]:
         """The equations that make the values of the forward part."""
         return {out: e for e in self._early for out in e.outs}
+
+    def _within_budget(self, hand: Handed, price: rounding.Price) -> tuple[Handed, list[Equation]]:
+        """Returns what is handed over if the setting of storage is a number, from that of lean.
+
+        With it comes what computes more in the backward part before the rest.
+        """
+        early, late, number = self._early, self._late, self.program.storage
+        if isinstance(number, str):
+            return hand, []
+        halved = _chosen(self.inputs, self._low_in)
+        timeline = Timeline(early, late, self._grads, self._cts, self.inputs, halved, price)
+        crossing = read_of((out for e in early for out in e.outs), late, self._grads)
+        pinned = [v for e in late if e.name == BARRIER for v in e.ins]
+        budget = Budget(early, crossing, hand.saved, self.inputs, timeline, pinned)
+        return budget.within(number)
 
     def saveable(self, where: saving.Where) -> saving.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
@@ -308,8 +326,8 @@ class Derivative:
         grads = [alias.get(g, g) for g in self._grads]
         shared = rounded_once([*self._early, *late], late, grads, cts, program.half)
         late = unpooled(rounding.with_rounded(late, shared, program.half))
-        later, lean = [*self._again, *late], program.storage == "lean"
-        body, grads = _held_apart(self.saved, self._padded, later, grads, [*cts], lean)
+        parts_of = self._held, self._padded, self._before, [*self._again, *late], grads
+        body, grads = held_apart(*parts_of, [*cts], in_turns=program.storage != "fast")
         places = [i for i, g in enumerate(grads) if g not in zeros]
         ins = [*(self.inputs[i] for i in self.given), *self.saved, *cts]
         low_in = [
@@ -449,110 +467,6 @@ def _filled(equations: Sequence[Equation], zeros: set[Value]) -> list[Equation]:
     made: list[Equation] = []
     at = {v: zeros_like(v.aval, made) for v in zeros if v in read}
     return [*made, *(e.reading(at) for e in equations)]
-
-
-def _held_apart(
-    saved: Sequence[Value],
-    padded: Collection[Value],
-    equations: Sequence[Equation],
-    results: Sequence[Value],
-    cotangents: Sequence[Value],
-    in_turns: bool,
-) -> tuple[list[Equation], list[Value]]:
-    """Puts what something is computed from again behind a barrier.
-
-    XLA would find that it has been computed before, or compute it early, and would keep that in
-    place of what is handed over, if that is no smaller. It finds nothing in loops, and nothing that
-    cotangents are part of. There a barrier would only ask for the default layout, which costs a
-    copy.
-
-    Values ``in_turns`` wait for the cotangents that are read beside them, so that not all is
-    computed again at once. It costs bytes: what reads those is another kernel.
-
-    What is ``padded`` would be copied behind a barrier, without the padding. It is multiplied by a
-    one that is behind it.
-    """
-    late = dependents(equations, cotangents)
-    apart = _apart(saved, equations, late)
-    if not apart:
-        return [*equations], [*results]
-    first = equations[0]
-    into: list[Equation] = []
-    fresh: dict[Value, Value] = {}
-    times: dict[Value, Value] = {}
-    odd, apart = [v for v in apart if v in padded], [v for v in apart if v not in padded]
-    if odd:
-        number = Value(_jax.aval_of(np.float32(1)), np.float32(1), literal=True)
-        given = [min(cotangents, key=lambda v: v.size), number]
-        *_, one = barred(given, into, like=first.like, stack=first.stack)
-        for v in odd:
-            (times[v],) = appended(lambda x, one: [x * one], [v, one], into, like=first)
-    groups = _in_turns(apart, equations, late, results) if in_turns else {None: apart}
-    for ahead, values in groups.items():
-        held = values if ahead is None else [*values, ahead]
-        outs = barred(held, into, like=first.like, stack=first.stack)
-        fresh.update(zip(held, outs, strict=True))
-    again = [e.reading(times) if late.isdisjoint(e.outs) else e for e in equations]
-    body = in_order([*into, *(e.reading(fresh) for e in again)])
-    return body, [fresh.get(v, v) for v in results]
-
-
-def _apart(saved: Sequence[Value], equations: Sequence[Equation], late: set[Value]) -> list[Value]:
-    """Returns the values from which something as large is computed again, before cotangents."""
-    again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
-    read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
-    return [v for v in saved if v in read]
-
-
-def _padded(equations: Sequence[Equation], values: Iterable[Value]) -> set[Value]:
-    """Returns those of some values that a matmul makes in rows that it pads on a GPU."""
-    moved: dict[Value, Value] = {}
-    for e in equations:
-        if rounding.is_half_matmul(e):
-            moved.update((v, v) for v in e.outs)
-        elif rounding.is_view(e) and e.ins[0] in moved:
-            moved[e.outs[0]] = moved[e.ins[0]]
-    rows = ((v, moved[v]) for v in values if v in moved and rounding.is_large(v))
-    return {v for v, made in rows if made.shape[-1] % ALIGNED}
-
-
-def _stored(equations: Sequence[Equation], values: Iterable[Value]) -> Iterator[Equation]:
-    """Yields equations, with the mark of those whose results are stored on matmuls of values."""
-    found = {*values}
-    for e in reversed(equations):
-        if rounding.is_view(e) and not found.isdisjoint(e.outs):
-            found.update(e.ins)
-    for e in equations:
-        asked = rounding.is_half_matmul(e) and not found.isdisjoint(e.outs)
-        yield e.on(e.ins, like=building.stored(e.like)) if asked else e
-
-
-def _in_turns(
-    apart: Sequence[Value],
-    equations: Sequence[Equation],
-    late: set[Value],
-    results: Sequence[Value],
-) -> dict[Value | None, list[Value]]:
-    """Groups values by the cotangent after which something made of them is read first.
-
-    It is the last one that a matmul has made by then, and that is returned by no sum.
-    """
-    summed = {*results}
-    for e in reversed(equations):
-        summed.update(e.ins if adds_or_moves(e) and not summed.isdisjoint(e.outs) else ())
-    ahead: list[Value | None] = [None]
-    for e in equations:
-        own = rounding.returns_half(e) and e.outs[0] in late and e.outs[0] not in summed
-        ahead.append(e.outs[0] if own else ahead[-1])
-    first: dict[Value, int] = {}  # where something made of a value is read beside cotangents
-    for i, e in reversed([*enumerate(equations)]):
-        waits = late.isdisjoint(e.outs)
-        at = min((first.get(v, len(equations)) for v in e.outs), default=i) if waits else i
-        first.update((v, min(at, first.get(v, at))) for v in e.ins)
-    groups: dict[Value | None, list[Value]] = {}
-    for v in apart:
-        groups.setdefault(ahead[min(first[v], len(equations))], []).append(v)
-    return groups
 
 
 def unbarred(program: Any) -> Any:

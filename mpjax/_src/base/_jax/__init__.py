@@ -16,6 +16,7 @@ from mpjax._src.base._jax.barriers import (
     GPUS,
     TOLD,
     again_barrier,
+    carried,
     carrier,
     cpu_barrier,
     gpu_barrier,

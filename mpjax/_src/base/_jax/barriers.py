@@ -111,7 +111,7 @@ BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major"
 ad.primitive_transposes.setdefault(name_p, lambda ct, _, *, name: [ct])
 
 
-CARRIER = "carrier"
+CARRIER, CARRIED = "carrier", "carried"
 
 
 def _carrier() -> Primitive:
@@ -136,6 +136,25 @@ def carrier(x: jax.Array) -> jax.Array:
     not do: partial evaluation of a loop's body drops its rule.
     """
     return _carrier_p.bind(x)
+
+
+def _carried() -> Primitive:
+    """Returns a primitive whose result is its second operand, with the tangent of the first."""
+    primitive = Primitive(CARRIED)
+    primitive.def_impl(lambda carrier, x: x)
+    primitive.def_abstract_eval(lambda carrier, x: carrier)
+    mlir.register_lowering(primitive, lambda ctx, carrier, x: [x])
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), tangents[0])
+    batching.defbroadcasting(primitive)
+    return primitive
+
+
+_carried_p = _carried()
+
+
+def carried(carrier: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns ``x`` with the tangent of what its carrier was made of."""
+    return _carried_p.bind(carrier, x)
 
 
 def cpu_barrier(x: jax.Array) -> jax.Array:
