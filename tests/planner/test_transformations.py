@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.experimental.jet import jet
 from joint import EXACT, planned
+from support import normal
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 W = np.asarray(jax.random.normal(KEYS[0], (8, 8)) / 3)
@@ -147,3 +148,19 @@ def test_taylor_series(half, derive):
     got, want = jax.jit(lambda: (series(planned(flat, half)), series(flat)))()
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(g - w) <= tolerance * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", EXACT])
+def test_a_linear_function_is_transposed(half):
+    w = normal(0, 16, 16)
+
+    def linear(x, y):
+        return lax.scan(lambda c, s: (c @ w * s, None), x, jnp.cos(w[:3, 0]))[0] + y, jnp.sum(y)
+
+    x, cts = normal(1, 8, 16), (normal(2, 8, 16), jnp.float32(2))
+    got = jax.jit(jax.linear_transpose(planned(linear, half), x, x))(cts)
+    want = jax.linear_transpose(linear, x, x)(cts)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.03 * np.abs(b).max())
+    alone = jax.linear_transpose(lambda x: planned(linear, half)(x, x)[0], x)(cts[0])[0]
+    np.testing.assert_allclose(alone, want[0] + cts[0], rtol=0, atol=0.03 * np.abs(alone).max())

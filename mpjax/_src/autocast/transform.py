@@ -54,6 +54,7 @@ class Replaced(NamedTuple):
     # why it has none; and the blocks of each loss, by what makes its logits, or why it has none.
     attention: Mapping[Any, str]
     losses: Mapping[Any, str]
+    instead: Mapping[Any, str]  # for each op that is replaced: what runs in its place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Traced(programs.Traced):
         """The program with replacements, and what becomes of its attentions and losses."""
         policy = self.policy
         if self.as_written or not (policy.fused_attention or policy.chunked_loss):
-            return Replaced(self.jaxpr, {}, {})
+            return Replaced(self.jaxpr, {}, {}, {})
         from mpjax._src.replacements.finder import Finder  # few policies ask for it
 
         rulings = self.outline.analysis.rulings
@@ -94,7 +95,7 @@ class Traced(programs.Traced):
 
         find = Finder(of, policy)
         jaxpr = replaced(self.jaxpr, self.outline.block, find)
-        return Replaced(jaxpr, find.attention, find.losses)
+        return Replaced(jaxpr, find.attention, find.losses, find.instead)
 
     @functools.cached_property
     def program(self) -> Program:

@@ -74,7 +74,7 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
         ran = _by_row(_jax.open_jaxpr(forward)[0]) | ran
     told = {} if traced.as_written else traced.with_rows.program.exceptions.told
     storage, rounded = _storage(jaxpr, kept), rounded_for(jaxpr)
-    attention, losses = traced.replaced.attention, traced.replaced.losses
+    changed = traced.replaced
     within: dict[Op, Op] = {}
     for i, (op, times) in enumerate(traced.rows.numbered):
         own = _own(op, ran.get(i, ()))
@@ -85,12 +85,13 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
             around = within[op]
             reason = f"inside the {around.name} of {where(*around.lines)}, left unchanged"
         count = max((rounded.get(id(eqn), 0) for eqn in own), default=0)
-        texts = filter(None, [*storage.get(i, ()), for_readers(count)])
+        own_texts = changed.instead.get(op), *storage.get(i, ()), for_readers(count)
+        texts = filter(None, own_texts)
         yield _row(op, times, own, ran.get(i, ()), reason)(
             left_alone=left_alone,
             storage="; ".join(texts),
-            attention=attention.get(op, ""),
-            loss=losses.get(op, ""),
+            attention=changed.attention.get(op, ""),
+            loss=changed.losses.get(op, ""),
         )
 
 

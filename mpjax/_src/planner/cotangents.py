@@ -109,7 +109,7 @@ def _roots(
         found = [*itertools.chain(*each)]
         return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
     others = [v for v in e.ins if is_float32(v) and v not in noisy and noise.get(v) != ZERO]
-    if others or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
+    if others or not each or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
         return ()
     return tuple(v for v in each[0] if all(v in more for more in each[1:]))
 

@@ -147,6 +147,47 @@ class Program:
 
         return self._once((axis, which), make)
 
+    def transpose(
+        self, linear: tuple[bool, ...], nonzero: tuple[bool, ...]
+    ) -> tuple["Program", Sequence[int]]:
+        """Returns the program of the other arguments and cotangents, and the linear arguments."""
+
+        def make():
+            order = sorted(range(len(linear)), key=lambda i: linear[i])
+            ins, equations, outs = parts(self.closed)
+            info = building.anonymous(self.closed)
+            ordered = Listed.of([ins[i] for i in order], equations, _chosen(outs, nonzero), info)
+            low = [self.halved_in[i] for i in order], _chosen(self.halved_out, nonzero)
+            count = linear.count(False)
+            cotangents = [v.aval.to_ct_aval() for v in ordered.outs]
+            program = self.another(ordered, *low)
+            every = range(len(ordered.outs))
+            return program.transposed(count, every, cotangents, low[1]), order[count:]
+
+        return self._once(("transpose", linear, nonzero), make)
+
+    def transposed(
+        self, count: int, places: Sequence[int], given: Sequence[Any], low: Sequence[bool]
+    ) -> "Program":
+        """Returns the transpose by all arguments but the first ones.
+
+        Args:
+            count: How many come first.
+            places: The cotangent of each result.
+            given: The types of the cotangents.
+            low: Which of them arrive in 16 bits.
+        """
+        jaxpr, avals = unbarred(self.closed), self.float_avals
+
+        def run(*args):
+            known, cts = args[:count], args[count:]
+            linear = lambda *xs: _jax.eval_closed(jaxpr, *known, *xs)  # noqa: E731
+            like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[count:]]
+            return jax.linear_transpose(linear, *like)([cts[i] for i in places])
+
+        linear = _jax.trace(run, [*avals[:count], *given], "transposed")
+        return self.another(linear, [*self.halved_in[:count], *low], self.halved_in[count:])
+
     def another(
         self,
         program: Any,
@@ -342,21 +383,10 @@ class Derivative:
     @functools.cached_property
     def tangent(self) -> Program:
         """The linear program of residuals and tangents: the transpose of the backward part."""
-        back, places = self.backward(tuple(self.moves))
-        count = len(self.given) + len(self.saved)
-        jaxpr = unbarred(back.closed)
-        avals = back.float_avals
-        tangents = [self.program.float_avals[i].to_tangent_aval() for i in self.by]
-
-        def run(*args):
-            residuals, given = args[:count], args[count:]
-            gradients = lambda *cts: _jax.eval_closed(jaxpr, *residuals, *cts)  # noqa: E731
-            like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[count:]]
-            return jax.linear_transpose(gradients, *like)([given[i] for i in places])
-
-        linear = _jax.trace(run, [*avals[:count], *tangents], "tangent")
-        low = [*back.halved_in[:count], *(self.program.halved_in[i] for i in self.by)]
-        return back.another(linear, low, back.halved_in[count:])
+        program, (back, places) = self.program, self.backward(tuple(self.moves))
+        tangents = [program.float_avals[i].to_tangent_aval() for i in self.by]
+        low = [program.halved_in[i] for i in self.by]
+        return back.transposed(len(self.given) + len(self.saved), places, tangents, low)
 
 
 class Resumed(Program):

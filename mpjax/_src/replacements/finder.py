@@ -17,12 +17,14 @@ class Finder:
     Attributes:
         attention: For the matmul of each attention, its kernel, or why it has none.
         losses: For what makes the logits of each loss, its blocks, or why it has none.
+        instead: For each op that is replaced, what runs in its place.
     """
 
     def __init__(self, rulings: Callable[[Block], Mapping[Op, Any]], policy: Policy) -> None:
         self._rulings, self._policy = rulings, policy  # what the policy asks of a block's ops
         self.attention: dict[Op, str] = {}
         self.losses: dict[Op, str] = {}
+        self.instead: dict[Op, str] = {}
 
     def __call__(self, block: Block, fixed: bool = False) -> dict[Op, Found]:
         """Returns what is replaced in a block, by the op whose results it returns.
@@ -50,6 +52,8 @@ class Finder:
             for maker, note, found in cross_entropies(flow):
                 self.losses[maker] = note
                 if found is not None and found.ops.isdisjoint(taken):
+                    told = f"run {note}, which keeps no logits"
+                    self.instead |= dict.fromkeys(found.ops, told)
                     yield found
         if self._policy.fused_attention:
             for softmax in softmaxes(flow):
@@ -58,5 +62,8 @@ class Finder:
                     continue
                 self.attention[made.matmul] = made.note
                 if made.found is not None and made.found.ops.isdisjoint(taken):
+                    kernel, *_ = made.note.split(",")
+                    told = f"run by the fused attention of {kernel}, which keeps no weights"
+                    self.instead |= dict.fromkeys(made.found.ops, told)
                     yield made.found
             self.attention.update({made.matmul: made.note for made in others(flow, self.attention)})

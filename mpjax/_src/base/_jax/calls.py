@@ -15,14 +15,12 @@ from jax._src.interpreters.ad import (
     primitive_linearizations,
 )
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer, dce_jaxpr
-from jax.api_util import debug_info
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
 from mpjax._src.base._jax.keys import call_key
 from mpjax._src.base._jax.programs import bind, close, eval_closed, open_jaxpr, trace
-from mpjax._src.base._jax.sources import is_users
 
 
 class _Inlined(Primitive):
@@ -39,7 +37,7 @@ class _Inlined(Primitive):
             if isinstance(trace, LinearizeTrace):
                 return trace.process_primitive(self, args, params)
             if isinstance(trace, DynamicJaxprTrace):
-                return _copy(trace, inner, consts, args)
+                return _copy(trace, inner, consts, args, params.get("line"))
         with set_current_trace(trace):
             return eval_closed(params["jaxpr"], *args)
 
@@ -47,9 +45,12 @@ class _Inlined(Primitive):
 _inlined_p = _Inlined("inlined")
 
 
-def linearized_once(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Returns a closed jaxpr as a function whose derivative is computed once for all calls."""
-    return functools.partial(_inlined_p.bind, jaxpr=jaxpr)
+def linearized_once(jaxpr: Any, line: Any = None) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function whose derivative is computed once for all calls.
+
+    What comes from ``line``, a traceback, comes from the line of the call.
+    """
+    return functools.partial(_inlined_p.bind, jaxpr=jaxpr, line=line)
 
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
@@ -64,21 +65,18 @@ def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
     for eqn in inner.eqns:
         stack = current_name_stack() + eqn.source_info.name_stack
         with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            program = None if eqn.effects else _alone(eqn, programs)
+            program = None if eqn.effects else _alone(eqn, inner.debug_info, programs)
             if program is None:
                 outs = bind(eqn, [read(atom) for atom in eqn.invars])
             else:
                 ins = [env[a] for a in eqn.invars if not isinstance(a, Literal)]
-                outs = _inlined_p.bind(*ins, jaxpr=program, whole=True)
+                line = open_jaxpr(program)[0].eqns[0].source_info.traceback
+                outs = _inlined_p.bind(*ins, jaxpr=program, whole=True, line=line)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in inner.outvars]
 
 
-# Of a function that no user wrote: its equations come from where it is called.
-_NOBODYS = debug_info("one equation", lambda: None, (), {}).with_unknown_names()
-
-
-def _alone(eqn: Any, programs: dict[Any, Any]) -> Any:
+def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     """Returns an equation as a program of its variables, the same one for equal equations."""
     literals = [(i, a) for i, a in enumerate(eqn.invars) if isinstance(a, Literal)]
     types = tuple(atom.aval for atom in eqn.invars)
@@ -94,11 +92,13 @@ def _alone(eqn: Any, programs: dict[Any, Any]) -> Any:
     source = eqn.source_info.replace(name_stack=NameStack())
     alone = eqn.replace(invars=ins, outvars=outs, source_info=source)
     variables = [a for a in ins if not isinstance(a, Literal)]
-    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, _NOBODYS)
+    jaxpr = Jaxpr([], variables, outs, [alone], eqn.effects, info.with_unknown_names())
     return programs.setdefault(key, close(jaxpr, ()))
 
 
-def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _copy(
+    trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], line: Any
+) -> list[Any]:
     """Copies the equations of a program into the traced one, as an evaluation would."""
     here = current()
     env = {
@@ -111,11 +111,11 @@ def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
             return DynamicJaxprTracer(trace, atom.aval, atom, place)
         return env[atom]
 
-    own = is_users(jaxpr)
     for eqn in jaxpr.eqns:
-        line = eqn.source_info.traceback if own else here.traceback
-        stack = here.name_stack + eqn.source_info.name_stack
-        place = eqn.source_info.replace(traceback=line, name_stack=stack)
+        source = eqn.source_info
+        traceback = here.traceback if source.traceback is line else source.traceback
+        stack = here.name_stack + source.name_stack
+        place = source.replace(traceback=traceback, name_stack=stack)
         ins = [read(atom, place) for atom in eqn.invars]
         avals = [var.aval for var in eqn.outvars]
         outs = trace.emit_eqn(ins, avals, eqn.primitive, eqn.params, eqn.effects, place, eqn.ctx)
@@ -123,9 +123,9 @@ def _copy(trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
     return [read(atom, here) for atom in jaxpr.outvars]
 
 
-def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False):
+def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
     forward, described, moving, places, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
-    results = linearized_once(forward)(*primals)
+    results = linearized_once(forward, line)(*primals)
     computed = iter(results[len(moving) :])
     operands = [*open_jaxpr(jaxpr)[1], *primals]
     residuals = [next(computed) if i is None else operands[i] for i in places]
@@ -135,7 +135,8 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False):
     def linearized(residuals, *rest):
         more, tangents = rest[: -len(nonzero)], rest[-len(nonzero) :]
         varying = [t for t, yes in zip(tangents, nonzero, strict=True) if yes]
-        outs = iter(map_of.bind(*residuals, *varying, *jax.tree.leaves(more), jaxpr=tangent))
+        operands = *residuals, *varying, *jax.tree.leaves(more)
+        outs = iter(map_of.bind(*operands, jaxpr=tangent, line=line))
         return [next(outs) if yes else ad.Zero(a) for a, yes in zip(avals, moving, strict=True)]
 
     if isinstance(described, int):
@@ -168,7 +169,7 @@ _linear_p = _Linear("transposed_once")
 _TRANSPOSED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _transpose(cts, *args, jaxpr):
+def _transpose(cts, *args, jaxpr, line=None):
     vary = tuple(map(ad.is_undefined_primal, args))
     some = tuple(type(ct) is not ad.Zero for ct in cts)
     kept = [x for x, yes in zip(args, vary, strict=True) if not yes]
@@ -180,7 +181,7 @@ def _transpose(cts, *args, jaxpr):
     if (vary, some) not in done:
         done[vary, some] = _transposed(jaxpr, some, args, [*kept, *given])
     program, moves = done[vary, some]
-    grads = iter(linearized_once(program)(*kept, *given))
+    grads = iter(linearized_once(program, line)(*kept, *given))
     return [next(grads) if yes else None for yes in moves]
 
 

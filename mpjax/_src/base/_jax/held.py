@@ -64,6 +64,14 @@ class Held(Protocol):
     def forward_mode(self, moving: tuple[bool, ...]) -> tuple["Held", Sequence[bool]]:
         """Returns the program of arguments and moving tangents, and which results have tangents."""
 
+    def transpose(
+        self, linear: tuple[bool, ...], nonzero: tuple[bool, ...]
+    ) -> tuple["Held", Sequence[int]]:
+        """Returns the program of the other arguments and the cotangents that are not zero.
+
+        Its results are the cotangents of the linear arguments whose places are returned too.
+        """
+
     def checkpointed(self, moving: tuple[bool, ...], where: Any) -> "tuple[Held, Held] | None":
         """Returns the program with what a checkpoint saves as further results, and as arguments.
 
@@ -199,6 +207,19 @@ def _linearize(is_vjp, moving, *primals, program, jaxpr=None):
     return outs[:count], cut.moves, residuals, *structured, linearized
 
 
+def _transposed(cts, *args, program, jaxpr=None):
+    linear = tuple(map(ad.is_undefined_primal, args))
+    nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
+    grads = [ad.Zero(x.aval) if yes else None for x, yes in zip(args, linear, strict=True)]
+    if any(nonzero):
+        back, places = program.transpose(linear, nonzero)
+        known = [x for x, yes in zip(args, linear, strict=True) if not yes]
+        given = [ct for ct, yes in zip(cts, nonzero, strict=True) if yes]
+        for i, ct in zip(places, call_held(back, *known, *given), strict=True):
+            grads[i] = ct
+    return grads
+
+
 def _batch(axis, args, dims, *, program, jaxpr=None):
     pairs = zip(args, dims, strict=True)
     args = [x if d is None else moveaxis(x, d, 0) for x, d in pairs]
@@ -226,6 +247,7 @@ call_p.def_effectful_abstract_eval(
     lambda *args, program, jaxpr=None: (program.out_avals, program.effects)
 )
 ad.primitive_jvps[call_p] = _jvp
+ad.primitive_transposes[call_p] = _transposed
 primitive_linearizations[call_p] = _linearize
 fancy_primitive_batchers[call_p] = _batch
 jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
