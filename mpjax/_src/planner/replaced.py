@@ -1,6 +1,6 @@
 """Replaces operations of a program by functions, such as kernels, before it is differentiated.
 
-What runs in their place is in the scopes of a matmul among them, as planned already: nothing else
+What runs in their place is in the scopes of one of them. A kernel is planned already: nothing else
 of it is cast.
 """
 
@@ -24,8 +24,9 @@ class Find(Protocol):
     """Says what is replaced.
 
     ``find(block)`` returns it by the op whose results it returns. Each has ``ops``, the values
-    ``ins`` that it reads, the matmul ``at`` and ``run(how, arrays)``, which runs in its place. A
-    ``fixed`` block stays as it is. ``apart()`` says the same of another program.
+    ``ins`` that it reads, the op ``at`` and ``run(how, arrays)``, which runs in its place, as
+    ``planned`` already or not. A ``fixed`` block stays as it is. ``apart()`` says the same of
+    another program.
     """
 
     def __call__(self, block: Block, fixed: bool = False) -> Mapping[Op, Any]: ...
@@ -134,7 +135,8 @@ class _Writer:
 
             with matmul.eqn.ctx.manager:
                 self._traced[key] = _jax.trace(run, avals, "replaced")
-        first, stack = len(into), matmul.stack.extend(PLANNED)
+        first = len(into)
+        stack = matmul.stack.extend(PLANNED) if found.planned else matmul.stack
         results = opened(self._traced[key], ins, into, stack=stack)
         for e in into[first:]:
             e.like = e.like.replace(source_info=matmul.eqn.source_info)

@@ -25,6 +25,7 @@ class Found(NamedTuple):
     # ``run(how, arrays)`` returns them; ``how`` is plain data.
     run: Any
     how: Any
+    planned: bool = True  # nothing in it is cast
 
 
 class Flow:

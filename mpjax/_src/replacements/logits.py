@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._src.program.graph import Op, Value
+from mpjax._src.program.repetitions import known_array
 from mpjax._src.program.views import is_view, own_axes
 from mpjax._src.replacements.chunked import NAN, SHARE
 from mpjax._src.replacements.flow import Flow
 from mpjax._src.replacements.forms import behind_views, is_number, narrowed
-from mpjax._src.replacements.gathers import known_array, picks_one_per_row
+from mpjax._src.replacements.gathers import picks_one_per_row
 
 # ---- expressions --------------------------------------------------------------------------------
 
