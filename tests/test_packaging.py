@@ -18,7 +18,7 @@ import mpjax
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"mpjax-{mpjax.__version__}"
-LARGEST = 3_000_000  # bytes of an sdist; it has no business to be larger
+LARGEST = 3_100_000  # bytes of an sdist, with two planners; it has no business to be larger
 
 
 @pytest.fixture(scope="module")

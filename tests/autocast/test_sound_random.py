@@ -104,7 +104,7 @@ UNTRIED = {
     "layout_constraint unreduced_psum vary_unreduced_cast vary_unreduced_cast_p",
     KERNEL: "custom_partitioning ffi_call pallas_call linear_call closed_call reduce "
     "reduce_window cpu_barrier gpu_barrier again_barrier row_major float16_gradient "
-    "linear_recurrence rounded",
+    "linear_recurrence rounded carried carrier",
     BITS: "random_gamma rng_uniform",
     LACKING: "log2 one_minus_square stack unstack bitcast_convert_type",
     PARTS: "cholesky_update eig geqp3 geqrf hessenberg householder_product ormqr schur "

@@ -14,6 +14,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base.coded import Coded, encode
 from mpjax._src.base.contexts import CONSTANTS_AS_CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.trees import vary_like
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Op, Value
 from mpjax._src.replacements.derivatives import cast
@@ -147,7 +148,8 @@ class Env:
                 return cast(_jax.cpu_barrier(jnp.asarray(_literal(value), FLOAT32)), dtype)
             return np.asarray(_literal(value), dtype)
         elif value.const is not None and dtype in HALVES and not CONSTANTS_AS_CASTS.value:
-            array = _round_constant(next(iter(arrays.values())), value.const, dtype)
+            whole = next(iter(arrays.values()))
+            array = vary_like(_round_constant(whole, value.const, dtype), whole)
         else:
             array = cast(next(iter(arrays.values())), dtype)
             if self.settings.analysis.is_raw(value) and dtype in HALVES:
