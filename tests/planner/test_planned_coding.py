@@ -48,7 +48,7 @@ def test_the_loss_is_that_of_lean_and_gradients_are_close(fun):
     same, lean = jax.jit(jax.value_and_grad(planned(fun, storage="lean")))(W, X)
     np.testing.assert_allclose(value, same, rtol=1e-6)
     assert 0 < error(found, lean) < 0.02
-    assert ("int8", (128, 256)) in codes(fun, W, X)
+    assert {name for name, _ in codes(fun, W, X)} == {"int8", "uint8"}
 
 
 def directional(fun):
@@ -106,4 +106,4 @@ def test_a_relu_enlarges_nothing():
         y = jax.nn.relu((y - y.mean(0)) * lax.rsqrt(jnp.var(y, 0) + 1e-3))
         return jnp.sum((y @ V) ** 2)
 
-    assert ("int8", (128, 256)) in codes(fun, W, X)
+    assert {name for name, _ in codes(fun, W, X)} == {"int8", "uint8"}
