@@ -58,18 +58,22 @@ def narrowed(program: Any, half: np.dtype, small: int | None = None, sent: Sent 
 
 def sent_in_half(parts: Opened, half: np.dtype) -> list[Value]:
     """Lets devices exchange tables in 16 bits for lookups, where rows may be rounded."""
+    tables = {v for v in parts.ins if v.is_float32}
+    lookups = [
+        e
+        for e in parts.equations
+        if LOOKS_UP in e.rule.traits and e.ins[0] in tables and not e.region.dtype
+    ]
+    lookups = [e for e in lookups if not parts.is_fixed(e.outs[0])]
+    if not lookups:
+        return []
     facts = Facts(parts.equations)
     walks = Walks(parts.equations, parts.outs, facts, parts.ruled)
-    tables = {v for v in parts.ins if v.is_float32}
-    found: list[Value] = []
-    for e in parts.equations:
-        looks_up = LOOKS_UP in e.rule.traits and e.ins[0] in tables and not e.region.dtype
-        if not looks_up or parts.is_fixed(e.outs[0]):
-            continue
-        if walks.refused(e.outs[0]) in (None, NOT_ROUNDED):  # each row is sent by itself
-            e.primitive, e.params = _jax.planned_gather(e.like, half)
-            found += e.outs
-    return found
+    # Each row is sent by itself: what it is added to does not matter.
+    found = [e for e in lookups if walks.refused(e.outs[0]) in (None, NOT_ROUNDED)]
+    for e in found:
+        e.primitive, e.params = _jax.planned_gather(e.like, half)
+    return [out for e in found for out in e.outs]
 
 
 class Narrowing:
