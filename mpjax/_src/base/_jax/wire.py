@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax._src import dispatch
 from jax._src.lax import lax as lax_s
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -216,6 +217,12 @@ def _gather_batch(args, dims, *, half, **params):
 
 
 _half_gather_p = primitive_of("gather", _look_up, _gathered)
+def _gather_taylor(primals, series, *, half, **params):
+    del half
+    return jet.jet_rules[gather_p](primals, series, **params)
+
+
+jet.jet_rules[_half_gather_p] = _gather_taylor  # type: ignore[assignment]
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
 
