@@ -33,7 +33,7 @@ from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import Inside
 from mpjax._src.program.graph import Block, Op, Value
 from mpjax._src.program.rebuild import Body, rebuild
-from mpjax._src.program.repetitions import repeat
+from mpjax._src.program.respellings import repeat
 from mpjax._src.program.site import ROW
 from mpjax._src.replacements.derivatives import cast
 from mpjax._src.replacements.gathers import picks_one_per_row

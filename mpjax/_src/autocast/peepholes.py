@@ -19,7 +19,7 @@ from mpjax._src.autocast.steps import Attention, Body, Island, SoftmaxIsland, bo
 from mpjax._src.base import rules
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.program.graph import Op, Place, Value
-from mpjax._src.program.repetitions import repetition_of
+from mpjax._src.program.respellings import repetition_of
 from mpjax._src.program.views import Axes, after, before, is_view, own_axes
 from mpjax._src.replacements.forms import (
     EXPONENT,

@@ -7,7 +7,6 @@ a kernel for JAX's derivative, which moves fewer bytes there.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from mpjax._src.autocast.derivatives import keep
 from mpjax._src.base import _jax
 from mpjax._src.base.devices import current_facts
+from mpjax._src.program.respellings import WINDOWS, entries_of
 from mpjax._src.replacements.derivatives import with_tangent
 
 # The most entries of a window: the kernel has a term for each.
@@ -64,12 +64,4 @@ def pool(eqn: Any, x: Any) -> Any:
 
 def _entries(eqn: Any, x: Any, outside: Any) -> Iterator[Any]:
     """Yields the entries at each position of the windows, in order."""
-    params = eqn.params
-    window, strides = params["window_dimensions"], params["window_strides"]
-    padding = [(low, high, 0) for low, high in params["padding"]]
-    padded = jax.lax.pad(x, jnp.asarray(outside, x.dtype), padding)
-    for place in itertools.product(*map(range, window)):
-        dims = zip(padded.shape, window, place, params["window_dilation"], strict=True)
-        end = [size - (w - 1 - i) * step for size, w, i, step in dims]
-        start = [i * step for i, step in zip(place, params["window_dilation"], strict=True)]
-        yield jax.lax.slice(padded, start, end, strides)
+    return entries_of(x, outside, *map(eqn.params.get, WINDOWS))

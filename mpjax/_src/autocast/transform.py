@@ -35,7 +35,7 @@ from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
-from mpjax._src.program.repetitions import Repetitions
+from mpjax._src.program.respellings import Respellings
 from mpjax._src.program.rows import with_rows
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
@@ -87,7 +87,7 @@ class Traced(programs.Traced):
         if self.as_written:
             return Replaced(self.jaxpr, {}, {}, {})
         if not (policy.fused_attention or policy.chunked_loss):
-            jaxpr = replaced(self.jaxpr, self.outline.block, Repetitions())
+            jaxpr = replaced(self.jaxpr, self.outline.block, Respellings())
             return Replaced(jaxpr, {}, {}, {})
         from mpjax._src.replacements.finder import Finder  # few policies ask for it
 

@@ -28,6 +28,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.kinds import is_zero
 from mpjax._src.planner.partition import Handed, runs_again
+from mpjax._src.program.respellings import WINDOWS, entries_of
 
 # ---- positions ----------------------------------------------------------------------------------
 
@@ -88,22 +89,13 @@ def _places(e: Equation) -> Iterator[tuple[int, ...]]:
 def _pool(e: Equation, x: Any) -> list[Any]:
     """Returns the maxima, and where they were. Of equal entries it is the first, as in JAX."""
     larger = jax.lax.gt if e.name == "reduce_window_max" else jax.lax.lt
-    best, *others = _entries(e, x, -math.inf if larger is jax.lax.gt else math.inf)
+    edge = -math.inf if larger is jax.lax.gt else math.inf
+    best, *others = entries_of(x, edge, *(e.params[name] for name in WINDOWS))
     where = jnp.zeros(best.shape, jnp.uint8)
     for i, entry in enumerate(others, 1):
         where = jnp.where(larger(entry, best), jnp.uint8(i), where)
         best = jax.lax.max(best, entry) if larger is jax.lax.gt else jax.lax.min(best, entry)
     return [best, where]
-
-
-def _entries(e: Equation, x: Any, outside: float) -> Iterator[Any]:
-    """Yields the entries at each position of the windows, in order."""
-    padding = [(low, high, 0) for low, high in e.params["padding"]]
-    padded = jax.lax.pad(x, jnp.asarray(outside, x.dtype), padding)
-    strides = e.params["window_strides"]
-    for place in _places(e):
-        dims = zip(padded.shape, e.params["window_dimensions"], place, strict=True)
-        yield jax.lax.slice(padded, place, [n - (w - 1 - i) for n, w, i in dims], strides)
 
 
 def _unpool(e: Equation, x: Any, where: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mpjax._src.policy.policy import Policy
 from mpjax._src.program.graph import Block, Op
-from mpjax._src.program.repetitions import repetitions
+from mpjax._src.program.respellings import respellings
 from mpjax._src.replacements.attentions import attention, others
 from mpjax._src.replacements.cross_entropies import cross_entropies
 from mpjax._src.replacements.flow import Flow, Found
@@ -42,7 +42,7 @@ class Finder:
         taken: dict[Op, Found] = {}
         for found in self._found(Flow(block, self._rulings(block)), taken):
             taken.update(dict.fromkeys(found.ops, found))
-        return repetitions(block) | {found.result: found for found in taken.values()}
+        return respellings(block) | {found.result: found for found in taken.values()}
 
     def apart(self) -> "Finder":
         """Returns one for another program, with notes of its own."""

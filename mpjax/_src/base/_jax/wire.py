@@ -217,6 +217,8 @@ def _gather_batch(args, dims, *, half, **params):
 
 
 _half_gather_p = primitive_of("gather", _look_up, _gathered)
+
+
 def _gather_taylor(primals, series, *, half, **params):
     del half
     return jet.jet_rules[gather_p](primals, series, **params)
