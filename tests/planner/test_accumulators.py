@@ -1,13 +1,16 @@
 """What a program returns of matmuls: their float32 accumulators."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from joint import planned
-from support import equations, normal
+from joint import autocast, planned
+from support import assert_near, equations, normal
 
 import mpjax
 
@@ -181,3 +184,83 @@ def test_what_another_matmul_reads_is_no_accumulator(loop):
         for v in e.outvars
     }
     assert dtypes == {"bfloat16"}
+
+
+# ---- what devices send each other ---------------------------------------------------------------
+
+
+def mesh_of(kind):
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+
+def spread(x, spec, kind=AxisType.Auto):
+    return jax.device_put(x, NamedSharding(mesh_of(kind), spec))
+
+
+def sent(fun, *args):
+    """Returns the dtypes of what devices exchange, as compiled, by the collective."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    return {*re.findall(r" = (\w+)\[[\d,]+\]\S* (all-reduce|all-gather)\(", text)}
+
+
+def dtypes_of(fun, shape, *args):
+    found = [e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name == "dot_general"]
+    return {e.outvars[0].aval.dtype.name for e in found if e.outvars[0].aval.shape == shape}
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        ("mixed_bfloat16", "float32"),
+        ("O2:bfloat16", "float32"),
+        ("mixed_bfloat16,reduce=half", "bfloat16"),
+    ],
+)
+def test_gradients_of_parameters_are_summed_as_the_policy_says(policy, dtype):
+    w = normal(0, 32, 48).astype(jnp.bfloat16 if policy.startswith("O2") else jnp.float32)
+    x = normal(1, 64, 32)
+    gradient = jax.grad(autocast(lambda w, x: jnp.mean(jnp.sin(x @ w)), policy))
+    assert dtypes_of(gradient, (32, 48), w, x) | dtypes_of(gradient, (48, 32), w, x) == {dtype}
+    assert gradient(w, x).dtype == w.dtype
+
+
+def test_devices_sum_the_gradient_of_a_kernel_in_float32():
+    kernel, x = normal(0, 3, 3, 8, 8, scale=0.2), normal(1, 16, 7, 8, 8)
+
+    def fun(kernel, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jnp.sum(
+            jnp.sin(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, dims))
+        )
+
+    gradient = jax.grad(autocast(fun, "mixed_float16"))  # XLA:CPU sends no bfloat16
+    args = spread(kernel, P()), spread(x, P("data"))
+    assert ("f32", "all-reduce") in sent(gradient, *args)
+    assert ("f16", "all-reduce") not in sent(gradient, *args)
+    assert_near(jax.jit(gradient)(*args), jax.grad(fun)(kernel, x), 0.02)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("mixed_float16", "f16"), ("mixed_float16,gather=float32", "f32")]
+)
+def test_devices_gather_what_matmuls_read_as_the_policy_says(policy, dtype):
+    def fun(w, x):
+        w = lax.with_sharding_constraint(w, NamedSharding(mesh_of(AxisType.Auto), P()))
+        return jnp.mean(jnp.sin(x @ w))
+
+    args = spread(normal(0, 32, 48), P("data")), spread(X, P("data"))
+    assert {d for d, how in sent(autocast(fun, policy), *args) if how == "all-gather"} == {dtype}
+
+
+@pytest.mark.parametrize(("read", "dtype"), [(jnp.tanh, "f16"), (lambda x: jnp.sin(9 * x), "f32")])
+def test_devices_gather_rows_in_16_bits_where_these_may_be_rounded(read, dtype):
+    def fun(table, rows):
+        return jnp.mean(read(table[rows] @ W) if dtype == "f16" else read(table[rows]) @ W)
+
+    table, rows = normal(0, 128, 32), np.arange(64).reshape(8, 8) % 7
+    text = jax.jit(autocast(fun, "mixed_float16")).trace(spread(table, P(None, "data")), rows)
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r'"stablehlo.gather".*tensor<128x\d+x(\w+)>, tensor', text) == [dtype]
+    one = jax.jit(autocast(fun, "mixed_float16")).trace(table, rows)
+    one = one.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r'"stablehlo.gather".*tensor<128x\d+x(\w+)>, tensor', one) == ["f32"]

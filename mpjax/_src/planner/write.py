@@ -17,7 +17,7 @@ from mpjax._src.base._jax import building
 from mpjax._src.base.contexts import CONSTANTS_AS_CASTS
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import CALL, SCAN, WHILE
-from mpjax._src.base.rules import HALF
+from mpjax._src.base.rules import HALF, LOOKS_UP
 from mpjax._src.planner import rounding
 from mpjax._src.planner.accumulators import SENT, Returned, Sent, unrounded
 from mpjax._src.planner.equations import (
@@ -259,6 +259,7 @@ class Writer:
             self.is_made(v) or v in self.numbers for v in floats
         )
         commutes = rounding.commutes(e) and (self.sent.gathered or e.name not in EXCHANGES)
+        commutes &= LOOKS_UP not in e.rule.traits  # a table is larger than its rows
         asked = commutes and all(out in self.wanted for out in e.outs)
         low = bool(floats) and (kept or asked)
         return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
