@@ -199,6 +199,8 @@ def _batch(
     del axis_data
     (x, y), (dim, other) = args, dims
     numbers = {"dimension_numbers": dimension_numbers, "batch_group_count": batch_group_count}
+    if dim is None and other is None:  # a program is batched as a whole
+        return of.bind(x, y, sums=sums, **numbers, **params), None
     if sums or other is not None or batch_group_count > 1:
         one = functools.partial(plain, **numbers, **params)
         return jax.vmap(one, dims)(*args), 0
