@@ -3,12 +3,11 @@
 The kernel itself runs on GPUs alone. Here, what stands in for it is given the same arrays.
 """
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attend import BIAS, FUSED, B, H, K, N, Q, T, V, in_place_of_cudnn, on
 from flax import linen
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,31 +15,11 @@ from measure import run
 from support import HALVES, equations, normal, thorough_but
 
 import mpjax
-from mpjax._src.base.devices import traced_for
 from mpjax._src.replacements import fused_kernels
 
-B, T, N, H = 2, 16, 4, 8
-Q, K, V = (normal(i, B, T, N, H) for i in range(3))
 X = normal(3, B, T, N * H)
-BIAS, TABLE = normal(4, N, T, T), normal(5, 32, N)
+TABLE = normal(5, 32, N)
 CAUSAL = np.tril(np.ones((T, T), bool))
-FUSED = "mixed_bfloat16,fused_attention=true"
-
-
-def in_place_of_cudnn(query, key, value, bias, mask, *, options):
-    """The same attention in float32, of operands in half."""
-    wide = [x.astype(jnp.float32) for x in (query, key, value)]
-    out = jax.nn.dot_product_attention(*wide, bias, mask, implementation="xla", **options)
-    return out.astype(query.dtype)
-
-
-@contextlib.contextmanager
-def on(name, kernel=in_place_of_cudnn):
-    """Traces for a device that is not there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fused_kernels.KERNELS, "cudnn", kernel)
-        with traced_for(name):
-            yield
 
 
 def said(fun, *args, policy=FUSED, device="h100"):

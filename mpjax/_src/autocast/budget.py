@@ -20,19 +20,11 @@ from mpjax._src.autocast.steps import Step, WholeCheckpoint, unwrapped
 from mpjax._src.autocast.tables import Analysis
 from mpjax._src.autocast.timeline import Moment, Order, Prices, moments, peak, relaxed
 from mpjax._src.base import _jax, rules
-from mpjax._src.program.graph import EXCHANGES, Block, Op, Value
-
-# The FLOPs in the time of one byte: 156 on an A100, 295 on an H100, 240 on a TPU v5e.
-FLOPS_PER_BYTE = 256
+from mpjax._src.planner.budget import COMMUNICATES, FLOPS_PER_BYTE
+from mpjax._src.program.graph import Block, Op, Value
 
 # The rates of exchange, in bytes kept for a byte moved: from no matmul again to almost all.
 RATES = [2.0**-i for i in range(11)]
-
-# Of these, each device would wait for the others once more.
-COMMUNICATES = EXCHANGES | {
-    *("psum", "psum_invariant", "unreduced_psum", "reduce_scatter", "all_gather_reduced"),
-    *("all_to_all", "ppermute", "pbroadcast", "pmax", "pmin"),
-}
 
 
 class Kept(NamedTuple):

@@ -35,8 +35,8 @@ from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
 from mpjax._src.program.graph import PLANNED, REGION
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
+from mpjax._src.program.numbering import with_rows
 from mpjax._src.program.respellings import Respellings
-from mpjax._src.program.rows import with_rows
 from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat, parameters_of

@@ -47,16 +47,15 @@ def narrowed(program: Any, half: np.dtype, small: int | None = None, sent: Sent 
     writer = Narrowing(parts, facts, half)
     for v in found:
         writer.choose(v)
-    inside = parts.inside(functools.partial(narrowed, half=half, small=small))
-    if sent.gathered:
-        inside += sent_in_half(parts, half)
+    inside = sent_in_half(parts, facts, half) if sent.gathered else []
+    inside += parts.inside(functools.partial(narrowed, half=half, small=small))
     if not writer.rounded and not inside:
         return program
     values = [*writer.rounded, *writer.levelled, *inside]
     return parts.changed(values, writer.alias, writer.write)
 
 
-def sent_in_half(parts: Opened, half: np.dtype) -> list[Value]:
+def sent_in_half(parts: Opened, facts: Facts, half: np.dtype) -> list[Value]:
     """Lets devices exchange tables in 16 bits for lookups, where rows may be rounded."""
     tables = {v for v in parts.ins if v.is_float32}
     lookups = [
@@ -67,7 +66,7 @@ def sent_in_half(parts: Opened, half: np.dtype) -> list[Value]:
     lookups = [e for e in lookups if not parts.is_fixed(e.outs[0])]
     if not lookups:
         return []
-    facts = Facts(parts.equations)
+    facts = facts if facts.kinds else Facts(parts.equations)
     walks = Walks(parts.equations, parts.outs, facts, parts.ruled)
     # Each row is sent by itself: what it is added to does not matter.
     found = [e for e in lookups if walks.refused(e.outs[0]) in (None, NOT_ROUNDED)]

@@ -351,7 +351,8 @@ class Late:
         It does not where the exponentials or the sum have cotangents of their own, as a sum that is
         returned has.
         """
-        return softmax if self._cancels(softmax) else softmax._replace(spread=[])
+        read = softmax.spread and not self._cancels(softmax)
+        return softmax._replace(spread=[]) if read else softmax
 
     def _cancels(self, softmax: Softmax) -> bool:
         """Returns whether nothing changes if exponentials and sum are multiplied by one number."""

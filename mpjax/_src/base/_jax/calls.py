@@ -135,8 +135,8 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
     def linearized(residuals, *rest):
         more, tangents = rest[: -len(nonzero)], rest[-len(nonzero) :]
         varying = [t for t, yes in zip(tangents, nonzero, strict=True) if yes]
-        operands = *residuals, *varying, *jax.tree.leaves(more)
-        outs = iter(map_of.bind(*operands, jaxpr=tangent, line=line))
+        ins = *residuals, *varying, *jax.tree.leaves(more)
+        outs = iter(map_of.bind(*ins, jaxpr=tangent, line=line))
         return [next(outs) if yes else ad.Zero(a) for a, yes in zip(avals, moving, strict=True)]
 
     if isinstance(described, int):
