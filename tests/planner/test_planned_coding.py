@@ -51,6 +51,14 @@ def test_the_loss_is_that_of_lean_and_gradients_are_close(fun):
     assert {name for name, _ in codes(fun, W, X)} == {"int8", "uint8"}
 
 
+def gated(w, x):
+    return jnp.mean((jax.nn.silu(x @ w) @ V) ** 2)
+
+
+def test_what_an_activation_reads_has_codes():
+    assert ("int8", (128, 256)) in codes(gated, W, X)
+
+
 def directional(fun):
     return lambda w, x: jnp.vdot(jax.grad(fun)(w, x), DIRECTION)
 
