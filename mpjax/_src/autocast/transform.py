@@ -43,8 +43,8 @@ from mpjax._src.program.trace import Flat, parameters_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Whether functions run as programs that see their derivative, which tests alone ask for.
-SEES_DERIVATIVE = False
+# Whether functions run as programs that see their derivative.
+SEES_DERIVATIVE = True
 
 
 class Replaced(NamedTuple):
