@@ -1,201 +1,209 @@
-"""The first sweep of a plan: the rule of each operation, and the reason for it.
+"""What is asked of each operation: by its primitive, a list, an override, a region or its program.
 
-The rule comes from the table in `rules`, unless the policy's op lists, an override, a region or the
-program itself says otherwise.
+The planner has these from the program itself (`planner.exceptions`). Here they are for whoever
+looks at the program as it is written: replacements, warnings and reports.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.autocast.tables import Reason, Ruling, Rulings, Why, why
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.dtypes import FLOAT32, HALVES
+from mpjax._src.base.higher_order import turns_of
 from mpjax._src.base.patterns import matches
 from mpjax._src.policy.policy import Policy
-from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Block, Op, Value, is_float
+from mpjax._src.program.graph import PLANNED, REGION, Block, Op, build, is_float
 from mpjax._src.program.site import overriding
 
+# The kinds of operations: a program; a matmul; a matmul that runs as it is written; a cast; what
+# computes; what moves values or compares them; what has no rule; what has no float32, or another
+# autocast or a kernel's author planned.
+PROGRAM, MATMUL, WRITTEN, CAST, COMPUTES, MOVES, UNKNOWN, ELSEWHERE = range(8)
 
-def classify(block: Block, policy: Policy) -> tuple[Rulings, set[Value], frozenset[str]]:
-    """Finds the rule of every op.
+# Kinds whose dtype a list, an override or a region may change.
+CHANGEABLE = (MATMUL, COMPUTES, MOVES, UNKNOWN)
 
-    Returns:
-        The rules; the results of reductions, and values computed from such results alone; and the
-        override patterns that matched.
+
+class Ruling(NamedTuple):
+    """What is asked of an operation."""
+
+    kind: int = ELSEWHERE
+    half: np.dtype | None = None  # the 16-bit dtype in which it would run
+    forced: str = ""  # "half" or "full" if something asks for this
+    precision: Any = None  # that of a matmul which runs as it is written because of it
+
+
+NO_RULING = Ruling()
+
+
+class Rulings(dict[Op, Ruling]):
+    """What is asked of each operation."""
+
+    def __missing__(self, op: Op) -> Ruling:
+        return NO_RULING
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A program as it is written, and what is asked of its operations.
+
+    Attributes:
+        block: The graph.
+        policy: The policy.
+        rulings: What is asked of each operation.
+        used_patterns: The patterns of the policy's overrides that match something.
     """
+
+    block: Block
+    policy: Policy
+    rulings: Rulings
+    used_patterns: frozenset[str]
+
+    @functools.cached_property
+    def as_written(self) -> bool:
+        """Whether the policy, its lists and overrides, regions and kernels ask for no 16-bit dtype.
+
+        Then the program runs as it was traced.
+        """
+        return all(self.rulings[op].half is None for op in self.block.walk())
+
+    @functools.cached_property
+    def rows(self) -> dict[Op, int]:
+        """The numbers of ops in reports."""
+        return {op: row for row, (op, _) in enumerate(self.numbered)}
+
+    @functools.cached_property
+    def numbered(self) -> list[tuple[Op, int]]:
+        """The ops that have rows in reports, in order, and how often each runs.
+
+        An activation with its own rule is one row.
+        """
+        return [*_numbered(self.block, self.rulings)]
+
+
+def _numbered(block: Block, rulings: Rulings, times: int = 1) -> Iterator[tuple[Op, int]]:
+    for op in block.ops:
+        yield op, times
+        if rulings[op].kind == PROGRAM:
+            for sub in op.subs:
+                yield from _numbered(sub.program, rulings, times * turns_of(op.eqn))
+
+
+def outline(jaxpr: Any, consts: Sequence[Any], policy: Policy, paths: Sequence[str]) -> Outline:
+    """Returns what is asked of the operations of a program.
+
+    Args:
+        jaxpr: The program.
+        consts: The values of its constants: arrays or tracers.
+        policy: The policy.
+        paths: The path of each argument, for the policy's overrides.
+    """
+    block = build(jaxpr, consts, (), paths)
+    return Outline(block, policy, *classify(block, policy))
+
+
+def classify(block: Block, policy: Policy) -> tuple[Rulings, frozenset[str]]:
+    """Returns what is asked of every op, and the override patterns that matched."""
     listed = {
         **dict.fromkeys(policy.half_ops, "half"),
         **dict.fromkeys(policy.full_ops, "full"),
-        **dict.fromkeys(policy.follow_ops, "follow"),
+        **dict.fromkeys(policy.follow_ops, ""),
     }
     paths = {path for value in block.invars for path in value.paths}
     used = {p for p, _ in policy.overrides for path in paths if matches(p, path)}
     half = policy.compute_dtype if policy.compute_dtype in HALVES else None
     rulings = Rulings()
-    small: set[Value] = set()
-    for op in _inside_out(block, small):
-        rule, reason = _rule(op, rulings)
-        ruling = Ruling(rule, half, why=reason)
+    for op in _inside_out(block):
+        ruling = _by_primitive(op, rulings, half)
         ruling = _by_lists(op, ruling, listed)
         ruling = _by_overrides(op, ruling, policy, used)
         ruling = _by_region(op, ruling)
-        if ruling.half is None and ruling.forced != "full" and ruling.rule != "program":
-            ruling = ruling._replace(forced="full", why=why(Reason.FLOAT32_POLICY))
+        if ruling.half is None and ruling.kind != PROGRAM:
+            ruling = ruling._replace(forced="full")
         rulings[op] = ruling
-        if _is_small(op, ruling, small):
-            small.update(op.outs)
-    return rulings, small, frozenset(used)
+    return rulings, frozenset(used)
 
 
-def _inside_out(block: Block, small: set[Value]) -> Iterator[Op]:
-    """Yields the ops of a program, those inside an op before it, with what enters them."""
+def _inside_out(block: Block) -> Iterator[Op]:
+    """Yields the ops of a program, those inside an op before it."""
     for op in block.ops:
         for sub in op.subs:
-            arguments = zip(sub.program.invars, sub.ins, strict=True)
-            small.update(value for value, index in arguments if op.ins[index] in small)
-            yield from _inside_out(sub.program, small)
+            yield from _inside_out(sub.program)
         yield op
 
 
-def _is_small(op: Op, ruling: Ruling, small: Collection[Value]) -> bool:
-    """Returns whether an op is a reduction, or computes from results of reductions alone."""
-    if rules.REDUCES in op.spec.traits:
-        return True
-    big = [v for v in op.ins if v.is_f32 and v.entries is None]
-    return (
-        ruling.rule in ("follow", "layout", "full") and bool(big) and all(v in small for v in big)
-    )
+# ---- what a primitive asks for ------------------------------------------------------------------
 
-
-def arguments_of(block: Block, in_dtypes: Sequence[Any]) -> frozenset[Value]:
-    """Returns the arguments of a program, and of those inside it, that arrive in float32."""
-    arrive = zip(block.invars, in_dtypes, strict=True)
-    arguments = {value for value, dtype in arrive if value.is_f32 and dtype not in HALVES}
-    for op in block.walk():
-        for sub in op.subs:
-            carried = {argument for _, argument in sub.carry}
-            arguments.update(
-                value
-                for place, (value, index) in enumerate(
-                    zip(sub.program.invars, sub.ins, strict=True)
-                )
-                if (op.ins[index].constant or op.ins[index] in arguments) and place not in carried
-            )
-    return frozenset(arguments)
-
-
-def _rule(op: Op, rulings: Rulings) -> tuple[str, Why]:
-    """Returns the rule of an op, by its primitive, and the reason."""
-    wide_form = rules.HAS_WIDE_FORM in op.spec.traits
-    if not any(v.is_f32 for v in (*op.ins, *op.outs)) and not op.subs and not wide_form:
-        return "leave", why(Reason.NO_FLOAT32)
-    if op.subs:
-        return (
-            _custom_jvp_rule(op, rulings) if op.inside.as_one else ("program", why(Reason.PROGRAM))
-        )
-    if op.spec.need == rules.HALF:
-        return _matmul_rule(op)
-    if op.name == "convert_element_type":
-        return "cast", why(Reason.CAST)
-    if op.spec is rules.UNKNOWN:
-        return "leave", why(Reason.NO_ROW)
-    if op.spec.need == rules.PROGRAM:  # a kernel
-        return "leave", why(Reason.FLOAT32_KERNEL)
-    return NEEDS.get(op.spec.need, ("leave", why(Reason.UNKNOWN)))
-
-
-# The rule of an op, by the column `need` of its primitive, and the reason.
-NEEDS = {
-    rules.FULL: ("full", why(Reason.FULL_ROW)),
-    rules.COMPARE: ("neutral", why(Reason.GIVES_NO_FLOAT)),
-    rules.FOLLOW: ("follow", why(Reason.OPERANDS)),
-    rules.MOVE: ("layout", why(Reason.OPERANDS)),
+KINDS = {
+    rules.FULL: COMPUTES,
+    rules.FOLLOW: COMPUTES,
+    rules.COMPARE: MOVES,
+    rules.MOVE: MOVES,
 }
 
 
-def _matmul_rule(op: Op) -> tuple[str, Why]:
-    precision = _jax.own_precision(op.params)
-    # JAX writes its default precision into each matmul. Only another precision is the user's own.
-    if precision is not None and precision != _jax.default_precision():
-        return "written", why(Reason.PRECISION, precision)
-    return _matmul_of_its_operands(op)
+def _by_primitive(op: Op, rulings: Rulings, half: Any) -> Ruling:
+    wide_form = rules.HAS_WIDE_FORM in op.spec.traits
+    if not op.has_float32 and not op.subs and not wide_form:
+        return Ruling(ELSEWHERE, half)
+    if op.subs:
+        alone = op.inside.as_one and _is_elementwise(op, rulings)
+        return Ruling(COMPUTES if alone else PROGRAM, half)
+    if op.spec.need == rules.HALF:
+        precision = _jax.own_precision(op.params)
+        # JAX writes its default precision into each matmul. Only another one is the user's own.
+        if precision is not None and precision != _jax.default_precision():
+            return Ruling(WRITTEN, half, precision=precision)
+        return Ruling(_matmul(op), half)
+    if op.name == "convert_element_type":
+        return Ruling(CAST, half)
+    return Ruling(UNKNOWN if op.spec is rules.UNKNOWN else KINDS.get(op.spec.need, UNKNOWN), half)
 
 
-def _matmul_of_its_operands(op: Op) -> tuple[str, Why]:
-    floats = [v for v in op.ins if is_float(v)]
+def _matmul(op: Op) -> int:
+    operands = {v.aval.dtype for v in op.ins if is_float(v)}
     wanted = op.params.get("preferred_element_type")
-    operands = {v.aval.dtype for v in floats}
-    if operands <= {FLOAT32, *HALVES} and (op.outs[0].is_f32 or wanted in HALVES):
-        if FLOAT32 not in operands and not (
-            op.outs[0].is_f32 and rules.HAS_WIDE_FORM in op.spec.traits
-        ):
-            return "leave", why(Reason.NO_FLOAT32)
-        return "half", why(Reason.HALF_ROW)
-    if FLOAT32 not in operands:
-        return "leave", why(Reason.NO_FLOAT32)
-    return "written", why(Reason.WRITTEN)
+    wide = op.outs[0].is_f32
+    if operands <= {FLOAT32, *HALVES} and (wide or wanted in HALVES):
+        own = wide and rules.HAS_WIDE_FORM in op.spec.traits
+        return MATMUL if FLOAT32 in operands or own else ELSEWHERE
+    return WRITTEN if FLOAT32 in operands else ELSEWHERE
 
 
-def _custom_jvp_rule(op: Op, rulings: Rulings) -> tuple[str, Why]:
-    """An elementwise custom_jvp function is one op; with matmuls inside it is a program."""
-    inside = [(o, rulings[o]) for o in op.subs[0].program.walk()]
-    floats = [(o, r) for o, r in inside if r.rule != "leave" or r.why != why(Reason.NO_FLOAT32)]
-    rules = {r.rule for _, r in floats}
-    programs = any(o.subs and r.rule == "program" for o, r in floats)
-    if rules & {"half", "written", "leave"} or programs:
-        return "program", why(Reason.OWN_RULE)
-    if "full" in rules or any(r.forced == "full" for _, r in floats):
-        return "full", why(Reason.FULL_INSIDE)
-    return "follow", why(Reason.OPERANDS)
+def _is_elementwise(op: Op, rulings: Rulings) -> bool:
+    """Returns whether a custom_jvp function is elementwise, of primitives that have rules."""
+    inside = [rulings[o].kind for o in op.subs[0].program.walk()]
+    return not {MATMUL, WRITTEN, UNKNOWN, PROGRAM} & {*inside}
 
 
-def _may_change(ruling: Ruling) -> bool:
-    """Returns whether a list, an override or a region may change a rule."""
-    return ruling.rule in CHANGEABLE and ruling.why != why(Reason.NO_FLOAT32)
+# ---- what the user asks for ---------------------------------------------------------------------
 
 
-def _asked_for_float32(ruling: Ruling, asked: Why) -> Ruling:
-    """Returns a ruling by which the user asks for the float32 that a precision gives a matmul."""
-    return ruling._replace(why=asked) if ruling.why.reason is Reason.PRECISION else ruling
-
-
-# Rules that a list, an override or a region may change.
-CHANGEABLE = ("half", "full", "follow", "layout", "leave", "neutral")
-
-
-def _by_lists(op: Op, ruling: Ruling, listed: dict[str, str]) -> Ruling:
+def _by_lists(op: Op, ruling: Ruling, listed: Mapping[str, str]) -> Ruling:
     name = listed.get(op.name)
-    if name is None:
+    if name == "full":  # the user asks for the float32 that a precision gives a matmul
+        ruling = ruling._replace(precision=None)
+    if name is None or ruling.kind not in CHANGEABLE:
         return ruling
-    asked = why(Reason.LISTED, name)
-    if name == "full":
-        ruling = _asked_for_float32(ruling, asked)
-    if not _may_change(ruling):
-        return ruling
-    if name == "follow":
-        return ruling._replace(rule="follow", forced="", why=asked)
-    rule = "half" if ruling.rule == "half" else "follow"
-    return ruling._replace(rule=rule, forced=name, why=asked)
+    return ruling._replace(forced=name)
 
 
 def _by_overrides(op: Op, ruling: Ruling, policy: Policy, used: set[str]) -> Ruling:
-    has_none = ruling.why == why(Reason.NO_FLOAT32)
-    chosen = None if has_none else override_of(op, policy, used)
+    chosen = None if ruling.kind == ELSEWHERE else override_of(op, policy, used)
     if chosen is None:
         return ruling
-    pattern, dtype = chosen
-    asked = why(Reason.OVERRIDE, pattern)
-    if dtype not in HALVES:
-        fixed = ruling.rule in ("layout", "neutral") or ruling.rule not in CHANGEABLE
-        ruling = _asked_for_float32(ruling, asked)
-        return ruling if fixed else ruling._replace(forced="full", why=asked)
-    ruling = ruling._replace(half=dtype)
-    if ruling.why.reason is Reason.PRECISION:  # the override is about this program, and lifts it
-        rule, reason = _matmul_of_its_operands(op)
-        return ruling._replace(rule=rule, why=asked if rule == "half" else reason)
-    return ruling
+    _, dtype = chosen
+    if dtype in HALVES:
+        lifted = ruling.precision is not None  # the override is about this program
+        kind = _matmul(op) if lifted else ruling.kind
+        return ruling._replace(kind=kind, half=dtype, precision=None)
+    ruling = ruling._replace(precision=None)
+    fixed = ruling.kind not in CHANGEABLE or ruling.kind == MOVES
+    return ruling if fixed else ruling._replace(forced="full")
 
 
 def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[str, Any] | None:
@@ -210,26 +218,21 @@ def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[s
 
 
 def _by_region(op: Op, ruling: Ruling) -> Ruling:
-    if op.kernel:
-        reason = why(Reason.KERNEL, op.kernel.removeprefix(KERNEL).partition("#")[0])
-        rule = "leave" if PLANNED in op.scopes else ruling.rule
-        return ruling._replace(rule=rule, forced="", why=reason)
     # Its author planned it already, perhaps in another dtype.
     if PLANNED in op.scopes:
-        return ruling._replace(rule="leave", forced="", why=why(Reason.INNER_AUTOCAST))
+        return ruling._replace(kind=ELSEWHERE, forced="", precision=None)
+    if op.kernel:
+        return ruling._replace(forced="", precision=None)
     # The innermost region decides.
     name = next((name for name in reversed(op.scopes) if name.startswith(REGION)), None)
     if name is None:
         return ruling
     dtype = np.dtype(name.removeprefix(REGION))
-    asked = why(Reason.REGION, dtype.name)
     if dtype not in HALVES:
-        ruling = _asked_for_float32(ruling, asked)
-    if not _may_change(ruling):
+        ruling = ruling._replace(precision=None)
+    if ruling.kind not in CHANGEABLE:
         return ruling
     if dtype in HALVES:
-        arithmetic = ruling.rule in ("half", "full", "follow")
-        forced = "half" if arithmetic and rules.NO_HALF_FORM not in op.spec.traits else ""
-        return ruling._replace(half=dtype, forced=forced, why=asked)
-    full = ruling.rule not in ("layout", "neutral")
-    return ruling._replace(forced="full" if full else ruling.forced, why=asked)
+        computes = ruling.kind in (MATMUL, COMPUTES) and rules.NO_HALF_FORM not in op.spec.traits
+        return ruling._replace(half=dtype, forced="half" if computes else "")
+    return ruling if ruling.kind == MOVES else ruling._replace(forced="full")

@@ -1,7 +1,6 @@
 """`autocast`: op-level mixed precision for any JAX function.
 
-This module traces, caches and calls the function. `plan` decides the dtypes, and `operations`
-evaluates the program with them.
+This module traces, caches and calls the function. `planner` decides what is rounded and kept.
 """
 
 import dataclasses
@@ -13,11 +12,10 @@ from typing import Any, NamedTuple, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.autocast.classify import classify
+from mpjax._src.autocast.classify import Outline, classify, outline
 from mpjax._src.autocast.eager import Kept
 from mpjax._src.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.autocast.others import check_no_other_policy
-from mpjax._src.autocast.plan import Plan, complete, outline, run_plan
 from mpjax._src.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
 from mpjax._src.autocast.unscaled import watched
 from mpjax._src.base import _jax
@@ -42,9 +40,6 @@ from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat, parameters_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Whether functions run as programs that see their derivative.
-SEES_DERIVATIVE = True
 
 
 class Replaced(NamedTuple):
@@ -71,14 +66,9 @@ class Traced(programs.Traced):
     out_dtypes: tuple[Any, ...]  # for each float32 result, the dtype in which it is returned
 
     @functools.cached_property
-    def outline(self) -> Plan:
-        """The plan with the rules of the operations alone."""
+    def outline(self) -> Outline:
+        """What is asked of its operations, which are the rows of reports."""
         return outline(*_jax.open_jaxpr(self.jaxpr), self.policy, self.paths)
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The whole plan."""
-        return complete(self.outline, [getattr(a, "dtype", None) for a in self.avals])
 
     @functools.cached_property
     def replaced(self) -> Replaced:
@@ -91,7 +81,7 @@ class Traced(programs.Traced):
             return Replaced(jaxpr, {}, {}, {})
         from mpjax._src.replacements.finder import Finder  # few policies ask for it
 
-        rulings = self.outline.analysis.rulings
+        rulings = self.outline.rulings
 
         def of(block):  # a rule's program is another one
             known = all(op in rulings for op in block.ops)
@@ -111,14 +101,9 @@ class Traced(programs.Traced):
         )
 
     @functools.cached_property
-    def rows(self) -> Plan:
-        """The plan whose ops are the rows of reports."""
-        return self.outline if SEES_DERIVATIVE else self.plan
-
-    @functools.cached_property
     def with_rows(self) -> "Traced":
         """The same with the numbers of its rows as scopes, which derivatives have too."""
-        jaxpr = with_rows(self.jaxpr, self.rows.block, self.rows.rows)
+        jaxpr = with_rows(self.jaxpr, self.outline.block, self.outline.rows)
         return dataclasses.replace(self, jaxpr=jaxpr)
 
     @functools.cached_property
@@ -133,10 +118,7 @@ class Traced(programs.Traced):
     @functools.cached_property
     def computes_in_float16(self) -> bool:
         """Whether an operation runs in float16."""
-        if SEES_DERIVATIVE:
-            return FLOAT16 in self.program.computes_in
-        choices = self.plan.analysis.choices
-        return any(choices[op].compute == FLOAT16 for op in self.plan.block.walk() if op in choices)
+        return FLOAT16 in self.program.computes_in
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -331,7 +313,7 @@ def _checked(traced: Traced, make: Callable[..., Traced], names: Any = None) -> 
         CALLED.add(CASTS)
         check_no_other_policy(traced.outline.block)
         if names is not None:
-            block, rulings = traced.outline.block, traced.outline.analysis.rulings
+            block, rulings = traced.outline.block, traced.outline.rulings
             warn_if_nothing_is_half(block, rulings, policy)
             warn_if_wide(block, rulings, policy, names)
     return traced, others
@@ -349,20 +331,19 @@ def _as_written(aval: Any, path: str, policy: Policy) -> Any:
 
 
 def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]:
-    """Evaluates a traced function on its array arguments; ``rows`` as for `run_plan`."""
-    if rows and SEES_DERIVATIVE:
-        traced, rows = traced.with_rows, False
+    """Evaluates a traced function on its array arguments.
+
+    With ``rows``, each equation that runs is in the scope of the row that it belongs to.
+    """
+    traced = traced.with_rows if rows else traced
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     with jax.named_scope(PLANNED):
-        # JAX takes apart a jit that returned NaN by calling its function, but this one has none.
-        checked = jax.debug_nans.value or jax.debug_infs.value
-        if traced.as_written and not rows and (SEES_DERIVATIVE or not checked):
-            results = _run_as_written(traced, arrays, apart=checked)
+        if traced.as_written:
+            # JAX takes apart a jit that returned NaN by calling its function; this one has none.
+            apart = jax.debug_nans.value or jax.debug_infs.value
+            results = _run_as_written(traced, arrays, apart)
         else:
-            if SEES_DERIVATIVE:
-                results = _run_program(traced, arrays)
-            else:
-                results = run_plan(traced.plan, arrays, traced.out_dtypes, rows)
+            results = _run_program(traced, arrays)
             if traced.computes_in_float16 and not rows:
                 given = {*map(id, arrays)}
                 results = [x if id(x) in given else watched(x) for x in results]
@@ -430,7 +411,7 @@ def _donates(jaxpr: Any) -> bool:
     )
 
 
-def _check_patterns(plan: Plan, paths: Sequence[str]) -> None:
+def _check_patterns(plan: Outline, paths: Sequence[str]) -> None:
     for pattern, _ in plan.policy.overrides:
         if pattern not in plan.used_patterns:
             scopes = ["/".join(op.scopes) for op in plan.block.walk()]

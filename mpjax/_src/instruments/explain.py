@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from mpjax._src.autocast import transform
 from mpjax._src.autocast.transform import Traced, call, trace
 from mpjax._src.base import _jax
 from mpjax._src.base.contexts import unchecked
@@ -36,7 +35,7 @@ from mpjax._src.document.model import (
     size,
 )
 from mpjax._src.document.report import Report
-from mpjax._src.instruments import planned, tables
+from mpjax._src.instruments import planned
 from mpjax._src.instruments.kept import Kept, kept_by
 from mpjax._src.instruments.rows import (
     BACKWARD,
@@ -339,8 +338,6 @@ def explain(
 
 def _rows(traced: Traced, runs: Any, kept: Sequence[Kept] = ()) -> Iterator[Row]:
     """Yields the rows of the function's operations, of the open jaxpr that runs."""
-    if not transform.SEES_DERIVATIVE:
-        return tables.rows_of(traced.plan)
     return planned.rows_of(traced, runs, kept)
 
 

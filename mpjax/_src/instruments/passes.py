@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from mpjax._src.autocast import transform
 from mpjax._src.autocast.transform import Traced, trace
 from mpjax._src.base import _jax
 from mpjax._src.base._jax.held import is_inexact
@@ -11,7 +10,6 @@ from mpjax._src.base._jax.rounded import ROUNDED
 from mpjax._src.base.lines import short
 from mpjax._src.document.model import Document, Table
 from mpjax._src.document.text import text_of
-from mpjax._src.instruments.table_passes import tables_of
 from mpjax._src.planner.program import Derivative, Program
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import PolicyLike
@@ -48,8 +46,7 @@ def passes(
 
     def printed(*args: Any, **kwargs: Any) -> dict[str, str]:
         traced = trace(fun, policy, args, kwargs)
-        rows = _passes(traced) if transform.SEES_DERIVATIVE else tables_of(traced)
-        return {name: _text(name, entries) for name, entries in rows.items()}
+        return {name: _text(name, entries) for name, entries in _passes(traced).items()}
 
     return printed
 
@@ -93,7 +90,7 @@ def _listed(
 
 
 def _line(traced: Traced, row: int | None) -> str:
-    return "" if row is None else short(traced.rows.numbered[row][0].source)
+    return "" if row is None else short(traced.outline.numbered[row][0].source)
 
 
 def _region(eqn: Any, why: str) -> str:

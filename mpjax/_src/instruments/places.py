@@ -3,10 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from mpjax._src.autocast import transform
-from mpjax._src.autocast.classify import CHANGEABLE
-from mpjax._src.autocast.plan import Plan
-from mpjax._src.autocast.tables import Ruling
+from mpjax._src.autocast.classify import MATMUL, Outline, Ruling
 from mpjax._src.base import _jax
 from mpjax._src.base.patterns import matches
 from mpjax._src.program.graph import Op
@@ -24,9 +21,9 @@ class Place:
 class Places:
     """The ops of a plan that an override can move, and the patterns that move them."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Outline):
         self._pairs = pairs = plan.numbered
-        rulings = plan.analysis.rulings
+        rulings = plan.rulings
         self.rows = plan.rows
         self.movable = [op for op, _ in pairs if is_movable(op, rulings[op])]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
@@ -102,10 +99,7 @@ class Places:
 
 
 def is_movable(op: Op, ruling: Ruling) -> bool:
-    if transform.SEES_DERIVATIVE:
-        by_rule = ruling.rule == "half"
-    else:
-        by_rule = ruling.rule in CHANGEABLE and ruling.rule not in ("layout", "neutral", "full")
+    by_rule = ruling.kind == MATMUL
     return (by_rule or ruling.forced == "half") and ruling.forced != "full" and op.has_float32
 
 

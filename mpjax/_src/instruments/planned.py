@@ -68,7 +68,7 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
         kept: What it keeps for the backward pass.
     """
     ran = _by_row(jaxpr)
-    if any(i not in ran for i, _ in enumerate(traced.rows.numbered)):
+    if any(i not in ran for i, _ in enumerate(traced.outline.numbered)):
         # What a rule or an equal operation stands for runs where nothing is differentiated.
         forward = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
         ran = _by_row(_jax.open_jaxpr(forward)[0]) | ran
@@ -76,7 +76,7 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
     storage, rounded = _storage(jaxpr, kept), rounded_for(jaxpr)
     changed = traced.replaced
     within: dict[Op, Op] = {}
-    for i, (op, times) in enumerate(traced.rows.numbered):
+    for i, (op, times) in enumerate(traced.outline.numbered):
         own = _own(op, ran.get(i, ()))
         reason, left_alone = _reason(op, told.get(i, ""), traced, own)
         if left_alone or reason == SOLVES:
@@ -335,7 +335,7 @@ def for_readers(count: int) -> str:
 
 def read_wide(traced: Traced, rows: Sequence[Row], active: Sequence[bool]) -> dict[str, int]:
     """Returns the paths of differentiated arguments that are read in float32, and the first row."""
-    plan = traced.rows
+    plan = traced.outline
     arguments = zip(plan.block.invars, active, strict=True)
     trained = {path for value, yes in arguments if yes for path in value.paths if path}
     found: dict[str, int] = {}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax._src.autocast import transform
-from mpjax._src.autocast.plan import Plan
+from mpjax._src.autocast.classify import Outline
 from mpjax._src.autocast.transform import call, called, trace
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import at_least_float32
@@ -53,7 +53,7 @@ class Program:
     parameters: tuple[str, ...]
     # The plan of the function. Its ops are numbered, and the equations of an op are in a scope with
     # its number.
-    plan: Plan
+    plan: Outline
     ran: Callable[[], None] = lambda: None  # is called before every run of the program
     # The function alone, without a backward pass, as a closed jaxpr of the arrays. Its equations
     # are numbered, and so are those of the program that come from them.
@@ -128,15 +128,11 @@ def make_program(
 
     alone: Any = None
     equations: Sequence[Any] = ()
-    if numbers and transform.SEES_DERIVATIVE:
+    if numbers:
         jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
         numbered = dataclasses.replace(traced, jaxpr=jaxpr)
         evaluate = functools.partial(_on_arrays, call, numbered)
         alone = _jax.trace(functools.partial(_on_arrays, called, numbered), traced.avals, tool)
-    elif numbers:
-        alone = _jax.trace(evaluate, traced.avals, tool)
-        alone, equations = _jax.numbered(alone, NUMBER, enters)
-        evaluate = functools.partial(_jax.eval_closed, alone)
 
     def run(*arrays):
         return traced.rebuild(evaluate(*arrays))
@@ -160,7 +156,7 @@ def make_program(
     parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
     return Program(
         *(jaxpr, leaves.arrays, names, tuple(results), gradients, parameters),
-        *(traced.rows, ran, alone, equations),
+        *(traced.outline, ran, alone, equations),
     )
 
 
