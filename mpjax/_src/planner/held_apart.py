@@ -14,6 +14,7 @@ from mpjax._src.base._jax import building
 from mpjax._src.base._jax.gpu_matmuls import ALIGNED
 from mpjax._src.planner import rounding
 from mpjax._src.planner.accumulators import adds_or_moves
+from mpjax._src.planner.doubled import for_matmuls
 from mpjax._src.planner.equations import (
     BARRIER,
     Equation,
@@ -71,13 +72,20 @@ def held_apart(
     into: list[Equation] = []
     first = apart(_read([*saved, *_of_arguments(before, saved)], before), both) if before else {}
     first = {v: x for v, x in first.items() if v not in late}
+    held = {v for v in (*saved, *remade) if v not in padded}
+    alone, equations = for_matmuls(equations, results, late, held)
     values = _apart([*saved, *remade], equations, late)
     second = apart([v for v in values if v not in padded], equations)
+    third = apart(_read(held, alone), [*alone, *equations]) if alone else {}
     times = _times_one([v for v in values if v in padded], cotangents, both[0], into)
-    if not into:
+    if not into and not alone:
         return [*equations], [*results]
     again = (e.reading(times) if late.isdisjoint(e.outs) else e for e in equations)
-    body = [*(e.reading(first) for e in before), *(e.reading(second) for e in again)]
+    body = [
+        *(e.reading(first) for e in before),
+        *(e.reading(second) for e in again),
+        *(e.reading(third) for e in alone),
+    ]
     return in_order([*into, *body]), [second.get(v, v) for v in results]
 
 

@@ -57,7 +57,7 @@ def _axis(e: Equation) -> tuple[int, Value] | None:
     rest = tuple(d for d in range(len(shape)) if d not in axes)
     places = numbers.scatter_indices_batching_dims
     in_order = numbers.operand_batching_dims == rest and sorted(places) == [*places]
-    if len(axes) != 1 or not in_order or _is_sharded(operand):
+    if len(axes) != 1 or not in_order or is_sharded(operand):
         return None
     sizes = {_jax.size_of(v.aval.shape) for v in (indices, updates)}
     return (axes[0], indices) if sizes == {_jax.size_of([shape[d] for d in rest])} else None
@@ -70,7 +70,7 @@ def _counted(e: Equation, maker: Makers) -> tuple[int, Value] | None:
     each = maker.get(indices)
     if each is None or each.name != "concatenate" or numbers.update_window_dims:
         return None
-    if axes != tuple(range(len(shape))) or _is_sharded(operand):
+    if axes != tuple(range(len(shape))) or is_sharded(operand):
         return None
     counts = [_counts(v, maker) for v in each.ins]
     picked = [axis for axis, count in enumerate(counts) if count is None]
@@ -106,5 +106,6 @@ def _counts(v: Value, maker: Makers) -> int | None:
     return count if count is None or e.name != SPREAD else e.params["broadcast_dimensions"][count]
 
 
-def _is_sharded(v: Value) -> bool:
+def is_sharded(v: Value) -> bool:
+    """Returns whether an array is divided among devices along an explicit axis."""
     return any(_jax.is_sharded_along(v.aval, d) for d in range(len(v.aval.shape)))

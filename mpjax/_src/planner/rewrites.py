@@ -22,6 +22,7 @@ from mpjax._src.planner.equations import (
 from mpjax._src.planner.maxima import masks, with_positions
 from mpjax._src.planner.picks import compared
 from mpjax._src.planner.softmax import Late, softmaxes, takes_half
+from mpjax._src.planner.sums import joined_sums
 
 Parts = tuple[list[Equation], list[Equation]]
 
@@ -48,7 +49,7 @@ def rewritten(
     second = [*weights, *rest]
     # A checkpoint's softmax has weights of its own.
     second = compared(needed(_weights_again(second, cotangents, results, half), results), first)
-    first, second = masks(first, second, outs)
+    first, second = masks(first, joined_sums(second), outs)
     return copies(first, second, results, half)
 
 

@@ -1,0 +1,68 @@
+"""Dear values that two kernels read are computed in each of them.
+
+A compiler repeats a sum or a product in every kernel that reads it. A special function it computes
+once, and writes it in float32 if the kernels cannot be one: one makes the operand of a matmul, and
+another reads cotangents that come later. Each can compute it from what was handed over, which is
+fewer bytes. (Where a kernel sums what another reads beside the sums, to compute it twice was tried:
+it moved 2% more bytes.)
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from mpjax._src.base.rules import DEAR
+from mpjax._src.planner import rounding
+from mpjax._src.planner.equations import Equation, Value, between
+
+
+def for_matmuls(
+    equations: Sequence[Equation],
+    results: Collection[Value],
+    late: set[Value],
+    known: Collection[Value],
+) -> tuple[list[Equation], list[Equation]]:
+    """Computes operands of matmuls apart from what is read beside cotangents.
+
+    Args:
+        equations: The equations of a backward part.
+        results: What it returns.
+        late: What depends on cotangents.
+        known: What was handed over.
+
+    Returns:
+        The equations that compute operands, and the others, whose matmuls read these.
+    """
+    again = [e for e in equations if late.isdisjoint(e.outs)]
+    made = {v for e in again for v in e.outs}
+    fed = rounding.wanted(equations, results, ())
+    ours = {*again}
+    read = dict.fromkeys(v for e in equations if e not in ours for v in e.ins if v in made)
+    beside = {*between(again, [v for v in [*read, *results] if v not in fed], known)}
+    chains = {v: between(again, [v], known) for v in read if v in fed}
+    chosen = [v for v, chain in chains.items() if _shares(chain, beside, known)]
+    copies, instead = _copied(between(again, chosen, known), chosen)
+    return copies, [e if e in ours else e.reading(instead) for e in equations]
+
+
+def _copied(
+    equations: Sequence[Equation], wanted: Iterable[Value]
+) -> tuple[list[Equation], dict[Value, Value]]:
+    """Returns copies of equations, and what they compute in place of wanted values."""
+    same: dict[Value, Value] = {}
+    copies = []
+    for e in equations:
+        outs = [Value(v.aval) for v in e.outs]
+        copies.append(e.on([same.get(v, v) for v in e.ins], outs))
+        same.update(zip(e.outs, outs, strict=True))
+    return copies, {v: same[v] for v in wanted}
+
+
+def _shares(
+    chain: Sequence[Equation], others: Collection[Equation], known: Collection[Value]
+) -> bool:
+    """Returns whether a dear equation is part of other chains too, all from what is known."""
+    read = any(v in known for e in chain for v in e.ins)
+    return read and any(_is_dear(e) and e in others for e in chain)
+
+
+def _is_dear(e: Equation) -> bool:
+    return e.rule.cost == DEAR and rounding.is_large(e.outs[0])
