@@ -8,18 +8,12 @@ from support import normal
 import mpjax
 from mpjax._src.autocast import transform
 from mpjax._src.instruments import planned
-from mpjax._src.instruments.passes import passes
 from mpjax._src.planner import exceptions, rounding
 from mpjax._src.program.site import equations
 from mpjax._src.program.trace import Flat
 
 W, X = normal(0, 32, 32, scale=0.1), normal(1, 8, 32)
 HALF = "mixed_bfloat16"
-
-
-@pytest.fixture(autouse=True)
-def sees(monkeypatch):
-    monkeypatch.setattr(transform, "SEES_DERIVATIVE", True)
 
 
 @jax.custom_vjp
@@ -41,9 +35,7 @@ def loss(w, x):
 
 @pytest.fixture(scope="module")
 def report():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transform, "SEES_DERIVATIVE", True)
-        yield mpjax.explain(loss, HALF, argnums=0)(W, X)
+    return mpjax.explain(loss, HALF, argnums=0)(W, X)
 
 
 def rows_of(report, primitive, *, backward=False):
@@ -161,17 +153,6 @@ def test_numbers_of_rows_change_nothing_that_runs():
         return [(e.primitive.name, e.outvars[0].aval) for e, *_ in equations(jaxpr.jaxpr)]
 
     assert primitives(False) == primitives(True)
-
-
-def test_passes_list_both_parts_and_what_is_between():
-    text = passes(loss, HALF)(W, X)
-    assert [*text] == [
-        *("classify", "forward", "backward", "cut", "rounded"),
-        *("written forward", "written backward"),
-    ]
-    assert "again" in text["backward"] and "again" not in text["forward"]
-    assert "price=" in text["cut"] and "bfloat16[8,32]" in text["cut"]
-    assert "bfloat16" in text["written forward"] and "bfloat16" not in text["forward"]
 
 
 def test_an_override_matches_where_rows_are_numbered():
