@@ -125,13 +125,14 @@ def _row(
     before = _names(op.ins, op.outs)
     ins, outs = _ends(own)
     after = _names(_alike(ins, op.ins), _alike(outs, op.outs)) if own else before
-    if half is not None and op.spec.need == rules.HALF and not own:
-        after = signature([short_name(half)], ["f32"])
+    if half is not None and op.spec.need == rules.HALF:
+        made = [name_of(v.aval) for v in _alike(outs, op.outs, ())] or ["f32"]
+        after = signature([short_name(half)], made)
     ends = () if op.subs and not op.inside.as_one else itertools.chain(*_ends(group))
     return functools.partial(
         Row,
         op.name,
-        "/".join(name for name in op.scopes),
+        "/".join(op.scopes),
         ", ".join(dict.fromkeys(path for v in op.ins for path in v.paths if path)),
         source,
         before,
@@ -153,11 +154,16 @@ def _ends(group: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [*ins.values()], [*outs.values()]
 
 
-def _alike(values: Sequence[Any], as_written: Sequence[Any]) -> Sequence[Any]:
-    """Returns the values that are arrays of the program as it is written, in any float dtype."""
+def _alike(
+    values: Sequence[Any], as_written: Sequence[Any], others: Sequence[Any] | None = None
+) -> Sequence[Any]:
+    """Returns the values that are arrays of the program as it is written, in any float dtype.
+
+    If there are none, ``others``, by default all values.
+    """
     known = {(str(v.aval.shape), is_float(v)) for v in as_written if hasattr(v.aval, "shape")}
     like = [v for v in values if (str(getattr(v.aval, "shape", "")), is_float(v)) in known]
-    return like or values
+    return like or (values if others is None else others)
 
 
 def _names(ins: Iterable[Any], outs: Iterable[Any]) -> str:
