@@ -268,7 +268,7 @@ def plan():
     for i, scope in enumerate(scopes):
         own = [row for row in rows if row.scope == scope and not row.backward]
         kept = [array for array in report.kept if report.rows[array.row].scope == scope]
-        half = own[0].after.startswith("bf16")
+        half = all(row.computes_in != "f32" for row in own)
         reads, gives = (row.after.split("->")[end] for row, end in ((own[0], 0), (own[-1], 1)))
         top = 24 + i * 62
         words = f"{scope}\n{reads} → {gives}"

@@ -246,7 +246,8 @@ def run():
     under = height(low + 1)
     parts.append(line(x, under - 18, x, y + 6, arrow=True))
     words = (f"step {shown}: a gradient overflows,", "the step is skipped, the scale halved")
-    parts += [text(x - 72, under - 4 + 16 * i, w, 12) for i, w in enumerate(words)]
+    start = min(x - 72, WIDTH - 246)  # so that they fit
+    parts += [text(start, under - 4 + 16 * i, w, 12) for i, w in enumerate(words)]
     parts += [
         text(at(step), bottom + 25, f"{step}", 12, "middle" if step < count else "end")
         for step in range(0, count + 1, 100)

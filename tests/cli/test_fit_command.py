@@ -24,11 +24,11 @@ shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 def step(policy="mixed_bfloat16"):
     print("a function may print")
     init, step = mpjax.build_train_step(loss_fn, optax.sgd(0.1), policy)
-    return step, (jax.eval_shape(init, shape((4, 4))), shape((32, 4)))
+    return step, (jax.eval_shape(init, shape((64, 64))), shape((32, 64)))
 
 def wrapped(policy, checkpoint):
     loss = checkpoint(loss_fn)
-    return jax.grad(mpjax.autocast(loss, policy)), [shape((4, 4)), shape((32, 4))]
+    return jax.grad(mpjax.autocast(loss, policy)), [shape((64, 64)), shape((32, 64))]
 
 number = 3
 def nothing(): return step()

@@ -83,8 +83,8 @@ PARAMS = {
     "down": whole(2, 16, 4, most=3),
 }
 X = whole(3, 8, 8, most=3)
-LAYERS = [{name: jax.ShapeDtypeStruct((16, 16), jnp.float32) for name in "qkv"}]
-ROWS = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+LAYERS = [{name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "qkv"}]
+ROWS = jax.ShapeDtypeStruct((32, 64), jnp.float32)
 HALF = jax.tree.map(lambda x: (x / 512).astype(jnp.bfloat16), PARAMS)
 STATE = {"w": np.ones(3, jnp.bfloat16)}
 

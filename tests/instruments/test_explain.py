@@ -31,8 +31,8 @@ def loss(params, x):
 
 def test_plan_numbers_an_operation_planned_as_one_once():
     traced = transform.trace(jax.nn.relu, mpjax.get_policy("mixed_bfloat16"), (X,), {})
-    (op,) = traced.plan.block.ops
-    assert traced.plan.rows == {op: 0}
+    (op,) = traced.outline.block.ops
+    assert traced.outline.rows == {op: 0}
     assert op.subs
 
 

@@ -3,23 +3,18 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from support import normal
 
 import mpjax
 from mpjax._src.autocast import transform
 from mpjax._src.instruments import planned
-from mpjax._src.instruments.passes import passes
 from mpjax._src.planner import exceptions, rounding
 from mpjax._src.program.site import equations
 from mpjax._src.program.trace import Flat
 
 W, X = normal(0, 32, 32, scale=0.1), normal(1, 8, 32)
 HALF = "mixed_bfloat16"
-
-
-@pytest.fixture(autouse=True)
-def sees(monkeypatch):
-    monkeypatch.setattr(transform, "SEES_DERIVATIVE", True)
 
 
 @jax.custom_vjp
@@ -41,9 +36,7 @@ def loss(w, x):
 
 @pytest.fixture(scope="module")
 def report():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transform, "SEES_DERIVATIVE", True)
-        yield mpjax.explain(loss, HALF, argnums=0)(W, X)
+    return mpjax.explain(loss, HALF, argnums=0)(W, X)
 
 
 def rows_of(report, primitive, *, backward=False):
@@ -163,19 +156,53 @@ def test_numbers_of_rows_change_nothing_that_runs():
     assert primitives(False) == primitives(True)
 
 
-def test_passes_list_both_parts_and_what_is_between():
-    text = passes(loss, HALF)(W, X)
-    assert [*text] == [
-        *("classify", "forward", "backward", "cut", "rounded"),
-        *("written forward", "written backward"),
-    ]
-    assert "again" in text["backward"] and "again" not in text["forward"]
-    assert "price=" in text["cut"] and "bfloat16[8,32]" in text["cut"]
-    assert "bfloat16" in text["written forward"] and "bfloat16" not in text["forward"]
-
-
 def test_an_override_matches_where_rows_are_numbered():
     policy = mpjax.get_policy(HALF).override({"*first": "float32"})
     report = mpjax.explain(loss, policy, argnums=0)(W, X)
     first, *others = rows_of(report, "dot_general")
     assert first.after == "f32->f32" and all(row.after != first.after for row in others)
+
+
+def attention_of(q, w):
+    return jnp.sum(jax.nn.dot_product_attention(q, q @ w, q, is_causal=True))
+
+
+def head_of(x, w, y):
+    logits = x @ w
+    picked = jnp.take_along_axis(logits, y[:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+
+def test_matmuls_that_a_kernel_or_blocks_run_are_no_float32_matmuls():
+    shape = jax.ShapeDtypeStruct
+    q, w = shape((1, 128, 2, 64), jnp.float32), shape((64, 64), jnp.float32)
+    x, head = shape((4096, 64), jnp.float32), shape((64, 4096), jnp.float32)
+    labels = shape((4096,), jnp.int32)
+    for fun, args, setting in (
+        (attention_of, (q, w), "fused_attention=true"),
+        (head_of, (x, head, labels), "chunked_loss=true"),
+    ):
+        for argnums in (None, 0):
+            explained = mpjax.explain(fun, f"{HALF},{setting}", argnums, target="h100")
+            report = explained(*args)
+            assert not report.shortfalls(), report
+            dots = [row for row in rows_of(report, "dot_general") if "run" in row.storage]
+            assert dots and {row.reason for row in dots} == {planned.MATMUL}
+
+
+def copied(x_ref, out_ref):
+    out_ref[...] = (x_ref[...].astype(jnp.float32) * 2).astype(out_ref.dtype)
+
+
+@jax.custom_vjp
+def copy(x):
+    return pl.pallas_call(copied, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+copy.defvjp(lambda x: (copy(x), None), lambda _, ct: (2 * ct,))
+
+
+def test_what_a_kernel_computes_inside_is_nothing_that_its_row_reads_or_returns():
+    report = mpjax.explain(lambda x, w: mpjax.half_inputs(copy)(x @ w) @ w, HALF)(X, W)
+    (row,) = rows_of(report, "custom_vjp_call")
+    assert row.after == "bf16->bf16"

@@ -1,7 +1,7 @@
 """Regions: parts of a function whose dtype the author fixes, whatever the policy says.
 
 A region is a named scope. It belongs to the traced operations and is not a global setting, so it
-stays with them under grad, scan, cond, remat, vmap and custom_jvp. `autocast` reads it; without
+stays with them under grad, scan, cond, remat, vmap and custom rules. `autocast` reads it; without
 autocast it has no effect.
 """
 
@@ -55,10 +55,10 @@ class InRegion(Wrapped):
 def precision(dtype: DTypeLike) -> Region:
     """Fixes the dtype of a part of a function under `autocast`.
 
-    The innermost region wins. It takes precedence over the policy's op lists and overrides. The
-    backward pass of the operations inside uses the same dtype, except for the backward rule of a
-    ``custom_vjp``, which is separate code. It corresponds to a nested ``torch.autocast`` with
-    another dtype or ``enabled=False``.
+    The innermost region wins. It takes precedence over the policy's op lists and overrides. It
+    reaches the derivatives of the operations inside, and so the rules of a ``custom_jvp`` or
+    ``custom_vjp``: matmuls run in its dtype, all else of a derivative in float32. It corresponds to
+    a nested ``torch.autocast`` with another dtype or ``enabled=False``.
 
     Args:
         dtype: "float32" runs the operations inside unchanged; "bfloat16" and "float16" run them

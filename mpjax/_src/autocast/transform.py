@@ -133,13 +133,13 @@ def autocast(fun: None = None, *, policy: "PolicyLike" = "mixed_bfloat16") -> Ca
 def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others: Any) -> Any:
     """Runs a float32 function in mixed precision, choosing the dtype of each operation.
 
-    Matmuls and convolutions get 16-bit operands, in the forward and backward pass. Softmax, norms,
-    losses, exp, log, sums and similar operations compute in float32. Other operations compute in
-    the dtype of their operands, and those that follow each other round once. Values kept for the
-    backward pass are stored in 16 bits if that adds at most one rounding. Values of the function
-    that are not float32 keep their dtypes. If neither the policy nor a region of the function asks
-    for a 16-bit dtype, the function runs as traced. Matmuls that set their own ``precision``
-    stay float32, unless an override lifts it; a `PrecisionWarning` says so if no other is left.
+    Matmuls and convolutions read and return 16 bits, in the forward and backward pass. All other
+    operations that compute do so in float32; those that move or select values, as a reshape or a
+    ReLU, have the dtype of their operands. What is stored for the backward pass, and what it
+    computes again, changes no number. Values of the function that are not float32 keep their
+    dtypes. If neither the policy nor a region of the function asks for a 16-bit dtype, the function
+    runs as traced. Matmuls that set their own ``precision`` stay float32, unless an override lifts
+    it; a `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of transformations:

@@ -325,7 +325,7 @@ def explain(
             new = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
             runs = _jax.open_jaxpr(new)[0]
             return CastReport(
-                tuple(_rows(traced, runs)),
+                tuple(planned.rows_of(traced, runs)),
                 _half_share(runs),
                 *_totals(_casts(runs) - _casts(written)),
             )
@@ -334,11 +334,6 @@ def explain(
         return _with_gradients(traced, active, has_aux)
 
     return wrapped
-
-
-def _rows(traced: Traced, runs: Any, kept: Sequence[Kept] = ()) -> Iterator[Row]:
-    """Yields the rows of the function's operations, of the open jaxpr that runs."""
-    return planned.rows_of(traced, runs, kept)
 
 
 def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> CastReport:
@@ -367,7 +362,7 @@ def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> Ca
     written = _jax.in_avals(traced.jaxpr)
     after, before = gradient(new, traced.avals), gradient(old, written)
     as_written, kept = stored(old, written), stored(new, traced.avals)
-    forward = [*_rows(traced, after, kept)]
+    forward = [*planned.rows_of(traced, after, kept)]
     backward = [*_backward_rows(after, forward)]
     wide = planned.read_wide(traced, forward, active)
     return CastReport(

@@ -1,5 +1,6 @@
 """A plan pass by pass, for whoever debugs the planner: what each pass makes, as text."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ def passes(
 
 def _text(name: str, rows: Rows) -> str:
     document = Document(name, "", (), (Table(name, COLUMNS, tuple(rows), COLUMNS),))
-    return text_of(document, width=120)
+    return text_of(document, width=sys.maxsize)
 
 
 def _passes(traced: Traced) -> dict[str, Rows]:

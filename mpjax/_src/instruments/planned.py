@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from mpjax._src.autocast.transform import Traced, call
 from mpjax._src.base import _jax, rules
-from mpjax._src.base.dtypes import FLOAT32, HALVES, is_float
+from mpjax._src.base.dtypes import FLOAT32, HALVES, is_float, short_name
 from mpjax._src.base.higher_order import PLANNED as PROGRAMS
 from mpjax._src.base.higher_order import higher_order, turns_of
 from mpjax._src.base.lines import where
@@ -38,15 +38,21 @@ class Running(NamedTuple):
 def running(
     jaxpr: Any, site: Site = ROOT, times: int = 1, back: bool | None = None
 ) -> Iterator[Running]:
-    """Yields every equation of an open jaxpr and of the programs inside."""
+    """Yields every equation of an open jaxpr and of the programs inside, but not of kernels."""
     for eqn in jaxpr.eqns:
         here = site.at(eqn)
         part = here.backward if back is None else back
         inside = part if eqn.primitive.name in PROGRAMS else back
         if inside is back:
             yield Running(eqn, here, times, part)
-        for inner in _jax.inner_jaxprs(eqn):
+        for inner in () if is_kernel(eqn) else _jax.inner_jaxprs(eqn):
             yield from running(inner, here.inside(eqn), times * turns_of(eqn), inside)
+
+
+def is_kernel(eqn: Any) -> bool:
+    """Returns whether an equation is a kernel, whose program no plan enters."""
+    name = eqn.primitive.name
+    return rules.rule_of(name).need == rules.PROGRAM and not higher_order(name).kind
 
 
 def is_added(eqn: Any) -> bool:
@@ -87,7 +93,8 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
         count = max((rounded.get(id(eqn), 0) for eqn in own), default=0)
         own_texts = changed.instead.get(op), *storage.get(i, ()), for_readers(count)
         texts = filter(None, own_texts)
-        yield _row(op, times, own, ran.get(i, ()), reason)(
+        half = traced.outline.rulings[op].half if op in changed.instead else None
+        yield _row(op, times, own, ran.get(i, ()), reason, half)(
             left_alone=left_alone,
             storage="; ".join(texts),
             attention=changed.attention.get(op, ""),
@@ -110,16 +117,22 @@ def _own(op: Op, group: Sequence[Any]) -> list[Any]:
     return same or [eqn for eqn in group if not is_added(eqn)]
 
 
-def _row(op: Op, times: int, own: Sequence[Any], group: Sequence[Any], reason: str) -> Any:
+def _row(
+    op: Op, times: int, own: Sequence[Any], group: Sequence[Any], reason: str, half: Any
+) -> Any:
+    """Returns a row as far as it is known, of an operation that another one runs in ``half``."""
     source, library = op.lines
     before = _names(op.ins, op.outs)
     ins, outs = _ends(own)
     after = _names(_alike(ins, op.ins), _alike(outs, op.outs)) if own else before
+    if half is not None and op.spec.need == rules.HALF:
+        made = [name_of(v.aval) for v in _alike(outs, op.outs, ())] or ["f32"]
+        after = signature([short_name(half)], made)
     ends = () if op.subs and not op.inside.as_one else itertools.chain(*_ends(group))
     return functools.partial(
         Row,
         op.name,
-        "/".join(name for name in op.scopes),
+        "/".join(op.scopes),
         ", ".join(dict.fromkeys(path for v in op.ins for path in v.paths if path)),
         source,
         before,
@@ -141,11 +154,16 @@ def _ends(group: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [*ins.values()], [*outs.values()]
 
 
-def _alike(values: Sequence[Any], as_written: Sequence[Any]) -> Sequence[Any]:
-    """Returns the values that are arrays of the program as it is written, in any float dtype."""
+def _alike(
+    values: Sequence[Any], as_written: Sequence[Any], others: Sequence[Any] | None = None
+) -> Sequence[Any]:
+    """Returns the values that are arrays of the program as it is written, in any float dtype.
+
+    If there are none, ``others``, by default all values.
+    """
     known = {(str(v.aval.shape), is_float(v)) for v in as_written if hasattr(v.aval, "shape")}
     like = [v for v in values if (str(getattr(v.aval, "shape", "")), is_float(v)) in known]
-    return like or values
+    return like or (values if others is None else others)
 
 
 def _names(ins: Iterable[Any], outs: Iterable[Any]) -> str:
@@ -187,10 +205,11 @@ def _reason(op: Op, told: str, traced: Traced, own: Sequence[Any]) -> tuple[str,
         return f"region {region.removeprefix(REGION)}", False
     if op.subs and not (op.inside.as_one and own):
         return OWN_RULE if op.inside.backward or op.inside.as_one else PROGRAM, False
-    if not own and op.name != "convert_element_type":
+    replaced = op in traced.replaced.instead
+    if not own and not replaced and op.name != "convert_element_type":
         return "no result needs it: it does not run", False
     if op.spec.need == rules.HALF:
-        return _of_matmul(op, traced, own)
+        return (MATMUL, False) if replaced else _of_matmul(op, traced, own)
     if op.name == "convert_element_type":
         return "a cast in the program itself", False
     if op.spec is rules.UNKNOWN:

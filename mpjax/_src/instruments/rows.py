@@ -36,8 +36,9 @@ class Row:
         forward: The index of the forward row it comes from, for a row of the backward pass.
         left_alone: Whether it runs unchanged, because autocast does not know it or because the
             program asks for it.
-        storage: The form in which the backward pass gets the values that the derivative reads, such
-            as "computed again from bf16 (rows 3)"; "" if they are stored unchanged.
+        storage: In which dtypes the backward pass gets its results, from which rows it computes
+            them again, and for how many readers they are rounded, such as "kept in bf16" or
+            "computed again from row 3"; "" if the backward pass reads none of them.
         attention: For a matmul that applies softmax weights to values, under
             ``fused_attention``: the fused kernel that runs the attention, or "xla" and the
             reason why no fused kernel does.

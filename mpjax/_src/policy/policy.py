@@ -72,8 +72,8 @@ class Policy(NoBlock, jmp.Policy):
         storage: For op-level casting. "fast", the default, moves as few bytes as possible. "lean"
             stores as few bytes as possible for the backward pass, which then repeats elementwise
             operations, across norms and activations; no matmul, convolution or reduction runs
-            twice. Functions that you wrap in `jax.checkpoint` are left unchanged. Results differ by
-            rounding alone. "8bit" stores these values as 8-bit codes, most of them
+            twice. Functions that you wrap in `jax.checkpoint` are left unchanged. No result
+            changes. "8bit" stores these values as 8-bit codes, most of them
             with a power-of-two scale for each block of at most 128 entries. The loss is that of
             "lean"; gradients have a rounding error of 8 bits. Values are left unchanged where a
             derivative would amplify that error (the values and the result of an attention), where
@@ -82,7 +82,7 @@ class Policy(NoBlock, jmp.Policy):
             that "lean" stores beyond the fewest that are possible, the share that may be stored.
             The backward pass then repeats matmuls and reductions too, those first that save the
             most bytes for the time that they take. 0 stores the fewest bytes, and 1 means "fast".
-            Results differ by rounding alone.
+            No result changes.
         fused_attention: For op-level casting: whether hand-written attention,
             ``softmax(scale * q @ k.T + bias) @ v``, masked or causal, runs in a fused kernel:
             cuDNN's on NVIDIA GPUs from Ampere on, flash attention on TPUs (Dao et al., 2022). The
