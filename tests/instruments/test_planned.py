@@ -17,11 +17,6 @@ W, X = normal(0, 32, 32, scale=0.1), normal(1, 8, 32)
 HALF = "mixed_bfloat16"
 
 
-@pytest.fixture(autouse=True)
-def sees(monkeypatch):
-    monkeypatch.setattr(transform, "SEES_DERIVATIVE", True)
-
-
 @jax.custom_vjp
 def doubled(x):
     return jnp.sin(x) * 2
@@ -41,9 +36,7 @@ def loss(w, x):
 
 @pytest.fixture(scope="module")
 def report():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transform, "SEES_DERIVATIVE", True)
-        yield mpjax.explain(loss, HALF, argnums=0)(W, X)
+    return mpjax.explain(loss, HALF, argnums=0)(W, X)
 
 
 def rows_of(report, primitive, *, backward=False):
