@@ -262,6 +262,19 @@ def test_what_is_normalized_is_kept_before_it_is_broadcast():
     near(fun, 0.03)
 
 
+def test_an_entry_that_dropout_drops_has_no_gradient():
+    """A comparison of float32 values is not repeated on rounded ones."""
+
+    def fun(b):
+        h = jnp.abs((X @ W).repeat(32, 1) * b * 2.0)
+        keep = jax.random.bernoulli(jax.random.key(0), 0.5, h.shape)
+        h = jnp.where(keep, h, 0.0) / 0.5
+        return (h @ jnp.eye(h.shape[1])).sum(), h
+
+    gradient, h = jax.grad(cast(fun), has_aux=True)(jnp.ones((4, 1024)))
+    np.testing.assert_array_equal(gradient != 0, h != 0)
+
+
 def test_argument_that_a_loop_reads_is_not_kept_too():
     square, units = W[:, :8], 1 + X
 

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from measure import run
 from programs import PROGRAMS, W, X
+from roundings import backward_pass, needless
 from support import (
     BOTH,
     HALVES,
@@ -47,6 +48,18 @@ def test_programs_have_16_bit_matmuls_and_match_float32_gradients(name, half):
     assert len(found(auto, W, X)) <= len(found(fun, W, X))
     assert jax.eval_shape(auto, W, X) == jax.eval_shape(fun, W, X)
     check_gradients(name, half, name in COMPILED)
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK[::6]))
+def test_no_program_rounds_between_elementwise_operations(name, half):
+    auto = cast(PROGRAMS[name], half)
+    assert not [*needless(jax.make_jaxpr(auto)(W, X).jaxpr)]
+    assert not [*needless(backward_pass(auto, W, X))]
+
+
+def test_needless_finds_a_rounding_between_elementwise_operations():
+    half = jnp.ones((4, 4), jnp.bfloat16)
+    assert len([*needless(jax.make_jaxpr(lambda x: jnp.abs(x * 2) @ x)(half).jaxpr)]) == 1
 
 
 TRANSFORMED = ["mlp", "attention", "custom_jvp", "rnn", "layers", "conditional"]

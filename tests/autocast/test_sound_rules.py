@@ -386,5 +386,6 @@ QUICK = [(name, HALVES[i // 5 % 2]) for i, name in enumerate(PROGRAMS) if i % 5 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(CASES, *QUICK))
 def test_program_of_a_kind_is_as_accurate_as_by_hand(name, half):
-    wrong = planners.sound(AUTOCAST, PROGRAMS[name], (P, X), half, (0, 1), eager=True)
+    options = {"times": 2, "confirm": True, "eager": True}
+    wrong = planners.sound(AUTOCAST, PROGRAMS[name], (P, X), half, (0, 1), **options)
     assert not wrong, "\n".join(map(str, wrong))
