@@ -35,7 +35,7 @@ def mlp(w, x):
 
 @program
 def attention(w, x):
-    q = jnp.concatenate([x @ w, jnp.sin(x)]).reshape(1, 8, 1, 8)
+    q = jnp.concatenate([x @ w, jnp.sin(x)]).reshape(1, -1, 1, 8)
     return jnp.sum(jax.nn.dot_product_attention(q, q * 0.5, q, is_causal=True) ** 2)
 
 
