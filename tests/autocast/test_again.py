@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from measure import run
-from support import HALVES, cast, equations, found, normal, thorough_but
+from support import HALVES, cast, normal, thorough_but
 
-X, W, V = normal(0, 3, 4, 4, 8), normal(1, 8, 16, scale=0.3), normal(2, 16, 8, scale=0.3)
-P = {"w": W, "v": V, "in": normal(3, 16, 4, scale=0.3), "out": normal(4, 4, 16, scale=0.3)}
-P |= {"scale": 1 + normal(5, 16, scale=0.2), "shift": normal(6, 16, scale=0.2)}
+X, W, V = normal(0, 3, 4, 4, 8), normal(1, 8, 32, scale=0.3), normal(2, 32, 8, scale=0.3)
+P = {"w": W, "v": V, "in": normal(3, 32, 8, scale=0.3), "out": normal(4, 8, 32, scale=0.3)}
+P |= {"scale": 1 + normal(5, 32, scale=0.2), "shift": normal(6, 32, scale=0.2)}
 
 
 def activated(p, x):
@@ -45,16 +45,9 @@ def kept(fun, *args):
     return [str(v.aval.dtype) for v in fresh if v.aval.shape == whole]
 
 
-def test_an_activation_before_squeeze_and_excitation_is_not_kept():
-    assert kept(cast(squeezed), P, X) == ["bfloat16"] * 2  # before the norm, and after the gate
-    assert len(found(cast(squeezed), P, X, names=("logistic",))) == 4  # of them two in the gate
-
-
-@pytest.mark.parametrize(("fun", "arrays"), [(read_by_a_matmul, 3), (of_more, 4)])
-def test_activations_kept_anyway_or_of_more_inputs_are_not_recomputed(fun, arrays):
+@pytest.mark.parametrize(("fun", "arrays"), [(squeezed, 2), (read_by_a_matmul, 2), (of_more, 3)])
+def test_only_products_and_the_operands_of_matmuls_are_kept_around_a_gate(fun, arrays):
     assert kept(cast(fun), P, X) == ["bfloat16"] * arrays
-    sigmoids = found(cast(fun), P, X, names=("logistic",))
-    assert len(sigmoids) == len(found(fun, P, X, names=("logistic",)))
 
 
 AROUND = {
@@ -89,14 +82,6 @@ def test_recomputed_gates_match_float32_values_and_gradients(fun, around, half):
 def test_jvp_of_a_recomputed_gate_matches_float32():
     ours, true = run(lambda: [jax.jvp(f, (P, X), (P, X))[1] for f in (cast(squeezed), squeezed)])
     assert abs(ours - true) <= 0.05 * abs(true)
-
-
-def test_no_barrier_lies_before_a_cotangent():
-    # XLA would have to write it there, and not what it was made from.
-    eqns = [*equations(jax.make_jaxpr(jax.grad(cast(squeezed)))(P, X))]
-    again = [eqn for eqn in eqns if eqn.primitive.name == "remat2"]
-    assert again and not any(eqn.params["prevent_cse"] for eqn in again)
-    assert "again_barrier" in {eqn.primitive.name for eqn in eqns}
 
 
 @pytest.mark.parametrize("around", ["jit", "scan"])

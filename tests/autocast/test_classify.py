@@ -1,32 +1,29 @@
-"""The rule of each operation: by its row, by a list, by an override, by a region."""
+"""What is asked of each operation: by its primitive, a list, an override or a region."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from planned import VECTOR, H, V, W, is_raw, is_small, know, op, ruling, said
-from support import cast, equations
+from support import cast, equations, normal
 
 import mpjax
-from mpjax._src.autocast.plan import analyze, outline
+from mpjax._src.autocast import classify
+from mpjax._src.autocast.classify import outline
 
+H, W, V = normal(0, 8, 16), normal(1, 16, 16), normal(2, 16, 16)
 POLICY = mpjax.get_policy("mixed_bfloat16")
 I8 = jnp.ones((16, 16), jnp.int8)
 B16 = jnp.ones((16, 16), jnp.bfloat16)
-F16 = jnp.ones((16, 16), jnp.float16)
 
 
-def planned(fun, *args, policy=POLICY, paths=()):
+def outlined(fun, *args, policy=POLICY, paths=()):
     closed = jax.make_jaxpr(fun)(*args)
-    dtypes = [v.aval.dtype for v in closed.jaxpr.invars]
-    plan = outline(closed.jaxpr, closed.consts, policy, paths)
-    know(analyze(plan, dtypes))
-    return plan
+    return outline(closed.jaxpr, closed.consts, policy, paths or ("",) * len(closed.in_avals))
 
 
-def rule(name, fun, *args, **options):
-    found = op(planned(fun, *args, **options).block, name)
-    return ruling(found).in_force
+def of(found, name, place=-1):
+    """Returns what is asked of the last operation of a name, or of that at an index among them."""
+    return [found.rulings[op] for op in found.block.walk() if op.name == name][place]
 
 
 def ruled(fun):
@@ -36,84 +33,84 @@ def ruled(fun):
     return function
 
 
-RULES = {
-    "matmul": ("dot_general", lambda h: h @ W, "half"),
+KINDS = {
+    "matmul": ("dot_general", lambda h: h @ W, "MATMUL"),
     "matmul, default precision": (
         "dot_general",
         lambda h: jnp.matmul(h, W, precision="default"),
-        "half",
+        "MATMUL",
     ),
     "matmul, explicit precision": (
         "dot_general",
         lambda h: jnp.matmul(h, W, precision="highest"),
-        "written",
+        "WRITTEN",
     ),
     "matmul, one explicit": (
         "dot_general",
         lambda h: jnp.matmul(h, W, precision=("default", "highest")),
-        "written",
+        "WRITTEN",
     ),
-    "matmul of integers": ("dot_general", lambda h: (I8 @ I8) * h[0], "leave"),
-    "matmul of half": ("dot_general", lambda h: (B16 @ B16) * h[0], "leave"),
-    "matmul of half, float32 result": (
+    "matmul of integers": ("dot_general", lambda h: (I8 @ I8) * h[0], "ELSEWHERE"),
+    "matmul of 16 bits": ("dot_general", lambda h: (B16 @ B16) * h[0], "ELSEWHERE"),
+    "matmul of 16 bits, float32 result": (
         "dot_general",
         lambda h: lax.dot(B16, B16, preferred_element_type=jnp.float32) * h[0],
-        "half",
+        "MATMUL",
     ),
-    "matmul of both": (
+    "matmul of float32, 16-bit result": (
         "dot_general",
         lambda h: lax.dot(W, W, preferred_element_type=jnp.bfloat16) * 2,
-        "half",
+        "MATMUL",
     ),
-    "convolution of half, float32 result": (
+    "convolution of 16 bits, float32 result": (
         "conv_general_dilated",
         lambda h: lax.conv_general_dilated(
             *(B16[None, None], B16[None, None], (1, 1), "SAME"),
             preferred_element_type=jnp.float32,
         ),
-        "leave",
+        "ELSEWHERE",
     ),
-    "exponential": ("exp", lambda h: jnp.exp(h), "full"),
-    "sum": ("reduce_sum", lambda h: jnp.sum(h), "full"),
-    "addition": ("add", lambda h: h + 1, "follow"),
-    "addition of integers": ("add", lambda h: jnp.arange(16) + 1, "leave"),
-    "reshape": ("reshape", lambda h: h.reshape(-1), "layout"),
-    "comparison": ("gt", lambda h: h > 0, "neutral"),
-    "cast": ("convert_element_type", lambda h: h.astype(jnp.bfloat16), "cast"),
-    "scan": ("scan", lambda h: lax.scan(lambda c, _: (c * 2, None), h, None, length=3), "program"),
-    "bits": ("bitcast_convert_type", lambda h: lax.bitcast_convert_type(h, jnp.int32), "leave"),
-    "an activation": ("custom_jvp_call", jax.nn.relu, "follow"),
+    "exponential": ("exp", lambda h: jnp.exp(h), "COMPUTES"),
+    "sum": ("reduce_sum", lambda h: jnp.sum(h), "COMPUTES"),
+    "addition": ("add", lambda h: h + 1, "COMPUTES"),
+    "addition of integers": ("add", lambda h: jnp.arange(16) + 1, "ELSEWHERE"),
+    "reshape": ("reshape", lambda h: h.reshape(-1), "MOVES"),
+    "comparison": ("gt", lambda h: h > 0, "MOVES"),
+    "cast": ("convert_element_type", lambda h: h.astype(jnp.bfloat16), "CAST"),
+    "scan": ("scan", lambda h: lax.scan(lambda c, _: (c * 2, None), h, None, length=3), "PROGRAM"),
+    "bits": ("bitcast_convert_type", lambda h: lax.bitcast_convert_type(h, jnp.int32), "UNKNOWN"),
+    "an activation": ("custom_jvp_call", jax.nn.relu, "COMPUTES"),
     "a function with a rule, and a matmul": (
         "custom_jvp_call",
         lambda h: ruled(lambda x: x @ W)(h),
-        "program",
+        "PROGRAM",
     ),
     "a function with a rule, and an exponential": (
         "custom_jvp_call",
         lambda h: ruled(lambda x: jnp.exp(x) + 1)(h),
-        "full",
+        "COMPUTES",
     ),
     "a function with a rule, and a loop": (
         "custom_jvp_call",
         lambda h: ruled(lambda x: lax.fori_loop(0, 3, lambda i, c: c * 2, x))(h),
-        "program",
+        "PROGRAM",
     ),
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_classify_gives_each_operation_its_rule(name):
-    primitive, fun, expected = RULES[name]
-    assert rule(primitive, fun, H) == expected
+@pytest.mark.parametrize("name", KINDS)
+def test_classify_gives_each_operation_its_kind(name):
+    primitive, fun, kind = KINDS[name]
+    ruling = of(outlined(fun, H), primitive)
+    assert (ruling.kind, ruling.forced) == (getattr(classify, kind), "")
 
 
 LISTED = {
-    # (list, primitive): the rule of each operation of a small program.
-    ("half", "exp"): {"exp": "half", "tanh": "follow", "dot_general": "half"},
-    ("full", "tanh"): {"exp": "full", "tanh": "full", "dot_general": "half"},
-    ("full", "dot_general"): {"exp": "full", "tanh": "follow", "dot_general": "full"},
-    ("follow", "exp"): {"exp": "follow", "tanh": "follow", "dot_general": "half"},
-    ("follow", "dot_general"): {"dot_general": "follow"},
+    # (list, primitive): what is forced of operations of a small program.
+    ("half", "exp"): {"exp": "half", "tanh": "", "dot_general": ""},
+    ("full", "tanh"): {"exp": "", "tanh": "full", "dot_general": ""},
+    ("full", "dot_general"): {"exp": "", "tanh": "", "dot_general": "full"},
+    ("follow", "exp"): {"exp": "", "tanh": "", "dot_general": ""},
     ("full", "reshape"): {"reshape": "full"},
     ("half", "reduce_sum"): {"reduce_sum": "half"},
 }
@@ -125,37 +122,21 @@ def small(h):
 
 
 @pytest.mark.parametrize("case", LISTED, ids=" ".join)
-def test_op_lists_change_the_rule_of_named_primitives(case):
+def test_op_lists_change_what_is_asked_of_named_primitives(case):
     kind, primitive = case
-    block = planned(small, H, policy=POLICY.with_ops(**{kind: primitive})).block
-    for name, expected in LISTED[case].items():
-        found = op(block, name)
-        assert (ruling(found).forced or ruling(found).rule) == expected, name
-    if kind != "follow":  # whose reason is then what it follows
-        assert said(op(block, primitive)) == f"{kind}_ops of the policy"
-
-
-def test_matmul_on_the_half_list_keeps_its_rule():
-    """The rest of the plan asks whether it is one: for the short sums, for what it may return."""
-    block = planned(small, H, policy=POLICY.with_ops(half=("dot_general", "exp"))).block
-    assert ruling(op(block, "dot_general")).rule == "half"
-    assert ruling(op(block, "exp")).rule == "follow"
+    found = outlined(small, H, policy=POLICY.with_ops(**{kind: primitive}))
+    assert {name: of(found, name).forced for name in LISTED[case]} == LISTED[case]
 
 
 def test_op_lists_do_not_apply_to_integers():
     fun = lambda h: (jnp.arange(16) + 1, h)  # noqa: E731
-    found = op(planned(fun, H, policy=POLICY.with_ops(half="add")).block, "add")
-    assert (ruling(found).rule, ruling(found).forced, said(found)) == (
-        "leave",
-        "",
-        "no float32 operands or results",
-    )
+    ruling = of(outlined(fun, H, policy=POLICY.with_ops(half="add")), "add")
+    assert (ruling.kind, ruling.forced) == (classify.ELSEWHERE, "")
 
 
 def overridden(fun, *args, paths, patterns, name="dot_general"):
-    plan = planned(fun, *args, policy=POLICY.override(patterns), paths=paths)
-    found = op(plan.block, name)
-    return ruling(found).forced, ruling(found).half, plan.used_patterns
+    found = outlined(fun, *args, policy=POLICY.override(patterns), paths=paths)
+    return of(found, name).forced, of(found, name).half, found.used_patterns
 
 
 @pytest.mark.parametrize(
@@ -185,8 +166,8 @@ def test_override_by_path_skips_values_computed_from_a_parameter():
 
 
 def test_an_override_of_a_parameter_that_no_operation_reads_matches_it():
-    plan = planned(lambda w: w, W, policy=POLICY.override({"ker*": "float32"}), paths=("kernel",))
-    assert plan.used_patterns == {"ker*"}
+    found = outlined(lambda w: w, W, policy=POLICY.override({"ker*": "float32"}), paths=("kernel",))
+    assert found.used_patterns == {"ker*"}
 
 
 def test_the_first_override_that_matches_wins():
@@ -211,9 +192,8 @@ def test_override_applies_to_a_scope_or_an_operation_in_it():
         ("*tanh", {"tanh"}),
         ("heads", set()),
     ):
-        block = planned(fun, H, policy=POLICY.override({pattern: "float32"})).block
-        assert {o.name for o in block.ops if ruling(o).forced == "full"} == full
-        assert ruling(op(block, "gt")).rule == "neutral" and not ruling(op(block, "gt")).forced
+        found = outlined(fun, H, policy=POLICY.override({pattern: "float32"}))
+        assert {o.name for o in found.block.ops if found.rulings[o].forced == "full"} == full
 
 
 def test_override_by_path_reaches_scan_constants_but_not_carries():
@@ -225,45 +205,22 @@ def test_override_by_path_reaches_scan_constants_but_not_carries():
         assert (forced == "full") == full
 
 
-REGIONS = {
-    # dtype: the rule of each operation in a region of that dtype.
-    "float32": {
-        "dot_general": "full",
-        "tanh": "full",
-        "exp": "full",
-        "reshape": "layout",
-        "gt": "neutral",
-    },
-    "bfloat16": {
-        "dot_general": "half",
-        "tanh": "half",
-        "exp": "half",
-        "reshape": "layout",
-        "gt": "neutral",
-    },
-    "float16": {
-        "dot_general": "half",
-        "tanh": "half",
-        "exp": "half",
-        "reshape": "layout",
-        "gt": "neutral",
-    },
-}
+COMPUTING = ("dot_general", "tanh", "exp")
 
 
-@pytest.mark.parametrize("dtype", REGIONS)
-def test_precision_region_sets_rule_and_dtype_of_its_operations(dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_precision_region_forces_its_dtype_on_what_computes(dtype):
     def fun(h):
         with mpjax.precision(dtype):
             h = jnp.exp(jnp.tanh(h @ W)).reshape(-1)
             return h > 0
 
-    block = planned(fun, H).block
-    for name, expected in REGIONS[dtype].items():
-        found = op(block, name)
-        assert (ruling(found).forced or ruling(found).rule) == expected, name
-        assert ruling(found).half == (jnp.float16 if dtype == "float16" else jnp.bfloat16)
-        assert said(found) == f"region {dtype}"
+    found = outlined(fun, H)
+    forced = {name: of(found, name).forced for name in (*COMPUTING, "reshape", "gt")}
+    asked = "full" if dtype == "float32" else "half"
+    assert forced == {**dict.fromkeys(COMPUTING, asked), "reshape": "", "gt": ""}
+    half = jnp.float16 if dtype == "float16" else jnp.bfloat16
+    assert {of(found, name).half for name in forced} == {jnp.dtype(half)}
 
 
 def test_the_innermost_region_wins():
@@ -271,15 +228,15 @@ def test_the_innermost_region_wins():
         with mpjax.precision("float32"), mpjax.precision("bfloat16"):
             return jnp.tanh(h @ W)
 
-    assert ruling(op(planned(fun, H).block, "tanh")).forced == "half"
+    assert of(outlined(fun, H), "tanh").forced == "half"
 
 
-def test_scatter_add_has_no_half_form_in_a_region():
+def test_scatter_add_has_no_16_bit_form_in_a_region():
     def fun(h, n):
         with mpjax.precision("bfloat16"):
             return h.at[n].add(1.0)
 
-    assert ruling(op(planned(fun, H, 3).block, "scatter-add")).forced == ""
+    assert of(outlined(fun, H, 3), "scatter-add").forced == ""
 
 
 def test_region_leaves_explicit_precision_and_integers_alone():
@@ -287,88 +244,33 @@ def test_region_leaves_explicit_precision_and_integers_alone():
         with mpjax.precision("bfloat16"):
             return jnp.matmul(h, W, precision="highest"), jnp.arange(3) + 1
 
-    block = planned(fun, H).block
-    assert ruling(op(block, "dot_general")).rule == "written"
-    assert said(op(block, "add")) == "no float32 operands or results"
+    found = outlined(fun, H)
+    kinds = [(of(found, name).kind, of(found, name).forced) for name in ("dot_general", "add")]
+    assert kinds == [(classify.WRITTEN, ""), (classify.ELSEWHERE, "")]
 
 
 def test_operations_planned_by_an_inner_autocast_are_left_alone():
     def fun(h):
         return jnp.tanh(mpjax.autocast(lambda h: jnp.tanh(h @ W), "mixed_float16")(h))
 
-    block = planned(fun, H).block
-    inner = [o for o in block.walk() if o.name == "tanh"]
-    assert [ruling(o).forced or ruling(o).rule for o in inner] == ["leave", "follow"]
-    assert said(inner[0]) == "planned by an inner autocast"
-
-
-SMALL = {
-    "a sum": (lambda h: jnp.sum(h, -1), True),
-    "an index of the largest": (lambda h: jnp.argmax(h, -1), True),
-    "what is made of a sum": (lambda h: jnp.sqrt(jnp.sum(h, -1) * 2), True),
-    "two sums": (lambda h: jnp.sum(h, -1) + jnp.max(h, -1), True),
-    "a sum beside the whole": (lambda h: h + jnp.sum(h), False),
-    "an argument": (lambda h: jnp.tanh(h), False),
-    "a constant": (lambda h: jnp.broadcast_to(jnp.float32(2), (3,)) + 1, False),
-    "a sum inside of a branch": (
-        lambda h: lax.cond(h[0, 0] > 0, lambda s: s * 2, lambda s: s, jnp.sum(h, -1)),
-        True,
-    ),
-    "a matmul of sums": (lambda h: jnp.sum(h, 0)[None] @ W, False),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_is_small_tells_small_values(name):
-    fun, expected = SMALL[name]
-    assert is_small(planned(fun, H).block.outvars[0]) == expected
-
-
-def test_constants_and_views_of_them_are_raw():
-    for view, raw in (
-        (lambda v: v, True),
-        (lambda v: v.reshape(4, 4), True),
-        (lambda v: v[:4], True),
-        (lambda v: v[jnp.arange(4)], False),  # a new array
-        (lambda v: v + 1, False),
-    ):
-        assert (
-            is_raw(op(planned(lambda h, view=view: jnp.sin(view(VECTOR)), H).block, "sin").ins[0])
-            == raw
-        )
-    part = planned(lambda h: jnp.sin(lax.dynamic_slice(h @ W, (0, 0), (2, 2))), H).block
-    assert not is_raw(op(part, "sin").ins[0])
-    inside = op(planned(lambda h: jax.checkpoint(jnp.sin)(VECTOR.reshape(4, 4)), H).block, "sin")
-    assert is_raw(inside.ins[0])
-
-
-def test_constants_are_known_inside_of_control_flow_and_carries_are_not():
-    def branch(h):
-        return lax.cond(h[0, 0] > 0, lambda h, c: h * c, lambda h, c: h, h, jnp.float32(0.5))
-
-    assert float(op(planned(branch, H).block, "mul").ins[1].const) == 0.5
-
-    def loop(h):
-        return lax.scan(lambda c, _: (c * 0.9, None), jnp.float32(1.0), None, length=3)[0] * h
-
-    (sub,) = op(planned(loop, H).block, "scan").subs
-    assert sub.program.invars[0].const is None and not is_raw(sub.program.invars[0])
+    found = outlined(fun, H, policy=POLICY.with_ops(full="tanh"))
+    inner, outer = (of(found, "tanh", place) for place in (0, 1))
+    assert (inner.kind, inner.forced) == (classify.ELSEWHERE, "")
+    assert (outer.kind, outer.forced) == (classify.COMPUTES, "full")
 
 
 def test_a_policy_of_float32_forces_all():
-    block = planned(lambda h: jnp.tanh(h @ W) @ V, H, policy=mpjax.get_policy("float32")).block
-    assert {(ruling(o).forced, said(o)) for o in block.ops} == {
-        ("full", "the policy computes in float32")
-    }
-    half = mpjax.get_policy("float32").override({"head": "bfloat16"})
-
     def fun(h):
         with jax.named_scope("head"):
             h = h @ W
-        return h @ V
+        return jnp.tanh(h) @ V
 
-    first, second = planned(fun, H, policy=half).block.ops
-    assert (ruling(first).forced, ruling(second).forced) == ("", "full")
+    plain = mpjax.get_policy("float32")
+    found = outlined(fun, H, policy=plain)
+    assert found.as_written and {found.rulings[o].forced for o in found.block.ops} == {"full"}
+    found = outlined(fun, H, policy=plain.override({"head": "bfloat16"}))
+    assert not found.as_written
+    assert [of(found, "dot_general", place).forced for place in (0, 1)] == ["", "full"]
 
 
 @pytest.mark.parametrize("default", ["highest", "tensorfloat32", "BF16_BF16_F32_X3"])

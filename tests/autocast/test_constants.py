@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax import lax
 from measure import run
-from planned import H, V, fact
 from programs import W, X
 from support import HALVES, assert_near, cast, found, normal, thorough_but
 
@@ -119,22 +118,6 @@ def test_float0_tangent_passes_through_control_flow():
     assert_near(run(cast(fun), x), run(fun, x), rtol=0.02)
 
 
-def test_literal_operand_is_no_small_step():
-    a, b = normal(0, 16), normal(1, 16)
-    assert not fact(lambda a, b: jnp.dot(a, b) + 1e-5, a, b).exact
-
-
-def test_slice_of_a_swapped_stack_is_the_same_weights_each_time():
-    def fun(h, ws):
-        h = h @ V
-        for _ in range(6):
-            ws = jnp.swapaxes(ws, 1, 2)
-            h = h + jnp.tanh(h @ ws[0])
-        return h
-
-    assert fact(fun, H, jnp.stack([V, V])).exact  # the same weights again and again
-
-
 def batch_norm(x):
     axes = tuple(range(x.ndim - 1))
     centered = x - jnp.mean(x, axes)
@@ -159,16 +142,12 @@ NORMS = {
     ("name", "half"),
     thorough_but([(name, half) for name in NORMS for half in HALVES], 1, 2),
 )
-def test_normalized_values_are_read_in_half(name, half):
-    """Whatever its mean was divided by: what reads it has no reason to be float32."""
+def test_gradient_of_a_norm_matches_float32_whatever_is_divided_and_added(name, half):
     norm, shape = NORMS[name]
     x, w, v = normal(0, *shape), normal(1, 64, 64), normal(2, 64, 64)
 
     def loss(w, x):
         return jnp.mean((jax.nn.relu(norm(x @ w) * 1.5 + 0.5) @ v) ** 2)
 
-    report = mpjax.explain(loss, f"mixed_{half}")(w, x)
-    (relu,) = (row for row in report.rows if row.primitive == "custom_jvp_call")
-    assert "f32" not in relu.after
     ours, true = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (cast(loss, half), loss)])(w, x)
     assert np.linalg.norm(ours - true) <= 0.02 * np.linalg.norm(true)

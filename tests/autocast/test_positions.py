@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxpr_as_fun
 from measure import run
 
-from mpjax._src.autocast.flow import flow_of
-from mpjax._src.autocast.tables import Analysis
+from mpjax._src.autocast.classify import Rulings
 from mpjax._src.base import _jax
 from mpjax._src.program.graph import build
 from mpjax._src.program.views import own_axes
 from mpjax._src.replacements import positions
+from mpjax._src.replacements.flow import Flow
 
 T, S = 5, 7
 
@@ -24,7 +24,7 @@ def known(fun):
     jaxpr, consts = _jax.open_jaxpr(jax.make_jaxpr(fun)())
     block = build(jaxpr, consts)
     (value,) = block.outvars
-    flow = flow_of(block, Analysis())
+    flow = Flow(block, Rulings())
     return positions.read(value, own_axes(value.aval.shape), flow), np.asarray(run(fun))
 
 
@@ -142,7 +142,7 @@ def test_random_mask_of_positions_that_is_read_equals_the_array(data):
     jaxpr = jax.make_jaxpr(lambda: made.append(choice(3)) or made[-1])()
     block = build(*_jax.open_jaxpr(jaxpr))
     (value,) = block.outvars
-    found = positions.read(value, own_axes(value.aval.shape), flow_of(block, Analysis()))
+    found = positions.read(value, own_axes(value.aval.shape), Flow(block, Rulings()))
     if found is not None:
         (array,) = run(jaxpr_as_fun(jaxpr))
         assert_same(found, np.asarray(array))

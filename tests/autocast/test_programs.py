@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from measure import run
 from programs import PROGRAMS, W, X
+from roundings import backward_pass, needless
 from support import (
     BOTH,
     HALVES,
@@ -44,9 +45,21 @@ def test_programs_have_16_bit_matmuls_and_match_float32_gradients(name, half):
     auto = cast(fun, half)
     assert not full_matmuls(auto, W, X)
     assert not full_matmuls(BOTH(auto), W, X)
-    assert len(found(auto, W, X)) == len(found(fun, W, X))
+    assert len(found(auto, W, X)) <= len(found(fun, W, X))
     assert jax.eval_shape(auto, W, X) == jax.eval_shape(fun, W, X)
     check_gradients(name, half, name in COMPILED)
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK[::6]))
+def test_no_program_rounds_between_elementwise_operations(name, half):
+    auto = cast(PROGRAMS[name], half)
+    assert not [*needless(jax.make_jaxpr(auto)(W, X).jaxpr)]
+    assert not [*needless(backward_pass(auto, W, X))]
+
+
+def test_needless_finds_a_rounding_between_elementwise_operations():
+    half = jnp.ones((4, 4), jnp.bfloat16)
+    assert len([*needless(jax.make_jaxpr(lambda x: jnp.abs(x * 2) @ x)(half).jaxpr)]) == 1
 
 
 TRANSFORMED = ["mlp", "attention", "custom_jvp", "rnn", "layers", "conditional"]
@@ -110,7 +123,7 @@ def test_the_condition_of_a_while_loop_reads_the_dtype_that_is_carried():
     (loop,) = [eqn for eqn in equations(program) if eqn.primitive.name == "while"]
     condition, body = loop.params["cond_jaxpr"], loop.params["body_jaxpr"]
     carried = [aval.dtype.name for aval in body.in_avals[-2:]]
-    assert [aval.dtype.name for aval in condition.in_avals] == carried == ["int32", "bfloat16"]
+    assert [aval.dtype.name for aval in condition.in_avals] == carried
     got, want = jax.jit(lambda w, x: (cast(signed)(w, x), signed(w, x)))(W, X)
     np.testing.assert_allclose(got, want, atol=0.05)
 

@@ -105,6 +105,29 @@ def test_what_jumps_is_not_computed_again(name):
         assert not saved
 
 
+EQUAL = {
+    "a maximum": (lambda h: jnp.maximum(h, 0) == h, []),
+    "a clipped one, moved": (lambda h: (jnp.clip(h, -1, 1).T == h.T).T, []),
+    "chosen ones": (lambda h: jnp.where(h > 0, h, -h) == jnp.abs(h), []),
+    "what is rounded": (lambda h: h * 3 + 1 == jnp.maximum(h * 3 + 1, 0), ["eq"]),
+    "an infinite one": (lambda h: h * 3 + 1 == jnp.inf, []),
+    "no number": (lambda h: jnp.isnan(h * 3 + 1), []),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_numbers_are_compared_again_where_they_stay_the_same(name):
+    """What a matmul makes is handed over as it is; what is rounded later may be another number."""
+    compare, kept = EQUAL[name]
+
+    def fun(x, w, ct):
+        h = x @ w
+        return jnp.where(compare(h), ct, 0) * h
+
+    saved, _ = cut_of(fun, WIDE, jnp.ones((64, 64)), WIDE)
+    assert saved == ["dot_general", *kept]
+
+
 FREE = {
     "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "kept"),
     "pad": lambda x: jnp.pad(x, 1)[1:-1, 1:-1],

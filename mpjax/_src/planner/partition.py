@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpjax._src.base._jax import held
-from mpjax._src.base.rules import COMPARE, JUMPS
+from mpjax._src.base.rules import COMPARE, JUMPS, MOVE
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import (
     BARRIER,
@@ -102,13 +104,17 @@ def lightest(
     nodes = [*given, *(out for e in equations for out in e.outs)]
     number = {v: i for i, v in enumerate(nodes)}
     edges, sources = [], [number[v] for v in given]
-    known = _constants(equations)
+    known, same = _constants(equations), {*given}
     for e in equations:
         outs = [number[out] for out in e.outs]
         constant = known.issuperset(e.outs) and all(out.aval.shape == () for out in e.outs)
-        if not (constant or runs_again(e) or e in dear) or _jumps(e, number, known):
+        computed = [v for v in e.ins if v in number and v not in known]
+        if not (constant or runs_again(e) or e in dear) or _jumps(e, computed, known, same):
             sources += outs
+            same.update(e.outs)
             continue
+        if e not in dear and _is_exact(e) and same.issuperset(computed):
+            same.update(e.outs)
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
         edges += [(i, out) for i in ins for out in outs]
     weights = [price(v) for v in nodes]
@@ -129,18 +135,28 @@ def _run_again(ins: Any, equations: Iterable[Equation], outs: Any) -> list[bool]
     return [*map(runs_again, equations)]
 
 
-def _jumps(e: Equation, computed: Collection[Value], known: set[Value]) -> bool:
+def _is_exact(e: Equation) -> bool:
+    """Returns whether an equation rounds nothing, so that compilers cannot compute it otherwise."""
+    return e.name in rounding.EXACT or e.rule.need in (COMPARE, MOVE)
+
+
+def _jumps(e: Equation, computed: list[Value], known: set[Value], same: set[Value]) -> bool:
     """Returns whether another last bit of a computed operand changes the result by much.
 
     Compilers may compute a value otherwise when it is computed again. Then ``x == max(x)`` fails,
     or a number is rounded to another integer. A comparison with a constant, as in a ReLU, may run
-    again: its branches meet there.
+    again: its branches meet there. So may one that asks whether numbers are equal that stay the
+    ``same``, because they are handed over, or whether a number is infinite or NaN.
     """
-    rule = e.rule
-    floats = [v for v in e.ins if v in computed and held.is_inexact(v.aval) and v not in known]
-    if rule.need != COMPARE:
-        return JUMPS in rule.traits and bool(floats)
-    return bool(floats) and (e.name in ("eq", "ne") or known.isdisjoint(e.ins))
+    floats = [v for v in computed if held.is_inexact(v.aval)]
+    if e.rule.need == COMPARE and e.name not in ("eq", "ne"):
+        return bool(floats) and known.isdisjoint(e.ins)
+    if same.issuperset(floats):
+        return False
+    if e.rule.need != COMPARE:
+        return JUMPS in e.rule.traits
+    infinite = any(v.const is not None and np.all(np.isinf(v.const)) for v in e.ins)
+    return not infinite and e.ins[0] is not e.ins[1]
 
 
 def _constants(equations: Iterable[Equation]) -> set[Value]:

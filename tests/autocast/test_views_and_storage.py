@@ -1,4 +1,4 @@
-"""Islands read arrays behind views of them, but only arrays that are handed out."""
+"""Programs of views, norms and activations are planned under every setting of storage."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ PROGRAMS = {f"angles {name}": turned(angles) for name, angles in ANGLES.items()}
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_views_between_islands_are_planned(name, half):
+def test_views_between_activations_are_planned(name, half):
     for storage in ("fast", "lean"):
         traced(PROGRAMS[name], f"mixed_{half},storage={storage}")
 
@@ -120,16 +120,16 @@ def planned(seed):
     traced(drawn(seed), policy)
 
 
-FEW = (66, 3, 21, 47)  # the first reads what only a view reads
+FEW = (66, 3, 21, 47)  # in the first, something reads what only a view reads
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_a_random_program_of_views_and_islands_is_planned(seed):
+def test_a_random_program_of_views_and_activations_is_planned(seed):
     planned(seed)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 1000, 100))
-def test_random_programs_of_views_and_islands_are_planned(first):
+def test_random_programs_of_views_and_activations_are_planned(first):
     for seed in range(first, first + 100):
         planned(seed)
