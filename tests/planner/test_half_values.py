@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from joint import planned
+from support import equations as equations_of
+from support import normal
 
 from mpjax._src.base import _jax
 from mpjax._src.planner import rounding
@@ -108,3 +111,29 @@ def test_a_short_sum_of_a_derivative_is_one_of_any_matmul():
     equations = []
     opened(program, [Value(aval) for aval in _jax.in_avals(program)], equations)
     assert [rounding.is_half_matmul(e) for e in equations if e.name == "dot_general"] == [True] * 2
+
+
+ENTRY_BY_ENTRY = {
+    "of vectors": lambda x: jnp.vdot(x[0], x[1]),
+    "of rows": lambda x: jnp.einsum("nk,nk->n", x, 3 * x),
+    "of both axes": lambda x: jnp.einsum("nk,nk->", x, 3 * x),
+}
+
+
+@pytest.mark.parametrize("name", ENTRY_BY_ENTRY)
+def test_products_that_are_added_up_entry_by_entry_stay_float32(name):
+    run = planned(ENTRY_BY_ENTRY[name])
+    (dot,) = [e for e in equations_of(jax.make_jaxpr(run)(X)) if e.primitive.name == "dot_general"]
+    assert {v.aval.dtype for v in (*dot.invars, *dot.outvars)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_masked_log_probabilities_times_one_hot_labels_are_finite(half):
+    def loss(w):
+        logits = jnp.where(jnp.arange(32) < 20, X @ w, -1e9)
+        labels = jax.nn.one_hot(jnp.arange(len(X)), 32)
+        return jnp.sum(jnp.einsum("nk,nk->n", jax.nn.log_softmax(logits), labels))
+
+    w = normal(7, X.shape[1], 32)
+    found, grads = jax.value_and_grad(planned(loss, half))(w)
+    assert jnp.isfinite(found) and jnp.isfinite(grads).all()

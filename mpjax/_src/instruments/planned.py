@@ -8,7 +8,7 @@ import collections
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from mpjax._src.autocast.transform import Traced, call
 from mpjax._src.base import _jax, rules
@@ -19,8 +19,7 @@ from mpjax._src.base.lines import where
 from mpjax._src.instruments.kept import Kept, is_cast, makers_of, origin_of
 from mpjax._src.instruments.rows import Row, computed_in, is_frame, name_of, signature
 from mpjax._src.planner.exceptions import ALL_FULL, ENDS, SOLVES
-from mpjax._src.planner.rounding import SHORT
-from mpjax._src.planner.searches import depth
+from mpjax._src.planner.rounding import no_faster
 from mpjax._src.program.graph import KERNEL, PLANNED, REGION, Op
 from mpjax._src.program.interpret import is_precise
 from mpjax._src.program.site import ROOT, Site
@@ -179,7 +178,6 @@ NEEDS = {
     rules.MOVE: "follows its operands",
 }
 MATMUL = "16-bit list"
-SHORT_SUM = f"float32: sums of {SHORT} products or fewer are no faster in 16 bits"
 PROGRAM = "a program, whose operations have their own rows"
 OWN_RULE = "a program with its own derivative rule"
 NO_ROW = (
@@ -237,8 +235,8 @@ def _of_matmul(op: Op, traced: Traced, own: Sequence[Any]) -> tuple[str, bool]:
         return f"explicit precision {precision}, left unchanged", True
     if traced.as_written:
         return ALL_FULL, False
-    if not half and op.name == "dot_general" and depth(cast(Any, op)) <= SHORT:
-        return SHORT_SUM, False
+    if not half and (what := no_faster(op)):
+        return f"float32: {what} are no faster in 16 bits", False
     if not half:
         return "left unchanged", True
     wide = own[0].outvars[0].aval.dtype == FLOAT32

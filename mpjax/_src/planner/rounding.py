@@ -86,11 +86,24 @@ def may_be_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul of float32, which its author left to the policy."""
     if e.rule.need != HALF or _jax.own_precision(e.params) is not None:
         return False
-    if e.name == "dot_general" and not e.region.back:
-        (contracted, _), _ = e.params["dimension_numbers"]
-        if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
-            return False
+    if not e.region.back and no_faster(e):
+        return False
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
+
+
+def no_faster(e: Any) -> str:
+    """Says why a matmul of a function, an equation or `Op`, is no faster in 16 bits, or "" if not.
+
+    What adds up products entry by entry reads each entry once. It is no matmul for matrix units,
+    but often a loss: log probabilities times one-hot labels, or a squared norm.
+    """
+    if e.name != "dot_general":
+        return ""
+    (contracted, _), (batch, _) = e.params["dimension_numbers"]
+    if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
+        return f"sums of {SHORT} products or fewer"
+    ranks = {len(v.aval.shape) for v in e.ins}
+    return "sums of products entry by entry" if ranks == {len(contracted) + len(batch)} else ""
 
 
 def is_rounding(e: Equation) -> bool:
