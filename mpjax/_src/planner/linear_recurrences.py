@@ -4,6 +4,10 @@ JAX writes an associative scan out: slices, products and sums at each level, whi
 keeps or computes again. What computes a value is compared with what JAX writes for a linear
 recurrence of its shape, in the version of JAX that is used. It is one operation then, whose
 derivative is a recurrence in the other direction, which reads its factors and its result.
+
+The derivative multiplies with the result, as that of a matmul does with its operand. So it reads
+the 16-bit copy of the result if nothing but matmuls reads the result: an error of at most the
+rounding unit of each product, as in a matmul's derivative.
 """
 
 import functools
@@ -14,6 +18,7 @@ import jax
 import numpy as np
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, opened, parts
@@ -23,22 +28,27 @@ Makers = Mapping[Value, Equation]
 COMMUTE = ("add", "add_any", "mul")
 
 
-def recurrent(program: Any) -> Any:
-    """Returns a closed jaxpr whose linear recurrences are operations; the same if it has none."""
+def recurrent(program: Any, half: np.dtype = FLOAT32) -> Any:
+    """Returns a closed jaxpr whose linear recurrences are operations; the same if it has none.
+
+    With a 16-bit dtype, derivatives read 16-bit copies of results that only matmuls read.
+    """
     if not _interleaves(_jax.open_jaxpr(program)[0]):
         return program
     whole = Opened(program)
     maker = {out: e for e in whole.equations for out in e.outs}
     found = {h: of for h, of in _recurrences(whole, maker) if not whole.is_fixed(h)}
     alias: dict[Value, Value] = {}
+    low = rounding.wanted(whole.equations, whole.outs, ()) if half != FLOAT32 else ()
 
     def write(v: Value, e: Equation, into: list[Equation]) -> None:
         if v in found:
             *operands, axis = found[v]
-            traced, ins = _traced(v.aval, axis), [alias.get(x, x) for x in operands]
+            traced = _traced(v.aval, axis, half if v in low else None)
+            ins = [alias.get(x, x) for x in operands]
             (alias[v],) = opened(traced, ins, into, stack=e.stack, region=e.region)
 
-    inside = whole.inside(recurrent)
+    inside = whole.inside(functools.partial(recurrent, half=half))
     return whole.changed([*found, *inside], alias, write) if found or inside else program
 
 
@@ -88,8 +98,12 @@ def _written(shape: tuple[int, ...], axis: int) -> tuple[list[Value], Makers, Va
 
 
 @functools.lru_cache(maxsize=64)
-def _traced(aval: Any, axis: int) -> Any:
-    return _jax.trace(lambda a, b: [_jax.recurrence(a, b, axis)], [aval, aval], "recurrence")
+def _traced(aval: Any, axis: int, half: Any) -> Any:
+    def run(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+        h = _jax.recurrence(a, b, axis, half)
+        return [h if half is None else rounded_p.bind(h, half=half)]
+
+    return _jax.trace(run, [aval, aval], "recurrence")
 
 
 def _is_same(

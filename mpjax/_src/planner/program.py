@@ -416,7 +416,7 @@ def _with_gradient(
     that a rule computes its function again there is what its author asked for.
     """
     residuals: Any = None
-    jaxpr = recurrent(program.closed)
+    jaxpr = recurrent(program.closed, program.half)
 
     def ahead(*args):
         nonlocal residuals

@@ -15,15 +15,19 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base._jax.rules import zero_tangent
 
 
-def recurrence(a: Any, b: Any, axis: int) -> Any:
-    """Returns ``h`` with ``h[t] = a[t] h[t-1] + b[t]`` along an axis, and ``h[0] = b[0]``."""
-    return recurrence_p.bind(a, b, axis=axis, reverse=False)
+def recurrence(a: Any, b: Any, axis: int, half: Any = None) -> Any:
+    """Returns ``h`` with ``h[t] = a[t] h[t-1] + b[t]`` along an axis, and ``h[0] = b[0]``.
+
+    Its derivative reads ``h`` rounded to ``half``, if that is not None.
+    """
+    return recurrence_p.bind(a, b, axis=axis, reverse=False, half=half)
 
 
-def scanned(a: Any, b: Any, *, axis: int, reverse: bool = False) -> Any:
+def scanned(a: Any, b: Any, *, axis: int, reverse: bool = False, half: Any = None) -> Any:
     """Returns a linear recurrence as an associative scan."""
     return jax.lax.associative_scan(_then, (a, b), axis=axis, reverse=reverse)[1]
 
@@ -51,29 +55,30 @@ def drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
     return functools.reduce(jax.lax.add, terms if db is None else [*terms, db])
 
 
-def _jvp(primals: Any, tangents: Any, *, axis: int, reverse: bool) -> Any:
-    h = recurrence_p.bind(*primals, axis=axis, reverse=reverse)
+def _jvp(primals: Any, tangents: Any, *, axis: int, reverse: bool, half: Any) -> Any:
+    h = recurrence_p.bind(*primals, axis=axis, reverse=reverse, half=half)
     moving = [None if isinstance(t, ad.Zero) else t for t in tangents]
     if moving == [None, None]:
         return h, zero_tangent(h)
-    driven = drive(moving, h, axis, reverse)
-    return h, recurrence_p.bind(primals[0], driven, axis=axis, reverse=reverse)
+    read = h if half is None else rounded_p.bind(h, half=half)
+    driven = drive(moving, read, axis, reverse)
+    return h, recurrence_p.bind(primals[0], driven, axis=axis, reverse=reverse, half=None)
 
 
-def _transpose(ct: Any, a: Any, b: Any, *, axis: int, reverse: bool) -> Any:
+def _transpose(ct: Any, a: Any, b: Any, *, axis: int, reverse: bool, half: Any) -> Any:
     if isinstance(ct, ad.Zero):
         return None, ad.Zero(b.aval)
     following = _moved(a, axis, later=reverse)
-    return None, recurrence_p.bind(following, ct, axis=axis, reverse=not reverse)
+    return None, recurrence_p.bind(following, ct, axis=axis, reverse=not reverse, half=half)
 
 
-def _batch(args: Any, dims: Any, *, axis: int, reverse: bool) -> Any:
+def _batch(args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
     (size,) = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
     a, b = (
         jax.numpy.broadcast_to(x, (size, *x.shape)) if d is None else jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
     )
-    return recurrence_p.bind(a, b, axis=axis + 1, reverse=reverse), 0
+    return recurrence_p.bind(a, b, axis=axis + 1, **params), 0
 
 
 def _taylor(primals: Any, series: Any, **params: Any) -> Any:
@@ -82,7 +87,7 @@ def _taylor(primals: Any, series: Any, **params: Any) -> Any:
 
 
 recurrence_p = Primitive("linear_recurrence")
-recurrence_p.def_impl(jax.jit(scanned, static_argnames=("axis", "reverse")))
+recurrence_p.def_impl(jax.jit(scanned, static_argnames=("axis", "reverse", "half")))
 recurrence_p.def_abstract_eval(lambda a, b, **_: b)
 mlir.register_lowering(recurrence_p, mlir.lower_fun(scanned, multiple_results=False))
 ad.primitive_jvps[recurrence_p] = _jvp
