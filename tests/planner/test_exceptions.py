@@ -10,6 +10,10 @@ from joint import EXACT, planned
 from support import assert_near, equations, matmul_dtypes, normal
 
 import mpjax
+from mpjax._src.autocast import transform
+from mpjax._src.base import _jax
+from mpjax._src.base._jax import building
+from mpjax._src.planner import exceptions
 
 W, X = normal(0, 16, 16, scale=0.3), normal(1, 8, 16)
 BF16, FULL = {"bfloat16"}, {"float32"}
@@ -457,6 +461,12 @@ def test_a_kernel_in_a_rule_sees_the_policy():
 # ---- what stays ---------------------------------------------------------------------------------
 
 
+def classified(fun, policy):
+    """Returns the program of which the planner derives, with what is asked of its equations."""
+    closed = building.as_closed(_jax.hoisted(transform.trace(fun, policy, (W, X), {}).jaxpr)[0])
+    return exceptions.Exceptions.of(policy, closed).marked(closed)
+
+
 def test_calls_of_one_function_stay_calls_of_one_function():
     layer = jax.jit(lambda x, w: jnp.dot(jnp.tanh(x), w))
 
@@ -465,8 +475,7 @@ def test_calls_of_one_function_stay_calls_of_one_function():
 
     found = []
     for policy in (POLICY, POLICY.with_ops(full="dot_general")):
-        inner = mpjax.autocast(fun, policy, marked=True)(W, X)
-        calls = [e for e in inner.eqns if e.primitive.name in ("jit", "pjit")]
+        calls = [e for e in classified(fun, policy).eqns if e.primitive.name in ("jit", "pjit")]
         found.append({id(e.params["jaxpr"]) for e in calls})
     assert [len(ids) for ids in found] == [1, 1]
 

@@ -36,6 +36,11 @@ class Ruling(NamedTuple):
     forced: str = ""  # "half" or "full" if something asks for this
     precision: Any = None  # that of a matmul which runs as it is written because of it
 
+    @property
+    def in_force(self) -> str:
+        """What decides its dtype: "half" or "full", of a matmul "half" if nothing is forced."""
+        return self.forced or ("half" if self.kind == MATMUL else "")
+
 
 NO_RULING = Ruling()
 
