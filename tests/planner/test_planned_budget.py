@@ -181,7 +181,6 @@ def test_explain_tells_that_less_is_kept_and_which_matmuls_run_again(fun):
     assert number.stored_after < 0.7 * lean.stored_after
     rows = [row for row in number.rows if row.primitive == "dot_general"]
     told = [row.storage for row in rows if not row.reason.startswith("backward")]
-    print(told)
     assert any(text.startswith("computed again") for text in told)
     # When the backward pass begins, all else is kept anyway.
     assert fun is not chain or all(text.startswith("kept") for text in told[-3:])
@@ -214,12 +213,13 @@ def test_devices_communicate_as_often():
 
         return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(w, x)
 
-    def exchanges(storage):
-        gradient = jax.make_jaxpr(jax.grad(auto(loss, storage)))(W, X)
-        return sum("all_gather" in eqn.primitive.name for eqn in equations(gradient))
-
-    assert exchanges(0.0) == exchanges("lean") == 3
-    assert matmuls(auto(loss, 0.0)) > matmuls(auto(loss, "lean"))
+    counts = []
+    for storage in (0.0, "lean"):
+        gradient = jax.make_jaxpr(jax.grad(auto(loss, storage)))(W, jnp.ones((512, 32)))
+        names = [eqn.primitive.name for eqn in equations(gradient)]
+        assert sum("all_gather" in name for name in names) == 3
+        counts.append(names.count("dot_general"))
+    assert counts[0] > counts[1]
 
 
 def test_effects_happen_once(capfd):

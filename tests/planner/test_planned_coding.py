@@ -187,7 +187,7 @@ def test_gradients_have_at_most_twice_the_error_of_lean(fun):
 
 @pytest.mark.parametrize(
     "fun, kinds, most",
-    [(blocks, {"int8"}, 0.7), (blocks_in_a_loop, {"int8"}, 0.8), (causal, {"uint8"}, 0.9)],
+    [(blocks, {"int8"}, 0.7), (blocks_in_a_loop, {"int8"}, 0.85), (causal, {"uint8"}, 0.9)],
 )
 def test_large_values_are_kept_as_codes(fun, kinds, most):
     x = normal(5, 1024, 256)
@@ -294,7 +294,7 @@ def test_logits_have_no_code(monkeypatch):
     assert found and not [shape for shape in found if shape[-1:] == (21,)]
 
 
-def test_what_comes_into_a_loop_is_kept_in_16_bits():
+def test_gates_of_a_loop_are_kept_as_codes():
     cell, x = 256, normal(5, 8, 64, 256)
     weights = [normal(i, 256, 4 * cell) / 16 for i in (6, 7)]
 
@@ -309,9 +309,9 @@ def test_what_comes_into_a_loop_is_kept_in_16_bits():
         return jnp.square(jax.lax.scan(step, (zeros, zeros), x)[0][0]).mean()
 
     lean, coded = (mpjax.explain(lstm, policy, argnums=0)(weights, x) for policy in (LEAN, CODED))
-    assert "int8" in {a.dtype for a in coded.kept}
-    assert not [a for a in coded.kept if a.dtype == "f32" and a.shape == (8, 64, cell)]
-    assert coded.stored_after < 0.9 * lean.stored_after
+    full = [a for a in coded.kept if a.dtype == "f32" and a.shape == (8, 64, cell)]
+    assert len(full) == 1  # a carry
+    assert coded.stored_after < 0.7 * lean.stored_after
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

@@ -11,7 +11,7 @@ import pytest
 from measure import errors, kept, run
 from support import assert_near, cast, normal, thorough_but
 
-N = D = 32
+N, D = 32, 24
 Q, K, V = (normal(i, 2, N, D, scale=scale) for i, scale in enumerate((0.6, 0.6, 1)))
 MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
 OTHER = jnp.asarray(np.random.default_rng(1).random((N, N)) < 0.6) | (jnp.eye(N) > 0)
@@ -343,13 +343,13 @@ def test_weights_of_keys_of_tokens_with_a_common_mean_have_sound_gradients():
     assert all(row.sound for row in rows), rows
 
 
-@pytest.mark.parametrize(("half", "sharpness"), [("bfloat16", 2.0**10), ("float16", 2.0**12)])
-def test_one_hot_rows_longer_than_the_output_have_sound_gradients(half, sharpness):
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_one_hot_rows_longer_than_the_output_have_sound_gradients(half):
     """What is left of the cotangent of a weight of 1 is a rounding, which sharp scores amplify."""
 
     def fun(made, tokens):
         q, k, v = (tokens @ w for w in made[:3])
-        return jnp.mean(jnp.sin(jax.nn.softmax(sharpness * q @ k.mT / 4) @ v @ made[3]))
+        return jnp.mean(jnp.sin(jax.nn.softmax(2.0**10 * q @ k.mT / 4) @ v @ made[3]))
 
     made = [normal(i, 16, 16, scale=0.25) for i in range(9, 13)]
     rows = errors(fun, (made, normal(13, 64, 16)), half)
