@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from measure import errors, kept, run
+from planners import PLANNERS, sound
 from support import assert_near, cast, normal, thorough_but
 
 N, D = 32, 24
@@ -162,9 +163,19 @@ def test_softmax_in_each_spelling_has_right_derivatives(name):
     agree(attention(SOFTMAXES[name]), (Q, K, V))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+# Two scores of a row may round to one maximum, of whose derivative each gets a part.
+TIES = ("stopped in part", "another shift")
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in TIES])
 def test_lookalike_of_a_softmax_has_right_derivatives(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
+
+
+@pytest.mark.parametrize("name", thorough_but(TIES, TIES[0]))
+def test_lookalike_with_a_derivative_of_its_maximum_is_as_by_hand(name):
+    fun = lambda *args: jnp.sum(jnp.sin(attention(OTHERS[name], 8)(*args)))  # noqa: E731
+    assert not sound(PLANNERS["derivative"], fun, (Q, K, V), "bfloat16", (0, 1, 2), eager=True)
 
 
 def test_weights_that_multiply_a_softmax_have_right_derivatives():
@@ -176,7 +187,7 @@ def test_weights_that_multiply_a_softmax_have_right_derivatives():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SOFTMAXES | OTHERS)
+@pytest.mark.parametrize("name", [name for name in SOFTMAXES | OTHERS if name not in TIES])
 def test_softmax_in_each_spelling_has_right_derivatives_as_compiled(name):
     fun = attention((SOFTMAXES | OTHERS)[name], 2 if name in SOFTMAXES else 8)
     agree(fun, (Q, K, V), run=compiled)
