@@ -390,12 +390,12 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_guarded_softmax_of_keys_with_a_mean_has_right_derivatives(name):
+def test_guarded_softmax_of_keys_with_a_mean_is_as_by_hand(name):
     exponentials, guard = GUARDED[name]
 
     def fun(q, k, v, rows):
         e = exponentials(q @ (k + 4).mT / 16, rows)
-        return jnp.cos(e / (total(e) + guard) @ v)
+        return jnp.sum(jnp.sin(jnp.cos(e / (total(e) + guard) @ v)))
 
     args = Q, K, V, 9 + jnp.arange(2.0 * N).reshape(2, N) / 16
-    agree(fun, args)
+    assert not sound(PLANNERS["derivative"], fun, args, "bfloat16", (0, 1, 2, 3), eager=True)
