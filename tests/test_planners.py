@@ -110,16 +110,5 @@ def test_sound_is_the_lowering_itself_and_no_coarser_rounding():
     by_lowering = Planner(lambda fun, policy: planners.measure.rounded_matmuls(fun, jnp.bfloat16))
     assert not planners.sound(by_lowering, layer, (W, X), "bfloat16")
     assert planners.sound(by_lowering, layer, (W, X), "float16", loss_scale=1)
-    plain = Planner(lambda fun, policy: fun, stores=True)
+    plain = Planner(lambda fun, policy: fun)
     assert not planners.sound(plain, layer, (W, X), "float16")
-
-
-def test_sound_forgives_a_rounding_of_what_is_stored_only_if_asked():
-    shifted = lambda x: jnp.sum(jnp.cos(x))  # noqa: E731
-    stores = Planner(
-        lambda f, policy: lambda x: f(x.astype("bfloat16").astype(x.dtype)), "", "", True
-    )
-    assert planners.sound(stores, shifted, (X,), "bfloat16")
-    assert not planners.sound(stores, shifted, (X,), "bfloat16", stored=True)
-    never = stores._replace(stores=False)
-    assert planners.sound(never, shifted, (X,), "bfloat16", stored=True)

@@ -1,8 +1,6 @@
-"""storage=lean: the same gradients, fewer bytes kept, no matmul or convolution twice."""
+"""storage=lean: the same numbers, fewer bytes kept, no matmul or convolution twice."""
 
 import collections
-import dataclasses
-import functools
 import re
 import threading
 
@@ -11,30 +9,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
+from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 from measure import run
 from models import MODELS
-from programs import PROGRAMS, W, X
-from support import equations, normal, thorough_but
+from programs import PROGRAMS
+from programs import W as SMALL_W
+from programs import X as SMALL_X
+from support import normal, thorough_but
 
 import mpjax
-from mpjax._src.autocast.derivatives import kept_alone
-from mpjax._src.autocast.lean import gathered
-from mpjax._src.autocast.steps import Checkpoint
-from mpjax._src.autocast.tables import Analysis, Want
-from mpjax._src.program.graph import build
 
 FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
-BIG = normal(2, 64, 16)
+N, D = 64, 32
+W, X = normal(0, D, D, scale=0.3), normal(1, N, D)
+HALF = "bf16", (N, D)
 
 
 def norm(x):
     mean = x.mean(0)
-    return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(0) + 1e-5)
+    return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(0) + 1e-5)
 
 
 def network(w, x, blocks=3):
@@ -48,34 +45,11 @@ def network(w, x, blocks=3):
 def transformer(w, x, blocks=3):
     for _ in range(blocks):
         y = norm(x.T).T
-        q = (y @ w).reshape(1, -1, 2, 4)
+        q = (y @ w).reshape(1, -1, 2, D // 2)
         y = jax.nn.dot_product_attention(q, q * 0.5, q, is_causal=True).reshape(x.shape)
         x = x + y @ w
         x = x + jax.nn.gelu(norm(x.T).T @ w) @ w.T
     return jnp.mean(x**2)
-
-
-def kept(fun, policy, *args):
-    """Returns how many arrays of each shape and dtype are kept, arguments not counted."""
-    report = mpjax.explain(fun, policy, argnums=0)(*args)
-    return collections.Counter((k.dtype, k.shape) for k in report.kept)
-
-
-def compiled(fun, *args):
-    """Returns the compiled gradient of a function."""
-    return jax.jit(jax.grad(fun, allow_int=True)).lower(*args).compile()
-
-
-def products(gradient):
-    """Returns how many matmuls and convolutions a compiled gradient runs."""
-    text = gradient.as_text()
-    return text.count(" dot(") + text.count(" convolution(")
-
-
-def as_near(got, near, want):
-    """Checks that an array is as near to a third one as another is."""
-    errors = [np.linalg.norm(x - want) for x in (got, near)]
-    assert errors[0] <= 1.3 * errors[1] + 2**-7 * np.linalg.norm(want), errors
 
 
 def composed(w, x):
@@ -85,61 +59,182 @@ def composed(w, x):
         matrix, shift = second
         return matrix @ first[0], (matrix @ first[1][..., None])[..., 0] + shift
 
-    maps = jnp.tanh(x @ w).reshape(-1, 2, 2), x[:, :2]
-    return jnp.sum(jnp.sin(jax.lax.associative_scan(then, maps)[1] @ w[:2]))
+    maps = jnp.tanh(x @ w).reshape(-1, 8, 4)[:, :4], x[:, :4]
+    return jnp.sum(jnp.sin(lax.associative_scan(then, maps)[1] @ w[:4]))
+
+
+def kept(fun, policy, *args):
+    """Returns how many arrays of each shape and dtype are kept, arguments not counted."""
+    report = mpjax.explain(fun, policy, argnums=0)(*args)
+    return collections.Counter((k.dtype, k.shape) for k in report.kept)
+
+
+def products(fun, *args):
+    """Returns how many matmuls and convolutions a gradient runs, of those that are read."""
+    text = jax.jit(jax.grad(fun, allow_int=True)).lower(*args).compile().as_text()
+    return text.count(" dot(") + text.count(" convolution(")
 
 
 SUITE = {
-    **{name: (fun, (W, X)) for name, fun in PROGRAMS.items()},
-    "network": (network, (W, BIG[:, :8])),
-    "transformer": (transformer, (W, BIG[:, :8])),
-    "composed": (composed, (W[:, :4], BIG[:16, : W.shape[0]])),
+    **{name: (fun, (SMALL_W, SMALL_X)) for name, fun in PROGRAMS.items()},
+    "network": (network, (W, X)),
+    "transformer": (transformer, (W, X)),
+    "composed": (composed, (W, X[:16])),
 }
-
-
-# A stream, a loop, branches, a rule of its author's, devices, what is never read.
-QUICK = ["network", "layers", "switch", "custom_vjp", "shard_mapped"]
+# A stream, attention, a loop, branches, a rule of its author's, devices, what is never read.
+QUICK = ["network", "transformer", "layers", "switch", "custom_vjp", "shard_mapped"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
-def test_lean_gradients_match_fast_and_no_matmul_runs_twice(name):
+def test_no_setting_of_storage_changes_a_gradient(name):
+    """Sums may be added up in another order, which may round another last bit."""
     fun, args = SUITE[name]
-    fast, lean = (compiled(mpjax.autocast(fun, policy), *args) for policy in (FAST, LEAN))
-    want = jax.jit(jax.grad(fun, allow_int=True))(*args)
-    if jnp.issubdtype(want.dtype, jnp.floating):
-        as_near(lean(*args), fast(*args), want)
-    assert products(lean) <= products(fast)
+    results = []
+    for storage in ("fast", "lean", "0.0"):
+        auto = mpjax.autocast(fun, f"mixed_bfloat16,storage={storage}")
+        results.append(run(lambda *args, auto=auto: jax.grad(auto, allow_int=True)(*args), *args))
+    for other in results[1:]:
+        if other.dtype == jnp.float32:
+            assert np.linalg.norm(other - results[0]) <= 2**-12 * np.linalg.norm(results[0])
+
+
+@pytest.mark.parametrize("name", thorough_but(SUITE, *QUICK))
+def test_no_matmul_runs_twice(name):
+    fun, args = SUITE[name]
+    fast, lean = (products(mpjax.autocast(fun, policy), *args) for policy in (FAST, LEAN))
+    assert lean <= fast
 
 
 @pytest.mark.parametrize("name", thorough_but(MODELS, "mixture of experts"))
-def test_lean_gradients_of_models_match_fast_and_no_matmul_runs_twice(name):
+def test_gradients_of_models_match_those_of_fast_and_no_matmul_runs_twice(name):
     loss, params = MODELS[name]()
-    fast, lean = (compiled(mpjax.autocast(loss, policy), params) for policy in (FAST, LEAN))
-    want, got = fast(params), lean(params)
+    fast, lean = (mpjax.autocast(loss, policy) for policy in (FAST, LEAN))
+    want, got = (jax.jit(jax.grad(f))(params) for f in (fast, lean))
     size = float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(want))))
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        assert np.linalg.norm(a - b) < 2**-6 * size
-    assert products(lean) <= products(fast)
+        assert np.linalg.norm(a - b) < 2**-8 * size
+    assert products(lean, params) <= products(fast, params)
+
+
+# ---- what is kept -------------------------------------------------------------------------------
 
 
 def test_a_residual_network_keeps_the_results_of_its_matmuls_and_small_statistics():
-    found = kept(network, LEAN, W, BIG[:, :8])
-    large = sum(n for (_, shape), n in found.items() if len(shape) == 2)
-    assert large == 6  # one for each matmul: no relu, no stream, no norm
-    assert kept(network, FAST, W, BIG[:, :8]).total() > found.total()
+    found = kept(network, LEAN, W, X)
+    assert {key: n for key, n in found.items() if len(key[1]) == 2} == {HALF: 6}
+    assert kept(network, FAST, W, X).total() > found.total()
 
 
 def test_a_transformer_keeps_no_norm_and_no_activation():
-    found = kept(transformer, LEAN, W, BIG[:, :8])
-    large = {key: n for key, n in found.items() if key[0] == "f32" and len(key[1]) > 1}
-    means = {("f32", (1, 2, 4)): 3}  # of the keys: reductions are not run twice
-    assert large == {("f32", (64, 8)): 1, **means}  # what the loss squares
-    assert found["bf16", (64, 8)] <= 3 * 3  # results of matmuls
+    found = kept(transformer, LEAN, W, X)
+    assert not any(dtype == "f32" and len(shape) > 1 for dtype, shape in found)
+    assert found[HALF] <= 3 * 4  # results of matmuls
+
+
+@pytest.mark.parametrize("fun", [jnp.tanh, jnp.exp, jnp.sin, jnp.abs, jax.nn.sigmoid, jax.nn.relu])
+def test_what_is_spread_is_computed_again_from_what_is_smaller(fun):
+    def spread(w, x):
+        return jnp.mean(fun(x.sum(1)[:, None] + w.sum(0)))
+
+    assert kept(spread, LEAN, W, X).keys() <= {
+        ("f32", (N,)),
+        ("f32", (D,)),
+        ("f32", (N, 1)),
+        ("f32", (1, D)),
+    }
+
+
+@pytest.mark.parametrize("last", [jnp.square, jnp.sin])
+def test_nothing_that_a_derivative_makes_of_kept_values_is_kept_as_well(last):
+    """A softmax's derivative needs its result, of which JAX would keep 2x or cos(x) too."""
+    found = kept(lambda w, x: jnp.mean(last(jax.nn.softmax(x @ w.T) @ w)), LEAN, X, X)
+    assert found == {("bf16", (N, N)): 1, HALF: 1}
+
+
+def test_a_predicate_is_kept_rather_than_what_it_is_computed_from():
+    def fun(w, x):
+        y = x @ w
+        return jnp.mean(jnp.where(y.sum() > 0, y @ w, y))
+
+    scalars = {key: n for key, n in kept(fun, LEAN, W, X).items() if key[1] == ()}
+    assert scalars == {("bool", ()): 1}
+
+
+def test_soft_capped_scores_are_kept_in_16_bits():
+    q, k, v = (normal(i, 2, 32, 32) for i in range(3))
+
+    def fun(q):
+        scores = 20 * jnp.tanh((q @ k.mT / 3) / 20)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return jnp.sum(weights / weights.sum(-1, keepdims=True) @ v)
+
+    found = mpjax.explain(fun, LEAN, argnums=0, target="h100")(q).kept
+    assert [k.dtype for k in found if k.shape == (2, 32, 32) and k.dtype != "bool"] == ["bf16"]
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.softplus, jax.nn.gelu, jnp.tanh])
+@pytest.mark.parametrize("gated", [False, True])
+def test_small_vectors_keep_no_activation(activation, gated):
+    """A norm's parameters, or a gate of the whole row, are small beside what they multiply."""
+
+    def fun(w, scale, x):
+        for _ in range(3):
+            y = norm(x @ w)
+            y = activation(y * scale["by"] + scale["plus"])
+            if gated:  # squeeze and excitation
+                y = y * jax.nn.sigmoid(y.mean(0) @ w)
+            x = y
+        return jnp.mean((x @ w) ** 2)
+
+    x = normal(4, 256, D)
+    args = W, {"by": normal(5, D), "plus": normal(6, D)}, x
+    assert kept(fun, LEAN, *args)["bf16", x.shape] == 4  # results of matmuls
+    assert not kept(fun, LEAN, *args)["f32", x.shape]
+
+
+def grouped_norm(x):
+    y = x.reshape(*x.shape[:-1], 4, -1)
+    mean = y.mean((1, 3), keepdims=True)
+    variance = (y**2).mean((1, 3), keepdims=True) - mean**2
+    return ((y - mean) * lax.rsqrt(variance + 1e-5)).reshape(x.shape)
+
+
+def test_no_reader_of_a_skip_connection_keeps_what_it_joins():
+    """The parts are kept, and both readers join them again."""
+
+    def loss(params, x):
+        w, scale, wide = params
+        skip = x @ w @ w
+        joined = jnp.concatenate([jnp.sin(x @ w) @ w, skip], -1)
+        y = jax.nn.silu(grouped_norm(joined) * scale) @ wide + joined @ wide
+        return jnp.mean((y @ w * skip) ** 2)
+
+    params = W, normal(2, 2 * D), normal(3, 2 * D, D)
+    assert not {shape for _, shape in kept(loss, LEAN, params, X[None])} & {(1, N, 2 * D)}
+
+
+def test_a_recurrent_network_keeps_less_than_under_fast():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(11, 32)(tokens)
+            for _ in range(2):
+                x = nn.RNN(nn.OptimizedLSTMCell(32))(x)
+            return jnp.mean(x**2)
+
+    tokens = jnp.arange(21).reshape(3, 7) % 11
+    params = Network().init(jax.random.key(0), tokens)
+
+    def size(policy):
+        explained = mpjax.explain(lambda p: Network().apply(p, tokens), policy, argnums=0)
+        return explained(params).stored_after
+
+    assert size(LEAN) < size(FAST)
 
 
 @pytest.mark.parametrize("policy", [FAST, LEAN])
 def test_explain_names_the_row_of_all_that_is_kept(policy):
-    report = mpjax.explain(transformer, policy, argnums=0)(W, BIG[:, :8])
+    report = mpjax.explain(transformer, policy, argnums=0)(W, X)
     assert sum(k.bytes for k in report.kept) == report.stored_after
     assert all(k.row is not None for k in report.kept if len(k.shape) > 1)
     rows = [report.rows[k.row] for k in report.kept if k.row is not None]
@@ -148,56 +243,15 @@ def test_explain_names_the_row_of_all_that_is_kept(policy):
     assert any("kept" in text for text in told) and "row" in str(report)
 
 
+NAMES = "rsqrt", "max", "dot_general"
+
+
 def test_explain_tells_what_is_computed_again():
-    rows = mpjax.explain(network, LEAN, argnums=0)(W, BIG[:, :8]).rows
+    rows = mpjax.explain(network, LEAN, argnums=0)(W, X).rows
     forward = [row for row in rows if not row.reason.startswith("backward")]
-    assert {row.storage for row in forward if row.primitive == "sub"} == {"computed again"}
-    assert {row.storage for row in forward if row.primitive == "reduce_sum"} == {""}
-
-
-def test_explain_does_not_call_unneeded_softmax_scores_kept():
-    def fun(w, x):
-        y = x @ w
-        return jnp.mean(jax.nn.softmax(y @ x.T + x[:, 0] ** 2) @ y)
-
-    rows = mpjax.explain(fun, LEAN, argnums=0)(W, BIG[:, :8]).rows
-    assert {row.storage for row in rows if row.primitive in ("add", "sub")} == {""}
-
-
-@pytest.mark.parametrize(
-    "fun", [jnp.tanh, jnp.exp, jnp.sin, jnp.abs, jax.nn.sigmoid, lambda x: jnp.maximum(x, 0.5)]
-)
-def test_lean_recomputes_residuals_from_smaller_values(fun):
-    def spread(w, x):
-        return jnp.mean(fun(x.sum(1)[:, None] + w.sum(0)))
-
-    assert kept(spread, LEAN, W, BIG[:, :8]) == {("f32", (64, 1)): 1, ("f32", (1, 8)): 1}
-
-
-@pytest.mark.parametrize("last", [jnp.square, jnp.sin])
-def test_nothing_that_a_derivative_makes_of_kept_values_is_kept_as_well(last):
-    # A softmax's derivative needs its result, of which JAX would keep 2x or cos(x) too.
-    found = kept(lambda w, x: jnp.mean(last(jax.nn.softmax(x @ w.T) @ w)), LEAN, BIG, BIG)
-    assert found == {("bf16", (64, 64)): 1, ("f32", BIG.shape): 1}
-
-
-def test_a_predicate_is_kept_rather_than_what_it_is_computed_from():
-    def fun(w, x):
-        y = x @ w
-        return jnp.mean(jnp.where(y.sum() > 0, y @ w, y))
-
-    scalars = {key: n for key, n in kept(fun, LEAN, W, BIG[:, :8]).items() if key[1] == ()}
-    assert scalars == {("bool", ()): 1}
-
-
-def test_the_cotangent_of_a_float32_result_is_rounded_where_its_matmul_is():
-    def fun(w, x):
-        return jnp.mean(jax.nn.logsumexp(x @ w + 1.0, 1))
-
-    gradient = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8])
-    checkpoints = [eqn for eqn in equations(gradient) if "prevent_cse" in eqn.params]
-    handed_out = {(v.aval.shape, str(v.aval.dtype)) for eqn in checkpoints for v in eqn.outvars}
-    assert handed_out and ((64, 8), "float32") not in handed_out
+    told = {name: {row.storage for row in forward if row.primitive == name} for name in NAMES}
+    assert all(text.startswith("computed again") for text in told["rsqrt"] | told["max"])
+    assert all(text.startswith("kept in bf16") for text in told["dot_general"]), told
 
 
 # ---- under JAX's transformations ----------------------------------------------------------------
@@ -208,9 +262,11 @@ def block(w, x):
 
 
 def check(transform, run=run):
+    """Checks that a transformed function has the numbers of the fast setting, and those of JAX."""
     functions = block, *(mpjax.autocast(block, policy) for policy in (FAST, LEAN))
-    want, near, got = run(lambda w, x: [transform(f)(w, x) for f in functions], W, BIG[:, :8])
-    as_near(got, near, want)
+    want, near, got = run(lambda w, x: [transform(f)(w, x) for f in functions], W, X)
+    assert np.linalg.norm(got - near) < 2**-7 * np.linalg.norm(near)
+    assert np.linalg.norm(got - want) < 2**-5 * np.linalg.norm(want)
 
 
 TRANSFORMED = {
@@ -220,7 +276,7 @@ TRANSFORMED = {
     "twice": lambda f: lambda w, x: jax.grad(lambda v: jnp.sum(jax.grad(f)(v, x) * w))(w),
     "remat": lambda f: jax.grad(jax.checkpoint(f)),
     "scan": lambda f: jax.grad(
-        lambda w, x: jax.lax.scan(lambda c, _: (c + f(w, x), None), 0.0, None, length=3)[0]
+        lambda w, x: lax.scan(lambda c, _: (c + f(w, x), None), 0.0, None, length=3)[0]
     ),
     "linearize": lambda f: lambda w, x: jax.linearize(lambda v: f(v, x), w)[1](w),
 }
@@ -237,7 +293,7 @@ def test_lean_matches_fast_under_shard_map():
     def transform(fun):
         def both(w, x):
             mean = jax.shard_map(
-                lambda w, x: jax.lax.pmean(fun(w, x), "i"),
+                lambda w, x: lax.pmean(fun(w, x), "i"),
                 mesh=mesh,
                 in_specs=(P(), P("i")),
                 out_specs=P(),
@@ -253,9 +309,9 @@ def test_lean_matches_fast_in_taylor_mode():
     def fun(x):
         return jnp.sum(jnp.tanh(norm(x @ W)) @ W)
 
-    x, series = BIG[:, :8], (jnp.ones((64, 8)), jnp.zeros((64, 8)))
+    series = (jnp.ones(X.shape), jnp.zeros(X.shape))
     fast, lean = (
-        run(lambda x, p=p: jet(mpjax.autocast(fun, p), (x,), (series,)), x) for p in (FAST, LEAN)
+        run(lambda x, p=p: jet(mpjax.autocast(fun, p), (x,), (series,)), X) for p in (FAST, LEAN)
     )
     np.testing.assert_allclose(jax.tree.leaves(lean), jax.tree.leaves(fast), rtol=1e-5)
 
@@ -263,26 +319,9 @@ def test_lean_matches_fast_in_taylor_mode():
 def test_lean_gradient_exports_with_symbolic_shapes():
     (rows,) = export.symbolic_shape("rows")
     gradient = jax.jit(jax.grad(mpjax.autocast(block, LEAN)))
-    exported = export.export(gradient)(W, jax.ShapeDtypeStruct((rows, 8), jnp.float32))
-    got, want = exported.call(W, BIG[:, :8]), run(gradient, W, BIG[:, :8])
+    exported = export.export(gradient)(W, jax.ShapeDtypeStruct((rows, D), jnp.float32))
+    got, want = exported.call(W, X), run(gradient, W, X)
     assert np.linalg.norm(got - want) < 2**-6 * np.linalg.norm(want)
-
-
-def test_layers_in_a_scan_keep_what_layers_written_out_keep():
-    def scanned(w, x):
-        def layer(x, _):
-            y = jax.nn.relu(norm(x @ w))
-            return jax.nn.relu(x + norm(y @ w)), None
-
-        return jnp.mean(jax.lax.scan(layer, x, None, length=3)[0] ** 2)
-
-    written_out, in_a_scan = (kept(f, LEAN, W, BIG[:, :8]) for f in (network, scanned))
-    results = in_a_scan["bf16", (3, 64, 8)] + in_a_scan["f32", (3, 64, 8)]
-    large = sum(n for (_, shape), n in written_out.items() if len(shape) == 2)
-    assert 3 * (results - 1) <= large  # and the state that goes in
-    args = W, BIG[:, :8]
-    fast, lean = (compiled(mpjax.autocast(scanned, policy), *args) for policy in (FAST, LEAN))
-    assert products(lean) == products(fast)
 
 
 def test_the_users_own_remat_and_names_stay_in_force():
@@ -296,7 +335,7 @@ def test_the_users_own_remat_and_names_stay_in_force():
             x = jax.checkpoint(layer, policy=policy)(w, x)
         return jnp.mean(x**2)
 
-    assert kept(fun, LEAN, W, BIG[:, :8]) == kept(fun, FAST, W, BIG[:, :8])
+    assert kept(fun, LEAN, W, X) == kept(fun, FAST, W, X)
 
 
 def test_names_reach_a_checkpoint_around_autocast():
@@ -306,41 +345,13 @@ def test_names_reach_a_checkpoint_around_autocast():
     def residuals(policy):
         saved = jax.checkpoint_policies.save_only_these_names("mine")
         run = jax.checkpoint(mpjax.autocast(fun, policy), policy=saved)
-        jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(run, w, x)[1])(W, BIG[:, :8]).jaxpr
+        jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(run, w, x)[1])(W, X).jaxpr
         return {str(v.aval) for v in jaxpr.outvars if v not in jaxpr.invars}
 
-    assert residuals(LEAN) == residuals(FAST) and any("64,8" in aval for aval in residuals(LEAN))
+    assert residuals(LEAN) == residuals(FAST) and any(f"{N},{D}" in a for a in residuals(LEAN))
 
 
-def test_effects_under_lean_happen_once(capfd):
-    def fun(w, x):
-        y = jnp.tanh(norm(x @ w))
-        jax.debug.print("here {}", y[0, 0])
-        return jnp.mean(jnp.tanh(y * 2) @ w)
-
-    jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("here") == 1
-
-
-def test_effects_in_the_middle_of_a_stream_happen_once():
-    calls = []
-
-    def count(x):
-        calls.append(x.shape)
-        return np.tanh(x)
-
-    def fun(w, x):
-        stream = jax.nn.relu(norm(x @ w))
-        told = io_callback(count, jax.typeof(stream), jax.lax.stop_gradient(stream))
-        stream = jax.nn.relu(stream + norm(told @ w))
-        return jnp.mean(stream @ w)
-
-    jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
-    assert len(calls) == 1
-
-
-def test_effects_between_readers_of_a_kept_value_happen_once():
+def test_effects_happen_once(capfd):
     calls = []
 
     def count(x):
@@ -349,113 +360,25 @@ def test_effects_between_readers_of_a_kept_value_happen_once():
 
     def fun(w, x):
         h = x @ w
-        before = jnp.tanh(norm(h))
-        told = io_callback(count, jax.typeof(before), jax.lax.stop_gradient(before))
-        return jnp.mean((jnp.sin(h / (1 + told**2)) + before) @ w)
+        stream = jax.nn.relu(norm(h))
+        jax.debug.print("here {}", stream[0, 0])
+        told = io_callback(count, jax.typeof(stream), lax.stop_gradient(stream))
+        stream = jax.nn.relu(stream + norm(told @ w))
+        return jnp.mean((jnp.sin(h / (1 + told**2)) + stream) @ w)
 
-    got = jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, BIG[:, :8]))
-    assert len(calls) == 1
-    want = jax.jit(jax.grad(fun))(W, BIG[:, :8])
-    assert np.linalg.norm(got - want) < 2**-5 * np.linalg.norm(got)
-
-
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit])
-def test_custom_vjp_rule_in_a_checkpoint_is_told_what_is_not_perturbed(around):
-    """A rule that asks is told so inside of a checkpoint, however deep."""
-    told = []
-
-    @jax.custom_vjp
-    def scaled(y, x):
-        return y * x
-
-    def fwd(y, x):
-        told.append(x.perturbed)
-        return y.value * x.value, x.value
-
-    scaled.defvjp(fwd, lambda x, ct: (ct * x, jnp.zeros_like(x)), symbolic_zeros=True)
-
-    def fun(w, t):
-        run = lambda given: scaled(jnp.tanh(given[0]), jnp.sin(given[1]))  # noqa: E731
-        return jnp.sum(kept_alone(run, (w, t), True))
-
-    jax.make_jaxpr(jax.grad(around(fun)))(W[0], W[1])
-    assert told == [False]
-
-
-# ---- groups that cannot run at once -------------------------------------------------------------
-
-
-def operations(fun):
-    block = build(jax.make_jaxpr(fun)(1.0, 2.0).jaxpr, ())
-    return block.ops, block.outvars
-
-
-def test_gathered_takes_one_of_groups_that_wait_for_each_other():
-    ops, results = operations(lambda x, y: (jnp.sin(jnp.cos(x)), jnp.tanh(jnp.exp(y))))
-    cos, sin, exp, tanh = ops
-    sin = dataclasses.replace(sin, ins=exp.outs)
-    tanh = dataclasses.replace(tanh, ins=cos.outs)
-    ops = cos, sin, exp, tanh
-    found = gathered(Analysis(), ops, results, [[cos, sin], [exp, tanh]], set())
-    assert [step.steps if isinstance(step, Checkpoint) else step for step in found] == [
-        exp,
-        (cos, sin),
-        tanh,
-    ]
-
-
-def test_a_group_that_waits_for_itself_is_left():
-    ops, results = operations(lambda x, y: jnp.sin(jnp.cos(jnp.exp(x))) + y)
-    assert gathered(Analysis(), ops, results, [[ops[0], ops[2]]], set()) == ops
-
-
-# ---- a plan does not change ---------------------------------------------------------------------
-
-
-def snapshot(plan):
-    """Returns all that a plan says, as text."""
-    seen: dict[int, int] = {}
-
-    def show(x):
-        if hasattr(x, "__dataclass_fields__"):
-            if id(x) in seen:
-                return seen[id(x)]
-            seen[id(x)] = len(seen)
-            return [type(x).__name__, *(show(getattr(x, f)) for f in x.__dataclass_fields__)]
-        if isinstance(x, Want):  # who reads it stands in the operations
-            return repr(x._replace(readers=frozenset()))
-        if isinstance(x, dict):
-            return [[show(key), show(y)] for key, y in x.items()]
-        if isinstance(x, list | tuple | set | frozenset):
-            found = [show(y) for y in x]
-            return sorted(map(str, found)) if isinstance(x, set | frozenset) else found
-        return repr(x)
-
-    return str(show((plan.block, plan.analysis)))
-
-
-@pytest.mark.parametrize("policy", [FAST, LEAN])
-def test_running_and_reporting_change_nothing_in_a_plan(policy):
-    from mpjax._src.autocast import transform
-    from mpjax._src.instruments.tables import storage_of
-
-    args = W, BIG[:, :8]
-    fun = functools.partial(transformer, blocks=2)
-    traced = transform.trace(fun, mpjax.get_policy(policy), args, {})
-    before = snapshot(traced.plan)
-    for rows in (False, True):
-        jax.make_jaxpr(lambda *a, rows=rows: transform.call(traced, [*a], rows))(*args)
-        jax.make_jaxpr(jax.grad(lambda *a, rows=rows: transform.call(traced, [*a], rows)[0]))(*args)
-    storage_of(traced.plan), [*traced.plan.numbered]
-    assert snapshot(traced.plan) == before
+    got = jax.block_until_ready(jax.jit(jax.grad(mpjax.autocast(fun, LEAN)))(W, X))
+    jax.effects_barrier()
+    assert len(calls) == 1 and capfd.readouterr().out.count("here") == 1
+    want = jax.jit(jax.grad(fun))(W, X)
+    assert np.linalg.norm(got - want) < 2**-5 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("policy", thorough_but([FAST, LEAN], LEAN))
 def test_threads_get_equal_programs_of_one_function(policy):
-    auto = mpjax.autocast(functools.partial(transformer, blocks=1), policy)
+    auto = mpjax.autocast(lambda w, x: transformer(w, x, blocks=1), policy)
 
     def text(fun):
-        program = str(jax.make_jaxpr(lambda *args: fun(*args))(W, BIG[:, :8]))
+        program = str(jax.make_jaxpr(lambda *args: fun(*args))(W, X))
         return re.sub("0x[0-9a-f]+", "", program)
 
     want = text(auto), text(jax.grad(auto))
@@ -475,26 +398,3 @@ def test_threads_get_equal_programs_of_one_function(policy):
         thread.join()
     assert not failed and len(found) == 8
     assert {*found} == {want}
-
-
-def test_a_recurrent_network_keeps_no_more_than_under_fast():
-    """Islands keep what they round; in a checkpoint, float32 gates would be kept as well."""
-
-    class Network(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            x = nn.Embed(11, 16)(tokens)
-            for _ in range(2):
-                x = nn.RNN(nn.OptimizedLSTMCell(16))(x)
-            return jnp.mean(x**2)
-
-    tokens = jnp.arange(21).reshape(3, 7) % 11
-    params = Network().init(jax.random.key(0), tokens)
-
-    def loss(params):
-        return Network().apply(params, tokens)
-
-    def size(policy):
-        return sum(k.bytes for k in mpjax.explain(loss, policy, argnums=0)(params).kept)
-
-    assert size(LEAN) < size(FAST)

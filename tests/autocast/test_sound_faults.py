@@ -1,7 +1,6 @@
 """Programs on which planners went wrong, by what they have in common: values, gradients, no crash.
 
-Each planner is judged by the float32 program whose matmuls round in the lowering (`planners`). What
-a planner gets wrong is named in `WRONG`: its tests must fail, and turn red once they pass.
+Each planner is judged by the float32 program whose matmuls round in the lowering (`planners`).
 """
 
 import itertools
@@ -17,7 +16,7 @@ import pytest
 from jax import lax
 from support import normal
 
-from mpjax._src.autocast import coding
+from mpjax._src.planner import coding
 
 lse, HALVES = jax.nn.logsumexp, ("bfloat16", "float16")
 
@@ -441,49 +440,15 @@ programs(
 # ---- judged -------------------------------------------------------------------------------------
 
 
-def both_dtypes(*names):
-    return [f"{name}, {half}" for name, half in itertools.product(names, HALVES)]
-
-
-# What each planner gets wrong: "subject: name, 16-bit dtype".
-WRONG: dict[str, set[str]] = {
-    "forward": {
-        *both_dtypes(
-            "levels: a square less its level",
-            "levels: a quotient",
-            "levels: squares' mean",
-            "levels: zonal, of pools",
-            "levels: zonal, of a few",
-            "levels: root mean square",
-            "distances: by einsum",
-            "distances: by diagonals",
-            "distances: in a kernel",
-            "distances: one by one",
-        ),
-        "levels: a quotient of near ones, float16",
-        "levels: a reciprocal, bfloat16",
-        "units: relu, float16",
-        "units: relu, reciprocal, float16",
-        "units: relu, of rows, float16",
-        "units: a maximum, float16",
-    },
-}
-
-
 def cases():
-    """The quick tier has each program in one 16-bit dtype: in the one in which it is wrong."""
+    """The quick tier has each program in one 16-bit dtype."""
     pairs = itertools.product(planners.PLANNERS, enumerate(PROGRAMS.items()))
     for planner, (place, (name, program)) in pairs:
-        wrong = [half for half in HALVES if f"{name}, {half}" in WRONG.get(planner, ())]
-        quick = wrong[0] if len(wrong) == 1 else HALVES[place % 2]
+        quick = HALVES[place % 2], program.storages[0]
         for half, storage in itertools.product(HALVES, program.storages):
-            marks = []
-            if half in wrong:
-                marks.append(pytest.mark.xfail(strict=True, raises=AssertionError, reason=name))
-            seldom = program.thorough or (planner != "forward" and place % 4)
-            if seldom or (half, storage) != (quick, program.storages[0]):
-                marks.append(pytest.mark.thorough)
+            thorough = program.thorough or (half, storage) != quick
             case = (planner, name, half, storage)
+            marks = [pytest.mark.thorough] * thorough
             yield pytest.param(*case, marks=marks, id="-".join(case))
 
 

@@ -5,7 +5,7 @@ import itertools
 import log_domain
 import pytest
 
-from mpjax._src.autocast import coding
+from mpjax._src.planner import coding
 
 HALVES = ("bfloat16", "float16")
 QUICK = {("hmm", "bfloat16", "fast"), ("neighbors", "float16", "lean")}

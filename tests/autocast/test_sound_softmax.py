@@ -130,7 +130,7 @@ def bytes_kept(softmax, around, half):
 
 
 def compare(name, around, half):
-    statistics = 2 * 2 * N * 4  # two float32 numbers to each row of scores
+    statistics = 3 * 2 * N * 4  # three float32 numbers to each row of scores
     got, want = (bytes_kept(softmax, around, half) for softmax in SPELLINGS[name])
     assert got <= want + statistics, f"{got} bytes kept, the plain softmax keeps {want}"
 
@@ -146,19 +146,15 @@ def test_attention_of_each_softmax_spelling_keeps_no_more_in_float16(name):
     compare(name, "attention", "float16")
 
 
-# Its rows do not sum to one: row sums do not come from the attention's rounded output, and the
-# weights are kept as the matmul reads them, too.
-NOT_WHOLE = ["off by one"]
-
-
-@pytest.mark.parametrize("name", [name for name in SPELLINGS if name not in NOT_WHOLE])
+@pytest.mark.parametrize("name", SPELLINGS)
 def test_grouped_attention_of_each_softmax_spelling_keeps_no_more(name):
     compare(name, "grouped", "bfloat16")
 
 
 def test_grouped_attention_keeps_what_attention_keeps():
+    """And the queries in groups, which the matmul reads in 16 bits."""
     grouped, plain = (bytes_kept(jax.nn.softmax, f, "bfloat16") for f in ("grouped", "plain"))
-    assert grouped <= plain
+    assert grouped <= plain + 2 * Q.size
 
 
 @pytest.mark.thorough

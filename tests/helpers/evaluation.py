@@ -75,6 +75,11 @@ def _broadcast(p, x):
     return [np.broadcast_to(x.reshape(shape), p["shape"])]
 
 
+def _reshape(p, x):
+    order = p.get("dimensions")
+    return [np.reshape(x if order is None else np.transpose(x, order), p["new_sizes"])]
+
+
 def _slice(p, x):
     steps = p["strides"] or (1,) * x.ndim
     return [x[tuple(map(slice, p["start_indices"], p["limit_indices"], steps))]]
@@ -124,7 +129,7 @@ NUMPY = {
     "convert_element_type": _convert,
     "reduce_sum": lambda p, x: [np.sum(x, p["axes"], x.dtype)],
     "reduce_max": lambda p, x: [np.max(x, p["axes"])],
-    "reshape": lambda p, x: [np.reshape(x, p["new_sizes"])],
+    "reshape": _reshape,
     "squeeze": lambda p, x: [np.squeeze(x, tuple(p["dimensions"]))],
     "transpose": lambda p, x: [np.transpose(x, p["permutation"])],
     "rev": lambda p, x: [np.flip(x, p["dimensions"])],

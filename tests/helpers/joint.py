@@ -1,14 +1,11 @@
-"""Functions under the planner that sees the derivative."""
+"""Functions under the planner alone: without a policy, its lists, and compiled functions."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mpjax
-from mpjax._src.autocast import transform
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
 from mpjax._src.planner.exceptions import Exceptions
@@ -35,20 +32,5 @@ def planned(fun, half="bfloat16", **options):
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in flat.arrays]
         outs = held.call_held(program, *consts, *arrays)
         return traced.rebuild(outs)
-
-    return run
-
-
-def autocast(fun, policy, marked=False):
-    """Returns a function under the planner and a policy; with ``marked``, what it classifies."""
-    policy = mpjax.get_policy(policy)
-
-    def run(*args):
-        traced = transform.trace(fun, policy, args, {})
-        if marked:
-            closed = building.as_closed(_jax.hoisted(traced.jaxpr)[0])
-            return Exceptions.of(policy, closed).marked(closed)
-        with mock.patch.object(transform, "SEES_DERIVATIVE", True):
-            return traced.rebuild(transform.call(traced, Flat.of((args, {})).arrays))
 
     return run

@@ -28,28 +28,19 @@ class Planner(NamedTuple):
 
     Attributes:
         planned: The planner.
-        exact: The policy of its exact mode; "" if it has none.
-        why: Why it has none.
-        stores: Whether it also rounds what no matmul reads or makes, to store it.
+        exact: The policy of its exact mode.
     """
 
     planned: Callable[[Callable[..., Any], str], Callable[..., Any]]
     exact: str = ""
-    why: str = ""
-    stores: bool = False
 
 
 def _sees_derivative(fun, policy):
-    return joint.planned(fun, mpjax.get_policy(policy).compute_dtype)
+    """Under the policy float32, autocast would leave the function as it is."""
+    return joint.planned(fun, joint.EXACT) if policy == "float32" else mpjax.autocast(fun, policy)
 
 
 PLANNERS = {
-    # It plans the forward pass, and guesses what the backward pass reads.
-    "forward": Planner(
-        mpjax.autocast,
-        stores=True,
-        why="it plans no float32 program: under the policy float32 a function is left as it is",
-    ),
     # It plans the function with its derivative.
     "derivative": Planner(_sees_derivative, exact="float32"),
 }
@@ -170,7 +161,6 @@ def sound(
     argnums: Any = 0,
     *,
     times: float = measure.TIMES,
-    stored: bool = False,
     confirm: bool = False,
     **options: Any,
 ) -> list[measure.Error]:
@@ -183,17 +173,14 @@ def sound(
         half: "bfloat16" or "float16".
         argnums: The arguments to differentiate in.
         times: How many times the error of the yardstick is allowed.
-        stored: Whether as many roundings to 16 bits are allowed too, of a planner that stores in
-            16 bits what no matmul reads or makes.
         confirm: Whether further arguments must confirm what is found, as among many programs.
         options: Further options of `measure.errors`, such as ``storage``.
     """
-    floor = measure.UNIT[half] if stored and planner.stores else measure.FLOOR
     options |= {"planned": planner.planned, "spared": False}
     wrong = []
     for seeds in (measure.FIRST, measure.CONFIRMING)[: 1 + confirm]:
         rows = measure.errors(fun, args, half, argnums, seeds=seeds, **options)
-        bound = [times * max(row.yardstick, floor) for row in rows]
+        bound = [times * max(row.yardstick, measure.FLOOR) for row in rows]
         pairs = zip(rows, bound, strict=True)
         wrong = [row for row, most in pairs if row.nonfinite or row.autocast > most]
         if not wrong:

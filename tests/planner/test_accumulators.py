@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from joint import autocast, planned
+from joint import planned
 from support import assert_near, equations, normal
 
 import mpjax
@@ -219,7 +219,7 @@ def dtypes_of(fun, shape, *args):
 def test_gradients_of_parameters_are_summed_as_the_policy_says(policy, dtype):
     w = normal(0, 32, 48).astype(jnp.bfloat16 if policy.startswith("O2") else jnp.float32)
     x = normal(1, 64, 32)
-    gradient = jax.grad(autocast(lambda w, x: jnp.mean(jnp.sin(x @ w)), policy))
+    gradient = jax.grad(mpjax.autocast(lambda w, x: jnp.mean(jnp.sin(x @ w)), policy))
     assert dtypes_of(gradient, (32, 48), w, x) | dtypes_of(gradient, (48, 32), w, x) == {dtype}
     assert gradient(w, x).dtype == w.dtype
 
@@ -233,7 +233,7 @@ def test_devices_sum_the_gradient_of_a_kernel_in_float32():
             jnp.sin(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, dims))
         )
 
-    gradient = jax.grad(autocast(fun, "mixed_float16"))  # XLA:CPU sends no bfloat16
+    gradient = jax.grad(mpjax.autocast(fun, "mixed_float16"))  # XLA:CPU sends no bfloat16
     args = spread(kernel, P()), spread(x, P("data"))
     assert ("f32", "all-reduce") in sent(gradient, *args)
     assert ("f16", "all-reduce") not in sent(gradient, *args)
@@ -249,7 +249,9 @@ def test_devices_gather_what_matmuls_read_as_the_policy_says(policy, dtype):
         return jnp.mean(jnp.sin(x @ w))
 
     args = spread(normal(0, 32, 48), P("data")), spread(X, P("data"))
-    assert {d for d, how in sent(autocast(fun, policy), *args) if how == "all-gather"} == {dtype}
+    assert {d for d, how in sent(mpjax.autocast(fun, policy), *args) if how == "all-gather"} == {
+        dtype
+    }
 
 
 @pytest.mark.parametrize(("read", "dtype"), [(jnp.tanh, "f16"), (lambda x: jnp.sin(9 * x), "f32")])
@@ -258,9 +260,9 @@ def test_devices_gather_rows_in_16_bits_where_these_may_be_rounded(read, dtype):
         return jnp.mean(read(table[rows] @ W) if dtype == "f16" else read(table[rows]) @ W)
 
     table, rows = normal(0, 128, 32), np.arange(64).reshape(8, 8) % 7
-    text = jax.jit(autocast(fun, "mixed_float16")).trace(spread(table, P(None, "data")), rows)
+    text = jax.jit(mpjax.autocast(fun, "mixed_float16")).trace(spread(table, P(None, "data")), rows)
     text = text.lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r'"stablehlo.gather".*tensor<128x\d+x(\w+)>, tensor', text) == [dtype]
-    one = jax.jit(autocast(fun, "mixed_float16")).trace(table, rows)
+    one = jax.jit(mpjax.autocast(fun, "mixed_float16")).trace(table, rows)
     one = one.lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r'"stablehlo.gather".*tensor<128x\d+x(\w+)>, tensor', one) == ["f32"]

@@ -5,9 +5,9 @@ import collections
 import jax
 import jax.numpy as jnp
 import pytest
-from joint import autocast
 from support import assert_near, normal
 
+import mpjax
 from mpjax._src.planner import kept, program
 
 W, X = normal(0, 32, 32, scale=0.2), normal(1, 8, 32)
@@ -74,7 +74,7 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_a_second_derivative_of_the_same_plans_nothing(name, plans):
     fun = loss if name != "jvp" else lambda w, x: jnp.sum(jax.nn.gelu(ruled(x @ w)) ** 2)
-    run = WAYS[name](autocast(fun, POLICY))
+    run = WAYS[name](mpjax.autocast(fun, POLICY))
     first = run(W, X)
     assert plans["written"]
     plans.clear()
@@ -84,10 +84,10 @@ def test_a_second_derivative_of_the_same_plans_nothing(name, plans):
 
 def test_other_shapes_policies_and_settings_are_planned(plans):
     gradients = [
-        lambda: jax.grad(autocast(loss, POLICY))(W, X),
-        lambda: jax.grad(autocast(loss, POLICY))(W, X[:4]),
-        lambda: jax.grad(autocast(loss, "mixed_float16"))(W, X),
-        lambda: jax.grad(autocast(loss, POLICY), 1)(W, X),
+        lambda: jax.grad(mpjax.autocast(loss, POLICY))(W, X),
+        lambda: jax.grad(mpjax.autocast(loss, POLICY))(W, X[:4]),
+        lambda: jax.grad(mpjax.autocast(loss, "mixed_float16"))(W, X),
+        lambda: jax.grad(mpjax.autocast(loss, POLICY), 1)(W, X),
     ]
     for gradient in gradients:
         plans.clear()
@@ -105,7 +105,7 @@ def test_other_shapes_policies_and_settings_are_planned(plans):
 
 def test_a_closed_over_array_has_its_present_value(plans):
     held = {"w": W}
-    gradient = jax.grad(autocast(lambda x: jnp.sum(jnp.sin(x @ held["w"])), POLICY))
+    gradient = jax.grad(mpjax.autocast(lambda x: jnp.sum(jnp.sin(x @ held["w"])), POLICY))
     gradient(X)
     plans.clear()
     held["w"] = 2 * W
@@ -115,14 +115,14 @@ def test_a_closed_over_array_has_its_present_value(plans):
 
 def test_a_number_that_the_function_reads_has_its_present_value():
     held = {"n": 2.0}
-    gradient = jax.grad(autocast(lambda x: held["n"] * jnp.sum(x @ W), POLICY))
+    gradient = jax.grad(mpjax.autocast(lambda x: held["n"] * jnp.sum(x @ W), POLICY))
     first = gradient(X)
     held["n"] = 4.0
     assert_near(gradient(X), 2 * first, rtol=1e-6)
 
 
 def test_what_a_rule_reads_has_its_present_value(monkeypatch):
-    gradient = jax.grad(autocast(lambda x: jnp.sum(scaled(x)), POLICY))
+    gradient = jax.grad(mpjax.autocast(lambda x: jnp.sum(scaled(x)), POLICY))
     first = gradient(X)
     monkeypatch.setitem(globals(), "SCALE", 6.0)
     assert_near(gradient(X), 2 * first, rtol=1e-6)
@@ -136,7 +136,7 @@ def test_a_rule_with_another_argument_is_another_one():
     for fun in (one, two):
 
         def gradient(s, fun=fun):
-            return jax.grad(autocast(lambda x: jnp.sum(fun(x, s)), POLICY))(X)
+            return jax.grad(mpjax.autocast(lambda x: jnp.sum(fun(x, s)), POLICY))(X)
 
         assert_near(gradient(6.0), 2 * gradient(3.0), rtol=1e-6)
 
@@ -145,7 +145,7 @@ def test_a_rule_that_is_made_anew_is_another_one():
     def with_scale(scale):
         fun = jax.custom_vjp(jnp.sin)
         fun.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (scale * ct * jnp.cos(x),))
-        return jax.grad(autocast(lambda x: jnp.sum(fun(x)), POLICY))
+        return jax.grad(mpjax.autocast(lambda x: jnp.sum(fun(x)), POLICY))
 
     assert_near(with_scale(6.0)(X), 2 * with_scale(3.0)(X), rtol=1e-6)
 
@@ -157,12 +157,12 @@ def test_a_rule_that_reads_a_traced_value_keeps_nothing():
         return jnp.sum(rule(x) * s)
 
     with jax.checking_leaks():
-        jax.jit(lambda x: jax.grad(autocast(fun, POLICY))(x, x))(X)
-    assert_near(jax.grad(autocast(fun, POLICY))(X, X), 3 * X, rtol=1e-6)
+        jax.jit(lambda x: jax.grad(mpjax.autocast(fun, POLICY))(x, x))(X)
+    assert_near(jax.grad(mpjax.autocast(fun, POLICY))(X, X), 3 * X, rtol=1e-6)
 
 
 def test_clearing_jax_s_caches_clears_the_programs(plans):
-    gradient = jax.grad(autocast(loss, POLICY))
+    gradient = jax.grad(mpjax.autocast(loss, POLICY))
     gradient(W, X)
     jax.clear_caches()
     plans.clear()

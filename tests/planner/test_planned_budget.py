@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.jet import jet
+from jax.sharding import PartitionSpec as P
 from joint import planned
-from support import equations, normal
+from models import MODELS
+from support import equations, normal, thorough_but
 
+import mpjax
 from mpjax._src.planner import budget, program
 
 W, X = normal(0, 32, 32, scale=0.3), normal(1, 64, 32)
@@ -151,3 +155,117 @@ def test_a_matmul_has_the_price_of_its_bytes_or_of_its_flops(inner, bound, monke
     jax.eval_shape(jax.grad(fun), *shapes)
     flops = 2 * 4096**2 * inner // budget.FLOPS_PER_BYTE
     assert (flops in prices) == (bound == "flops") and min(prices) >= 2 * 4096**2
+
+
+# ---- under a policy -----------------------------------------------------------------------------
+
+
+def policy(storage):
+    return mpjax.get_policy("mixed_bfloat16").replace(storage=storage)
+
+
+def auto(fun, storage):
+    return mpjax.autocast(fun, policy(storage))
+
+
+def attention(w, x, layers=2):
+    for _ in range(layers):
+        q, k, v = (x @ (w * i) for i in (1, 2, 3))
+        x = x + jax.nn.softmax(q @ k.T) @ v @ w
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("fun", [chain, scanned, attention])
+def test_explain_tells_that_less_is_kept_and_which_matmuls_run_again(fun):
+    number, lean = (mpjax.explain(fun, policy(s), argnums=0)(W, X) for s in (0.0, "lean"))
+    assert number.stored_after < 0.7 * lean.stored_after
+    rows = [row for row in number.rows if row.primitive == "dot_general"]
+    told = [row.storage for row in rows if not row.reason.startswith("backward")]
+    assert any(text.startswith("computed again") for text in told)
+    # When the backward pass begins, all else is kept anyway.
+    assert fun is not chain or all(text.startswith("kept") for text in told[-3:])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_models_are_those_of_lean(name):
+    loss, params = MODELS[name]()
+    found, lean = (
+        jax.jit(jax.value_and_grad(auto(loss, storage)))(params) for storage in (0.0, "lean")
+    )
+    np.testing.assert_allclose(found[0], lean[0], rtol=1e-6)
+    size = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(lean[1])))
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(lean[1]), strict=True):
+        assert np.linalg.norm(a - b) < 2**-6 * size
+
+
+def test_devices_communicate_as_often():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(w, x):
+        def part(w, x):
+            for _ in range(3):  # what was gathered is larger than what is sent
+                for _ in range(3):
+                    x = jnp.tanh(x @ w) @ w
+                gathered = jax.lax.all_gather(x, "i", tiled=True)
+                x = jnp.tanh(x + (gathered @ gathered.T)[: x.shape[0], : x.shape[1]])
+            return jax.lax.pmean(jnp.mean(x**2), "i")
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(w, x)
+
+    counts = []
+    for storage in (0.0, "lean"):
+        gradient = jax.make_jaxpr(jax.grad(auto(loss, storage)))(W, jnp.ones((512, 32)))
+        names = [eqn.primitive.name for eqn in equations(gradient)]
+        assert sum("all_gather" in name for name in names) == 3
+        counts.append(names.count("dot_general"))
+    assert counts[0] > counts[1]
+
+
+def test_effects_happen_once(capfd):
+    def loss(w, x):
+        for i in range(4):
+            x = jnp.tanh(jnp.tanh(x @ w) @ w)
+            if i == 1:
+                jax.debug.print("here {}", x[0, 0])
+        return jnp.mean(x**2)
+
+    jax.block_until_ready(jax.jit(jax.grad(auto(loss, 0.0)))(W, X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("here") == 1
+    assert matmuls(auto(loss, 0.0)) > matmuls(auto(loss, "lean"))
+
+
+DIRECTION = normal(9, 32, 32)
+TRANSFORMED = {
+    "vmap": lambda f: lambda w: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), X),
+    "jvp": lambda f: lambda w: jax.jvp(lambda w: f(w, X), (w,), (DIRECTION,))[1],
+    "linearize": lambda f: lambda w: jax.linearize(lambda w: f(w, X), w)[1](DIRECTION),
+    "remat": lambda f: lambda w: jax.grad(jax.checkpoint(f))(w, X),
+    "scan": lambda f: jax.grad(
+        lambda w: jax.lax.scan(lambda c, _: (c + f(w, X), None), 0.0, None, length=2)[0]
+    ),
+    "cond": lambda f: jax.grad(lambda w: jax.lax.cond(w[0, 0] < 9, f, lambda *_: 0.0, w, X)),
+    "twice": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, X) * DIRECTION)),
+    "forward over reverse": lambda f: (
+        lambda w: jax.jvp(lambda w: jax.grad(f)(w, X), (w,), (DIRECTION,))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "vmap", "scan", "cond"))
+@pytest.mark.parametrize("fun", thorough_but([chain, scanned, attention], attention))
+def test_transformations(name, fun):
+    transform = TRANSFORMED[name]
+    found, lean, exact = (
+        jax.jit(transform(f))(W) for f in (auto(fun, 0.0), auto(fun, "lean"), fun)
+    )
+    errors = [np.linalg.norm(one - exact) for one in (found, lean)]
+    assert errors[0] <= 1.3 * errors[1] + 2**-7 * np.linalg.norm(exact), errors
+
+
+def test_taylor_mode():
+    series = [X / 9, jnp.zeros_like(X)]
+    _, found = jet(lambda x: auto(chain, 0.0)(W, x), (X,), (series,))
+    _, want = jet(lambda x: auto(chain, "lean")(W, x), (X,), (series,))
+    np.testing.assert_allclose(found, want, rtol=1e-2, atol=1e-3)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from attend import FUSED, on
 from jax import lax
-from joint import autocast, planned
+from joint import planned
 from planners import kept
 from support import equations, normal
 
+import mpjax
 from mpjax._src.replacements import fused_kernels
 
 N, D = 8, 32
@@ -59,7 +60,7 @@ def test_what_a_kernel_reads_in_another_layout_is_kept():
 
     x, w = normal(0, 128, 64), normal(1, 64, 384)
     with on("h100", fused_kernels.cudnn):
-        jaxpr = jax.make_jaxpr(jax.grad(autocast(fun, FUSED), 1))(x, w)
+        jaxpr = jax.make_jaxpr(jax.grad(mpjax.autocast(fun, FUSED), 1))(x, w)
     assert sum(e.primitive.name == "split" for e in equations(jaxpr)) == 1
 
 

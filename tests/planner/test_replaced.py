@@ -23,7 +23,6 @@ from attend import (
     replaced,
 )
 from jax.sharding import NamedSharding, PartitionSpec
-from joint import autocast
 from support import assert_near, equations, thorough_but
 
 import mpjax
@@ -103,7 +102,7 @@ def test_the_kernel_runs_in_every_kind_of_program(name):
     loss = lambda q: jnp.sum(jnp.sin(fun(q)))  # noqa: E731
     assert notes(fun, Q) == ["cudnn, a bias" if "array" in name else "cudnn, causal"]
     with on("h100", fused_kernels.cudnn):
-        made = names(jax.grad(autocast(loss, FUSED)), Q)
+        made = names(jax.grad(mpjax.autocast(loss, FUSED)), Q)
     assert any("dot_product_attention" in name for name in made)
     assert "exp" not in made and "dot_general" not in made
 
@@ -115,7 +114,7 @@ QUICK = "scan", "remat with an array", "shard_map with an array", "custom_vjp"
 def test_every_kind_of_program_keeps_its_values(name):
     loss = lambda q: jnp.sum(jnp.sin(PROGRAMS[name](q)))  # noqa: E731
     with on("h100"):
-        got = jax.jit(jax.value_and_grad(autocast(loss, FUSED)))(Q)
+        got = jax.jit(jax.value_and_grad(mpjax.autocast(loss, FUSED)))(Q)
     assert_near(got, jax.jit(jax.value_and_grad(loss))(Q), 0.02)  # a few roundings to 8 bits
 
 
@@ -174,8 +173,8 @@ def test_a_batch_that_a_kernel_refuses_runs_one_by_one(axes):
         return lambda *args: jnp.sum(each(*args))
 
     with on("h100", fused_kernels.cudnn):
-        made = names(jax.grad(total(autocast(one, FUSED)), (0, 1, 2)), *args)
-        per_example = jax.vmap(jax.grad(autocast(one, FUSED), (0, 1, 2)), axes)
+        made = names(jax.grad(total(mpjax.autocast(one, FUSED)), (0, 1, 2)), *args)
+        per_example = jax.vmap(jax.grad(mpjax.autocast(one, FUSED), (0, 1, 2)), axes)
         also = names(per_example, *args)
     for each in (made, also):
         assert sum("dot_product_attention" in name for name in each) == 2 and "exp" not in each
@@ -185,7 +184,7 @@ def test_what_is_no_kernel_is_refused_a_batch_as_jax_does():
     primitive = jax.extend.core.Primitive("has_no_batches")
     primitive.def_abstract_eval(lambda x: x)
     with pytest.raises(NotImplementedError, match="has_no_batches"):
-        jax.make_jaxpr(jax.vmap(autocast(lambda q: primitive.bind(q) @ q.T, FUSED)))(Q[0])
+        jax.make_jaxpr(jax.vmap(mpjax.autocast(lambda q: primitive.bind(q) @ q.T, FUSED)))(Q[0])
 
 
 # ---- what is kept -------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ def test_fused_attention_keeps_no_weights(half):
 
     policy = f"mixed_{half},fused_attention=true"
     with on("h100", fused_kernels.cudnn):
-        left = kept(autocast(loss, policy), q, k, v)
+        left = kept(mpjax.autocast(loss, policy), q, k, v)
     assert max(a.size for a in left) <= q.size < B * N * long * long
     # Queries, keys, values and the result in 16 bits, and a sum of exponentials a row.
     assert (
@@ -231,9 +230,9 @@ def test_a_loss_by_blocks_keeps_no_logits(each, small_blocks):
         losses = jax.nn.logsumexp(logits, -1) - picked
         return jnp.sum(jnp.sin(losses)) if each else jnp.mean(losses)
 
-    left = kept(autocast(loss, CHUNKED), *HEAD)
+    left = kept(mpjax.autocast(loss, CHUNKED), *HEAD)
     assert max(a.size for a in left) < LABELS.size * WORDS / 2
-    got = jax.jit(jax.value_and_grad(autocast(loss, CHUNKED), (0, 1)))(*HEAD)
+    got = jax.jit(jax.value_and_grad(mpjax.autocast(loss, CHUNKED), (0, 1)))(*HEAD)
     assert_near(got, jax.jit(jax.value_and_grad(loss, (0, 1)))(*HEAD), 0.05)
 
 
@@ -244,5 +243,5 @@ def test_the_gradients_of_a_loss_by_blocks_are_made_once(small_blocks):
         return mpjax.linear_cross_entropy(jnp.tanh(h), w, LABELS)
 
     policy = "mixed_bfloat16"
-    made = names(jax.grad(autocast(loss, policy), (0, 1)), *HEAD)
+    made = names(jax.grad(mpjax.autocast(loss, policy), (0, 1)), *HEAD)
     assert made.count("by_devices") == 1

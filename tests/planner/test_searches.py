@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from joint import autocast
 from support import matmul_dtypes, normal
 
 import mpjax
@@ -32,11 +31,11 @@ def test_a_router_is_float32(name, loop):
     def fun(w, x):
         return lax.map(lambda r: read(r[None] @ w), x) if loop else read(x @ w)
 
-    found = matmul_dtypes(autocast(fun, POLICY), w, x)
+    found = matmul_dtypes(mpjax.autocast(fun, POLICY), w, x)
     assert {*found[0]} == expected
 
 
 def test_the_best_of_many_words_is_no_router():
     fun = lambda w, x: jnp.argmax(x @ w, -1)  # noqa: E731
-    found = matmul_dtypes(autocast(fun, POLICY), normal(3, 64, 256), normal(4, 8, 64))
+    found = matmul_dtypes(mpjax.autocast(fun, POLICY), normal(3, 64, 256), normal(4, 8, 64))
     assert {*found[0]} == BF16

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from attend import BIAS, CHUNKED, FUSED, HEAD, LABELS, WORDS, B, H, K, N, Q, T, V, causal, notes
-from joint import autocast
 from support import assert_near, normal
 
 import mpjax
@@ -142,7 +141,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("fun", BY_BLOCKS)
 def test_losses_in_more_spellings_run_by_blocks(fun):
     assert notes(fun, *HEAD, policy=CHUNKED) == ["in 3 blocks of rows"]
-    got = jax.jit(jax.value_and_grad(autocast(fun, CHUNKED), (0, 1)))(*HEAD)
+    got = jax.jit(jax.value_and_grad(mpjax.autocast(fun, CHUNKED), (0, 1)))(*HEAD)
     assert_near(got, jax.jit(jax.value_and_grad(fun, (0, 1)))(*HEAD), 0.02)
 
 

@@ -282,7 +282,8 @@ class Derivative:
         rate = KEPT.get(program.storage, KEPT["lean"])
         prices = self.prices = Traffic.of(price, rate, early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
-        hand, self._before = self._within_budget(hand, price)
+        hand, before = self._within_budget(hand, price)
+        self._before = [*map(rounding.again, before)]
         known = {*self.inputs, *(v for e in self._before for v in e.outs)}
         again, self._late = with_operands(early, self._late, hand, known)
         again = [*map(rounding.again, again)]

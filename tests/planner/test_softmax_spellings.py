@@ -1,25 +1,24 @@
-"""Peepholes: their derivatives are right for every spelling, and for what only looks like one."""
+"""Softmaxes in further spellings: derivatives of any order, layouts, and what makes scores.
+
+`test_softmax` asks for gradients as accurate as by hand. Here, also for what only looks like a
+softmax, forward mode and second derivatives are those of float32, but for 16-bit roundings.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from measure import errors, kept, run
-from planned import KNOWN, H, W, analyzed, op
+from planners import PLANNERS, sound
 from support import assert_near, cast, normal, thorough_but
 
-import mpjax
-from mpjax._src.autocast import peepholes
-from mpjax._src.autocast.flow import flow_of
-from mpjax._src.program.views import own_axes
-
-N, D = 8, 4
-Q, K, V = (normal(i, 2, N, D) for i in range(3))
+N, D = 32, 24
+Q, K, V = (normal(i, 2, N, D, scale=scale) for i, scale in enumerate((0.6, 0.6, 1)))
 MASK = jnp.asarray(np.random.default_rng(0).random((N, N)) < 0.7) | (jnp.eye(N) > 0)
 OTHER = jnp.asarray(np.random.default_rng(1).random((N, N)) < 0.6) | (jnp.eye(N) > 0)
 LOW = jnp.full((2, N, N), -1e9)  # of no dtype: it is cast where it is read
 EMPTY = jnp.arange(N)[:, None] > 1  # rows in which all is masked
-COLUMNS = jnp.arange(N).reshape(1, 1, N) / 4.0
+COLUMNS = jnp.arange(N).reshape(1, 1, N) / 16.0
 LOG2E = float(np.log2(np.e))
 stop = jax.lax.stop_gradient
 
@@ -45,21 +44,8 @@ def masked(s, mask, where_largest=-1e9):
     return e / jnp.maximum(total(e), 1e-9)
 
 
-def logsumexp_in_base_2(s):
-    s = s * LOG2E
-    m = stop(top(s))
-    return jnp.exp2(s - (m + jnp.log2(total(jnp.exp2(s - m)))))
-
-
-def one_where_empty(s):
-    e = jnp.where(EMPTY, jnp.exp(s - stop(top(s))), 0)
-    z = total(e)
-    return e / jnp.where(z == 0, 1, z)
-
-
 # What is a softmax, spelled in some way: these keep one array of scores' size, in half.
 SOFTMAXES = {
-    "plain": jax.nn.softmax,
     "twice": lambda s: shifted(s) / total(shifted(s)),
     "shift that is not stopped, eps": lambda s: shifted(s) / (total(shifted(s)) + 1e-6),
     "eps without a shift": lambda s: jnp.exp(s) / (total(jnp.exp(s)) + 1.0),
@@ -67,27 +53,18 @@ SOFTMAXES = {
         jnp.exp(s - stop(top(s)) / 2)
     ),
     "rsqrt twice": lambda s: (lambda e, r: e * r * r)(jnp.exp(s), jax.lax.rsqrt(total(jnp.exp(s)))),
-    "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
-    "logsumexp without its axis": lambda s: jnp.exp(s - jax.nn.logsumexp(s, axis=-1)[..., None]),
     "online": lambda s: jnp.exp(s - (top(s) + jnp.log(total(shifted(s))))),
-    "base 2": logsumexp_in_base_2,
     "exp2": lambda s: jnp.exp2(s) / total(jnp.exp2(s)),
-    "masked": lambda s: masked(s, MASK),
     "empty rows": lambda s: masked(s, EMPTY & MASK),
-    "one where empty": one_where_empty,
     "one unless positive": lambda s: (lambda e, z: e / jnp.where(z > 0, z, 1))(
         jnp.exp(s), total(jnp.exp(s))
     ),
-    "times a mask": lambda s: (lambda e: e / total(e))(jnp.exp(s) * MASK.astype(jnp.float32)),
-    "where=": lambda s: jax.nn.softmax(s, where=MASK),
     "masked twice": lambda s: jnp.where(OTHER, jax.nn.softmax(s, where=MASK), 0),
     "two exponentials": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.exp(-stop(top(s)))),
-    "columns": lambda s: jnp.swapaxes(jax.nn.softmax(jnp.swapaxes(s, 1, 2), 1), 1, 2),
     "reshaped": lambda s: jax.nn.softmax(s.reshape(4, N // 2, N)).reshape(s.shape),
-    "scaled columns": lambda s: jax.nn.softmax(s + jnp.arange(N) / 4.0),
+    "scaled columns": lambda s: jax.nn.softmax(s + jnp.arange(N) / 8.0),
     "half of all": lambda s: (lambda e: e / total(e))(0.5 * jnp.exp(s)),
     "roots": lambda s: (lambda e, r: e / r / r)(jnp.exp(s), jnp.sqrt(total(jnp.exp(s)))),
-    "negated": lambda s: jnp.exp(-1.0 * (jax.nn.logsumexp(s, -1, keepdims=True) - s)),
     "squeezed": lambda s: jnp.exp(s) / jnp.squeeze(total(jnp.exp(s)), -1)[..., None],
     "eps after a shift that is scaled": lambda s: (lambda e: e / (total(e) + 1e-6))(
         jnp.exp(2 * (s - top(s)))
@@ -95,14 +72,11 @@ SOFTMAXES = {
 }
 # What is none, or one with a derivative of its own.
 OTHERS = {
-    "rows for columns": lambda s: shifted(s) / shifted(s).sum(-1)[:, None, :],
-    "columns summed": lambda s: shifted(s) / shifted(s).sum(1)[..., None],
     "stopped sum": lambda s: jnp.exp(s) / stop(total(jnp.exp(s))),
     "stopped logsumexp": lambda s: jnp.exp(s - stop(jax.nn.logsumexp(s, -1, keepdims=True))),
     "stopped in part": lambda s: jnp.exp(s - stop(top(s)) - jnp.log(total(jnp.exp(s - top(s))))),
     "another shift": lambda s: jnp.exp(s - top(s)) / total(jnp.exp(s - top(s) / 2)),
     "twice as much": lambda s: (lambda e: 2 * e / total(e))(jnp.exp(s)),
-    "over the square": lambda s: jnp.exp(s) / total(jnp.exp(s)) ** 2,
     "squared": lambda s: jnp.exp(s) ** 2 / total(jnp.exp(s)),
     "square over sum of squares": lambda s: jnp.exp(s) ** 2 / total(jnp.exp(s) ** 2),
     "guarded twice": lambda s: (lambda e, z: e / (z + 1) * z / (z + 1))(
@@ -115,13 +89,11 @@ OTHERS = {
     "sink": lambda s: (
         lambda m: jnp.exp(s - m) / (jnp.exp(s[..., :1] - m) + total(jnp.exp(s - m)))
     )(top(s)),
-    "guard that holds": lambda s: jnp.exp(s) / jnp.maximum(total(jnp.exp(s)), 12.0),
+    "guard that holds": lambda s: jnp.exp(s) / jnp.maximum(total(jnp.exp(s)), 40.0),
     "guard after a large shift": lambda s: (lambda e: e / jnp.maximum(total(e), 0.5))(
         jnp.exp(s - top(s) - 3)
     ),
-    "mask above alone": lambda s: jnp.where(MASK, jnp.exp(s), 0) / total(jnp.exp(s)),
     "mask below alone": lambda s: jnp.exp(s) / total(jnp.where(MASK, jnp.exp(s), 0)),
-    "two masks": lambda s: jnp.where(MASK, jnp.exp(s), 0) / total(jnp.where(OTHER, jnp.exp(s), 0)),
     "another maximum and a mask": lambda s: masked(3 * s, MASK, 1e2),
     "weights that vary": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.tanh(s) ** 2),
     "read twice": lambda s: (lambda p: p * p)(shifted(s) / total(shifted(s))),
@@ -183,15 +155,7 @@ def compiled(fun):
     return jax.jit(fun)()
 
 
-QUICK = [
-    "twice",
-    "shift that is not stopped, eps",
-    "rsqrt twice",
-    "online",
-    "base 2",
-    "one where empty",
-]
-QUICK += ["times a mask", "masked twice", "columns", "roots", "squeezed"]
+QUICK = ["shift that is not stopped, eps", "rsqrt twice", "online", "masked twice", "roots"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SOFTMAXES, *QUICK))
@@ -199,9 +163,19 @@ def test_softmax_in_each_spelling_has_right_derivatives(name):
     agree(attention(SOFTMAXES[name]), (Q, K, V))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+# Two scores of a row may round to one maximum, of whose derivative each gets a part.
+TIES = ("stopped in part", "another shift")
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in TIES])
 def test_lookalike_of_a_softmax_has_right_derivatives(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
+
+
+@pytest.mark.parametrize("name", thorough_but(TIES, TIES[0]))
+def test_lookalike_with_a_derivative_of_its_maximum_is_as_by_hand(name):
+    fun = lambda *args: jnp.sum(jnp.sin(attention(OTHERS[name], 8)(*args)))  # noqa: E731
+    assert not sound(PLANNERS["derivative"], fun, (Q, K, V), "bfloat16", (0, 1, 2), eager=True)
 
 
 def test_weights_that_multiply_a_softmax_have_right_derivatives():
@@ -213,25 +187,26 @@ def test_weights_that_multiply_a_softmax_have_right_derivatives():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SOFTMAXES | OTHERS)
+@pytest.mark.parametrize("name", [name for name in SOFTMAXES | OTHERS if name not in TIES])
 def test_softmax_in_each_spelling_has_right_derivatives_as_compiled(name):
     fun = attention((SOFTMAXES | OTHERS)[name], 2 if name in SOFTMAXES else 8)
     agree(fun, (Q, K, V), run=compiled)
 
 
-SAMPLE = ["twice", "online", "where=", "reshaped", "off by one"]
+SAMPLE = ["twice", "online", "reshaped", "roots"]
 PAIRS = [(transform, name) for transform in TRANSFORMS for name in SAMPLE]
 
 
 @pytest.mark.parametrize(
     ("transform", "name"),
-    thorough_but(PAIRS, ("scan", "twice"), ("vmap", "online"), ("remat", "off by one")),
+    thorough_but(PAIRS, ("scan", "twice"), ("vmap", "online"), ("remat", "roots")),
 )
 def test_softmax_has_right_derivatives_within_transformations(name, transform):
     agree(TRANSFORMS[transform](attention((SOFTMAXES | OTHERS)[name])), (Q, K, V))
 
 
-@pytest.mark.parametrize("name", SOFTMAXES)
+# What the matmul reads of "masked twice" is another array, which is written anyway.
+@pytest.mark.parametrize("name", [name for name in SOFTMAXES if name != "masked twice"])
 def test_softmax_scores_are_kept_once(name):
     sizes = [
         jnp.dtype(dtype).itemsize
@@ -309,16 +284,6 @@ def test_layouts_between_a_softmax_and_its_matmul_are_right_as_compiled(name):
     agree(of_heads(name), (S4, V4), run=compiled)
 
 
-@pytest.mark.parametrize("precision, found", [("default", True), ("highest", False)])
-def test_softmax_takes_no_row_sums_from_a_matmul_of_highest_precision(precision, found):
-    def fun(q, k, v):
-        weights = jax.nn.softmax(q @ k.mT / 8)
-        return jnp.sum(jnp.cos(jnp.matmul(weights, v, precision=precision)))
-
-    rows = mpjax.explain(fun, "mixed_bfloat16", argnums=0)(Q, K, V).rows
-    assert any("row sums come from" in row.storage for row in rows) == found
-
-
 def test_softmax_whose_sum_is_returned_too_has_right_derivatives():
     def fun(q, k, v):
         e = jnp.exp(q @ k.mT / 8)
@@ -340,52 +305,28 @@ def test_equal_maxima_share_the_derivative():
 
 # ---- what scores are made by --------------------------------------------------------------------
 
-# name: scores of queries [b, q, d] and keys [b, k, d], and whether the keys' mean is taken away
 SOURCES = {
-    "plain": (lambda q, k: q @ k.mT, "right operand"),
-    "keys first": (lambda q, k: (k @ q.mT).mT, "left operand"),
-    "scaled, masked, biased": (
-        lambda q, k: jnp.where(MASK, q @ k.mT / 3 + jnp.arange(N) / 4, -1e9),
-        "right operand",
+    "keys first": lambda q, k: (k @ q.mT).mT,
+    "scaled, masked, biased": lambda q, k: jnp.where(MASK, q @ k.mT / 3 + jnp.arange(N) / 4, -1e9),
+    "a temperature to each row": lambda q, k: jnp.exp(q[..., :1] / 4) * (q @ k.mT),
+    "a temperature to each row, spread": lambda q, k: (
+        jnp.broadcast_to(jnp.exp(q[..., :1] / 4), (2, N, N)) * (q @ k.mT)
     ),
-    "a temperature to each row": (
-        lambda q, k: jnp.exp(q[..., :1] / 4) * (q @ k.mT),
-        "right operand",
+    "in groups": lambda q, k: jnp.einsum("bgnd,bkd->bgnk", q.reshape(2, 2, N // 2, -1), k).reshape(
+        2, N, N
     ),
-    "a temperature to each row, spread": (
-        lambda q, k: jnp.broadcast_to(jnp.exp(q[..., :1] / 4), (2, N, N)) * (q @ k.mT),
-        "right operand",
-    ),
-    "in groups": (
-        lambda q, k: jnp.einsum("bgnd,bkd->bgnk", q.reshape(2, 2, N // 2, -1), k).reshape(2, N, N),
-        "right operand",
-    ),
-    "masked by ten thousand": (lambda q, k: jnp.where(MASK, q @ k.mT, -1e4), "right operand"),
-    "masked by an array": (
-        lambda q, k: jnp.where(MASK, q @ k.mT, LOW),
-        "right operand",
-    ),
-    "softcapped": (lambda q, k: 8 * jnp.tanh(q @ k.mT / 8), None),
-    "a temperature to each column": (lambda q, k: k[..., 0][:, None] * (q @ k.mT), None),
-    "masked by little": (lambda q, k: jnp.where(MASK, q @ k.mT, -1.0), None),
-    "read by another": (lambda q, k: (lambda s: s + jnp.sum(s, 1, keepdims=True))(q @ k.mT), None),
-    "clipped": (lambda q, k: jnp.clip(q @ k.mT, -1, 1), None),
+    "masked by ten thousand": lambda q, k: jnp.where(MASK, q @ k.mT, -1e4),
+    "masked by an array": lambda q, k: jnp.where(MASK, q @ k.mT, LOW),
+    "softcapped": lambda q, k: 8 * jnp.tanh(q @ k.mT / 8),
+    "a temperature to each column": lambda q, k: k[..., 0][:, None] * (q @ k.mT),
+    "masked by little": lambda q, k: jnp.where(MASK, q @ k.mT, -1.0),
+    "read by another": lambda q, k: (lambda s: s + jnp.sum(s, 1, keepdims=True))(q @ k.mT),
+    "clipped": lambda q, k: jnp.clip(q @ k.mT, -1, 1),
 }
 
 
 def of_scores(scores):
     return lambda q, k, v: jnp.cos(jax.nn.softmax(scores(q, k) / 2) @ v)
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_mean_of_keys_is_subtracted_where_a_shift_changes_nothing(name):
-    scores, side = SOURCES[name]
-    total = lambda *args: jnp.sum(of_scores(scores)(*args))  # noqa: E731
-    report = mpjax.explain(total, "mixed_bfloat16", argnums=(0, 1, 2))(Q, K, V)
-    texts = [row.storage for row in report.rows if "less its mean" in row.storage]
-    assert [text.split(" less")[0] for text in texts] == ([side] if side else [])
-    weighed = any("row sums come from" in row.storage for row in report.rows)
-    assert weighed == bool(side)
 
 
 SEEN = [
@@ -399,7 +340,7 @@ SEEN = [
 
 @pytest.mark.parametrize("name", thorough_but(SOURCES, *SEEN))
 def test_keys_with_a_common_mean_have_right_derivatives(name):
-    agree(of_scores(SOURCES[name][0]), (Q, K, V))
+    agree(of_scores(SOURCES[name]), (Q, K, V))
 
 
 def test_weights_of_keys_of_tokens_with_a_common_mean_have_sound_gradients():
@@ -414,13 +355,13 @@ def test_weights_of_keys_of_tokens_with_a_common_mean_have_sound_gradients():
     assert all(row.sound for row in rows), rows
 
 
-@pytest.mark.parametrize(("half", "sharpness"), [("bfloat16", 2.0**10), ("float16", 2.0**12)])
-def test_one_hot_rows_longer_than_the_output_have_sound_gradients(half, sharpness):
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_one_hot_rows_longer_than_the_output_have_sound_gradients(half):
     """What is left of the cotangent of a weight of 1 is a rounding, which sharp scores amplify."""
 
     def fun(made, tokens):
         q, k, v = (tokens @ w for w in made[:3])
-        return jnp.mean(jnp.sin(jax.nn.softmax(sharpness * q @ k.mT / 4) @ v @ made[3]))
+        return jnp.mean(jnp.sin(jax.nn.softmax(2.0**10 * q @ k.mT / 4) @ v @ made[3]))
 
     made = [normal(i, 16, 16, scale=0.25) for i in range(9, 13)]
     rows = errors(fun, (made, normal(13, 64, 16)), half)
@@ -449,22 +390,12 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_guarded_softmax_subtracts_no_mean_of_keys(name):
+def test_guarded_softmax_of_keys_with_a_mean_is_as_by_hand(name):
     exponentials, guard = GUARDED[name]
 
     def fun(q, k, v, rows):
         e = exponentials(q @ (k + 4).mT / 16, rows)
-        return jnp.cos(e / (total(e) + guard) @ v)
+        return jnp.sum(jnp.sin(jnp.cos(e / (total(e) + guard) @ v)))
 
     args = Q, K, V, 9 + jnp.arange(2.0 * N).reshape(2, N) / 16
-    agree(fun, args)
-    report = mpjax.explain(lambda *args: jnp.sum(fun(*args)), "mixed_bfloat16", argnums=0)(*args)
-    assert not any("less its mean" in row.storage for row in report.rows)
-
-
-def test_place_of_a_row_along_both_operands_of_a_matmul_is_none():
-    block = analyzed(lambda h, w: h @ w, H, W)
-    matmul, flow = op(block, "dot_general"), flow_of(block, KNOWN)
-    where = own_axes(matmul.outs[0].aval.shape)
-    found = [peepholes._place_of(matmul, where, axes, flow) for axes in ((0,), (1,), (0, 1))]
-    assert found == [(0, (0,)), (1, (1,)), None]
+    assert not sound(PLANNERS["derivative"], fun, args, "bfloat16", (0, 1, 2, 3), eager=True)

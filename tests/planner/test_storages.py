@@ -1,4 +1,4 @@
-"""Steps that run on tangents or are transposed: what the plan keeps has a name there too."""
+"""Each setting of storage: sound gradients of attentions, and linear functions are transposed."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from support import normal
 import mpjax
 
 STORAGES = ("fast", "lean", "0", "0.5", "0.9", "8bit")
-HEADS, T, WIDTH = 2, 16, 4
+HEADS, T, WIDTH = 2, 32, 16
 KEEP = jax.random.bernoulli(jax.random.key(0), 0.9, (2, HEADS, T, T))
-X, W = normal(0, 2, T, HEADS * WIDTH), normal(1, HEADS * WIDTH, HEADS * WIDTH, scale=0.5)
+X, W = normal(0, 2, T, HEADS * WIDTH), normal(1, HEADS * WIDTH, HEADS * WIDTH, scale=0.25)
 
 
 def attention(w, x, weights):
@@ -34,7 +34,7 @@ def test_gradients_pass_what_runs_on_the_weights_of_an_attention(fun, storage):
     half = ("bfloat16", "float16")[STORAGES.index(storage) % 2]
     parts = "result" if storage == "8bit" else "result gradient"  # codes are less accurate
     rows = measure.check(fun, (W, X), half, storage=storage, parts=parts, seeds=(0,), eager=True)
-    assert all(row.autocast < 0.02 for row in rows)
+    assert all(row.autocast < 0.05 for row in rows)
 
 
 def product(x):
@@ -42,20 +42,20 @@ def product(x):
 
 
 def loop(x):
-    return jax.lax.scan(lambda x, s: ((x @ W) * s, None), x, jnp.cos(normal(2, 3, 8, 8)))[0]
+    return jax.lax.scan(lambda x, s: ((x @ W) * s, None), x, jnp.cos(normal(2, 3, 32, 32)))[0]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("fun", [product, loop])
 def test_linear_functions_are_transposed(fun, storage):
-    x = normal(3, 8, 8)
+    x = normal(3, 32, 32)
     auto = mpjax.autocast(fun, f"mixed_bfloat16,storage={storage}")
     (got,), (want,) = jax.linear_transpose(auto, x)(x), jax.linear_transpose(fun, x)(x)
     assert measure.norm(got - want) < 0.02 * measure.norm(want)
 
 
 def test_the_matvec_of_a_solver_is_transposed():
-    spd = jnp.eye(8) + W @ W.T / 64
+    spd = jnp.eye(32) + W @ W.T / 64
     auto = mpjax.autocast(
         lambda x: spd @ x + jnp.sin(W[0]) * (W @ x), "mixed_bfloat16,storage=lean"
     )
