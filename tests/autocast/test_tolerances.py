@@ -1,4 +1,4 @@
-"""Loops that end when what matmuls compute meets a tolerance: in half they might never do."""
+"""Loops that end when what matmuls compute meets a tolerance: in 16 bits they might never do."""
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ VERDICTS = {
     "a number": (lambda new, old, c: jnp.where(near(new - old), 1, 0), lambda c: c == 1, True),
     "of several": (lambda new, old, c: c + near(new - old), lambda c: c >= 2, True),
     "a token": (lambda new, old, c: jnp.argmax(new), lambda c: c == 99, False),
+    "of the best": (lambda new, old, c: jnp.argmax(new * (new > 0)), lambda c: c == 99, False),
     "a count": (lambda new, old, c: c + 1, lambda c: c > 5, False),
 }
 
@@ -31,7 +32,7 @@ VERDICTS = {
 PAIRS = [(late, name) for late in (False, True) for name in VERDICTS]
 
 
-@pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 6, 7, 9))
+@pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 4, 7, 8, 11))
 def test_loop_that_a_verdict_of_its_body_ends_is_left_alone(name, late):
     found, ends, alone = VERDICTS[name]
 
@@ -113,4 +114,4 @@ def test_loop_that_repeats_an_adaptive_solver_repeats_its_decisions(half):
     assert all(np.allclose(x, z, rtol=1e-5) for x, z in zip(want, got, strict=True))
     rows = mpjax.explain(replayed, f"mixed_{half}")(w, y).rows
     reasons = [row.reason for row in rows if row.primitive == "while"]
-    assert len(reasons) == 2 and "may repeat the decisions" in reasons[1]
+    assert len(reasons) == 2 and all("left unchanged" in reason for reason in reasons)
