@@ -40,6 +40,7 @@ from support import chosen_seed, fresh_rng, seed_of_run
 
 from mpjax._src.base import rules
 from mpjax._src.base.called import CALLED, CASTS, SCALES, UNSCALED
+from mpjax._src.planner import rounding
 
 # Whatever ran before in a worker. Tests of a process that has called nothing ask for
 # `nothing_called`.
@@ -89,17 +90,10 @@ def pytest_configure(config):
         name, deadline=None, max_examples=PROFILES[name], derandomize=seed_of_run() == 0
     )
     settings.load_profile(name)
-    if config.option.sees_derivative:
-        import joint
-
-        joint.transform.SEES_DERIVATIVE = True
 
 
 def pytest_addoption(parser):
     parser.addoption("--drawing", action="store_true", help="only tests that draw random numbers")
-    parser.addoption(
-        "--sees-derivative", action="store_true", help="autocast by programs that see theirs"
-    )
 
 
 DRAWS = re.compile(r"\brng\b|hypothesis|fresh_rng|seed_of_run")
@@ -116,10 +110,6 @@ def draws(item):
     return bool(ways) or hasattr(item.function, "hypothesis")
 
 
-# Tests of the planner of tables, by their names: what they ask for has no place in the other one.
-OF_TABLES = re.compile(r"instruments/test_passes\.py::")
-
-
 def pytest_collection_modifyitems(config, items):
     if config.option.drawing:
         items[:] = filter(draws, items)
@@ -127,8 +117,6 @@ def pytest_collection_modifyitems(config, items):
         if " at 0x" in item.nodeid:  # another one in each worker
             raise pytest.UsageError(f"The name of {item.nodeid} contains an address.")
         item.add_marker(kind_of(item.path))
-        if config.option.sees_derivative and OF_TABLES.search(item.nodeid):
-            item.add_marker(pytest.mark.skip(reason="it is about the planner of tables"))
 
 
 # What JAX says to a mesh, and to pmap, for which one device, such as a GPU, is too few.
@@ -263,6 +251,19 @@ def free():
 
 
 # ---- fixtures -----------------------------------------------------------------------------------
+
+
+# Tests of what is rounded, whose programs are small.
+SHOWN_SMALL = ("autocast/", "instruments/test_planned", "planner/", "replacements/")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rules_of_traffic_for_small_arrays(request):
+    """The rules that spare traffic apply to arrays of any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(TESTS).as_posix().startswith(SHOWN_SMALL):
+            patch.setattr(rounding, "SMALL", 1)
+        yield
 
 
 @pytest.fixture

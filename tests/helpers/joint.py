@@ -11,7 +11,6 @@ import mpjax
 from mpjax._src.autocast import transform
 from mpjax._src.base import _jax
 from mpjax._src.base._jax import building, held
-from mpjax._src.planner import rounding
 from mpjax._src.planner.exceptions import Exceptions
 from mpjax._src.planner.narrowed import narrowed
 from mpjax._src.planner.program import Program
@@ -20,8 +19,6 @@ from mpjax._src.program.trace import Flat
 
 # Plans as for 16 bits, but rounds nothing: gradients are JAX's own.
 EXACT = F32 = np.dtype("float32")
-# The rules that spare traffic apply to the tests' programs too, which are small.
-rounding.SMALL = 1
 
 
 def planned(fun, half="bfloat16", **options):
