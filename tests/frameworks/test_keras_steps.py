@@ -261,7 +261,7 @@ def test_gradient_penalties_need_no_loss_scale_in_bfloat16():
 def gan():
     keras.utils.set_random_seed(1)
     parts = [
-        keras.Sequential([keras.Input((4,)), LAYERS.Dense(8, "relu"), LAYERS.Dense(last)])
+        keras.Sequential([keras.Input((8,)), LAYERS.Dense(8, "relu"), LAYERS.Dense(last)])
         for last in (4, 1)
     ]
     starts = [[v.value for v in part.trainable_variables] for part in parts]

@@ -41,7 +41,7 @@ def _moved(x: Any, axis: int, later: bool) -> Any:
     return jax.lax.concatenate([zero, rest] if later else [rest, zero], axis)
 
 
-def drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
+def _drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
     """Returns what drives the tangent of a recurrence ``h``.
 
     The tangent of ``a`` or of ``b`` is None if it is zero; not both are.
@@ -56,7 +56,7 @@ def _jvp(primals: Any, tangents: Any, *, axis: int, reverse: bool) -> Any:
     moving = [None if isinstance(t, ad.Zero) else t for t in tangents]
     if moving == [None, None]:
         return h, zero_tangent(h)
-    driven = drive(moving, h, axis, reverse)
+    driven = _drive(moving, h, axis, reverse)
     return h, recurrence_p.bind(primals[0], driven, axis=axis, reverse=reverse)
 
 
