@@ -156,9 +156,9 @@ def _follow(e: Equation, found: Behind) -> None:
         found.add(e.outs, ends, ends or (e.row.kind == BRANCH and e.ins[0] in found.verdicts))
         for inside in e.row.wire(e.like):
             _, results = _turned(inside, found.places([e.ins[i] for i in inside.ins]))
-            for i, out in enumerate(inside.outs):
-                if out is not None:
-                    found.add([e.outs[out]], i in results.made, i in results.verdicts)
+            for i, place in enumerate(inside.outs):
+                if place is not None:
+                    found.add([e.outs[place]], i in results.made, i in results.verdicts)
     else:
         compares = e.rule.need == COMPARE and e.outs[0].aval.dtype == bool
         judged = compares and any(v.is_float32 and v in found.made for v in e.ins)
