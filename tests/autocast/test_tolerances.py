@@ -25,6 +25,21 @@ VERDICTS = {
     "of several": (lambda new, old, c: c + near(new - old), lambda c: c >= 2, True),
     "a token": (lambda new, old, c: jnp.argmax(new), lambda c: c == 99, False),
     "of the best": (lambda new, old, c: jnp.argmax(new * (new > 0)), lambda c: c == 99, False),
+    "of rows": (
+        lambda new, old, c: lax.scan(lambda _, row: (jnp.argmax(row), None), 0, new)[0],
+        lambda c: c == 99,
+        False,
+    ),
+    "of a branch": (
+        lambda new, old, c: lax.cond(near(new - old), lambda: 1, lambda: 0),
+        lambda c: c == 1,
+        True,
+    ),
+    "of a loop": (
+        lambda new, old, c: lax.fori_loop(0, 2, lambda i, n: n + near(new - old), 0),
+        lambda c: c == 2,
+        True,
+    ),
     "a count": (lambda new, old, c: c + 1, lambda c: c > 5, False),
 }
 
@@ -32,7 +47,7 @@ VERDICTS = {
 PAIRS = [(late, name) for late in (False, True) for name in VERDICTS]
 
 
-@pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 4, 7, 8, 11))
+@pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 4, 5, 6, 7, 10, 11, 17))
 def test_loop_that_a_verdict_of_its_body_ends_is_left_alone(name, late):
     found, ends, alone = VERDICTS[name]
 
