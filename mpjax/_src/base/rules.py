@@ -280,8 +280,8 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
     Args:
         primitive: The primitive, or its name.
         need: The dtype it computes in: "half" (16-bit operands and float32 accumulation, as in a
-            matmul), "full" (float32), "follow" (float32, and elementwise arithmetic) or "move" (no
-            arithmetic: the dtype of its operands).
+            matmul), "full" (float32), "follow" (float32, elementwise arithmetic) or "move" (no
+            arithmetic; the dtype of its operands).
         **columns: Further properties. The defaults assume the worst: an operation that amplifies
             errors, may leave the range of float16, and is never computed a second time.
 
