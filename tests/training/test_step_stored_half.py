@@ -14,7 +14,7 @@ from support import matmul_dtypes, normal, thorough_but
 
 import mpjax
 
-STORED_HALF = ["O2:bfloat16", "O2:float16", "bfloat16,casting=op"]
+STORED_HALF = ["O2:bfloat16", "O2:float16", "p=bf16,c=bf16,casting=op"]
 IMAGES, LABELS = np.asarray(normal(0, 8, 3, 6, 6)), np.arange(8) % 4
 
 
