@@ -1,25 +1,33 @@
 """Golden programs for what no other golden program has.
 
-`CONSTRUCTS` has a program for each step of a plan. `SPELLINGS`, `ATTENTIONS` and `LOSSES` have the
+`CONSTRUCTS` has a program for each part of a plan. `SPELLINGS`, `ATTENTIONS` and `LOSSES` have the
 ways in which other tests write softmaxes, sums of exponentials, norms, regions and kernels; of
 attention that a kernel replaces, or nearly; and of losses whose logits are chunked. Each is a name,
 a function and its arguments.
 """
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
-import test_again
-import test_communication
-import test_cross_entropies
-import test_fusion
-import test_kernels
-import test_norms
-import test_peepholes
-import test_regions
-import test_repetitions
-import test_shifts
-import test_sound_softmax
+import optax
 from programs import W, X
+from support import normal
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / folder) for folder in ("planner", "replacements")]
+
+import test_again  # noqa: E402
+import test_communication  # noqa: E402
+import test_cross_entropies  # noqa: E402
+import test_fusion  # noqa: E402
+import test_kernels  # noqa: E402
+import test_norms  # noqa: E402
+import test_regions  # noqa: E402
+import test_repetitions  # noqa: E402
+import test_softmax_spellings  # noqa: E402
+import test_sound_softmax  # noqa: E402
 
 
 def dropped(w, q):
@@ -92,10 +100,6 @@ CONSTRUCTS = {
     ),
     "again": (test_again.squeezed, (test_again.P, test_again.X)),
     "dropout on weights": (dropped, (W, test_fusion.Q)),
-    "online": (
-        test_shifts.weighed(test_shifts.of_matmul(test_shifts.SUMS["cross entropy"])),
-        (test_shifts.H, test_shifts.W),
-    ),
     "repeating gather": (
         test_repetitions.loss_of(test_repetitions.REPEATED["taken"]),
         (test_repetitions.W, test_repetitions.X),
@@ -124,7 +128,36 @@ NORMED = {
     for norm, normed in test_norms.NORMS.items()
     for name, activation in test_norms.ACTIVATIONS.items()
 }
-SUMS = {**test_shifts.SUMS, **test_shifts.OTHERS}
+HEADS = test_softmax_spellings
+# Sums of exponentials of many words.
+ROWS, WORDS = 4, 1100
+LABELS = jnp.asarray([0, 5, WORDS - 1, -1])
+SUMS = {
+    "logsumexp": lambda s: jax.nn.logsumexp(s, -1),
+    "over columns": lambda s: jax.nn.logsumexp(s.T, 0),
+    "over two axes": lambda s: jax.nn.logsumexp(s.reshape(2, 2, WORDS), (0, 2)),
+    "log_softmax": lambda s: jnp.sin(jax.nn.log_softmax(s)),
+    "cross entropy": lambda s: optax.softmax_cross_entropy_with_integer_labels(s, LABELS),
+    "a loss of the sum too": lambda s: jnp.square(jax.nn.logsumexp(s, -1)) + jnp.sum(s, -1),
+    "tanh before": lambda s: jax.nn.logsumexp(30 * jnp.tanh(s / 30), -1),
+    "no shift": lambda s: jnp.log(jnp.sum(jnp.exp(s), -1)),
+}
+HIDDEN, TABLE = normal(0, ROWS, 8), normal(1, 8, WORDS)
+
+
+def of_logits(fun):
+    return lambda hidden, table: fun(hidden @ table)
+
+
+def weighed(fun):
+    """Returns a scalar of what a function gives."""
+
+    def total(y):
+        return jnp.sum(jnp.cos(jnp.arange(1.0, 1 + y.size)) * y.ravel())
+
+    return lambda *args: sum(map(total, jax.tree.leaves(fun(*args))))
+
+
 SOFTMAXES = {name: fun for name, (fun, _) in test_sound_softmax.SPELLINGS.items()}
 QKV = test_sound_softmax.Q, test_sound_softmax.K, test_sound_softmax.V
 ATTENTIONS = {
@@ -133,20 +166,14 @@ ATTENTIONS = {
 }
 SPELLINGS = {
     **{f"softmax {k}": (test_sound_softmax.attention(f), QKV) for k, f in SOFTMAXES.items()},
-    **{
-        f"heads {k}": (test_peepholes.of_heads(k), (test_peepholes.S4, test_peepholes.V4))
-        for k in test_peepholes.HEADS
-    },
-    **{
-        f"sum {name}": (test_shifts.of_matmul(fun), (test_shifts.H, test_shifts.W))
-        for name, fun in SUMS.items()
-    },
+    **{f"heads {k}": (HEADS.of_heads(k), (HEADS.S4, HEADS.V4)) for k in HEADS.HEADS},
+    **{f"sum {name}": (of_logits(fun), (HIDDEN, TABLE)) for name, fun in SUMS.items()},
     **{name: (loss, (test_norms.P, test_norms.X)) for name, loss in NORMED.items()},
     **{f"region {name}": (fun, (W, X)) for name, fun in test_regions.AROUND.items()},
     **{f"kernel {name}": (fun, (X, W)) for name, fun in test_kernels.AROUND.items()},
 }
 SPELLINGS, ATTENTIONS = (
-    {name: (test_shifts.weighed(fun), args) for name, (fun, args) in table.items()}
+    {name: (weighed(fun), args) for name, (fun, args) in table.items()}
     for table in (SPELLINGS, ATTENTIONS)
 )
 HEAD = test_cross_entropies.HIDDEN, test_cross_entropies.WEIGHT, test_cross_entropies.BIAS

@@ -1,4 +1,4 @@
-"""Devices exchange parameters in half, and gradients of parameters in float32.
+"""Devices exchange parameters in 16 bits, and gradients of parameters in float32.
 
 What a compiler sends is seen in tests/hardware/test_wire.py; here, what it is given.
 """
@@ -19,8 +19,9 @@ import mpjax
 
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
 DOT = re.compile(r"stablehlo.dot_general.*x(\w+)>, tensor<.*x(\w+)>\) -> tensor<([\dx]*)x(\w+)>")
-GATHERED = re.compile(r" = (\w+)\[[\d,]+\]\S* all-gather\(")
-WIDTH, ROWS = 16, 64
+# Of matrices: a bias, which no matmul reads, is sent as it is.
+GATHERED = re.compile(r" = (\w+)\[\d+,\d+\]\S* all-gather\(")
+WIDTH, ROWS = 32, 64
 
 
 def mesh(kind=AxisType.Auto):
@@ -94,7 +95,7 @@ def test_gradients_of_parameters_are_summed_in_float32(name, half):
     several = lowered(gradient, spread(params, P()), spread(x, P("data")))
     assert set(dots(several, *GRADIENTS)) == {(short, short, "f32")}
     alone = lowered(gradient, params, x)
-    assert set(dots(alone, *GRADIENTS)) == {(short, short, short)}  # nothing is sent: fewer bytes
+    assert set(dots(alone, *GRADIENTS)) == {(short, short, "f32")}
     by_half = f"mixed_{half},reduce=half"
     several = lowered(
         jax.grad(mpjax.autocast(FUNCTIONS[name], by_half)),
@@ -114,17 +115,15 @@ def test_gradients_of_half_parameters_are_rounded_after_they_are_summed(half):
     assert set(dots(several, *GRADIENTS)) == {(short, short, "f32")}
     shapes = jax.eval_shape(gradient, params, x)
     assert {g.dtype.name for g in jax.tree.leaves(shapes)} == {half}
-    assert "f32" not in {t for _, _, t in dots(lowered(gradient, params, x), *GRADIENTS)}
 
 
 def test_gradient_of_a_scan_carry_is_not_summed_in_float32():
     def fun(w, x):
         return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0] ** 2)
 
-    params, x = inputs()
-    several = lowered(jax.grad(cast(fun), 1), spread(params["up"][:, :WIDTH], P()), spread(x, P()))
-    assert f"-> tensor<{ROWS}x{WIDTH}xbf16>" in several
-    assert not [line for line in several.splitlines() if "dot_g" in line and "f32>" in line[-12:]]
+    w, x = normal(0, 32, 32, scale=0.3), normal(1, ROWS, 32)
+    several = lowered(jax.grad(cast(fun), 1), spread(w, P()), spread(x, P()))
+    assert {*dots(several, f"{ROWS}x32")} == {("bf16", "bf16", "bf16")}
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 2, 9))
@@ -180,12 +179,11 @@ def test_a_checkpoint_that_keeps_matmuls_keeps_them():
     policy = jax.checkpoint_policies.dots_saveable
     params, x = inputs()
 
-    def kept(fun):
-        gradient = jax.grad(lambda p: jnp.mean(jax.checkpoint(fun, policy=policy)(p, x)))
-        return [e for e in equations(jax.make_jaxpr(gradient)(params)) if "dot" in str(e.primitive)]
-
+    fun = cast(lambda p, x: layer(p, x).sum())
+    gradient = jax.value_and_grad(lambda p: jnp.mean(jax.checkpoint(fun, policy=policy)(p, x)))
+    text = jax.jit(gradient).lower(params).compile().as_text()
     # Two of the forward pass, two gradients, one cotangent; one more if one is computed again.
-    assert len(kept(cast(lambda p, x: layer(p, x).sum()))) == 5
+    assert len(re.findall(r" (?:dot|custom-call)\(", text)) == 5
 
 
 def test_shard_map_sums_in_float32():
@@ -215,7 +213,7 @@ def test_shard_map_sums_in_float32():
 
 def moving(params, x, move):
     params = jax.tree.map(move, params)
-    rows = params["down"][:4].T @ jnp.ones((4, 2), x.dtype)  # a view of what was moved
+    rows = params["down"][:8].T @ jnp.ones((8, 2), x.dtype)  # a view of what was moved
     found = params["up"].at[jnp.arange(4)[::-1]].get() @ params["up"].T
     return plain(params, x) + jnp.mean(rows**2) + jnp.mean(found**2)
 
@@ -304,7 +302,7 @@ def tables(seed=0):
     params = {
         "table": normal(seed, 128, WIDTH),
         "places": normal(seed + 1, 4, WIDTH),
-        "head": normal(seed + 2, WIDTH, 8),
+        "head": normal(seed + 2, WIDTH, 8, scale=0.5),
     }
     return params, jnp.asarray(np.random.default_rng(seed).integers(128, size=(ROWS, 4)))
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from support import HALVES, cast, thorough_but
 
-W, X = np.ones((8, 8), np.float32), np.ones((4, 8), np.float32)
+W, X = np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)
 
 
 def attention(w, x):

@@ -22,6 +22,9 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
+from mpjax._src.planner import rounding
+
+SMALL = rounding.SMALL
 GOLDEN = Path(__file__).parent / "golden" / "jaxprs.json"
 POLICIES = {
     "bfloat16": "mixed_bfloat16",
@@ -119,14 +122,20 @@ def compared(want, policy, kind=""):
     return rows
 
 
+@contextlib.contextmanager
 def target(name):
-    """Returns the context in which the programs of a kind are traced."""
+    """Gives the programs of a kind what they are traced for: a device, and arrays of any size."""
     from mpjax._src.base.devices import traced_for
 
     kind = name.split()[0]
-    if kind == "loss":
-        return fixed_losses()
-    return traced_for("h100") if kind in FOR_GPUS else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(rounding, "SMALL", SMALL if kind == "benchmark" else 1)
+        if kind == "loss":
+            stack.enter_context(fixed_losses())
+        if kind in FOR_GPUS:
+            stack.enter_context(traced_for("h100"))
+        yield
 
 
 @contextlib.contextmanager

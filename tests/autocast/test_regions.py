@@ -91,7 +91,7 @@ def test_a_half_region_leaves_alone_what_has_no_half_form():
     assert_near(*run(lambda w: (mpjax.autocast(fun, "mixed_bfloat16")(w), fun(w)), W))
 
 
-def test_backward_rule_of_custom_vjp_is_outside_of_a_region():
+def test_backward_rule_of_custom_vjp_is_in_the_region_around_its_call():
     @jax.custom_vjp
     def ruled(x, w):
         return x @ w
@@ -100,7 +100,7 @@ def test_backward_rule_of_custom_vjp_is_outside_of_a_region():
     auto = mpjax.autocast(
         lambda w, x: jnp.sum(mpjax.precision("float32")(ruled)(x, w)), "mixed_bfloat16"
     )
-    assert dtypes(jax.grad(auto, (0, 1)), W, X) == ["float32", "bfloat16", "bfloat16"]
+    assert dtypes(jax.grad(auto, (0, 1)), W, X) == ["float32"] * 3
 
 
 def _deep(ws, x):
@@ -118,4 +118,5 @@ def test_nothing_inside_a_float32_region_is_rounded_not_even_for_the_backward_pa
         mpjax.autocast(mpjax.precision("float32")(_deep), "mixed_bfloat16"),
     ):
         assert "bf16" not in str(jax.make_jaxpr(jax.value_and_grad(fun))(ws, x))
-        assert_near(run(jax.value_and_grad(fun), ws, x), want, 1e-5)
+        # Float32 itself is no closer to the exact gradient; one rounding changes it by a tenth.
+        assert_near(run(jax.value_and_grad(fun), ws, x), want, 5e-4)

@@ -1,4 +1,4 @@
-"""Loops that end when what matmuls compute meets a tolerance: in half they might never do."""
+"""Loops that end when what matmuls compute meets a tolerance: in 16 bits they might never do."""
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,22 @@ VERDICTS = {
     "a number": (lambda new, old, c: jnp.where(near(new - old), 1, 0), lambda c: c == 1, True),
     "of several": (lambda new, old, c: c + near(new - old), lambda c: c >= 2, True),
     "a token": (lambda new, old, c: jnp.argmax(new), lambda c: c == 99, False),
+    "of the best": (lambda new, old, c: jnp.argmax(new * (new > 0)), lambda c: c == 99, False),
+    "of rows": (
+        lambda new, old, c: lax.scan(lambda _, row: (jnp.argmax(row), None), 0, new)[0],
+        lambda c: c == 99,
+        False,
+    ),
+    "of a branch": (
+        lambda new, old, c: lax.cond(near(new - old), lambda: 1, lambda: 0),
+        lambda c: c == 1,
+        True,
+    ),
+    "of a loop": (
+        lambda new, old, c: lax.fori_loop(0, 2, lambda i, n: n + near(new - old), 0),
+        lambda c: c == 2,
+        True,
+    ),
     "a count": (lambda new, old, c: c + 1, lambda c: c > 5, False),
 }
 
@@ -31,7 +47,7 @@ VERDICTS = {
 PAIRS = [(late, name) for late in (False, True) for name in VERDICTS]
 
 
-@pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 6, 7, 9))
+@pytest.mark.parametrize(("late", "name"), thorough_but(PAIRS, 0, 3, 4, 5, 6, 7, 10, 11, 17))
 def test_loop_that_a_verdict_of_its_body_ends_is_left_alone(name, late):
     found, ends, alone = VERDICTS[name]
 
@@ -113,4 +129,4 @@ def test_loop_that_repeats_an_adaptive_solver_repeats_its_decisions(half):
     assert all(np.allclose(x, z, rtol=1e-5) for x, z in zip(want, got, strict=True))
     rows = mpjax.explain(replayed, f"mixed_{half}")(w, y).rows
     reasons = [row.reason for row in rows if row.primitive == "while"]
-    assert len(reasons) == 2 and "may repeat the decisions" in reasons[1]
+    assert len(reasons) == 2 and all("left unchanged" in reason for reason in reasons)

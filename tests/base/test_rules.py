@@ -21,6 +21,7 @@ LACKING = OLD if NEWER else NEW
 
 
 def test_every_row_is_of_a_primitive():
+    assert mpjax.autocast  # it makes primitives of its own where it is imported
     assert set(rules.RULES) - _jax.primitive_names() <= LACKING
 
 
@@ -66,8 +67,8 @@ def planned(fun, name):
             "a primitive without a rule, left in float32; mpjax.register_rule adds a rule, and "
             "mpjax.half_inputs runs a kernel in 16 bits",
         ),
-        ("follow", "bf16->bf16", "follows a 16-bit operand"),
-        ("full", "f32->f32", "float32 list"),
+        ("follow", "f32->f32", "float32: only matmuls are rounded"),
+        ("full", "f32->f32", "float32: only matmuls are rounded"),
         ("move", "bf16->bf16", "follows its operands"),
         ("half", "bf16->bf16", "16-bit list"),
     ],
@@ -87,32 +88,17 @@ def test_a_plan_goes_by_the_row(table, need, after, reason):
     assert_near(jax.jit(auto)(x), jax.jit(fun)(x))
 
 
-@pytest.mark.parametrize(
-    ("gain", "after"),
-    [
-        ("one", "bf16->bf16"),
-        ("range", "bf16->f32"),
-        ("unbounded", "bf16->f32"),
-        (lambda params: "one", "bf16->bf16"),
-    ],
-)
-def test_a_matmul_is_as_precise_as_what_reads_it_asks(table, gain, after):
-    primitive, bind = new_operation("leaky_gain")
-    mpjax.register_rule(primitive, "full", gain=gain)
-    assert planned(lambda x: bind(x @ x).astype(jnp.bfloat16), "dot_general")[0] == after
-
-
 def test_register_rule_defaults_to_the_worst(table):
     mpjax.register_rule("mine", "follow")
     row = rules.rule_of("mine")
     assert (row.gain, row.span, row.saves, row.cost) == ("unbounded", "grows", "operands", "never")
-    assert row.steady is False and row.traits == frozenset()
+    assert row.traits == frozenset()
 
 
 def test_a_known_row_is_replaced(table):
     assert planned(lambda x: jnp.exp(x @ x) @ x, "exp")[0] == "f32->f32"
-    mpjax.register_rule("exp", "follow", gain="range", span="grows", traits=["pole"])
-    assert planned(lambda x: jnp.exp(x @ x) @ x, "exp")[0] == "bf16->bf16"
+    mpjax.register_rule("exp", "move")
+    assert planned(lambda x: jnp.exp(x @ x) @ x.T, "exp")[0] == "bf16->bf16"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +107,8 @@ def test_a_known_row_is_replaced(table):
         ("double", {}, "need='double' is invalid .primitive 'mine'.*'half', 'full', 'follow'"),
         ("compare", {}, "need='compare' is invalid"),
         ("full", {"gain": "small"}, "gain='small' is invalid.*'none', 'one', 'sum', 'range'"),
-        ("full", {"gian": "one"}, "gian='one' is not a column.*'gain', 'span', 'saves', 'steady'"),
+        ("full", {"gian": "one"}, "gian='one' is not a column.*'gain', 'span', 'saves', 'cost'"),
         ("full", {"span": lambda params: "keeps"}, "span=.* is invalid"),
-        ("full", {"steady": "yes"}, "steady='yes' is invalid.*True, False"),
         ("full", {"traits": ["kinked", "round"]}, "traits=.*'round'.* is invalid.*'kinked'"),
         ("full", {"traits": "kinked"}, "traits='kinked' is invalid"),
     ],

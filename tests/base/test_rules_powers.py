@@ -16,9 +16,3 @@ def test_a_power_amplifies_by_its_exponent(y):
         rules.ONE if few else rules.RANGE if bounded else rules.UNBOUNDED
     )
     assert POWER.amplifies({"y": y}) == (not few)
-
-
-@pytest.mark.parametrize("y", range(-3, 8))
-def test_the_derivative_of_a_small_power_is_steady(y):
-    """One with a pole is not, nor one that grows by more than its operand's few roundings."""
-    assert POWER.steady_of({"y": y}) == (0 <= y <= 4)

@@ -137,9 +137,10 @@ def test_a_region_is_used_again_and_within_itself():
         with exact:
             return a, x @ w, x @ w
 
-    text = str(jax.make_jaxpr(mpjax.autocast(fun))(W, X))
+    w, x = np.ones((8, 32), np.float32), np.ones((4, 8), np.float32)
+    text = str(jax.make_jaxpr(mpjax.autocast(fun))(w, x))
     assert "bf16" not in text
-    assert "bf16" in str(jax.make_jaxpr(mpjax.autocast(lambda w, x: (fun(w, x), x @ w)))(W, X))
+    assert "bf16" in str(jax.make_jaxpr(mpjax.autocast(lambda w, x: (fun(w, x), x @ w)))(w, x))
     with pytest.raises(TypeError, match="fun=3"):
         exact(3)
 

@@ -10,7 +10,7 @@ from support import full_matmuls, matmul_dtypes, normal, thorough_but
 
 import mpjax
 
-X, Y = np.asarray(normal(1, 32, 4)), np.asarray(normal(2, 32, 8))
+X, Y = np.asarray(normal(1, 32, 8)), np.asarray(normal(2, 32, 8))
 
 
 class Net(hk.Module):

@@ -227,7 +227,8 @@ def test_a_model_inside_of_another_has_its_policy_in_both():
     mpjax.keras.mixed_precision(outer, "mixed_bfloat16")
     losses(outer, 1)
     losses_of_inner = fitted(inner, 1)
-    assert dtypes_of_step(outer) == {"bfloat16"} and dtypes_of_step(inner) == {"float16"}
+    assert dtypes_of_step(outer) == {"bfloat16", "float32"}  # its own layer has a single weight
+    assert dtypes_of_step(inner) == {"float16"}
     assert np.isfinite(losses_of_inner).all()
 
 
@@ -240,7 +241,7 @@ def test_variables_that_are_their_gradients_are_not_scaled():
         model.compile(keras.optimizers.Adam(1e-2), "mse")
         if policy:
             mpjax.keras.mixed_precision(model, policy, 1024.0)
-        x = np.tile(X, 4)
+        x = np.tile(X, 2)
         model.fit(x, x, verbose=0)
         return [v for v in model.trainable_variables if v.overwrite_with_gradient]
 
@@ -261,8 +262,8 @@ def test_gradient_penalties_need_no_loss_scale_in_bfloat16():
 def gan():
     keras.utils.set_random_seed(1)
     parts = [
-        keras.Sequential([keras.Input((4,)), LAYERS.Dense(8, "relu"), LAYERS.Dense(last)])
-        for last in (4, 1)
+        keras.Sequential([keras.Input((8,)), LAYERS.Dense(8, "relu"), LAYERS.Dense(last)])
+        for last in (8, 1)
     ]
     starts = [[v.value for v in part.trainable_variables] for part in parts]
     return (*parts, starts)
@@ -408,7 +409,7 @@ def test_stateless_call_loops_train_with_optax_and_keras_optimizers(policy):
     ):
         kept, losses = (starts[0], carried, state), []
         for number in range(20):
-            x = np.where(np.arange(4) == 1, np.nan, X) if number == 5 else X
+            x = np.where(np.arange(8) == 1, np.nan, X) if number == 5 else X
             *kept, loss = step(*kept, x)
             losses.append(float(loss))
         assert np.isnan(losses[5]) and losses[-1] < losses[0]

@@ -15,7 +15,7 @@ from support import HALVES, full_matmuls, matmul_dtypes, normal, thorough_but
 import mpjax
 import mpjax.nnx
 
-X, Y = np.asarray(normal(1, 32, 4)), np.asarray(normal(2, 32, 8))
+X, Y = np.asarray(normal(1, 32, 8)), np.asarray(normal(2, 32, 8))
 BAD = X.copy()
 BAD[3, 1] = np.nan
 ADAMW = optax.adamw(1e-2)
@@ -23,7 +23,7 @@ ADAMW = optax.adamw(1e-2)
 
 class Model(nnx.Module):
     def __init__(self, rngs, features=8):
-        self.first = nnx.Linear(4, features, rngs=rngs)
+        self.first = nnx.Linear(8, features, rngs=rngs)
         self.norm = nnx.BatchNorm(features, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.last = nnx.Linear(features, 8, rngs=rngs)
@@ -100,7 +100,7 @@ def test_autocast_outside_of_jit_changes_the_nnx_module_of_each_call():
 def test_autocast_takes_nnx_modules_that_grow_are_returned_or_named():
     class Sows(nnx.Module):
         def __init__(self, rngs):
-            self.layer = nnx.Linear(4, 8, rngs=rngs)
+            self.layer = nnx.Linear(8, 8, rngs=rngs)
 
         def __call__(self, x):
             y = self.layer(x)
@@ -120,7 +120,7 @@ def test_autocast_takes_nnx_modules_that_grow_are_returned_or_named():
 
 
 def test_autocast_reads_nnx_modules_around_a_jit_and_passes_on_arguments():
-    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
     @mpjax.autocast(policy="mixed_bfloat16")
     def fun(model, x, *rest, train, then):
@@ -188,8 +188,8 @@ class Stack(nnx.Module):
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
 
     def __call__(self, x):
         return x + nnx.gelu(self.norm(self.linear(x)))
@@ -303,7 +303,7 @@ def test_nonfinite_nnx_state_is_not_kept():
         return jnp.mean((model.first(x) - y) ** 2)
 
     model = Model(nnx.Rngs(0))
-    model.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    model.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     model, optimizer, step, _ = loop("mixed_bfloat16", model, loss, has_aux=False)
     before = arrays(model)
     step(model, optimizer, X, Y)
@@ -340,8 +340,8 @@ def test_nnx_optimizer_takes_several_gradients_before_an_update():
 def test_low_rank_adapters_alone_are_trained():
     class Adapted(nnx.Module):
         def __init__(self, rngs):
-            self.base = nnx.Linear(4, 8, rngs=rngs)
-            self.lora = nnx.LoRA(4, 2, 8, base_module=self.base, rngs=rngs)
+            self.base = nnx.Linear(8, 8, rngs=rngs)
+            self.lora = nnx.LoRA(8, 2, 8, base_module=self.base, rngs=rngs)
 
         def __call__(self, x):
             return self.lora(x)
@@ -381,7 +381,7 @@ def test_linen_module_over_the_nnx_bridge_trains_and_skips(policy):
 
 
 def test_nnx_module_within_a_linen_module_runs_in_bfloat16():
-    model = nnx.bridge.to_linen(nnx.Linear, 4, 8)
+    model = nnx.bridge.to_linen(nnx.Linear, 8, 8)
     variables = model.init(jax.random.key(0), X)
     run = mpjax.autocast(lambda v, x: jnp.mean((model.apply(v, x) - Y) ** 2), "mixed_bfloat16")
     assert set(matmul_dtypes(jax.grad(run, allow_int=True), variables, X)) == {("bfloat16",) * 2}
@@ -445,7 +445,7 @@ def test_other_loops_refuse_whole_nnx_modules():
 
 def test_nnx_gradient_of_two_optimizers_uses_the_smallest_loss_scale():
     """As a GAN's: the smallest scale is used, and an overflow of one leaves the other's update."""
-    models = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+    models = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
     scales = [mpjax.DynamicLossScale(s) for s in (2.0**20, 2.0**4)]
     optimizers = tuple(
         mpjax.nnx.Optimizer(m, optax.sgd(0.1), "mixed_float16", loss_scale=s)

@@ -55,12 +55,12 @@ CONTRACTS = (
     Contract(
         "building",
         ("jax._src",),
-        "programs that see their derivative (`planner`): none can be put together",
+        "autocast: its programs cannot be put together",
     ),
     Contract(
         "held",
         ("jax._src.interpreters", "jax._src.core.mem_kind_to_space"),
-        "programs that see their derivative (`planner`): JAX cannot transform them",
+        "autocast: JAX cannot transform its programs",
     ),
     Contract(
         "calls",
@@ -147,11 +147,6 @@ CONTRACTS = (
         "autocast of programs that are exported with symbolic shapes",
     ),
     Contract(
-        "rules",
-        ("jax._src.interpreters.ad.CustomVJPException",),
-        "autocast: a gradient of what a custom_vjp closes over is refused in other words",
-    ),
-    Contract(
         "sources",
         ("jax._src.api_util.InternalFloatingPointError",),
         "autocast under jax_debug_nans: the error names no line",
@@ -178,7 +173,7 @@ PUBLIC = {
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
-    "rounded": "programs that see their derivative (`planner`): streams would be float32",
+    "rounded": "autocast: streams would be float32",
     "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from support import matmul_dtypes, normal
 
-X = np.asarray(normal(1, 64, 4))
+X = np.asarray(normal(1, 64, 8))
 Y = X[:, :1] * X[:, 1:2]
 LAYERS = keras.layers
 
@@ -18,7 +18,7 @@ LAYERS = keras.layers
 def made(kind=keras.Model, compiled=True, **options):
     """Returns a model of a class, with statistics and seeds."""
     keras.utils.set_random_seed(0)
-    start = keras.Input((4,))
+    start = keras.Input((8,))
     hidden = LAYERS.Dense(16, activation="relu", **options)(start)
     hidden = LAYERS.Dropout(0.1)(LAYERS.BatchNormalization()(hidden))
     model = kind(start, LAYERS.Dense(1)(hidden))

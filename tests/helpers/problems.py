@@ -49,7 +49,7 @@ def net_loss(params, batch, model_state, rng):
 
 
 def net_problem(rng, examples=8):
-    x = np.float32(rng.normal(size=(examples, 4)))
+    x = np.float32(rng.normal(size=(examples, 8)))
     batch = {"x": x, "y": x[:, :3].argmax(1)}
     # What Net().init returns, without its many small programs.
     dense = lambda *shape: {  # noqa: E731
@@ -58,7 +58,7 @@ def net_problem(rng, examples=8):
     }
     zeros, ones = np.zeros(8, np.float32), np.ones(8, np.float32)
     norm = {"scale": ones, "bias": zeros}
-    params = {"Dense_0": dense(4, 8), "BatchNorm_0": norm, "Dense_1": dense(8, 3)}
+    params = {"Dense_0": dense(8, 8), "BatchNorm_0": norm, "Dense_1": dense(8, 3)}
     return params, {"batch_stats": {"BatchNorm_0": {"mean": zeros, "var": ones}}}, batch
 
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from joint import EXACT, planned
 from support import assert_near, equations, normal, thorough_but
 
+import mpjax
 from mpjax._src.base._jax import stacks
 
 TURNS, BATCH, WIDTH = 5, 8, 32
@@ -144,3 +145,13 @@ def test_a_checkpoint_in_a_loop_hands_over_its_operands_alone():
     layers, size = 3, 32
     args = normal(1, layers, size, size, scale=0.1), normal(2, 2 * size, size)
     assert kept(planned(fun), *args) <= kept(fun, *args)
+
+
+def test_a_branch_that_hands_on_its_cotangent_has_a_budget():
+    def fun(x, w):
+        branch = lax.cond(x[0, 0] > 9, lambda x: jnp.tanh(x @ w) @ w, lambda x: x, x)
+        return jnp.sum(branch**2)
+
+    w, x = normal(0, 32, 32, scale=0.3), normal(1, 16, 32)
+    auto = mpjax.autocast(fun, "mixed_bfloat16,storage=0")
+    assert_near(jax.grad(auto)(x, w), jax.grad(fun)(x, w), 0.02)

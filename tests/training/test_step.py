@@ -210,7 +210,7 @@ def test_an_autocast_loss_trains(half, rng):
 def test_nnx_model_trains_with_build_train_step(rng):
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.hidden = nnx.Linear(4, 8, rngs=rngs)
+            self.hidden = nnx.Linear(8, 8, rngs=rngs)
             self.norm = nnx.BatchNorm(8, rngs=rngs)
             self.head = nnx.Linear(8, 3, rngs=rngs)
 
@@ -242,7 +242,7 @@ def test_nnx_model_trains_with_build_train_step(rng):
 
 @pytest.mark.thorough
 def test_equinox_model_trains_with_build_train_step(rng):
-    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+    model = eqx.nn.MLP(8, 3, 8, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss_fn(params, batch):

@@ -14,7 +14,7 @@ from support import matmul_dtypes, normal, thorough_but
 
 import mpjax
 
-STORED_HALF = ["O2:bfloat16", "O2:float16", "bfloat16,casting=op"]
+STORED_HALF = ["O2:bfloat16", "O2:float16", "p=bf16,c=bf16,casting=op"]
 IMAGES, LABELS = np.asarray(normal(0, 8, 3, 6, 6)), np.arange(8) % 4
 
 
@@ -23,12 +23,12 @@ def cross_entropy(logits):
 
 
 def strict_problem():
-    params = {"kernel": normal(1, 4, 3, 3, 3, scale=0.3), "head": normal(2, 4, 4)}
+    params = {"kernel": normal(1, 8, 3, 3, 3, scale=0.3), "head": normal(2, 8, 4)}
 
     def loss(params, images):
         h = lax.conv_general_dilated(images, params["kernel"], (1, 1), "SAME")
         h, _ = lax.scan(
-            lambda c, row: (jnp.maximum(c, row), None), jnp.zeros((8, 4, 6)), jnp.moveaxis(h, 2, 0)
+            lambda c, row: (jnp.maximum(c, row), None), jnp.zeros((8, 8, 6)), jnp.moveaxis(h, 2, 0)
         )
         return cross_entropy(h.mean(-1) @ params["head"])
 

@@ -1,8 +1,8 @@
 """The table of JAX primitives that contain programs (loops, branches, calls), one row each.
 
-The planner, the rewrite, reports, `find_nonfinite`, `compare`, `lint` and the order of gradients
-read it: a new primitive of a kind that is known needs its row here, its row in `rules`, and nothing
-else. `program.rebuild` and `program.interpret` have one function for each kind.
+The planner, reports, `find_nonfinite`, `compare`, `lint` and the order of gradients read it: a new
+primitive of a kind that is known needs its row here, its row in `rules`, and nothing else.
+`program.rebuild` and `program.interpret` have one function for each kind.
 """
 
 import dataclasses
@@ -17,11 +17,6 @@ MAP = "map"  # one program, once per device, on that device's part of each opera
 SCAN = "scan"  # one program, repeatedly, over slices
 WHILE = "while"  # a condition and a body, repeatedly
 BRANCH = "branch"  # one of several programs; the first operand selects it
-
-# storage: what the plan may change about the values kept for a backward pass inside.
-AROUND = "around"  # as much as in the program around it
-THEIRS = "theirs"  # only the derivatives of patterns: the author chose which values to keep
-NONE = "none"  # nothing: it has no backward pass
 
 
 class Inside(NamedTuple):
@@ -52,8 +47,6 @@ class HigherOrder:
 
     wire: Callable[[Any], Iterable[Inside]]  # a function from an equation to the programs inside it
     kind: str = CALL  # how the programs run: CALL, MAP, SCAN, WHILE or BRANCH
-    # What the plan may change about stored values inside: AROUND, THEIRS or NONE.
-    storage: str = AROUND
     # The parameters that contain the programs, in the order of ``wire``. One of a BRANCH contains
     # all of them, as a tuple.
     params: tuple[str, ...] = ()
@@ -136,10 +129,10 @@ def _planned(eqn: Any) -> Iterable[Inside]:
 FIRST_ORDER = HigherOrder(lambda eqn: (), "")
 HIGHER_ORDER: dict[str, HigherOrder] = {
     "scan": scanning("jaxpr", Loop("length", "reverse", "unroll")),
-    "while": HigherOrder(_while, WHILE, NONE, ("cond_jaxpr", "body_jaxpr"), knows=True),
+    "while": HigherOrder(_while, WHILE, ("cond_jaxpr", "body_jaxpr"), knows=True),
     "cond": HigherOrder(_branches, BRANCH, params=("branches",), knows=True),
     "jit": calling("jaxpr"),
-    "remat2": calling("jaxpr", storage=THEIRS, knows=True),
+    "remat2": calling("jaxpr", knows=True),
     "shard_map": calling("jaxpr", MAP),
     "custom_jvp_call": calling("call_jaxpr", as_one=True),
     "custom_vjp_call": calling("call_jaxpr", backward=True),

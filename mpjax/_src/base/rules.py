@@ -1,6 +1,6 @@
 """The table of JAX primitives: their numerical properties, one row per primitive.
 
-A row states properties of the primitive alone, and a test checks each of them. `autocast` decides
+A row states properties of the primitive alone, and a test checks each of them. The planner decides
 what they mean for a program. The choice of primitives that need float32 merges the lists of
 PyTorch, Apex, Paddle, MindSpore and TensorFlow's graph pass. Autocast leaves a primitive without a
 row alone.
@@ -24,8 +24,8 @@ from mpjax._src.base.operations import primitives_of
 
 # need: the dtype it computes in.
 HALF = "half"  # 16-bit operands on the matrix units, with float32 accumulation
-FULL = "full"  # float32 operands and result
-FOLLOW = "follow"  # elementwise arithmetic, in the dtype of its operands
+FULL = "full"  # float32: special functions, and sums and products over many
+FOLLOW = "follow"  # float32: elementwise arithmetic
 MOVE = "move"  # no arithmetic; uses the dtype that needs the fewest casts
 COMPARE = "compare"  # returns no floats; reads its operands in the dtype they are stored in
 PROGRAM = "program"  # a nested program or a kernel, which is planned separately
@@ -59,8 +59,6 @@ REDUCES = "reduces"  # makes a small result from large operands
 NO_HALF_FORM = "no 16-bit form"  # compilers cannot run it in 16 bits, even if a list or region asks
 HAS_WIDE_FORM = "has wide form"  # can return its float32 accumulator, on any hardware
 SUMS_BACK = "sums back"  # a linear move whose transpose is a sum
-SCATTERS_BACK = "scatters back"  # a move whose transpose adds to zeros, at selected entries
-FROM_BITS = "from bits"  # computes floats from bits or integers, which 16 bits cannot represent
 SAME_PARAMETER = "same parameter"  # path patterns of its operand apply to its result too
 SAME_CONSTANT = "same constant"  # turns a known constant into a known constant
 FRESH = "fresh"  # a move whose result is a new array, not a view of its operand
@@ -70,10 +68,8 @@ LOOKS_UP = "looks up"  # takes rows of a table, like a matmul with one-hot rows
 STATE = "state"  # used to update running sums and averages from one loop iteration to the next
 CANCELS = "cancels"  # differentiation writes such sums, and their terms tend to cancel
 POLE = "pole"  # infinite at some finite operand
-SUBTRACTS = "subtracts"  # returns zero for equal operands
 JUMPS = "jumps"  # discontinuous at some operands other than zero
 RANKS = "ranks"  # sorts entries, or finds the first one in an order
-FLATTENS = "flattens"  # its derivative is a difference, which rounding of its parts destroys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,9 +83,6 @@ class Rule:
     span: str = KEEPS  # the size of its result: KEEPS, BOUNDED or GROWS
     # The values that its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
     saves: str = OPERANDS
-    # Whether its derivative stays accurate when its operands are rounded. Such a derivative is
-    # bounded, or of the size of the result or of an operand. A bool, or a function as for ``gain``.
-    steady: bool | Callable[[dict[str, Any]], bool] = False
     cost: str = NEVER  # the cost of computing it a second time: FUSED, DEAR or NEVER
     traits: frozenset[str] = frozenset()  # any of the traits above
 
@@ -120,10 +113,6 @@ class Rule:
     def gain_of(self, params: dict[str, Any]) -> str:
         """Returns the gain of an equation with these parameters."""
         return self.gain(params) if callable(self.gain) else self.gain
-
-    def steady_of(self, params: dict[str, Any]) -> bool:
-        """Returns whether the derivative of an equation with these parameters is steady."""
-        return self.steady(params) if callable(self.steady) else self.steady
 
 
 UNKNOWN = Rule("unknown", UNBOUNDED, GROWS)
@@ -156,10 +145,6 @@ def _power(params: dict[str, Any]) -> str:
     return ONE if size <= 4 else RANGE if size <= 100 else UNBOUNDED
 
 
-def _is_small_power(params: dict[str, Any]) -> bool:
-    return 0 <= params["y"] <= 4
-
-
 # ---- matrix units -------------------------------------------------------------------------------
 
 row("dot_general", HALF, SUM, GROWS, saves=OTHERS, traits=(HAS_WIDE_FORM, CANCELS))
@@ -170,7 +155,7 @@ row("conv_general_dilated", HALF, SUM, GROWS, saves=OTHERS, traits=(CANCELS,))
 
 LINEAR: dict[str, Any] = {"saves": NOTHING, "cost": FUSED}
 row("add", FOLLOW, SUM, **LINEAR, traits=(STATE,))
-row("sub", FOLLOW, SUM, **LINEAR, traits=(STATE, SUBTRACTS))
+row("sub", FOLLOW, SUM, **LINEAR, traits=(STATE,))
 row("add_any", FOLLOW, SUM, **LINEAR, traits=(STATE, CANCELS))
 row("neg", FOLLOW, ONE, **LINEAR, traits=(STATE,))
 row("sign", FOLLOW, NONE, BOUNDED, **LINEAR)
@@ -178,38 +163,38 @@ row("floor ceil round", FOLLOW, NONE, **LINEAR, traits=(JUMPS,))
 row("abs max min", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("clamp", FOLLOW, ONE, **LINEAR, traits=(KINKED,))
 row("select_n", FOLLOW, ONE, **LINEAR, traits=(STATE,))
-row("mul", FOLLOW, ONE, GROWS, saves=OTHERS, steady=True, cost=FUSED, traits=(STATE,))
-row("div", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE, POLE, FLATTENS))
+row("mul", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE,))
+row("div", FOLLOW, ONE, GROWS, saves=OTHERS, cost=FUSED, traits=(STATE, POLE))
 row("rem", FOLLOW, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(JUMPS,))
 row("sqrt", FOLLOW, ONE, saves=RESULT, cost=FUSED)
 row("cbrt", FOLLOW, ONE, saves=RESULT, cost=DEAR)
-row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, steady=True, cost=DEAR, traits=(FLATTENS,))
-row("erf", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
-row("atan", FOLLOW, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
-row("asinh", FOLLOW, ONE, saves=OPERANDS, steady=True, cost=DEAR)
-row("atan2", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR, traits=(FLATTENS,))
+row("tanh logistic", FOLLOW, ONE, BOUNDED, saves=RESULT, cost=DEAR)
+row("erf", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
+row("atan", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
+row("asinh", FOLLOW, ONE, saves=OPERANDS, cost=DEAR)
+row("atan2", FOLLOW, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
 
 # ---- float32: special functions -----------------------------------------------------------------
 
 row("rsqrt", FULL, ONE, saves=OPERANDS, cost=FUSED, traits=(POLE,))
-row("square", FULL, ONE, GROWS, saves=OPERANDS, steady=True, cost=FUSED)
-POWER: dict[str, Any] = {"saves": OPERANDS, "steady": _is_small_power, "cost": FUSED}
+row("square", FULL, ONE, GROWS, saves=OPERANDS, cost=FUSED)
+POWER: dict[str, Any] = {"saves": OPERANDS, "cost": FUSED}
 row("integer_pow", FULL, _power, GROWS, **POWER, traits=(POLE,))
 row("exp exp2", FULL, RANGE, GROWS, saves=RESULT, cost=DEAR)
 row("expm1 sinh cosh", FULL, RANGE, GROWS, saves=OPERANDS, cost=DEAR)
 row("log log1p log2", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
 row("pow", FULL, UNBOUNDED, GROWS, saves=OPERANDS, cost=DEAR, traits=(POLE,))
-row("one_minus_square", FULL, UNBOUNDED, GROWS, saves=OPERANDS, steady=True, cost=FUSED)
+row("one_minus_square", FULL, UNBOUNDED, GROWS, saves=OPERANDS, cost=FUSED)
 row("sin cos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, cost=DEAR)
 row("tan", FULL, UNBOUNDED, GROWS, saves=RESULT, cost=DEAR)
 row("asin acos", FULL, UNBOUNDED, BOUNDED, saves=OPERANDS, cost=DEAR)
 row("acosh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR)
 row("atanh", FULL, UNBOUNDED, saves=OPERANDS, cost=DEAR, traits=(POLE,))
 row("erf_inv", FULL, UNBOUNDED, saves=RESULT, cost=DEAR, traits=(POLE,))
-row("erfc", FULL, ONE, BOUNDED, saves=OPERANDS, steady=True, cost=DEAR)
+row("erfc", FULL, ONE, BOUNDED, saves=OPERANDS, cost=DEAR)
 row("lgamma digamma", FULL, UNBOUNDED, GROWS, saves=OPERANDS, traits=(POLE,))
-row("bessel_i0e", FULL, ONE, BOUNDED, traits=(FLATTENS,))
-row("bessel_i1e", FULL, ONE, BOUNDED, steady=True, traits=(FLATTENS,))
+row("bessel_i0e", FULL, ONE, BOUNDED)
+row("bessel_i1e", FULL, ONE, BOUNDED)
 row("igamma igammac regularized_incomplete_beta", FULL, UNBOUNDED, BOUNDED)
 row("igamma_grad_a", FULL, UNBOUNDED)
 row("random_gamma", FULL, UNBOUNDED, GROWS)
@@ -262,7 +247,7 @@ row("all_gather_invariant all_gather_reduced all_to_all name pad ppermute stack"
 row("vary_unreduced_cast vary_unreduced_cast_p", MOVE, ONE, **HELD)
 row("cummax cummin pmax pmin", MOVE, ONE, **HELD, traits=(KINKED,))
 row("sort top_k", MOVE, ONE, **HELD, traits=(KINKED, RANKS))
-row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(SCATTERS_BACK, KINKED))
+row("reduce_window_max reduce_window_min", MOVE, ONE, traits=(KINKED,))
 
 # ---- no float results, or no float operands -----------------------------------------------------
 
@@ -277,9 +262,9 @@ row("closed_call cond custom_partitioning custom_vjp_call custom_vmap_call ffi_c
 row("jit linear_call pallas_call remat2 scan shard_map while", PROGRAM)
 LEFT = "unknown"
 row("and not or", LEFT, NONE, **LINEAR)
-row("iota", LEFT, NONE, **LINEAR, traits=(FROM_BITS,))
-row("rng_uniform", LEFT, NONE, **HELD, traits=(FROM_BITS,))
-row("bitcast_convert_type", LEFT, UNBOUNDED, GROWS, traits=(FROM_BITS, NO_HALF_FORM))
+row("iota", LEFT, NONE, **LINEAR)
+row("rng_uniform", LEFT, NONE, **HELD)
+row("bitcast_convert_type", LEFT, UNBOUNDED, GROWS, traits=(NO_HALF_FORM,))
 row("reduce", LEFT, UNBOUNDED, GROWS, traits=(REDUCES, NO_HALF_FORM))
 row("complex geqp3 reduce_window", LEFT, UNBOUNDED, GROWS, traits=(NO_HALF_FORM,))
 row("scatter-max scatter-min", LEFT, ONE, traits=(NO_HALF_FORM,))
@@ -307,8 +292,6 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
               that range), "bounded" (a small number) or "grows" (the default).
             - ``saves``: the values that its derivative reads: "nothing", "others" (the other
               operands of a product), "operands" (the default) or "result".
-            - ``steady``: whether its derivative stays accurate when its operands are rounded;
-              False by default. A bool, or a function as for ``gain``.
             - ``cost``: the cost of computing it a second time: "fused" (none), "dear" (that of a
               special function) or "never" (the default).
             - ``traits``: a sequence of further properties; the error message lists the valid ones.
@@ -323,7 +306,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
         >>> import mpjax
         >>> mpjax.register_rule(
         ...     *("tanh", "follow"),
-        ...     **dict(gain="one", span="bounded", saves="result", steady=True, cost="dear"),
+        ...     **dict(gain="one", span="bounded", saves="result", cost="dear"),
         ... )
     """
     name = getattr(primitive, "name", primitive)
@@ -350,7 +333,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
 def _is_valid(column: str, value: Any) -> bool:
     if column == "traits":
         return not isinstance(value, str) and all(trait in CHOICES[column] for trait in value)
-    return value in CHOICES.get(column, ()) or (column in ("gain", "steady") and callable(value))
+    return value in CHOICES.get(column, ()) or (column == "gain" and callable(value))
 
 
 CHOICES: dict[str, Any] = {
@@ -358,12 +341,11 @@ CHOICES: dict[str, Any] = {
     "gain": (NONE, ONE, SUM, RANGE, UNBOUNDED),
     "span": (KEEPS, BOUNDED, GROWS),
     "saves": (NOTHING, OTHERS, OPERANDS, RESULT),
-    "steady": (True, False),
     "cost": (FUSED, DEAR, NEVER),
     "traits": (
-        *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK, SCATTERS_BACK, FROM_BITS),
+        *(REDUCES, NO_HALF_FORM, HAS_WIDE_FORM, SUMS_BACK),
         *(SAME_PARAMETER, SAME_CONSTANT, FRESH, KINKED, PART, LOOKS_UP, STATE, CANCELS),
-        *(POLE, SUBTRACTS, JUMPS, RANKS, FLATTENS),
+        *(POLE, JUMPS, RANKS),
     ),
 }
 

@@ -41,7 +41,8 @@ def is_large(v: Value) -> bool:
 
 
 # Matrix units add up at least this many products at once (a V100 four, later ones more): a shorter
-# sum is no faster in 16 bits, and often a coordinate or an angle. That of a derivative is neither.
+# sum is no faster in 16 bits, and often a coordinate or an angle. That of a derivative is neither,
+# and a region of 16 bits asks for each.
 SHORT = 4
 # Fewer columns of a matmul's result are not rounded.
 NARROW = 16
@@ -86,7 +87,8 @@ def may_be_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul of float32, which its author left to the policy."""
     if e.rule.need != HALF or _jax.own_precision(e.params) is not None:
         return False
-    if not e.region.back and no_faster(e):
+    asked = e.region.dtype.removeprefix(OTHER) in HALF_NAMES
+    if not (e.region.back or asked) and no_faster(e):
         return False
     return all(map(is_float32, (*e.ins[:2], *e.outs)))
 

@@ -1,13 +1,13 @@
 """Matmuls on which a decision rests: of routers, and of loops that end by what they compute."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpjax._src.base import _jax
 from mpjax._src.base._jax.held import is_inexact
-from mpjax._src.base.higher_order import WHILE, higher_order
-from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
-from mpjax._src.planner.equations import Equation, Value, parts
+from mpjax._src.base.higher_order import BRANCH, WHILE, Inside, higher_order
+from mpjax._src.base.rules import COMPARE, FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
+from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
 
 # Operations that rank entries, and the axis along which they do.
 RANKING = {
@@ -84,25 +84,22 @@ def loops(equations: Sequence[Equation]) -> set[Equation]:
 def _ends_by_matmul(eqn: Any) -> bool:
     """Returns whether an equation is a while loop whose end depends on a matmul in it.
 
-    Or a function with such a loop and a backward rule, which may repeat its decisions.
+    That is a comparison of float32 numbers, which 16-bit ones might never meet. The word with the
+    largest score is none: it may end a loop that writes text.
+
+    Or whether it is a function with such a loop and a backward rule, which may repeat its
+    decisions.
     """
     row = higher_order(eqn.primitive.name)
     if row.backward:
         return _holds_one(eqn)
-    if row.kind != WHILE:
+    if row.kind != WHILE or not _multiplies(eqn):
         return False
     condition, body = row.wire(eqn)
-    ins, equations, outs = parts(condition.program, rules=True)
-    read, depends = _behind(equations, outs)
-    carries = {i for i, v in enumerate(ins[condition.consts :]) if v in read}
-    ins, equations, outs = parts(body.program, rules=True)
-    while not depends:
-        read, depends = _behind(equations, [outs[i] for i in carries])
-        more = {i for i, v in enumerate(ins[body.consts :]) if v in read} - carries
-        if not more:
-            break
-        carries |= more
-    return depends
+    carries, _ = _turned(body, Behind(set(), set()))
+    moved = condition.consts - body.consts
+    given = Behind(*({i + moved for i in places if i >= body.consts} for places in carries))
+    return 0 in _turned(condition, given)[1].verdicts
 
 
 def _holds_one(eqn: Any) -> bool:
@@ -110,14 +107,63 @@ def _holds_one(eqn: Any) -> bool:
     return any(_ends_by_matmul(each) or _holds_one(each) for each in inside)
 
 
-def _behind(equations: Sequence[Equation], wanted: Iterable[Value]) -> tuple[set[Value], bool]:
-    """Returns all that some values are computed from, and whether a matmul is on the way."""
-    read, multiplies = {*wanted}, False
-    for e in reversed(equations):
-        if not read.isdisjoint(e.outs):
-            read.update(e.ins)
-            multiplies |= _multiplies(e.like)
-    return read, multiplies
+class Behind(NamedTuple):
+    """Some values, or their places among others.
+
+    Attributes:
+        made: Those that depend on a matmul.
+        verdicts: Those that are no floats, and depend on a comparison of float32 numbers, made so.
+    """
+
+    made: set[Any]
+    verdicts: set[Any]
+
+    def add(self, values: Iterable[Value], made: bool, judged: bool) -> None:
+        """Adds values."""
+        self.made.update(v for v in values if made)
+        self.verdicts.update(v for v in values if judged and not is_inexact(v.aval))
+
+    def places(self, values: Sequence[Value]) -> "Behind":
+        """Returns the places of its values among some."""
+        return Behind(*({i for i, v in enumerate(values) if v in known} for known in self))
+
+
+def _turned(inside: Inside, given: Behind) -> tuple[Behind, Behind]:
+    """Returns the places of a program's arguments, and of its results, after any turns.
+
+    Of the arguments of the first turn these are ``given``.
+    """
+    ins, equations, outs = parts(inside.program, rules=True)
+    while True:
+        found = Behind(*({ins[i] for i in places} for places in given))
+        for e in equations:
+            _follow(e, found)
+        results = found.places(outs)
+        carried = [{arg for out, arg in inside.carry if out in places} for places in results]
+        later = Behind(*(old | new for old, new in zip(given, carried, strict=True)))
+        if later == given:
+            return given, results
+        given = later
+
+
+def _follow(e: Equation, found: Behind) -> None:
+    """Adds the results of an equation."""
+    if e.name == BARRIER:
+        for v, out in zip(e.ins, e.outs, strict=True):
+            found.add([out], v in found.made, v in found.verdicts)
+    elif e.row.params:
+        ends = _ends_by_matmul(e.like)
+        found.add(e.outs, ends, ends or (e.row.kind == BRANCH and e.ins[0] in found.verdicts))
+        for inside in e.row.wire(e.like):
+            _, results = _turned(inside, found.places([e.ins[i] for i in inside.ins]))
+            for i, place in enumerate(inside.outs):
+                if place is not None:
+                    found.add([e.outs[place]], i in results.made, i in results.verdicts)
+    else:
+        compares = e.rule.need == COMPARE and e.outs[0].aval.dtype == bool
+        judged = compares and any(v.is_float32 and v in found.made for v in e.ins)
+        judged |= not found.verdicts.isdisjoint(e.ins)
+        found.add(e.outs, _multiplies(e.like) or not found.made.isdisjoint(e.ins), judged)
 
 
 def _multiplies(eqn: Any) -> bool:

@@ -1,8 +1,8 @@
-"""The planner's representation of a program: a nested graph of values, with inner jits inlined.
+"""A program as a nested graph of values, with inner jits inlined: for reports, lints, replacements.
 
 `build` turns a jaxpr into a `Block` of `Op`s. Sub-programs (the body of a scan, the branches of a
 cond) are separate blocks. `higher_order` describes how they connect to the outer values, so an
-analysis needs no rule per control-flow primitive. This module makes no decisions; see `plan`.
+analysis needs no rule per control-flow primitive. This module makes no decisions.
 """
 
 import dataclasses
@@ -28,9 +28,6 @@ ATTENTION = "mpjax.attention="
 LOSS = "mpjax.loss="
 AGAIN = "rematted_computation"  # JAX's own, around what a backward pass computes again
 
-# An operand of a matmul, and some of its dimensions.
-Place = tuple[int, tuple[int, ...]]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Value:
@@ -38,10 +35,8 @@ class Value:
 
     aval: Any
     const: Any = None  # its known value: a scalar that fills it, or a small array
-    entries: Any = None  # the known values of its entries, in any order and number
     paths: tuple[str, ...] = ()  # the paths of the parameter that it is or views
     given: bool = False  # a parameter, or made from parameters by moves alone
-    moved: bool = False  # the same, with a sharding set by the program: devices send it
     constant: bool = False  # a constant of the program, perhaps after layout operations
     literal: bool = False  # written in the program
     # Read in every sweep, so they are not computed again.
@@ -81,14 +76,6 @@ class Op:
         object.__setattr__(self, "spec", rule_of(self.name))
 
     @property
-    def cancels(self) -> bool:
-        """Whether it is ``x - x``.
-
-        Its cotangents cancel, but not after each is added to another and rounded.
-        """
-        return self.name == "sub" and self.ins[0] is self.ins[1]
-
-    @property
     def inside(self) -> HigherOrder:
         """The row of its primitive in `higher_order`."""
         return higher_order(self.name)
@@ -126,7 +113,6 @@ class Block:
     outvars: tuple[Value, ...]
     consts: tuple[tuple[Value, Any], ...]
     ops: tuple[Op, ...]
-    in_loop: bool = False
 
     def walk(self):
         """Yields every op, including those of sub-programs."""
@@ -161,7 +147,7 @@ def build(
     return _block(jaxpr, consts, invars, scopes, ())
 
 
-def _block(jaxpr, consts, invars: Sequence[Value], scopes, callers, in_loop=False) -> Block:
+def _block(jaxpr, consts, invars: Sequence[Value], scopes, callers) -> Block:
     constants = [
         (_constant(v.aval, value), value) for v, value in zip(jaxpr.constvars, consts, strict=True)
     ]
@@ -169,7 +155,7 @@ def _block(jaxpr, consts, invars: Sequence[Value], scopes, callers, in_loop=Fals
     env |= {v: value for v, (value, _) in zip(jaxpr.constvars, constants, strict=True)}
     ops: list[Op] = []
     outvars = _flatten(jaxpr, env, ops, constants, None, scopes, callers)
-    return Block(tuple(invars), tuple(outvars), tuple(constants), tuple(ops), in_loop)
+    return Block(tuple(invars), tuple(outvars), tuple(constants), tuple(ops))
 
 
 def _flatten(jaxpr, env, ops: list[Op], consts, stack, scopes, callers) -> list[Value]:
@@ -177,10 +163,7 @@ def _flatten(jaxpr, env, ops: list[Op], consts, stack, scopes, callers) -> list[
 
     def read(atom):
         if isinstance(atom, _jax.Literal):
-            # The tangent of an integer has no entries that are numbers.
-            dtype = getattr(atom.aval, "dtype", None)
-            entries = None if dtype == jax.dtypes.float0 else atom.val
-            return Value(atom.aval, atom.val, entries, constant=True, literal=True)
+            return Value(atom.aval, atom.val, constant=True, literal=True)
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -210,14 +193,10 @@ def _result(eqn, ins: Sequence[Value], aval: Any) -> Value:
     if rules.SAME_PARAMETER in spec.traits and ins:
         fields = {"paths": ins[0].paths, "constant": ins[0].constant}
         fields["constant"] &= rules.FRESH not in spec.traits
-        if value.is_f32:
-            fields["entries"] = ins[0].entries
         if rules.SAME_CONSTANT in spec.traits and (value.is_f32 or value.size == 1):
             fields["const"] = _same_constant(eqn, ins[0].const)
     if spec.need == rules.MOVE and rules.LOOKS_UP not in spec.traits:
         fields["given"] = all(v.given for v in ins if is_float(v))
-        sent = eqn.primitive.name in EXCHANGES or any(v.moved for v in ins)
-        fields["moved"] = fields["given"] and len(eqn.outvars) == 1 and sent
     return dataclasses.replace(value, **fields) if fields else value
 
 
@@ -245,7 +224,7 @@ def _programs(eqn, ins: Sequence[Value], scopes, callers) -> tuple[Inside, ...]:
             Value(v.aval) if place in carried else _argument(v.aval, ins[index], row.knows)
             for place, (v, index) in enumerate(zip(jaxpr.invars, inside.ins, strict=True))
         ]
-        program = _block(jaxpr, consts, invars, scopes, callers, row.loops)
+        program = _block(jaxpr, consts, invars, scopes, callers)
         programs.append(inside._replace(program=program))
     return tuple(programs)
 
@@ -255,7 +234,6 @@ def _argument(aval: Any, outside: Value, knows: bool) -> Value:
     fields: dict[str, Any] = {"paths": outside.paths, "given": outside.given}
     if knows:
         const = outside.const
-        fields["entries"] = outside.entries
         filled = const is not None and np.size(const) == 1
         fields["const"] = np.reshape(const, ()) if filled else None
     return Value(aval, **fields)
@@ -266,13 +244,7 @@ def _constant(aval, value) -> Value:
     traced = isinstance(value, jax.core.Tracer)
     if not constant.is_f32 or traced or constant.size > CONSTANT_LIMIT:
         return constant
-    return dataclasses.replace(constant, const=np.asarray(value), entries=np.asarray(value))
-
-
-def is_steady(op: Op, value: Value) -> bool:
-    """Returns whether an op's derivative by an operand is bounded or tolerates its rounding."""
-    dividend = op.name == "div" and value is not op.ins[1]
-    return op.spec.linear or op.spec.steady_of(op.params) or dividend
+    return dataclasses.replace(constant, const=np.asarray(value))
 
 
 def is_float(value: Value) -> bool:

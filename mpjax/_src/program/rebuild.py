@@ -1,16 +1,14 @@
 """Puts an equation back into a program that is being traced, with other programs inside.
 
-It serves those who change a program: autocast, which gives the programs other dtypes, and the
-watching of tensors, whose programs return more than their own results.
+It serves the watching of tensors, whose programs return more than their own results, and reports on
+mapped functions, which are written as one.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from mpjax._src.base import _jax
@@ -48,9 +46,7 @@ def rebuild(
 def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     name = eqn.primitive.name
     if name in REMATS:
-        stores = has_barrier(eqn) and eqn.params["policy"] is not None
-        with _jax.storing() if stores else contextlib.nullcontext():
-            jaxpr, consts = _jax.hoisted(_jax.trace(bodies[0], avals[0], name))
+        jaxpr, consts = _jax.hoisted(_jax.trace(bodies[0], avals[0], name))
         new: dict[str, Any] = {"jaxpr": jaxpr}
         if isinstance(eqn.params["prevent_cse"], tuple):  # one for each operand
             new["prevent_cse"] = (True,) * len(consts) + eqn.params["prevent_cse"]
@@ -64,11 +60,6 @@ def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
 JITS = ("jit", "pjit")
 
 
-def has_barrier(eqn: Any) -> bool:
-    """Returns whether an equation is a checkpoint with a barrier before what it repeats."""
-    return eqn.primitive.name in REMATS and bool(np.any(eqn.params["prevent_cse"]))
-
-
 def _map(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     # Programs that gain results combine those of their devices, so each device has them whole.
     more = [PartitionSpec()] * (len(gains.start) if gains else 0)
@@ -79,8 +70,7 @@ def _map(eqn, bodies, avals, args, gains) -> Sequence[Any]:
 def _traced(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     name = eqn.primitive.name
     programs = [_jax.trace(*each, name) for each in zip(bodies, avals, strict=True)]
-    with _jax.stacking():
-        return _jax.bind(eqn, args, **higher_order(name).holding(programs))
+    return _jax.bind(eqn, args, **higher_order(name).holding(programs))
 
 
 def _scan(eqn, bodies, avals, args, gains) -> Sequence[Any]:

@@ -26,27 +26,6 @@ def test_a_barrier_stands_on_its_platforms_alone(barrier, platforms, lowered):
     np.testing.assert_array_equal(jax.vmap(jax.grad(barrier))(X), X)
 
 
-@pytest.mark.parametrize("lowered", ["cpu", "cuda", "tpu"])
-def test_arrays_behind_one_barrier_are_stored_in_16_bits_but_on_cpus(lowered):
-    def fun(x, y):
-        return _jax.one_barrier([x, y], [jnp.bfloat16, None])
-
-    text = jax.jit(fun).trace(X, X).lower(lowering_platforms=(lowered,)).as_text()
-    (line,) = [s for s in text.splitlines() if "optimization_barrier" in s]
-    assert ("bf16" in line) == (lowered != "cpu") and "f32" in line
-
-
-def test_one_barrier_is_linear_and_leaves_out_what_has_no_derivative():
-    def fun(x, y):
-        a, b = _jax.one_barrier([x, y], [None, None])
-        return jnp.sum(a * a) + 0 * jnp.sum(jax.lax.stop_gradient(b))
-
-    np.testing.assert_array_equal(jax.grad(fun)(X, X), 2 * X)
-    np.testing.assert_array_equal(jax.vmap(jax.grad(fun))(X, X), 2 * X)
-    np.testing.assert_allclose(jax.jvp(fun, (X, X), (X, X))[1], jnp.sum(2 * X * X), rtol=1e-6)
-    np.testing.assert_array_equal(jax.hessian(fun)(X, X), 2 * np.eye(X.size))
-
-
 @pytest.mark.parametrize(("axis", "order"), [(None, "1, 0"), (0, "2, 1, 0"), (1, "2, 0, 1")])
 def test_rows_are_contiguous_on_one_gpu(axis, order):
     """And under vmap: in the text, the axes of an array stand in the opposite order."""

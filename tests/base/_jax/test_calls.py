@@ -1,4 +1,4 @@
-"""Contract: what `_jax.linearized_once` and `_jax.eval_once` assume about JAX."""
+"""Contract: what `calls.linearized_once` and `_jax.eval_once` assume about JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from jax.interpreters import ad
 
 from mpjax._src.base import _jax
+from mpjax._src.base._jax import calls
 
 X = jnp.linspace(0.1, 1.0, 4)
 RULES_RUN = []
@@ -30,7 +31,7 @@ def body(x, n):
 
 def once():
     avals = [jax.typeof(X), jax.typeof(jnp.int32(0))]
-    return _jax.linearized_once(_jax.trace(body, avals, "body"))
+    return calls.linearized_once(_jax.trace(body, avals, "body"))
 
 
 def thrice(body):
@@ -79,7 +80,7 @@ def test_linearized_once_runs_a_rule_once_for_several_calls():
 def test_linearized_once_differentiates_closed_over_values():
     def fun(scale):
         jaxpr = _jax.trace(lambda x: [x * scale], [jax.typeof(X)], "body")
-        return jnp.sum(_jax.linearized_once(jaxpr)(X)[0])
+        return jnp.sum(calls.linearized_once(jaxpr)(X)[0])
 
     assert jax.grad(fun)(2.0) == pytest.approx(float(jnp.sum(X)))
 

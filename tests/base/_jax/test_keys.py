@@ -99,6 +99,33 @@ def test_rules_are_the_same_if_they_are_one_function_that_reads_the_same():
     assert held() == held() and hash(held()) == hash(held())
 
 
+def test_policies_of_checkpoints_are_the_same_if_they_read_the_same():
+    policies, limits = jax.checkpoint_policies, [3]
+
+    def key(policy):
+        return _jax.rules_key(jax.make_jaxpr(jax.checkpoint(jnp.sin, policy=policy))(1.0))
+
+    def made(limit, held=None):
+        return lambda prim, *args, **params: len(args) < limit and held is not limits
+
+    equal = [
+        (None, None),
+        (policies.dots_saveable, policies.dots_saveable),
+        (policies.save_only_these_names("a"), policies.save_only_these_names("a")),
+        (made(1), made(1)),
+        (made(1, limits), made(1, limits)),
+    ]
+    others = [
+        (None, policies.dots_saveable),
+        (policies.nothing_saveable, policies.dots_saveable),
+        (policies.save_only_these_names("a"), policies.save_only_these_names("b")),
+        (made(1), made(2)),
+        (made(1, limits), made(1, [3])),
+    ]
+    assert all(key(one) == key(other) for one, other in equal)
+    assert not any(key(one) == key(other) for one, other in others)
+
+
 def test_a_rule_that_reads_a_traced_value_has_no_key():
     def fun(number):
         key = with_rule(lambda primals, tangents: (primals[0], number * tangents[0]))

@@ -24,19 +24,18 @@ from mpjax._src.base._jax.barriers import (
     row_major,
     told,
 )
-from mpjax._src.base._jax.calls import eval_once, linearized_once
-from mpjax._src.base._jax.convolutions import half_conv, planned_conv
+from mpjax._src.base._jax.calls import eval_once
+from mpjax._src.base._jax.convolutions import planned_conv
 from mpjax._src.base._jax.cpu_matmuls import cpu_flags
 from mpjax._src.base._jax.jits import call_as_jit, jit_call, jit_of
 from mpjax._src.base._jax.keys import program_key, rules_key
 from mpjax._src.base._jax.literals import casts_of_numbers
-from mpjax._src.base._jax.matmuls import marked, storing
+from mpjax._src.base._jax.matmuls import marked
 from mpjax._src.base._jax.partitioning import answer_partitioning, ask_elsewhere
 from mpjax._src.base._jax.programs import (
     FASTEST,
     Structure,
     abstract,
-    at_default_precision,
     aval_of,
     bind,
     bytes_of,
@@ -60,7 +59,6 @@ from mpjax._src.base._jax.programs import (
     open_jaxpr,
     own_precision,
     primitive_names,
-    programs_in,
     retyped,
     scan_counts,
     shard_shape,
@@ -70,12 +68,9 @@ from mpjax._src.base._jax.programs import (
     typed_as,
     with_results,
 )
-from mpjax._src.base._jax.recurrences import drive, recurrence, scanned
+from mpjax._src.base._jax.recurrences import recurrence, scanned
 from mpjax._src.base._jax.rules import (
-    custom_jvp_rule,
-    custom_vjp_rules,
     in_taylor_mode,
-    instantiated,
     manual_axes,
     shard_map,
     with_rule,
@@ -83,10 +78,7 @@ from mpjax._src.base._jax.rules import (
     zeros_of,
 )
 from mpjax._src.base._jax.sources import (
-    below,
-    common_stack,
     in_one_call,
-    inside,
     is_called_directly,
     is_promotion,
     is_written_cast,
@@ -99,12 +91,9 @@ from mpjax._src.base._jax.sources import (
     source_lines,
     transforms,
 )
-from mpjax._src.base._jax.stacks import stacking
 from mpjax._src.base._jax.wire import (
     by_devices,
     half_dot,
-    half_gather,
-    one_barrier,
     placed_freely,
     planned_gather,
 )

@@ -1,6 +1,6 @@
 """16-bit convolutions whose kernel gradients are summed over devices in float32.
 
-A matmul can return the float32 accumulator of that gradient (`wire.half_dot`), but cuDNN has no
+A matmul can return the float32 accumulator of that gradient, but cuDNN has no
 such convolution. So each device convolves its own part of the batch in 16 bits, and the results are
 cast to float32 before they are summed.
 """
@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax._src.base._jax.barriers import row_major
 from mpjax._src.base._jax.matmuls import marked
-from mpjax._src.base._jax.programs import retyped
 from mpjax._src.base._jax.wire import placed_freely, primitive_of
 
 conv_p = jax.lax.conv_general_dilated_p
@@ -32,20 +31,6 @@ def planned_conv(eqn: Any) -> tuple[Any, dict[str, Any]]:
     devices sum it in float32.
     """
     return _planned_p, {**eqn.params, "sums": False}
-
-
-def half_conv(x: Any, kernel: Any, half: Any, **params: Any) -> Any:
-    """Convolves in 16 bits with a kernel that may be float32. It is linear in both operands.
-
-    The kernel's cotangent has its dtype, and is summed over devices in float32. The parameters are
-    those of ``conv_general_dilated`` without ``preferred_element_type``.
-    """
-    return _half_conv(x, kernel, half, half, False, **params)
-
-
-def _half_conv(x, y, half, dtype, sums, **params):
-    dtypes = {"half": np.dtype(half), "preferred_element_type": np.dtype(dtype)}
-    return _half_conv_p.bind(x, y, sums=sums, **dtypes, **params)
 
 
 def _plain(x, y, *, half, preferred_element_type, **params):
@@ -113,30 +98,6 @@ def _names(x: Any, dim: int) -> tuple[str, ...]:
     return (stated,) if isinstance(stated, str) else tuple(stated or ())
 
 
-def _abstract_eval(x, y, *, half, sums, **params):
-    del sums
-    return conv_p.abstract_eval(retyped(x, half), retyped(y, half), **params)[0]
-
-
-def _transpose_x(ct, x, kernel, *, half, sums, preferred_element_type, **params):
-    """Transposes a convolution as JAX does, in 16 bits."""
-    del sums, preferred_element_type
-    ct, kernel = (jax.lax.convert_element_type(v, half) for v in (ct, kernel))
-    moving = ad.UndefinedPrimal(retyped(x.aval, half))
-    more = {"preferred_element_type": np.dtype(half), **params}
-    out, _ = ad.primitive_transposes[conv_p](ct, moving, kernel, **more)
-    return jax.lax.convert_element_type(out, x.aval.dtype)
-
-
-def _transpose_kernel(ct, x, kernel, *, half, sums, preferred_element_type, **params):
-    """Transposes a convolution by its kernel as JAX does: the result sums over the batch."""
-    del sums, preferred_element_type
-    if np.size(ct) == 0:
-        return ad.Zero(kernel.aval)
-    moved = _of_kernel(ct, x, kernel, **params)
-    return _half_conv(x, ct, half, kernel.aval.dtype, True, **{**params, **moved})
-
-
 def _of_kernel(ct: Any, x: Any, kernel: Any, **params: Any) -> dict[str, Any]:
     """Returns the parameters of the convolution that is the gradient by a kernel."""
     # The gradient of a kernel is a convolution of the input with the cotangent: batch and features
@@ -192,36 +153,27 @@ def _planned_kernel(ct, x, kernel, *, sums, **params):
     return _planned_p.bind(x, ct, sums=not sums, **{**params, **moved})
 
 
-def _batch(
-    of, plain, axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params
-):
+def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params):
     """Merges a batch axis of the input into its batch; other cases are batched as in JAX."""
     del axis_data
     (x, y), (dim, other) = args, dims
     numbers = {"dimension_numbers": dimension_numbers, "batch_group_count": batch_group_count}
     if dim is None and other is None:  # a program is batched as a whole
-        return of.bind(x, y, sums=sums, **numbers, **params), None
+        return _planned_p.bind(x, y, sums=sums, **numbers, **params), None
     if sums or other is not None or batch_group_count > 1:
-        one = functools.partial(plain, **numbers, **params)
+        one = functools.partial(conv_p.bind, **numbers, **params)
         return jax.vmap(one, dims)(*args), 0
     place, result = dimension_numbers.lhs_spec[0], dimension_numbers.out_spec[0]
     x = jax.numpy.moveaxis(x, dim, place)
     count, rows = x.shape[place : place + 2]
     x = x.reshape(*x.shape[:place], count * rows, *x.shape[place + 2 :])
-    out = of.bind(x, y, sums=False, **numbers, **params)
+    out = _planned_p.bind(x, y, sums=False, **numbers, **params)
     return out.reshape(*out.shape[:result], count, rows, *out.shape[result + 1 :]), result
 
 
-def _define(name: str, run: Any, types: Any, transposes: Any, plain: Any) -> Any:
-    primitive = primitive_of(name, run, types)
-    ad.defbilinear(primitive, *transposes)
-    batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, plain)
-    return primitive
-
-
-_NAME = "conv_general_dilated"
-_half_conv_p = _define(_NAME, _convolve, _abstract_eval, (_transpose_x, _transpose_kernel), _plain)
-_planned_p = _define(_NAME, _run, _type, (_planned_x, _planned_kernel), conv_p.bind)
+_planned_p = primitive_of("conv_general_dilated", _run, _type)
+ad.defbilinear(_planned_p, _planned_x, _planned_kernel)
+batching.fancy_primitive_batchers[_planned_p] = _batch
 
 
 def _taylor(primals, series, *, sums, **params):

@@ -106,7 +106,8 @@ def rules_key(jaxpr: Any) -> Any:
     """Returns a key of the derivative rules that a program brings along.
 
     A rule of the user is the same if it is the same function and has what it had to read: the
-    values that it closes over, and the globals that its code names.
+    values that it closes over, and the globals that its code names. The policy of a checkpoint is
+    the same, too, if it is made anew of the same code.
 
     Raises:
         TypeError: If a rule closes over a value that is traced, or hides what it reads.
@@ -114,6 +115,7 @@ def rules_key(jaxpr: Any) -> Any:
     rules: list[Any] = []
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         rules += [_rule(eqn.params[name]) for name in _RULES if name in eqn.params]
+        rules += [_policy(eqn.params["policy"])] if eqn.params.get("policy") else []
         rules += map(rules_key, inner_jaxprs(eqn))
     return tuple(filter(None, rules))
 
@@ -153,6 +155,13 @@ def _rule(x: Any, depth: int = 0) -> Any:
     read = [*cells, *(x.__globals__.get(name) for name in x.__code__.co_names)]
     own = [_rule(y, depth + 1) if isinstance(y, types.FunctionType) else _value(y) for y in read]
     return _Same(x), *own
+
+
+def _policy(x: Any) -> Any:
+    """Returns a key of the policy of a checkpoint."""
+    own = isinstance(x, types.FunctionType) and not (x.__module__ or "").startswith("jax.")
+    names = x.__code__.co_names if own else ()
+    return _key(x), *(_value(x.__globals__.get(name)) for name in names)
 
 
 def _value(x: Any) -> Any:

@@ -43,12 +43,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Returns the open jaxprs among the parameters of an equation."""
-    return programs_in(eqn.params)
-
-
-def programs_in(params: dict[str, Any]) -> list[Any]:
-    """Returns the open jaxprs among some parameters."""
-    return list(jaxprs_in_params(params))
+    return [*jaxprs_in_params(eqn.params)]
 
 
 class Structure:
@@ -199,16 +194,6 @@ def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
 
 # The precision of a matmul that JAX's default setting does not change.
 FASTEST = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
-
-
-def at_default_precision(eqn: Any) -> Any:
-    """Returns a matmul without the float32 precision that JAX's default setting gave it.
-
-    The precision is not set to None, which would mean the default again in a derivative.
-    """
-    if eqn.params.get("precision") is None:
-        return eqn
-    return eqn.replace(params={**eqn.params, "precision": FASTEST})
 
 
 def own_precision(params: dict[str, Any]) -> Any:

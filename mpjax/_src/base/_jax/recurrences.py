@@ -45,7 +45,7 @@ def _moved(x: Any, axis: int, later: bool) -> Any:
     return jax.lax.concatenate([zero, rest] if later else [rest, zero], axis)
 
 
-def drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
+def _drive(tangents: Any, h: Any, axis: int, reverse: bool = False) -> Any:
     """Returns what drives the tangent of a recurrence ``h``.
 
     The tangent of ``a`` or of ``b`` is None if it is zero; not both are.
@@ -61,7 +61,7 @@ def _jvp(primals: Any, tangents: Any, *, axis: int, reverse: bool, half: Any) ->
     if moving == [None, None]:
         return h, zero_tangent(h)
     read = h if half is None else rounded_p.bind(h, half=half)
-    driven = drive(moving, read, axis, reverse)
+    driven = _drive(moving, read, axis, reverse)
     return h, recurrence_p.bind(primals[0], driven, axis=axis, reverse=reverse, half=None)
 
 

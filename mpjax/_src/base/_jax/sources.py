@@ -11,11 +11,9 @@ from jax._src import source_info_util
 from jax._src.api_util import InternalFloatingPointError
 from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import (
-    NameStack,
     SourceInfo,
     current_name_stack,
     register_exclusion,
-    set_name_stack,
     user_context,
 )
 
@@ -180,27 +178,6 @@ def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
     if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
     return error
-
-
-def inside(stack: Any) -> Any:
-    """Returns a context in which traced equations are below the names of a stack."""
-    return set_name_stack(current_name_stack() + stack)
-
-
-def below(stack: Any, depth: int) -> Any:
-    """Returns a name stack without its first names."""
-    return NameStack(stack.stack[depth:])
-
-
-def common_stack(stacks: Sequence[Any]) -> Any:
-    """Returns the common prefix of name stacks."""
-    first, *rest = (stack.stack for stack in stacks)
-    depth = 0
-    while depth < len(first) and all(
-        s[depth : depth + 1] == first[depth : depth + 1] for s in rest
-    ):
-        depth += 1
-    return NameStack(first[:depth])
 
 
 @transformation2

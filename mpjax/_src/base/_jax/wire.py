@@ -7,7 +7,7 @@ fewest bytes is used.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,17 +41,12 @@ def _half_dot(x, y, half, dtype, order, sums, **params):
     return _half_dot_p.bind(x, y, order=order, sums=sums, **dtypes, **params)
 
 
-def half_gather(x: Any, indices: Any, half: Any, **params: Any) -> Any:
-    """Gathers entries of a float32 array, of which devices exchange only 16-bit parts.
-
-    On several devices the array is rounded to 16 bits before the gather. The derivative is that of
-    the float32 gather: entries of the cotangent are summed in float32.
-    """
-    return _half_gather_p.bind(x, indices, half=np.dtype(half), **params)
-
-
 def planned_gather(eqn: Any, half: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the primitive and parameters of a lookup as of `half_gather`."""
+    """Returns the primitive and parameters of a lookup of which devices exchange 16-bit parts.
+
+    On several devices the float32 array is rounded to 16 bits before the gather. The derivative is
+    that of the float32 gather: entries of the cotangent are summed in float32.
+    """
     return _half_gather_p, {**eqn.params, "half": np.dtype(half)}
 
 
@@ -227,58 +222,6 @@ def _gather_taylor(primals, series, *, half, **params):
 jet.jet_rules[_half_gather_p] = _gather_taylor  # type: ignore[assignment]
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
-
-
-# ---- barriers ------------------------------------------------------------------------------------
-
-
-def one_barrier(arrays: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
-    """Returns arrays behind one barrier: none is used before all have been computed.
-
-    ``halves`` has for each the 16-bit dtype in which one device has computed it, or None. Behind
-    the barrier it is stored in this dtype. Several devices compute it in its own.
-    """
-    return _one_barrier_p.bind(*arrays, halves=tuple(halves))
-
-
-def _lower_one_barrier(ctx, *arrays, halves):
-    wide = _devices(ctx) > 1
-    dtypes = [x.dtype if wide else h or x.dtype for x, h in zip(ctx.avals_in, halves, strict=True)]
-
-    def run(*arrays):
-        stored = jax.lax.optimization_barrier([*map(jax.lax.convert_element_type, arrays, dtypes)])
-        return [*map(jax.lax.convert_element_type, stored, [x.dtype for x in arrays])]
-
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *arrays)
-
-
-def _lower_wide_barrier(ctx, *arrays, halves):
-    """A CPU's kernels return float32 accumulators, which are not rounded before they are read."""
-    return _lower_one_barrier(ctx, *arrays, halves=[None] * len(halves))
-
-
-def _behind_one(moving: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
-    """Returns tangents or cotangents behind one barrier, except those that are zero."""
-    pairs = [(x, h) for x, h in zip(moving, halves, strict=True) if not isinstance(x, ad.Zero)]
-    behind = iter(one_barrier(*zip(*pairs, strict=True)) if pairs else ())
-    return [x if isinstance(x, ad.Zero) else next(behind) for x in moving]
-
-
-_one_barrier_p = Primitive("optimization_barrier")
-_one_barrier_p.multiple_results = True
-_one_barrier_p.def_impl(functools.partial(dispatch.apply_primitive, _one_barrier_p))
-_one_barrier_p.def_abstract_eval(lambda *avals, halves: [*avals])
-mlir.register_lowering(_one_barrier_p, _lower_one_barrier)
-mlir.register_lowering(_one_barrier_p, _lower_wide_barrier, platform="cpu")
-ad.primitive_jvps[_one_barrier_p] = lambda primals, tangents, halves: (
-    one_barrier(primals, halves),
-    _behind_one(tangents, halves),
-)
-ad.primitive_transposes[_one_barrier_p] = lambda cts, *_, halves: _behind_one(cts, halves)
-batching.primitive_batchers[_one_barrier_p] = lambda arrays, dims, halves: (
-    one_barrier(arrays, halves),
-    [*dims],
-)
 
 
 # ---- programs ------------------------------------------------------------------------------------
