@@ -41,3 +41,11 @@ def test_a_dear_value_is_computed_for_the_matmul_and_beside_cotangents(name):
 def test_a_cheap_value_is_computed_once():
     names = backward(mlp(lambda x: x * jnp.abs(x)), "lean")
     assert names.count("abs") == 1
+
+
+def test_a_gate_of_two_arrays_is_computed_once():
+    def fun(w, v):
+        a, b = X @ w, X @ w[::-1]
+        return jnp.sum(((jax.lax.logistic(a) * b) @ v) ** 2)
+
+    assert backward(fun, "lean").count("logistic") == 1

@@ -2,8 +2,8 @@
 
 A compiler repeats a sum or a product in every kernel that reads it. A special function it computes
 once, and writes it in float32 if the kernels cannot be one: one makes the operand of a matmul, and
-another reads cotangents that come later. Each can compute it from what was handed over, which is
-fewer bytes. (Where a kernel sums what another reads beside the sums, to compute it twice was tried:
+another reads cotangents that come later. Each can compute it from one array that was handed over,
+which is fewer bytes. (Where a kernel sums what another reads beside the sums, to compute it twice was tried:
 it moved 2% more bytes.)
 """
 
@@ -38,7 +38,7 @@ def for_matmuls(
     read = dict.fromkeys(v for e in equations if e not in ours for v in e.ins if v in made)
     beside = {*between(again, [v for v in [*read, *results] if v not in fed], known)}
     chains = {v: between(again, [v], known) for v in read if v in fed}
-    chosen = [v for v, chain in chains.items() if _shares(chain, beside, known)]
+    chosen = [v for v, chain in chains.items() if _shares(v, chain, beside, known)]
     copies, instead = _copied(between(again, chosen, known), chosen)
     return copies, [e if e in ours else e.reading(instead) for e in equations]
 
@@ -57,11 +57,15 @@ def _copied(
 
 
 def _shares(
-    chain: Sequence[Equation], others: Collection[Equation], known: Collection[Value]
+    v: Value, chain: Sequence[Equation], others: Collection[Equation], known: Collection[Value]
 ) -> bool:
-    """Returns whether a dear equation is part of other chains too, all from what is known."""
-    read = any(v in known for e in chain for v in e.ins)
-    return read and any(_is_dear(e) and e in others for e in chain)
+    """Returns whether a dear equation is part of other chains too, and all reads one array.
+
+    To read two again, as the parts of a gate, is more bytes: XLA makes one kernel of both.
+    """
+    sizes = {x: x.size for e in chain for x in e.ins if x in known}
+    few = 0 < sum(sizes.values()) < 2 * v.size
+    return few and any(_is_dear(e) and e in others for e in chain)
 
 
 def _is_dear(e: Equation) -> bool:
