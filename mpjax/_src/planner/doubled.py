@@ -3,8 +3,8 @@
 A compiler repeats a sum or a product in every kernel that reads it. A special function it computes
 once, and writes it in float32 if the kernels cannot be one: one makes the operand of a matmul, and
 another reads cotangents that come later. Each can compute it from one array that was handed over,
-which is fewer bytes. (Where a kernel sums what another reads beside the sums, to compute it twice was tried:
-it moved 2% more bytes.)
+which is fewer bytes. Where a kernel sums what another reads beside the sums, this was tried too: it
+moved 2% more bytes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
