@@ -110,3 +110,36 @@ def test_taylor_series_of_a_gradient():
         return jet(jax.grad(fun), (X,), ((X, 0 * X),))
 
     assert_near(series(planned(of_one(state), EXACT)), series(of_one(state)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_the_derivative_reads_what_matmuls_alone_read_in_16_bits(half):
+    def read_by_a_matmul(v, x):
+        return jnp.sum(jnp.tanh(state(x @ v) @ v))
+
+    def read_beside(v, x):
+        h = state(x @ v)
+        return jnp.sum(jnp.tanh(h @ v)) + jnp.sum(h**2)
+
+    for fun, dtype in ((read_by_a_matmul, half), (read_beside, "float32")):
+        _, backward = jax.vjp(planned(fun, half), V, X)
+        jaxpr = jax.make_jaxpr(backward)(jnp.float32(1))
+        moved = [e for e in equations(jaxpr) if e.primitive.name == "concatenate"]
+        assert moved
+        kept_arrays = [x for x in jax.tree.leaves(backward) if isinstance(x, jax.Array)]
+        found = {str(x.dtype) for x in kept_arrays if x.shape == X.shape and _is_state(x)}
+        assert dtype in found and (dtype == "float32" or "float32" not in found)
+
+
+def _is_state(x):
+    return bool(jnp.allclose(jnp.asarray(x, jnp.float32), state(X @ V), rtol=0.05, atol=0.05))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_rounded_states_are_as_accurate_in_long_recurrences(half):
+    def fun(v, x):
+        x = jnp.tile(x, (16, 1)) @ v
+        h = scanned(x / 4)[1]  # factors near one: states of many turns
+        return jnp.sum(jnp.tanh(h @ v))
+
+    assert not sound(PLANNERS["derivative"], fun, (V, X), half)
