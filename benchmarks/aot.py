@@ -63,7 +63,6 @@ COMPILED = {
     ),
     "softmax": ("h100", ("bert", "vit"), ("by hand, half softmax",)),
     "fused": ("h100", ATTENTIVE, ("autocast, fused attention",)),
-    "scores": ("h100", ATTENTIVE, ("autocast, half scores",)),
     "gates": ("h100", ("gpt2", "resnet50"), GATED),
     "codes": ("h100", CASES, ("autocast, 8bit",)),
     "flax": ("h100", CASES, ("by hand",)),

@@ -192,7 +192,6 @@ RIVALS = {
     "autocast, chunked loss, fused attention": functools.partial(
         autocast, suffix=f"{_CHUNKED}{_FUSED}"
     ),
-    "autocast, half scores": functools.partial(autocast, suffix=',half_ops=["dot_general"]'),
     "build_train_step": whole_step,
     "build_train_step, fused attention": functools.partial(whole_step, suffix=_FUSED),
     **{

@@ -19,7 +19,7 @@ CHARTED = ("temp_mib", "looped_gb")
 ROOFLINE = {"roofline_ms": "roofline"}
 HAND, FLAX, FLOAT32 = STRICT, "by hand", "float32"
 OURS = ("autocast", "autocast, lean")
-FUSED, SCORES = "autocast, fused attention", "autocast, half scores"
+FUSED = "autocast, fused attention"
 LEAN, CODED = "autocast, lean", "autocast, 8bit"
 # A model of each kind, for the first picture.
 FAMILIES = ("gpt2", "llama", "bert", "vit", "moe_ragged", "resnet50", "ddpm", "lstm", "mamba")
@@ -78,10 +78,6 @@ elementwise operations again: less memory, more bytes moved.
 FUSED_SAYS = """On an H100, for models with attention. Fused attention is off by default.
 """
 
-SCORES_SAYS = """On an H100, `autocast` with `with_ops(half="dot_general")`, which rounds scores of
-attention and logits to 16 bits, as strict casts by hand do. By default they are float32.
-"""
-
 CODED_SAYS = """`storage=8bit` moves bytes to store fewer: XLA reads a value once more to write
 its 8-bit code, and writes it decoded for a matmul or a convolution, because a library kernel
 reads 16-bit operands; elementwise kernels read the code itself. The ratio of bytes is highest
@@ -128,9 +124,6 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
         "### fused_attention=true relative to strict casts by hand\n",
         FUSED_SAYS,
         models("h100", FUSED, HAND, cases, measured(cases, "h100", FUSED)),
-        "### 16-bit scores relative to strict casts by hand\n",
-        SCORES_SAYS,
-        models("h100", SCORES, HAND, cases, measured(cases, "h100", SCORES)),
         "### autocast relative to float32\n",
         "On an H100:\n",
         models("h100", "autocast", FLOAT32, cases),
@@ -263,7 +256,7 @@ def libraries(cases: Rows) -> str:
     text = []
     for model in CASES:
         rivals = cases.get(f"h100/{model}", {})
-        if set(rivals) <= {*FIRST, FLAX, FUSED, SCORES, CODED}:
+        if set(rivals) <= {*FIRST, FLAX, FUSED, CODED}:
             continue
         rows = []
         for rival, row in rivals.items():

@@ -98,7 +98,11 @@ ATTENTIONS = {
     "softmax first": lambda s, v: jax.nn.softmax(s) @ v,
     "softmax second": lambda s, v: (v.mT @ jax.nn.softmax(s, axis=-2)).mT,
     "swapped rows": lambda s, v: jnp.einsum("bqk,bkd->dbq", jax.nn.softmax(s), v),
-    "two summed": lambda s, v: jnp.einsum("bqk,bqk->b", jax.nn.softmax(s, axis=(1, 2)), v @ v.mT),
+    "two summed": lambda s, v: jnp.einsum(
+        "bqk,bqkc->bc",
+        jax.nn.softmax(s, axis=(1, 2)),
+        (v @ v.mT)[..., None] * jnp.arange(1.0, 4) / 9,
+    ),
     "no batch": lambda s, v: jax.nn.softmax(s[0], axis=0).T @ v[0],
     "returned too": lambda s, v: (jax.nn.softmax(s) @ v, jax.nn.softmax(s)),
     "two": lambda s, v: jax.nn.softmax(s) @ jax.nn.softmax(v @ v.mT / 3, axis=1),
