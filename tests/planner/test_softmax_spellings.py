@@ -167,7 +167,10 @@ def test_softmax_in_each_spelling_has_right_derivatives(name):
 TIES = ("stopped in part", "another shift")
 
 
-@pytest.mark.parametrize("name", [name for name in OTHERS if name not in TIES])
+ALIKE = [name for name in OTHERS if name not in TIES]
+
+
+@pytest.mark.parametrize("name", thorough_but(ALIKE, *range(0, len(ALIKE), 4)))
 def test_lookalike_of_a_softmax_has_right_derivatives(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
 
@@ -270,8 +273,7 @@ def of_heads(name):
     return fun
 
 
-LAYOUTS = ["transposed", "two summed", "dropped after", "weighed after", "split and merged"]
-LAYOUTS += ["copied", "summed over queries and keys"]
+LAYOUTS = ["transposed", "weighed after", "summed over queries and keys"]
 
 
 @pytest.mark.parametrize("name", thorough_but(HEADS, *LAYOUTS))
@@ -329,13 +331,7 @@ def of_scores(scores):
     return lambda q, k, v: jnp.cos(jax.nn.softmax(scores(q, k) / 2) @ v)
 
 
-SEEN = [
-    "keys first",
-    "a temperature to each row, spread",
-    "in groups",
-    "masked by an array",
-    "clipped",
-]
+SEEN = ["a temperature to each row, spread", "in groups"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SOURCES, *SEEN))
@@ -389,7 +385,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize("name", thorough_but(GUARDED, 0, 3))
 def test_guarded_softmax_of_keys_with_a_mean_is_as_by_hand(name):
     exponentials, guard = GUARDED[name]
 
