@@ -53,7 +53,7 @@ def test_every_cause_is_described_and_used():
     assert used == described
     text = PAGE.read_text()
     listed = re.findall(r"^\| ([^|]*) \|", text.rpartition("## Causes")[2], re.MULTILINE)
-    assert {*listed[2:]} <= described and "float32 scores" in listed
+    assert {*listed[2:]} <= described and "float32 scatters" in listed
 
 
 def row(**figures):

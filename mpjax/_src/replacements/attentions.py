@@ -2,7 +2,7 @@
 
     out = softmax(factor * q k' + biases, masked) v
 
-The pattern does not depend on the spelling: a softmax that `peepholes` found, an affine function of
+The pattern does not depend on the spelling: a softmax that `softmaxes` found, an affine function of
 a matmul's result before it, and a matmul that is its only reader. Axes are identified by what they
 run over. Axes shared by both operands of the first matmul are batches and heads, the axes of the
 sum are keys, and the others are queries, including heads that share keys. Changes of layout in
