@@ -136,8 +136,8 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
         OTHERS,
         libraries(cases),
         "### Other devices\n",
-        "Memory, bytes moved (float16 on the V100); each mean is over the models of its column. Of\n"
-        "other devices than the H100, these are figures of the planner before this version's.\n"
+        "Memory, bytes moved (float16 on the V100); each mean is over the models of its column.\n"
+        "Of other devices than the H100, these are figures of the planner before this version's.\n"
         "`autocast` relative to strict casts by hand:\n",
         targets(HAND, cases),
         shortfalls(short(cases, causes, HAND, strict)) if strict else "",
