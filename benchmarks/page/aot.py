@@ -80,12 +80,10 @@ FUSED_SAYS = """On an H100, for models with attention. Fused attention is off by
 
 CODED_SAYS = """`storage=8bit` moves bytes to store fewer: XLA reads a value once more to write
 its 8-bit code, and writes it decoded for a matmul or a convolution, because a library kernel
-reads 16-bit operands; elementwise kernels read the code itself. The ratio of bytes is highest
-in T5, most of which is attention. A softmax is one kernel with one result, the 16-bit weights
-that the matmul reads. So a second kernel reads these and writes their codes (1.6 of the 7.2 GB
-that T5 moves more), and a third decodes them for the backward matmul (1.3 GB). GPT-2 124M and
-the diffusion U-Net miss their goals of memory because `lean` has come to store less of them,
-not because the codes take more.
+reads 16-bit operands; elementwise kernels read the code itself. A softmax is one kernel with one
+result, the 16-bit weights that the matmul reads. So a second kernel reads these and writes their
+codes, and a third decodes them for the backward matmul. Models without a row on the H100 were not
+measured.
 """
 
 OTHERS = """flax's DynamicScale and mpjax's `build_train_step` train in float16, with a loss scale,
