@@ -74,7 +74,7 @@ def held_apart(
     into: list[Equation] = []
     first = apart(_read([*saved, *_of_arguments(before, saved)], before), both) if before else {}
     first = {v: x for v, x in first.items() if v not in late}
-    held = {v for v in (*saved, *remade) if v not in padded}
+    held = dict.fromkeys(v for v in (*saved, *remade) if v not in padded)
     alone, equations = for_matmuls(equations, results, late, held)
     values = _apart([*saved, *remade], equations, late)
     second = apart([v for v in values if v not in padded], equations)
