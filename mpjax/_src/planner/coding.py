@@ -28,8 +28,9 @@ SHARE, LEVELS = "share", "int8"
 # own, which takes more time than their bytes.
 FEWEST = 2**14
 EXPONENTIALS = ("exp", "exp2")
-# What they do to rounding errors is bounded: those of a logarithm are absolute, and small.
-BOUNDED = ("log", "log1p", "log2")
+# What they do to rounding errors is bounded: those of a logarithm, and of the derivative of a tanh,
+# are absolute, and small.
+BOUNDED = ("log", "log1p", "log2", "one_minus_square")
 
 Makers = Mapping[Value, Equation]
 
@@ -86,8 +87,11 @@ def _sensitive(early: Sequence[Equation], late: Sequence[Equation], maker: Maker
 
 def _enlarges(e: Equation, maker: Makers) -> bool:
     if e.name in CUSTOM:
-        bodies = rounding.bodies(e)
-        return any(_enlarges(inner, {}) for _, equations, _ in bodies for inner in equations)
+        for _, equations, _ in rounding.bodies(e):
+            inside = {out: inner for inner in equations for out in inner.outs}
+            if any(_enlarges(inner, inside) for inner in equations):
+                return True
+        return False
     if e.row.kind or JUMPS in e.rule.traits or e.name in ("eq", "ne"):
         return True
     if e.name in EXPONENTIALS:

@@ -25,7 +25,10 @@ from mpjax._src.planner.equations import (
 from mpjax._src.planner.mincut import cheapest_cut
 
 # Operations that a table of memory traffic calls dear, but that are computed where they are read.
-VIEWS = frozenset({"name", "pad", "pvary", "pcast", "reduce_precision", "rev", "rounded", "xor"})
+VIEWS = frozenset(
+    ("and", "bitcast_convert_type", "name", "pad", "polynomial", "pvary", "pcast")
+    + ("reduce_precision", "rev", "rounded", "xor")
+)
 
 # The price of a value that is handed over, in bytes.
 Pricing = Callable[[Value], int]

@@ -67,6 +67,8 @@ def _key(x: Any, depth: int = 0) -> Any:
         return program_key(x, known=True)
     if isinstance(x, tuple | list):
         return type(x), *(_key(part, depth + 1) for part in x)
+    if isinstance(x, set | frozenset):
+        return set, frozenset(_key(part, depth + 1) for part in x)
     if isinstance(x, dict):
         return dict, *((_key(k, depth + 1), _key(v, depth + 1)) for k, v in x.items())
     if isinstance(x, jax.tree_util.PyTreeDef):
