@@ -133,6 +133,11 @@ CONTRACTS = (
     ),
     Contract(
         "programs",
+        ("jax._src.interpreters.partial_eval.lower_jaxpr2",),
+        "autocast from JAX 0.12 on: programs with jnp.nonzero, searchsorted, frexp or ldexp",
+    ),
+    Contract(
+        "programs",
         ("jax._src.lax.lax.canonicalize_precision",),
         "autocast: matmuls under jax.default_matmul_precision are misread",
     ),

@@ -68,7 +68,8 @@ def jaxpr_of(
 ) -> Any:
     """Returns the closed jaxpr of some equations; ``constants`` are values by their variables."""
     effects = effects_of(equations)
-    jaxpr = Jaxpr([*constants], [*arguments], [*results], [*equations], effects, info)
+    high = any(e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in equations)
+    jaxpr = Jaxpr([*constants], [*arguments], [*results], [*equations], effects, info, high)
     return close(jaxpr, [*constants.values()])
 
 

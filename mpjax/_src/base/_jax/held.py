@@ -29,7 +29,7 @@ from jax.extend.core.primitives import reduce_precision_p
 from jax.interpreters import ad, mlir
 
 from mpjax._src.base._jax.building import barrier_p
-from mpjax._src.base._jax.programs import eval_apart, eval_closed, open_jaxpr
+from mpjax._src.base._jax.programs import eval_apart, eval_closed, lowered, open_jaxpr
 
 # From JAX 0.12 on, a derivative may have residuals that are no arrays, passed apart.
 STRUCTURED = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
@@ -135,7 +135,7 @@ def _holding(name: str, program: Callable[..., Held], *, shown: bool = True) -> 
         return trace.default_process_primitive(primitive, args, params, source_info=source_info)
 
     def lower(ctx, *args, jaxpr=None, **params):
-        inner, consts = open_jaxpr(program(**params).written)
+        inner, consts = open_jaxpr(lowered(program(**params).written))
         outs, tokens = jaxpr_subcomp(
             ctx.module_context,
             inner,

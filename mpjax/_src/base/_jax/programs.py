@@ -222,6 +222,14 @@ def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
     return with_consts(consts) if with_consts else ClosedJaxpr(jaxpr, consts)
 
 
+def lowered(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr of what can be compiled: some equations are functions until then.
+
+    They have derivatives of their own, so they stay until a program is compiled.
+    """
+    return partial_eval.lower_jaxpr2(jaxpr) if open_jaxpr(jaxpr)[0].is_high else jaxpr
+
+
 def with_results(jaxpr: Any, outvars: Sequence[Any]) -> Any:
     """Returns a closed jaxpr with other results, of the equations that they depend on."""
     inner, consts = open_jaxpr(jaxpr)
