@@ -9,7 +9,6 @@ import pytest
 from evaluation import Way, bind, evaluate
 from jax import lax
 from measure import traced
-from planners import Planner
 from support import HALVES, normal
 
 W, X = normal(0, 16, 16, scale=0.3), normal(1, 4, 16)
@@ -61,7 +60,7 @@ EXACT = {
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_finds_what_is_not_of_jax(name):
     planned, fun, fault = EXACT[name]
-    found = planners.exact(planned, "float32", fun, (W, X))
+    found = planners.exact(fun, (W, X), planned=planned)
     assert found[0].startswith(fault) if fault else not found
 
 
@@ -107,8 +106,8 @@ def test_the_lowering_rounds_matmuls_over_devices():
 
 
 def test_sound_is_the_lowering_itself_and_no_coarser_rounding():
-    by_lowering = Planner(lambda fun, policy: planners.measure.rounded_matmuls(fun, jnp.bfloat16))
-    assert not planners.sound(by_lowering, layer, (W, X), "bfloat16")
-    assert planners.sound(by_lowering, layer, (W, X), "float16", loss_scale=1)
-    plain = Planner(lambda fun, policy: fun)
-    assert not planners.sound(plain, layer, (W, X), "float16")
+    by_lowering = lambda fun, policy: planners.measure.rounded_matmuls(fun, jnp.bfloat16)  # noqa: E731
+    assert not planners.sound(layer, (W, X), "bfloat16", planned=by_lowering)
+    assert planners.sound(layer, (W, X), "float16", planned=by_lowering, loss_scale=1)
+    plain = lambda fun, policy: fun  # noqa: E731
+    assert not planners.sound(layer, (W, X), "float16", planned=plain)

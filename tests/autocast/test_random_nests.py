@@ -7,13 +7,12 @@ import jax
 import nests
 import planners
 import pytest
-from planners import PLANNERS
 
 PROGRAMS, SHARDED, CHUNK = 2000, 50, 25
 FEW, FEW_EXACT = range(12), range(100, 106)
 # JAX itself stands in for an exact planner: compiled, and all is computed again from the arguments.
-AGAIN = planners.Planner(lambda fun, policy: jax.jit(jax.checkpoint(fun)), "float32")
-EXACT = {"jax": AGAIN, **PLANNERS}
+AGAIN = lambda fun, policy: jax.jit(jax.checkpoint(fun))  # noqa: E731
+EXACT = {"jax": AGAIN, "derivative": planners.in_exact_mode}
 
 
 def test_nests_hold_every_block():
@@ -23,53 +22,49 @@ def test_nests_hold_every_block():
     assert sharded == {*every, *nests.SHARDED} - {n for n in every if n.startswith("vmap")}
 
 
-def as_by_hand(planner, seed, sharding=False):
+def as_by_hand(seed, sharding=False):
     """Returns what is wrong with the nest of a seed, or ""."""
     fun, names = nests.drawn(seed, sharding)
     draw = lambda i: nests.arguments(seed + 10_000 * i)  # noqa: E731
     options = {"confirm": True, "eager": True}
     try:
-        rows = planners.sound(PLANNERS[planner], fun, draw, "bfloat16", (0, 1), **options)
+        rows = planners.sound(fun, draw, "bfloat16", (0, 1), **options)
     except Exception as error:  # whatever it is, it is one fault among others
         refused = nests.is_refused(fun, nests.arguments(seed))
         rows = [] if refused else [f"{type(error).__name__}: {error}"]
     return "\n".join((f"{seed}: {names}", *map(str, rows))) if rows else ""
 
 
-def judge(planner, seeds, sharding=False):
+def judge(seeds, sharding=False):
     for seed in seeds:
-        text = as_by_hand(planner, seed, sharding)
+        text = as_by_hand(seed, sharding)
         assert not text, text
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("seed", FEW)
-def test_nest_is_as_by_hand(planner, seed):
-    judge(planner, [seed])
+def test_nest_is_as_by_hand(seed):
+    judge([seed])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
-def test_nests_are_as_by_hand(planner, first):
-    judge(planner, range(first, first + CHUNK))
+def test_nests_are_as_by_hand(first):
+    judge(range(first, first + CHUNK))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("first", range(0, SHARDED, CHUNK))
-def test_nests_over_devices_are_as_by_hand(planner, first):
-    judge(planner, range(first, first + CHUNK), True)
+def test_nests_over_devices_are_as_by_hand(first):
+    judge(range(first, first + CHUNK), True)
 
 
 def judge_exact(name, seeds, sharding=False):
-    planner = EXACT[name]
     for seed in seeds:
         fun, names = nests.drawn(seed, sharding)
         args = nests.arguments(seed)
         if nests.is_refused(fun, args):
             continue
-        assert not planners.exact(planner.planned, planner.exact, fun, args, (0, 1)), (seed, names)
+        assert not planners.exact(fun, args, (0, 1), EXACT[name]), (seed, names)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -1,17 +1,14 @@
-"""What is asked of every planner: to be exact where nothing is rounded, and as accurate as by hand.
+"""What is asked of a planner: to be exact where nothing is rounded, and as accurate as by hand.
 
-`PLANNERS` has the planners by name. Whoever builds another adds its line: the tests that are
-parametrized by `PLANNERS` then judge it too.
-
-- **Exact mode** (`exact`): under a policy that puts float32 in the place of 16 bits, values and
-  gradients are those of JAX, and no more is kept for the backward pass than JAX keeps.
+- **Exact mode** (`exact`): with float32 in the place of 16 bits, values and gradients are those of
+  JAX, and no more is kept for the backward pass than JAX keeps.
 - **Rounded in the lowering** (`sound`): the yardstick is the float32 program, differentiated by
   JAX, whose every matmul then rounds its operands and its result, forward and backward. A planned
   program may be four times as far from float64.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +20,11 @@ from evaluation import is_var
 import mpjax
 
 
-class Planner(NamedTuple):
-    """A planner: ``planned(fun, policy)`` returns the planned function.
-
-    Attributes:
-        planned: The planner.
-        exact: The policy of its exact mode.
-    """
-
-    planned: Callable[[Callable[..., Any], str], Callable[..., Any]]
-    exact: str = ""
+def in_exact_mode(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Returns a function planned as for 16 bits, of which nothing is rounded."""
+    return joint.planned(fun, joint.EXACT)
 
 
-def _sees_derivative(fun, policy):
-    """Under the policy float32, autocast would leave the function as it is."""
-    return joint.planned(fun, joint.EXACT) if policy == "float32" else mpjax.autocast(fun, policy)
-
-
-PLANNERS = {
-    # It plans the function with its derivative.
-    "derivative": Planner(_sees_derivative, exact="float32"),
-}
 CLOSE = 1e-4  # of the norm: what another order of float32's sums may move
 
 
@@ -85,23 +66,21 @@ def _partial(fun, args, argnums):
 
 
 def exact(
-    planned: Callable[..., Any],
-    policy: str,
     fun: Callable[..., Any],
     args: Sequence[Any],
     argnums: Any = 0,
+    planned: Callable[..., Any] = in_exact_mode,
 ) -> list[str]:
     """Returns in what a planned program is not JAX's own: results, gradients, bytes kept.
 
     Args:
-        planned: The planner.
-        policy: The policy of its exact mode.
         fun: A function of arrays of float32 in the arguments ``argnums``.
         args: Its arguments.
         argnums: The arguments to differentiate in.
+        planned: The planner: ``planned(fun, policy)`` returns the planned function.
     """
     args = jax.tree.map(jnp.asarray, tuple(args))
-    auto = planned(fun, policy)
+    auto = planned(fun, "float32")
     want, got = (
         jax.jit(measure._measured(f, args, argnums, 1.0), compiler_options=measure.options())(*args)
         for f in (fun, auto)
@@ -154,12 +133,12 @@ def in_the_lowering(
 
 
 def sound(
-    planner: Planner,
     fun: Callable[..., Any],
     args: Any,
     half: str,
     argnums: Any = 0,
     *,
+    planned: Callable[..., Any] = mpjax.autocast,
     times: float = measure.TIMES,
     confirm: bool = False,
     **options: Any,
@@ -167,16 +146,16 @@ def sound(
     """Returns the errors of a planned program that are too large, or not finite.
 
     Args:
-        planner: The planner.
         fun: The float32 program.
         args: Its arguments, or a function that returns those of a seed.
         half: "bfloat16" or "float16".
         argnums: The arguments to differentiate in.
+        planned: The planner, as for `exact`.
         times: How many times the error of the yardstick is allowed.
         confirm: Whether further arguments must confirm what is found, as among many programs.
         options: Further options of `measure.errors`, such as ``storage``.
     """
-    options |= {"planned": planner.planned, "spared": False}
+    options |= {"planned": planned, "spared": False}
     wrong = []
     for seeds in (measure.FIRST, measure.CONFIRMING)[: 1 + confirm]:
         rows = measure.errors(fun, args, half, argnums, seeds=seeds, **options)

@@ -8,7 +8,6 @@ import planners
 import pytest
 from jax import lax
 from joint import planned
-from planners import PLANNERS
 from support import assert_near, equations, normal, thorough_but
 
 from mpjax._src.base import _jax
@@ -123,16 +122,15 @@ def test_streams_of_calls_are_rounded_and_calls_stay(name):
     "name", thorough_but(FUNS, "checkpointed jits", "rule", "identities with a rule")
 )
 def test_without_rounding_it_is_the_program(name, exact):
-    planner = PLANNERS["derivative"]
-    assert not planners.exact(planner.planned, planner.exact, FUNS[name], ARGS, (0, 1, 2))
+    assert not planners.exact(FUNS[name], ARGS, (0, 1, 2))
 
 
 @pytest.mark.parametrize("seed", thorough_but([*range(300, 360)], 3))
 def test_without_rounding_nests_are_the_program(seed, exact):
     fun, _ = nests.drawn(seed)
-    args, planner = nests.arguments(seed), PLANNERS["derivative"]
+    args = nests.arguments(seed)
     if not nests.is_refused(fun, args):
-        assert not planners.exact(planner.planned, planner.exact, fun, args, (0, 1))
+        assert not planners.exact(fun, args, (0, 1))
 
 
 @pytest.mark.parametrize("name", ["plain", "checkpoint"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from joint import EXACT, planned
-from planners import PLANNERS, kept, sound
+from planners import kept, sound
 from support import normal, thorough_but
 
 N, D = 32, 8
@@ -140,7 +140,7 @@ def test_gradients_of_confident_rows_are_as_accurate(half, name):
     def fun(q, k, v):
         return jnp.sum(40 * COTANGENT * (SPELLINGS[name](q @ jnp.swapaxes(k, 1, 2)) @ v))
 
-    wrong = sound(PLANNERS["derivative"], fun, (same, same, V), half, (0, 1, 2), eager=True)
+    wrong = sound(fun, (same, same, V), half, (0, 1, 2), eager=True)
     assert not wrong, wrong
 
 
@@ -149,7 +149,7 @@ def test_gradients_of_confident_rows_are_as_accurate(half, name):
 )
 def test_lookalikes_are_as_accurate(name):
     fun = attention(LOOKALIKES[name], 0.5)
-    wrong = sound(PLANNERS["derivative"], fun, (Q, K, V), "bfloat16", (0, 1, 2), eager=True)
+    wrong = sound(fun, (Q, K, V), "bfloat16", (0, 1, 2), eager=True)
     assert not wrong, wrong
 
 
@@ -169,7 +169,7 @@ def whose_sum_is_read(q, k, v):
 @pytest.mark.parametrize("fun", [after_the_matmul, whose_sum_is_read])
 def test_sums_may_be_read_by_others(fun, half):
     assert kept(planned(fun), (Q, K, V), (0, 1, 2)) <= 2 * SCORES + OTHERS + 4 * ROWS + OTHERS
-    assert not sound(PLANNERS["derivative"], fun, (Q, K, V), half, (0, 1, 2), eager=True)
+    assert not sound(fun, (Q, K, V), half, (0, 1, 2), eager=True)
 
 
 def test_rows_without_any_weight_have_no_gradient():
@@ -227,7 +227,7 @@ def test_what_is_returned_too_has_its_own_cotangent(name, around, half):
         return jnp.cos(weights @ v), jnp.sin(other)
 
     fun = jax.checkpoint(fun) if around == "checkpoint" else fun
-    assert not sound(PLANNERS["derivative"], fun, (Q, K, V), half, (0, 1, 2))
+    assert not sound(fun, (Q, K, V), half, (0, 1, 2))
 
 
 def without_rows(s):

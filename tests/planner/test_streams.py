@@ -324,8 +324,8 @@ def test_what_refuses_a_rounding(fun):
 
 
 def errors(fun, half="bfloat16", draw=drawn):
-    anew = planners.Planner(lambda fun, policy: planned(fun, half))  # as rules are now
-    return planners.sound(anew, fun, draw, half, 0, eager=True)
+    anew = lambda fun, policy: planned(fun, half)  # noqa: E731, as rules are now
+    return planners.sound(fun, draw, half, 0, planned=anew, eager=True)
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mpjax._src.autocast.classify import ELSEWHERE, MATMUL, Ruling, Rulings
+from mpjax._src.autocast.classify import ELSEWHERE, Rulings
 from mpjax._src.base import _jax, rules
 from mpjax._src.base.errors import PrecisionWarning, first_of, warn_user
 from mpjax._src.policy.policy import Policy, short_name
@@ -18,7 +18,7 @@ def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> N
     """
     matmuls = {op: rulings[op] for op in block.walk() if op.spec.need == rules.HALF}
     asking = [op for op, ruling in matmuls.items() if ruling.precision is not None]
-    planned = any(_is_half(r) or r.kind == ELSEWHERE for r in matmuls.values())
+    planned = any(r.in_force == "half" or r.kind == ELSEWHERE for r in matmuls.values())
     if not asking or planned:
         return
     precisions = {str(p) for op in asking for p in _precisions(rulings[op].precision)}
@@ -48,7 +48,7 @@ def warn_if_wide(
     """
     matmuls = [op for op in block.walk() if op.spec.need == rules.HALF]
     wide = [op for op in matmuls if any(map(_is_wide, op.ins))]
-    planned = [op for op in matmuls if _is_half(rulings[op]) and op not in wide]
+    planned = [op for op in matmuls if rulings[op].in_force == "half" and op not in wide]
     flops_of_wide, flops = (sum(_jax.flops_of(op.eqn) for op in ops) for ops in (wide, planned))
     if flops_of_wide <= flops:
         return
@@ -62,10 +62,6 @@ def warn_if_wide(
         'policy="float32", which changes no dtype.',
         PrecisionWarning,
     )
-
-
-def _is_half(ruling: Ruling) -> bool:
-    return ruling.kind == MATMUL and ruling.forced != "full"
 
 
 def _is_wide(value: Value) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from mpjax._src.autocast.classify import MATMUL, Outline, Ruling
+from mpjax._src.autocast.classify import Outline, Ruling
 from mpjax._src.base import _jax
 from mpjax._src.base.patterns import matches
 from mpjax._src.program.graph import Op
@@ -99,8 +99,7 @@ class Places:
 
 
 def is_movable(op: Op, ruling: Ruling) -> bool:
-    by_rule = ruling.kind == MATMUL
-    return (by_rule or ruling.forced == "half") and ruling.forced != "full" and op.has_float32
+    return ruling.in_force == "half" and op.has_float32
 
 
 def spots(op: Op) -> list[str]:

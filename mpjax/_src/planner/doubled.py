@@ -3,8 +3,7 @@
 A compiler repeats a sum or a product in every kernel that reads it. A special function it computes
 once, and writes it in float32 if the kernels cannot be one: one makes the operand of a matmul, and
 another reads cotangents that come later. Each can compute it from one array that was handed over,
-which is fewer bytes. Where a kernel sums what another reads beside the sums, this was tried too: it
-moved 2% more bytes.
+which is fewer bytes. To read two again, as the parts of a gate, is more: XLA makes one kernel then.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from mpjax._src.base.rules import DEAR
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, between
+from mpjax._src.planner.partition import from_one_array
 
 
 def for_matmuls(
@@ -32,14 +32,16 @@ def for_matmuls(
         The equations that compute operands, and the others, whose matmuls read these.
     """
     again = [e for e in equations if late.isdisjoint(e.outs)]
-    made = {v for e in again for v in e.outs}
-    fed = rounding.wanted(equations, results, ())
-    ours = {*again}
-    read = dict.fromkeys(v for e in equations if e not in ours for v in e.ins if v in made)
+    if not any(map(_is_dear, again)):
+        return [], [*equations]
+    maker = {out: (i, e) for i, e in enumerate(again) for out in e.outs}
+    fed, ours = rounding.wanted(equations, results, ()), {*again}
+    read = dict.fromkeys(v for e in equations if e not in ours for v in e.ins if v in maker)
     beside = {*between(again, [v for v in [*read, *results] if v not in fed], known)}
-    chains = {v: between(again, [v], known) for v in read if v in fed}
-    chosen = [v for v, chain in chains.items() if _shares(v, chain, beside, known)]
-    copies, instead = _copied(between(again, chosen, known), chosen)
+    chains = {v: from_one_array(v, maker, known) or [] for v in read if v in fed}
+    shared = {v: c for v, c in chains.items() if any(_is_dear(e) and e in beside for e in c)}
+    needed = {e for chain in shared.values() for e in chain}
+    copies, instead = _copied([e for e in again if e in needed], shared)
     return copies, [e if e in ours else e.reading(instead) for e in equations]
 
 
@@ -54,18 +56,6 @@ def _copied(
         copies.append(e.on([same.get(v, v) for v in e.ins], outs))
         same.update(zip(e.outs, outs, strict=True))
     return copies, {v: same[v] for v in wanted}
-
-
-def _shares(
-    v: Value, chain: Sequence[Equation], others: Collection[Equation], known: Collection[Value]
-) -> bool:
-    """Returns whether a dear equation is part of other chains too, and all reads one array.
-
-    To read two again, as the parts of a gate, is more bytes: XLA makes one kernel of both.
-    """
-    sizes = {x: x.size for e in chain for x in e.ins if x in known}
-    few = 0 < sum(sizes.values()) < 2 * v.size
-    return few and any(_is_dear(e) and e in others for e in chain)
 
 
 def _is_dear(e: Equation) -> bool:

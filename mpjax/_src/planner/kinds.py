@@ -1,7 +1,7 @@
 """What operations do to errors of their operands, and where views put the axes of theirs."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -128,3 +128,14 @@ def without_axes(v: Value, summed: Iterable[int]) -> dict[int, set[int]]:
     """Returns where the axes of a value are after a sum over some of them."""
     kept = [i for i in range(len(v.shape)) if i not in {*summed}]
     return {a: {i} for i, a in enumerate(kept)}
+
+
+def constant_along(
+    v: Value, axes: Iterable[int], maker: Mapping[Value, Equation]
+) -> tuple[Value, Sequence[int]] | None:
+    """Returns what a value spreads along axes, and where its own axes are; None if it differs."""
+    e, dims = maker.get(v), range(len(v.aval.shape))
+    if e is not None and e.name == "broadcast_in_dim":
+        (v, *_), dims = e.ins, e.params["broadcast_dimensions"]
+    sizes = dict(zip(dims, v.aval.shape, strict=True))
+    return (v, dims) if all(sizes.get(a, 1) == 1 for a in axes) else None

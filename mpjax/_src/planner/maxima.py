@@ -10,7 +10,7 @@ a kernel for JAX's derivative, which moves fewer bytes there.
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from mpjax._src.planner.equations import (
     waiting,
 )
 from mpjax._src.planner.kinds import is_zero
-from mpjax._src.planner.partition import Handed, runs_again
+from mpjax._src.planner.partition import Handed, Makers, from_one_array
 from mpjax._src.program.respellings import WINDOWS, entries_of
 
 # ---- positions ----------------------------------------------------------------------------------
@@ -114,9 +114,6 @@ def _unpool(e: Equation, x: Any, where: Any) -> list[Any]:
 
 # ---- masks --------------------------------------------------------------------------------------
 
-# More equations are not run again for a mask.
-LONGEST = 32
-
 
 def masks(
     early: list[Equation], late: list[Equation], outs: Sequence[Value]
@@ -147,12 +144,12 @@ def with_operands(
     changed = []
     for e in late:
         v = _operand(e.ins[0], maker) if e.again and _is_mask(e) else None
-        steps = _steps(v, maker, known) if v is not None else None
+        steps = from_one_array(v, maker, known) if v is not None else None
         if v is None or steps is None:
             changed.append(e)
             continue
-        again += (x for _, x in steps)
-        known.update(out for _, x in steps for out in x.outs)
+        again += steps
+        known.update(out for x in steps for out in x.outs)
         changed.append(e.on([v, e.ins[1]]))
     return again, changed
 
@@ -161,32 +158,11 @@ def _is_mask(e: Equation) -> bool:
     return e.name == "gt" and is_zero(e.ins[1])
 
 
-Makers = Mapping[Value, tuple[int, Equation]]
-
-
 def _operand(v: Value, maker: Makers) -> Value | None:
     """Returns the operand of the ReLU that a value is the result of, or its 16-bit copy."""
     while v in maker and rounding.is_rounding(maker[v][1]):
         v = maker[v][1].ins[0]
     return _rectified(maker[v][1]) if v in maker else None
-
-
-def _steps(v: Value, maker: Makers, known: Collection[Value]) -> list[tuple[int, Equation]] | None:
-    """Returns what computes a value from known ones, of which one is large."""
-    found: dict[int, Equation] = {}
-    arrays: dict[Value, bool] = {}
-    todo = [v]
-    while todo:
-        x = todo.pop()
-        if x in known:
-            arrays[x] = 4 * x.size >= v.size
-        elif x in maker:
-            i, e = maker[x]
-            if not runs_again(e) or len(found) == LONGEST:
-                return None
-            todo += e.ins if i not in found else []
-            found[i] = e
-    return sorted(found.items()) if sum(arrays.values()) == 1 else None
 
 
 def _rectified(e: Equation) -> Value | None:

@@ -134,6 +134,33 @@ def runs_again(e: Equation) -> bool:
     return (e.name in VIEWS or e.rule.runs_again) and not e.acts and e.name != BARRIER
 
 
+# The equation that makes a value, and its place among others.
+Makers = Mapping[Value, tuple[int, Equation]]
+# More equations are not run again for one value.
+LONGEST = 32
+
+
+def from_one_array(v: Value, maker: Makers, known: Collection[Value]) -> list[Equation] | None:
+    """Returns what computes a value from known ones, if one of them is large and the others not.
+
+    None if there is no such, or if something does not run again.
+    """
+    found: dict[int, Equation] = {}
+    arrays: dict[Value, bool] = {}
+    todo = [v]
+    while todo:
+        x = todo.pop()
+        if x in known:
+            arrays[x] = 4 * x.size >= v.size
+        elif x in maker:
+            i, e = maker[x]
+            if not runs_again(e) or len(found) == LONGEST:
+                return None
+            todo += e.ins if i not in found else []
+            found[i] = e
+    return [e for _, e in sorted(found.items())] if sum(arrays.values()) == 1 else None
+
+
 def _run_again(ins: Any, equations: Iterable[Equation], outs: Any) -> list[bool]:
     return [*map(runs_again, equations)]
 

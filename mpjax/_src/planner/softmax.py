@@ -19,7 +19,7 @@ import numpy as np
 
 from mpjax._src.planner import kinds, rounding
 from mpjax._src.planner.equations import Equation, Value, appended, readers_of
-from mpjax._src.planner.kinds import is_zero, kind_of
+from mpjax._src.planner.kinds import constant_along, is_zero, kind_of
 from mpjax._src.planner.levels import SMALL_TERM
 
 EXPONENTIALS = {"exp": jnp.exp, "exp2": jnp.exp2}
@@ -278,11 +278,7 @@ class Finder:
 
     def _is_constant(self, v: Value, axes: Iterable[int]) -> bool:
         """Returns whether a value is the same along axes."""
-        e = self._maker.get(v)
-        if e is not None and e.name == "broadcast_in_dim":
-            at = dict(zip(e.params["broadcast_dimensions"], e.ins[0].shape, strict=True))
-            return all(at.get(a, 1) == 1 for a in axes)
-        return all(v.shape[a] == 1 for a in axes if v.shape)
+        return constant_along(v, axes, self._maker) is not None
 
     def _origin(self, v: Value) -> Value:
         while (e := self._maker.get(v)) is not None and kind_of(e) in VIEWS:

@@ -14,7 +14,8 @@ from jax import lax
 
 from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value, appended, in_order
-from mpjax._src.planner.picks import SPREAD, is_sharded
+from mpjax._src.planner.kinds import constant_along
+from mpjax._src.planner.picks import is_sharded
 
 SUM = "reduce_sum"
 
@@ -62,35 +63,24 @@ def joined_sums(equations: Sequence[Equation]) -> list[Equation]:
 def _product(v: Value, axes: Sequence[int], makers: Mapping[Value, Equation]) -> Product:
     """Returns a value without the factors that are constant along axes."""
     factors: list[Factor] = []
-    while (e := makers.get(v)) is not None and e.name in PLACES:
-        places = PLACES[e.name]
-        each = ((i, _constant(e.name, e.ins[i], axes, makers)) for i in places)
-        found = [(i, factor) for i, factor in each if factor is not None]
-        if places and not found:
+    while (e := makers.get(v)) is not None:
+        if e.name == "neg":
+            factors.append(Factor("neg"))
+            v = e.ins[0]
+            continue
+        for place in PLACES.get(e.name, ()):
+            rest, found = e.ins[1 - place], constant_along(e.ins[place], axes, makers)
+            if found is not None and rest.aval.shape == v.aval.shape:
+                factors.append(Factor(e.name, *found))
+                v = rest
+                break
+        else:
             break
-        place, factor = found[0] if found else (1, Factor("neg"))
-        if e.ins[1 - place].aval.shape != v.aval.shape:
-            break
-        factors.append(factor)
-        v = e.ins[1 - place]
     return Product(v, tuple(factors))
 
 
 # Where factors are.
-PLACES = {"neg": (), "mul": (1, 0), "div": (1,)}
-
-
-def _constant(
-    name: str, v: Value, axes: Sequence[int], makers: Mapping[Value, Equation]
-) -> Factor | None:
-    """Returns a factor if it is constant along axes."""
-    e = makers.get(v)
-    if e is not None and e.name == SPREAD:
-        v, dims = e.ins[0], e.params["broadcast_dimensions"]
-    else:
-        dims = range(len(v.aval.shape))
-    whole = any(n != 1 for n, d in zip(v.aval.shape, dims, strict=True) if d in axes)
-    return None if whole else Factor(name, v, dims)
+PLACES = {"mul": (1, 0), "div": (1,)}
 
 
 def _from(whole: Value, product: Product, e: Equation, into: list[Equation]) -> None:
