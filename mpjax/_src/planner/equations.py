@@ -380,9 +380,19 @@ def between(
     missing, found = {v for v in wanted if v not in known}, []
     for e in reversed(equations):
         if not missing.isdisjoint(e.outs):
-            found.append(e)
+            found.append(e := _of_the_others(e, known))
             missing.update(v for v in e.ins if v not in known)
     return found[::-1]
+
+
+def _of_the_others(e: Equation, known: Collection[Value]) -> Equation:
+    """Returns an equation that does not make again what is known."""
+    if not any(v in known for v in e.outs):
+        return e
+    if e.name != BARRIER:
+        return e.on(e.ins, outs=[Value(v.aval) if v in known else v for v in e.outs])
+    pairs = [(v, out) for v, out in zip(e.ins, e.outs, strict=True) if out not in known]
+    return e.on([v for v, _ in pairs], outs=[out for _, out in pairs])
 
 
 def dependents(equations: Iterable[Equation], values: Iterable[Value]) -> set[Value]:
@@ -401,13 +411,18 @@ def in_order(equations: Iterable[Equation]) -> list[Equation]:
     equations = [*equations]
     maker = {out: e for e in equations for out in e.outs}
     found: dict[Equation, None] = {}
+    begun: set[Equation] = set()
     todo = equations[::-1]
     while todo:
         e = todo[-1]
         missing = [maker[v] for v in e.ins if v in maker and maker[v] not in found]
         if e in found or not missing:
             found[todo.pop()] = None
-        todo += missing if e not in found else ()
+        elif e in begun:
+            raise AssertionError(f"{e.name} waits for its own result")
+        else:
+            begun.add(e)
+            todo += missing
     return [*found]
 
 

@@ -24,6 +24,7 @@ from mpjax._src.planner.equations import (
     dependents,
     in_order,
     needed,
+    readers_of,
 )
 from mpjax._src.planner.partition import runs_again
 
@@ -145,15 +146,31 @@ def _read(values: Iterable[Value], equations: Sequence[Equation]) -> list[Value]
 
 
 def _of_arguments(equations: Sequence[Equation], saved: Sequence[Value]) -> list[Value]:
-    """Returns an operand of each matmul that is computed again from arguments alone."""
-    found: list[Value] = []
-    hidden = dependents(equations, saved)
+    """Returns an operand of each matmul that is computed again from arguments alone.
+
+    None is computed from another one, nor from what is saved: all wait behind one barrier.
+    """
+    readers = readers_of(equations)
+    found: dict[Value, None] = {}
+    behind: set[Value] = set()
+
+    def put(values: Iterable[Value]) -> None:
+        todo = [*values]
+        while todo:
+            v = todo.pop()
+            found.pop(v, None)
+            if v not in behind:
+                behind.add(v)
+                todo += (out for e in readers[v] for out in e.outs)
+
+    put(saved)
     for e in equations:
         operands = [v for v in e.ins if v.const is None]
-        if operands and not runs_again(e) and hidden.isdisjoint(operands):
-            found.append(min(operands, key=lambda v: v.size))
-            hidden |= dependents(equations, found[-1:])
-    return found
+        if operands and not runs_again(e) and behind.isdisjoint(operands):
+            least = min(operands, key=lambda v: v.size)
+            put([least])
+            found[least] = None
+    return [*found]
 
 
 def _in_turns(
