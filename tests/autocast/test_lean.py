@@ -23,7 +23,7 @@ from support import normal, thorough_but
 
 import mpjax
 
-FAST, LEAN = "mixed_bfloat16", "mixed_bfloat16,storage=lean"
+FAST, LEAN, NUMBER = ("mixed_bfloat16" + more for more in ("", ",storage=lean", ",storage=0.0"))
 N, D = 64, 32
 W, X = normal(0, D, D, scale=0.3), normal(1, N, D)
 HALF = "bf16", (N, D)
@@ -261,12 +261,13 @@ def block(w, x):
     return network(w, x, blocks=1)
 
 
-def check(transform, run=run):
+def check(transform, run=run, within=1e-6):
     """Checks that a transformed function has the numbers of the fast setting, and those of JAX."""
-    functions = block, *(mpjax.autocast(block, policy) for policy in (FAST, LEAN))
-    want, near, got = run(lambda w, x: [transform(f)(w, x) for f in functions], W, X)
-    assert np.linalg.norm(got - near) < 2**-7 * np.linalg.norm(near)
-    assert np.linalg.norm(got - want) < 2**-5 * np.linalg.norm(want)
+    functions = block, *(mpjax.autocast(block, policy) for policy in (FAST, LEAN, NUMBER))
+    want, near, *rest = run(lambda w, x: [transform(f)(w, x) for f in functions], W, X)
+    for got in rest:
+        assert np.linalg.norm(got - near) <= within * np.linalg.norm(near)
+        assert np.linalg.norm(got - want) < 2**-5 * np.linalg.norm(want)
 
 
 TRANSFORMED = {
@@ -284,7 +285,8 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "vmap", "twice", "remat", "scan"))
 def test_lean_matches_fast_under_transformations(name):
-    check(TRANSFORMED[name])
+    # What is computed again is differentiated again, and its matmuls round the parts of a sum.
+    check(TRANSFORMED[name], within=2**-7 if name == "twice" else 1e-6)
 
 
 def test_lean_matches_fast_under_shard_map():

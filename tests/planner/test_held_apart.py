@@ -40,7 +40,7 @@ def test_values_that_wait_together_do_not_depend_on_each_other(fun):
 
 
 def test_equations_that_wait_for_each_other_have_no_order():
-    (x, w), (matmul, sine) = listed(lambda x, w: jnp.sin(x @ w))
+    (_, w), (matmul, sine) = listed(lambda x, w: jnp.sin(x @ w))
     assert in_order([sine, matmul]) == [matmul, sine]
     with pytest.raises(AssertionError, match="dot_general waits for its own result"):
         in_order([matmul.on([sine.outs[0], w]), sine])

@@ -136,10 +136,11 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
     Matmuls and convolutions read and return 16 bits, in the forward and backward pass. All other
     operations that compute do so in float32; those that move or select values, as a reshape or a
     ReLU, have the dtype of their operands. What is stored for the backward pass, and what it
-    computes again, changes no number. Values of the function that are not float32 keep their
-    dtypes. If neither the policy nor a region of the function asks for a 16-bit dtype, the function
-    runs as traced. Matmuls that set their own ``precision`` stay float32, unless an override lifts
-    it; a `PrecisionWarning` says so if no other is left.
+    computes again, changes no value and no gradient. (A derivative of a gradient rounds elsewhere:
+    what is computed again is differentiated again.) Values of the function that are not float32
+    keep their dtypes. If neither the policy nor a region of the function asks for a 16-bit dtype,
+    the function runs as traced. Matmuls that set their own ``precision`` stay float32, unless an
+    override lifts it; a `PrecisionWarning` says so if no other is left.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of transformations:
