@@ -79,14 +79,22 @@ def test_in_float64_is_closer_than_float32_and_the_yardstick_is_near():
         assert 1e-5 < np.linalg.norm(hand - want) / np.linalg.norm(want) < 0.02
 
 
-@pytest.mark.parametrize("inside", ["complex", "solve"])
-def test_in_float64_takes_complex_numbers_and_solvers(inside):
-    def fun(w, x):
-        if inside == "complex":
-            return jnp.imag((x + 1j) @ jnp.fft.fft(w + 1j * w.T))
-        return x @ jnp.linalg.solve(jnp.eye(16) + w / 8, w)
+def halved(h):
+    return lax.while_loop(lambda h: h > 1, lambda h: h / 2, h)
 
-    truth, _ = measure.in_float64(fun, (W, X))
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.imag((x + 1j) @ jnp.fft.fft(w + 1j * w.T)),
+        lambda w, x: x @ jnp.linalg.solve(jnp.eye(16) + w / 8, w),
+        lambda w, x: jnp.zeros_like(x).at[::2].max(x[::2] @ w),
+        lambda w, x: jax.vmap(jax.vmap(halved))(x @ w),
+    ],
+    ids=["complex", "solve", "scatter", "turns of each"],
+)
+def test_in_float64_takes_what_holds_programs_of_one_dtype(fun):
+    truth = measure.in_float64(fun, (W, X), None)[0]
     with jax.enable_x64(True):
         want = fun(jnp.asarray(W, jnp.float64), jnp.asarray(X, jnp.float64))
     assert truth.dtype == np.float64 and np.allclose(truth, want, rtol=1e-12, atol=1e-12)

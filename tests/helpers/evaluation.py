@@ -30,6 +30,12 @@ PASSES = names(
     "dynamic_slice dynamic_update_slice gather name optimization_barrier pad reduce_max reduce_min "
     "reduce_precision reshape rev slice sort split squeeze stop_gradient tile top_k transpose"
 )
+# They hold the program of their update, which has one dtype.
+SCATTERS = {
+    "scatter-max": jax.lax.scatter_max,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-mul": jax.lax.scatter_mul,
+}
 CALLS = {
     **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
     **dict.fromkeys(
@@ -53,6 +59,9 @@ def bind(eqn: Any, ins: Sequence[Any], **changed: Any) -> list[Any]:
         with np.errstate(all="ignore"):
             results = exact({**eqn.params, **changed}, *map(np.asarray, ins))
         return [np.asarray(x) for x in results]
+    if eqn.primitive.name in SCATTERS:
+        own = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        return [SCATTERS[eqn.primitive.name](*ins, **{name: eqn.params[name] for name in own})]
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
@@ -308,9 +317,17 @@ def _while(eqn, ins, way, wanted):
         return evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0]
 
     def body(carry):
-        return evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
+        turned = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
+        # Under vmap, some examples continue while others have finished.
+        return [_where(going(carry), new, old) for new, old in zip(turned, carry, strict=True)]
 
-    return jax.lax.while_loop(going, body, carry)
+    return jax.lax.while_loop(lambda carry: jnp.any(going(carry)), body, carry)
+
+
+def _where(going, new, old):
+    """Returns an array of ``old`` entries where a predicate over the leading axes is false."""
+    xp = jnp if isinstance(new, jax.core.Tracer) else np
+    return xp.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
 
 
 def _cond(eqn, ins, way, wanted):
@@ -341,12 +358,8 @@ def _while_eagerly(eqn, ins, way, wanted):
     cond_consts, body_consts, carry = split(ins, p["cond_nconsts"], p["body_nconsts"])
     while np.any(going := np.asarray(evaluate(p["cond_jaxpr"], [*cond_consts, *carry], way)[0])):
         turned = evaluate(p["body_jaxpr"], [*body_consts, *carry], way, wanted)
-        pairs = [(np.asarray(new), np.asarray(old)) for new, old in zip(turned, carry, strict=True)]
-        # Under vmap, some examples continue while others have finished.
-        carry = [
-            np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
-            for new, old in pairs
-        ]
+        pairs = zip(map(np.asarray, turned), map(np.asarray, carry), strict=True)
+        carry = [_where(going, new, old) for new, old in pairs]
     return carry
 
 
