@@ -43,6 +43,7 @@ SIMPLE = "simple"  # keeps relative errors, entry by entry
 SPECIAL = "special"  # a function of its entries that may amplify errors, as exp and log
 UNKNOWN = "unknown"  # a loop, a kernel, linear algebra
 
+VIEWS = frozenset([SAME, LAYOUT])  # of all entries of their operand
 # Only what the table of rules does not say.
 KINDS = {
     **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
