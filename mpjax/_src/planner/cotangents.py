@@ -16,7 +16,6 @@ for all of them where that adds no error of another kind:
 """
 
 import functools
-import heapq
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ from mpjax._src.base.rules import (
 )
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, summed
-from mpjax._src.planner.equations import Equation, Value, dependents
+from mpjax._src.planner.equations import Ahead, Equation, Order, Value, dependents
 from mpjax._src.planner.maxima import POOLED
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
@@ -250,11 +249,7 @@ class Lone:
     def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
         self.late, self.axes, self.noise = late, Axes(late), noise
         self.maker = {out: e for e in late for out in e.outs}
-        self.readers: dict[Value, list[int]] = {v: [] for v in self.maker}  # but for matmuls
-        for place, e in enumerate(late):
-            for v in () if is_half_matmul(e) else e.ins:
-                if v in self.readers:
-                    self.readers[v].append(place)
+        self.order = Order([e for e in late if not is_half_matmul(e)])
         self.operands, self.means = self._operands(), self._means()
         self.behind: dict[Value, Asked | None] = {}
 
@@ -333,27 +328,20 @@ class Lone:
 
     def _meets(self, v: Value, other: set[Value]) -> bool:
         """Returns whether something reads what is made of a value beside what others make."""
-        own, theirs = {v}, {place for x in other for place in self.readers[x]}
-        ahead = [*theirs.union(self.readers[v])]
-        queued = {*ahead}
-        heapq.heapify(ahead)
-        while theirs:
-            if len(queued) > LONGEST:
-                return True
-            place = heapq.heappop(ahead)
-            theirs.discard(place)
-            e = self.late[place]
+        own, readers = {v}, self.order.readers
+        theirs, ahead = {e for x in other for e in readers[x]}, Ahead(self.order, [v, *other])
+        for e in ahead:
+            if not theirs or len(ahead) > LONGEST:
+                return bool(theirs)
+            theirs.discard(e)
             if v in e.outs:
                 continue
             mine = not own.isdisjoint(e.ins)
             if mine and not other.isdisjoint(e.ins):
                 return True
             (own if mine else other).update(e.outs)
-            after = {place for x in e.outs for place in self.readers[x]}
-            theirs.update(() if mine else after)
-            for place in after - queued:
-                heapq.heappush(ahead, place)
-            queued |= after
+            theirs.update(() if mine else (r for x in e.outs for r in readers[x]))
+            ahead.add(e.outs)
         return False
 
     def _may_be_read(self, v: Value) -> bool:
@@ -386,27 +374,22 @@ class Lone:
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
         over = {v: 0}  # the axes over which it is summed
         asked = Asked()
-        ahead = [*dict.fromkeys(self.readers[v])]
-        queued = {*ahead}
-        while ahead:
-            e = self.late[heapq.heappop(ahead)]
+        ahead = Ahead(self.order, [v])
+        for e in ahead:
             mine = [x for x in e.ins if x in own]
             scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
             axes = functools.reduce(operator.or_, (over[x] for x in mine))
             asks = self._asks(e, mine)
             both = asked if scales else asked.also(asks and asks.summed(axes))
-            if both is None or len(queued) > LONGEST:
+            if both is None or len(ahead) > LONGEST:
                 return None, None, 0
             asked = both
             axes |= self._over(e) if is_sum(e) else 0
-            if not ahead and len(e.outs) == 1:
+            if not ahead.queue and len(e.outs) == 1:
                 return asked, e.outs[0], axes
             own.update((x, own[mine[0]] if scales else x) for x in e.outs)
             over.update(dict.fromkeys(e.outs, axes))
-            after = {place for x in e.outs for place in self.readers[x]}
-            for place in after - queued:
-                heapq.heappush(ahead, place)
-            queued |= after
+            ahead.add(e.outs)
         return asked, None, 0
 
     def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:

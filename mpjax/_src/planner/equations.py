@@ -7,8 +7,9 @@ into jaxprs again.
 
 import collections
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -449,6 +450,46 @@ def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
         for v in dict.fromkeys(e.ins):
             readers[v].append(e)
     return readers
+
+
+class Order:
+    """Equations in the order in which they run, for walks from values to what is made of them.
+
+    Attributes:
+        readers: The equations that read each value.
+        places: The places of the equations.
+    """
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self.readers = readers_of(equations)
+        self.places = {e: i for i, e in enumerate(equations)}
+
+
+class Ahead:
+    """What reads some values, or values that are added on the way, in the order in which it runs.
+
+    Attributes:
+        queue: The equations that come next, after their places.
+    """
+
+    def __init__(self, order: Order, values: Iterable[Value]) -> None:
+        self._order, self._found = order, set[Equation]()
+        self.queue: list[tuple[int, Equation]] = []
+        self.add(values)
+
+    def add(self, values: Iterable[Value]) -> None:
+        """Adds what reads values."""
+        for e in (e for v in values for e in self._order.readers[v] if e not in self._found):
+            self._found.add(e)
+            heapq.heappush(self.queue, (self._order.places[e], e))
+
+    def __iter__(self) -> Iterator[Equation]:
+        while self.queue:
+            yield heapq.heappop(self.queue)[1]
+
+    def __len__(self) -> int:
+        """Returns the number of equations that were found."""
+        return len(self._found)
 
 
 def closed(
