@@ -19,7 +19,7 @@ from mpjax._src.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
-from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
+from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, closed, parts
 from mpjax._src.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
@@ -256,6 +256,30 @@ def places(e: Equation) -> tuple[int, int, int]:
         return (1 if row.kind == BRANCH else 0), 0, 0
     consts, carry = _jax.scan_counts(e.params)
     return 0, consts, consts + carry
+
+
+def info_of(e: Equation) -> Any:
+    """Returns what debuggers show of a program in the place of that of a loop, branch or map."""
+    return building.anonymous(programs(e)[0])
+
+
+# Arguments of a loop's body, each with what the loop gets for it: constants, carries and slices.
+Groups = Sequence[Collection[tuple[Value, Value]]]
+
+
+def groups_of(e: Equation, ins: Sequence[Value]) -> Groups:
+    """Returns the arguments of a loop's body in groups."""
+    (_, start, end), pairs = places(e), [*zip(ins, e.ins, strict=True)]
+    return pairs[:start], pairs[start:end], pairs[end:]
+
+
+def scanned(
+    e: Equation, groups: Groups, equations: Sequence[Equation], outs: Sequence[Value]
+) -> tuple[list[Value], dict[str, Any]]:
+    """Returns the operands and the parameters of a loop with another body."""
+    inner = closed([v for group in groups for v, _ in group], equations, outs, info_of(e))
+    params = building.scan_of(e.params, inner, *map(len, groups))
+    return [x for group in groups for _, x in group], params
 
 
 def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype) -> set[Value]:

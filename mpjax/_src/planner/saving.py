@@ -13,7 +13,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import SCAN
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, between, closed, opened, parts
+from mpjax._src.planner.equations import Equation, Value, between, opened, parts
 
 # Says of the primitive, the operand types and the parameters of an equation where its results are
 # saved: in a memory space, or None, so that it runs again.
@@ -88,22 +88,18 @@ def _split(
     e: Equation, body: Any, inside: "Saved", again: Sequence[Equation], turns: Sequence[int]
 ) -> Split:
     (ins, equations, outs), kept = body, inside.values
-    _, start, end = rounding.places(e)
-    count, info = end - start, building.anonymous(rounding.programs(e)[0])
-    length = e.row.turns(e)[0]
+    consts, carries, slices = rounding.groups_of(e, ins)
+    count, length = len(carries), e.row.turns(e)[0]
     stacks = {v: out for v, out in zip(outs[count:], e.outs[count:], strict=True) if v in kept}
     new = [v for v in kept if v not in stacks]
     stacks |= {v: Value(building.stacked_aval(length, v.aval)) for v in new}
-    inner = closed(ins, inside.first(equations), [*outs, *new], info)
-    params = building.scan_of(e.params, inner, start, count, len(ins) - end)
-    first = e.on(e.ins, outs=[*e.outs, *(stacks[v] for v in new)], params=params)
-    carries = [i for i in turns if i < count]
+    groups: rounding.Groups = consts, carries, slices
+    operands, params = rounding.scanned(e, groups, inside.first(equations), [*outs, *new])
+    first = e.on(operands, outs=[*e.outs, *(stacks[v] for v in new)], params=params)
     left = [i for i in turns if i < count or outs[i] not in kept]
-    given = [*range(start), *(start + i for i in carries), *range(end, len(ins))]
-    inner = closed([*(ins[i] for i in given), *kept], again, [outs[i] for i in left], info)
-    xs = len(ins) - end + len(kept)
-    params = building.scan_of(e.params, inner, start, len(carries), xs)
-    operands = [*(e.ins[i] for i in given), *(stacks[v] for v in kept)]
+    carried = [pair for i, pair in enumerate(carries) if i in turns]
+    groups = consts, carried, [*slices, *((v, stacks[v]) for v in kept)]
+    operands, params = rounding.scanned(e, groups, again, [outs[i] for i in left])
     second = e.on(operands, outs=[e.outs[i] for i in left], params=params)
     return Split(first, second, {stacks[v]: place for v, place in kept.items()})
 
