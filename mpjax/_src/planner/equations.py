@@ -267,16 +267,18 @@ def appended(
     run: Callable[..., list[Any]],
     ins: Sequence[Value],
     into: list[Equation],
-    like: Equation,
+    like: Equation | None = None,
     outs: Sequence[Value] = (),
     again: bool = False,
 ) -> list[Value]:
-    """Appends what a function computes from values, in the region of an equation.
+    """Appends what a function computes from values, in the region and scopes of an equation.
 
     Its first results are ``outs``; returned are all.
     """
     program, start = _jax.trace(run, [v.aval for v in ins], "appended"), len(into)
-    flags = {"again": again or like.again, "stack": like.stack, "region": like.region}
+    flags = (
+        {"again": again or like.again, "stack": like.stack, "region": like.region} if like else {}
+    )
     made = opened(program, ins, into, **flags)
     for v, out in zip(made, outs, strict=False):
         rename(into[start:], v, out)

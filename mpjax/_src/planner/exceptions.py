@@ -88,7 +88,7 @@ class Exceptions:
     @classmethod
     def of(cls, policy: Policy, program: Any, around: Any = contextlib.nullcontext) -> "Exceptions":
         """Returns those of a policy, for a program: a closed jaxpr."""
-        halves = [dtype for _, dtype in policy.overrides] + [*_half_regions(program)]
+        halves = [dtype for _, dtype in policy.overrides] + [*half_regions(program)]
         half = next((d for d in (policy.compute_dtype, *halves) if d in HALVES), FLOAT32)
         lists = {"half": policy.half_ops, "full": policy.full_ops, "follow": policy.follow_ops}
         listed = {op: name for name, ops in lists.items() for op in ops}
@@ -235,7 +235,7 @@ class Exceptions:
         return self.done[key][1]
 
 
-def _half_regions(program: Any) -> Iterator[np.dtype]:
+def half_regions(program: Any) -> Iterator[np.dtype]:
     """Yields the 16-bit dtypes of the regions of a program."""
     for _, site, _ in all_equations(_jax.open_jaxpr(program)[0]):
         for name in site.scopes:

@@ -24,6 +24,7 @@ from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
+    appended,
     closed,
     dependents,
     once,
@@ -256,12 +257,10 @@ def _in_order(body: Body) -> None:
         rows = [d for d in range(len(v.aval.shape)) if d not in (*summed, *batch)]
         order = (*batch, *rows, *summed)
         back = tuple(np.argsort(order).tolist())
-        moved = _viewed(v, functools.partial(jax.lax.transpose, permutation=order), body.first)
-        stored = _viewed(moved, row_major, body.first)
-        again: list[Equation] = []
-        _viewed(stored, functools.partial(jax.lax.transpose, permutation=back), again)
+        turned = lambda x, to=order: [row_major(jax.lax.transpose(x, to))]  # noqa: E731
+        (stored,), again = appended(turned, [v], body.first), list[Equation]()
+        appended(lambda x, to=back: [jax.lax.transpose(x, to)], [stored], again, outs=[v])
         if again:
-            again[-1].outs = [v]
             body.saved[i] = stored
             body.second[:0] = again
 
@@ -287,7 +286,8 @@ def _scan_back(pair: Pair, body: Body, stacks: dict[Value, Value]) -> None:
 
     consts, _, slices = chosen(pair.fore, body.ins, read)
     own, carries, theirs = chosen(back, body.back_ins, {body.back_ins[i] for i in body.own})
-    over = [(v, stacks[v]) for v in body.saved if v not in {v for v, _ in slices}]
+    inputs = {v for v, _ in slices}
+    over = [(v, stacks[v]) for v in body.saved if v not in inputs]
     groups = [*consts, *own], carries, [*theirs, *over, *slices]
     back.ins, back.params = rounding.scanned(back, groups, body.second, body.back_outs)
 
@@ -353,7 +353,7 @@ def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, V
 
 def zeros_like(aval: Any, into: list[Equation]) -> Value:
     """Appends the equations of an array of zeros."""
-    (out,) = opened(_jax.trace(lambda: [_jax.zeros_of(aval)], [], "zeros"), [], into)
+    (out,) = appended(lambda: [_jax.zeros_of(aval)], [], into)
     return out
 
 
@@ -418,21 +418,15 @@ def _with_axes(
     out, passed = [], []
     again: list[Equation] = []
     for v in values:
-        tall = v if v.aval.shape else _viewed(v, lambda x: jax.lax.reshape(x, (1,)), first)
-        arrived = v if v.aval.shape else Value(tall.aval)
+        tall = arrived = v
         if not v.aval.shape:
-            _viewed(arrived, lambda x: jax.lax.reshape(x, ()), again)
-            again[-1].outs = [v]
+            (tall,) = appended(lambda x: [jax.lax.reshape(x, (1,))], [v], first)
+            arrived = Value(tall.aval)
+            appended(lambda x: [jax.lax.reshape(x, ())], [arrived], again, outs=[v])
         out.append(tall)
         passed.append(arrived)
     second[:0] = again
     return out, passed
-
-
-def _viewed(v: Value, view: Callable[[Any], Any], into: list[Equation]) -> Value:
-    """Appends a view of a value."""
-    (out,) = opened(_jax.trace(lambda x: [view(x)], [v.aval], "view"), [v], into)
-    return out
 
 
 def _programs(pair: Pair) -> tuple[Any, Any]:

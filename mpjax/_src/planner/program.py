@@ -39,7 +39,7 @@ from mpjax._src.planner.replaced import batch
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
-from mpjax._src.planner.write import written, written_of
+from mpjax._src.planner.write import written
 
 
 class Program:
@@ -94,9 +94,8 @@ class Program:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
         options = self.half, self.halved_in, self.halved_out, returned, self.exceptions.sent
-        if not isinstance(self._program, Listed):
-            return written(self.closed, *options, outermost=True)
-        return written_of(self._program.written_out(), *options, outermost=True)
+        program = self._program.written_out() if isinstance(self._program, Listed) else self.closed
+        return written(program, *options, outermost=True)
 
     @property
     def calling(self) -> Any:

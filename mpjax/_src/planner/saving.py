@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import SCAN
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, between, opened, parts
+from mpjax._src.planner.equations import Equation, Value, appended, between, parts
 
 # Says of the primitive, the operand types and the parameters of an equation where its results are
 # saved: in a memory space, or None, so that it runs again.
@@ -170,7 +169,7 @@ def sent(
 ) -> tuple[list[Value], list[Equation]]:
     """Returns saved values in their places, and the equations that compute them and others."""
     into = [*equations]
-    return [v if _is_here(place) else _moved(v, place, into) for v, place in saved.items()], into
+    return [v if _is_here(place) else _move(v, place, into)[0] for v, place in saved.items()], into
 
 
 def received(saved: dict[Value, Any]) -> tuple[list[Value], list[Equation]]:
@@ -180,8 +179,7 @@ def received(saved: dict[Value, Any]) -> tuple[list[Value], list[Equation]]:
     for v, place in saved.items():
         far = v if _is_here(place) else Value(v.aval.update(memory_space=place))
         if far is not v:
-            _moved(far, v.aval.memory_space, into)
-            into[-1].outs = [v]
+            _move(far, v.aval.memory_space, into, [v])
         arrived.append(far)
     return arrived, into
 
@@ -190,7 +188,5 @@ def _is_here(place: Any) -> bool:
     return place is jax.memory.Space.Device
 
 
-def _moved(v: Value, place: Any, into: list[Equation]) -> Value:
-    program = _jax.trace(lambda x: [jax.device_put(x, place)], [v.aval], "saved")
-    (out,) = opened(program, [v], into)
-    return out
+def _move(v: Value, place: Any, into: list[Equation], outs: Sequence[Value] = ()) -> list[Value]:
+    return appended(lambda x: [jax.device_put(x, place)], [v], into, outs=outs)
