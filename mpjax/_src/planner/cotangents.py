@@ -21,9 +21,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from mpjax._src.base.dtypes import FLOAT16, HALVES
+from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.rules import (
     BOUNDED,
     FOLLOW,
@@ -40,6 +38,7 @@ from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, summed
 from mpjax._src.planner.equations import Ahead, Equation, Order, Value, dependents
 from mpjax._src.planner.maxima import POOLED
+from mpjax._src.planner.partition import Parts
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
@@ -170,39 +169,21 @@ def _of_results(ins: Any, equations: Any, outs: Any, given: Any) -> list[int]:
     return [noise.get(v, EXACT) for v in outs]
 
 
-def rounded_once(
-    equations: Sequence[Equation],
-    late: Sequence[Equation],
-    results: Collection[Value],
-    cotangents: Iterable[Value],
-    half: np.dtype = FLOAT16,
-) -> list[Value]:
-    """Returns the cotangents that may be rounded once for all their readers.
-
-    Args:
-        equations: The equations of the forward and the backward part.
-        late: Those of the backward part.
-        results: What the backward part returns.
-        cotangents: The cotangents that it gets.
-        half: The 16-bit dtype.
-    """
-    written = _written(equations, late, results, half)
+def rounded_once(both: Parts) -> list[Value]:
+    """Returns the cotangents that may be rounded once for all their readers."""
+    written = _written(both)
     if not written:
         return []
-    noise, moved = noise_of(equations), dependents(late, cotangents)
-    written = written.intersection(moved).difference(results)
+    late, noise = both.late, noise_of([*both.early, *both.late])
+    written = written.intersection(dependents(late, both.cotangents)).difference(both.results)
     shared = [v for e in late for v in e.outs if v in written and noise.get(v) in (WHOLE, EACH)]
     return Lone(late, noise).of(shared) if shared else []
 
 
-def _written(
-    equations: Sequence[Equation],
-    late: Sequence[Equation],
-    results: Collection[Value],
-    half: np.dtype,
-) -> set[Value]:
+def _written(both: Parts) -> set[Value]:
     """Returns the large values that the backward part would write in float32."""
-    made = rounding.made(late, (), half)
+    late, results = both.late, both.results
+    made = rounding.made(late, (), both.half)
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
     if not large:
         return set()
@@ -210,7 +191,7 @@ def _written(
     moved = {v for e in late if rounding.is_view(e) for v in e.outs}
     many = {v for v in large - moved if len(kernels[v]) > 1}
     read = rounding.fed(late) - rounding.wanted(late, results, ())
-    return (large & read) | {*of_several(equations, many)}
+    return (large & read) | {*of_several([*both.early, *late], many)}
 
 
 # A walk over more equations is given up, so that planning grows with the program.

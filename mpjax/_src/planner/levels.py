@@ -20,7 +20,7 @@ import numpy as np
 
 from mpjax._src.base._jax.rounded import ROUNDED
 from mpjax._src.planner import kinds
-from mpjax._src.planner.equations import BARRIER, Equation, Value, readers_of
+from mpjax._src.planner.equations import BARRIER, Equation, Value
 from mpjax._src.planner.kinds import NO_AXES, VIEWS, Axes, axes_of_view, every, is_zero, moved
 from mpjax._src.planner.rounding import is_float32
 
@@ -44,7 +44,6 @@ class Facts:
 
     Attributes:
         maker: The equation that makes a value.
-        readers: The equations that read a value.
         fixed: Values that are computed from constants alone.
         roots: What norms multiply by: one divided by the root of a value, times a small array.
         normed: What they are multiplied with. It has no units any more.
@@ -52,7 +51,6 @@ class Facts:
 
     def __init__(self, equations: Sequence[Equation]) -> None:
         self.maker = {out: e for e in equations for out in e.outs}
-        self.readers = readers_of(equations)
         self.kinds = {e: kinds.kind_of(e) for e in equations}
         self.fixed: set[Value] = set()
         self._numbers: dict[Value, Any] = {}

@@ -34,7 +34,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import handed, read_of
+from mpjax._src.planner.partition import Parts, handed, read_of
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
@@ -174,11 +174,9 @@ class Body:
         joined(both, new, free, [*returned, *self.back_outs], half, storage)
         self.second, self.back_outs = once(self.second, self.back_outs)
         self.first, self.second = apart(self.first), apart(self.second)
-        ends = returned, self.back_outs, new
-        self.first, self.second = rewritten(self.first, self.second, *ends, half)
-        both = [*self.first, *self.second]
-        shared = rounded_once(both, self.second, self.back_outs, new)
-        self.second = unpooled(rounding.with_rounded(self.second, shared, half))
+        parts_of = Parts(self.first, self.second, returned, self.back_outs, new, half)
+        self.first, second, *_ = changed = rewritten(parts_of)
+        self.second = unpooled(rounding.with_rounded(second, rounded_once(changed), half))
         self._hand_over(pair, priced, stacked, turns)
 
     def _hand_over(

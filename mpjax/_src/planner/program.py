@@ -33,7 +33,7 @@ from mpjax._src.planner.held_apart import held_apart, stored
 from mpjax._src.planner.linear_recurrences import recurrent
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import Handed, handed, parted, read_of
+from mpjax._src.planner.partition import Handed, Parts, handed, parted, read_of
 from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.replaced import batch
 from mpjax._src.planner.rewrites import rewritten
@@ -260,8 +260,8 @@ class Derivative:
         equations = needed(equations, results)
         joined(equations, self._cts, self.inputs, results, half, program.storage)
         self._early, self._late = parted(apart(needed(equations, results)), self._cts)
-        parts_of = self._early, self._late, self._outs, self._grads
-        self._early, self._late = rewritten(*parts_of, self._cts, half)
+        parts_of = Parts(self._early, self._late, self._outs, self._grads, self._cts, half)
+        self._early, self._late, *_ = rewritten(parts_of)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
         moved = dependents([*filter(_moves, self._early)], [self.inputs[i] for i in self.by])
@@ -365,7 +365,7 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        shared = rounded_once([*self._early, *late], late, grads, cts, program.half)
+        shared = rounded_once(Parts(self._early, late, self._outs, grads, cts, program.half))
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         parts_of = self._held, self._padded, self._before, [*self._again, *late], grads
         body, grads = held_apart(*parts_of, [*cts], in_turns=program.storage != "fast")

@@ -324,39 +324,34 @@ def softmaxes(
     return found
 
 
-class Late:
-    """A backward part, in which exponentials and their sum may be divided by that sum."""
+def allowed(softmax: Softmax, late: Order, results: set[Value]) -> Softmax:
+    """Returns a softmax, whose exponentials and sum may be divided by it in a backward part.
 
-    def __init__(self, equations: Sequence[Equation], results: Iterable[Value]) -> None:
-        self._order, self._results = Order(equations), {*results}
+    The sum is read if it does not cancel there: it does not where the exponentials or the sum have
+    cotangents of their own, as a sum that is returned has.
+    """
+    read = softmax.spread and not _cancels(softmax, late, results)
+    return softmax._replace(spread=[]) if read else softmax
 
-    def allowed(self, softmax: Softmax) -> Softmax:
-        """Returns a softmax, whose sum is read if it does not cancel in the backward part.
 
-        It does not where the exponentials or the sum have cotangents of their own, as a sum that is
-        returned has.
-        """
-        read = softmax.spread and not self._cancels(softmax)
-        return softmax._replace(spread=[]) if read else softmax
-
-    def _cancels(self, softmax: Softmax) -> bool:
-        """Returns whether nothing changes if exponentials and sum are multiplied by one number."""
-        powers: dict[Value, int] = dict.fromkeys(softmax.spread, 1)
-        for e in softmax.equations:
-            power = 1 if e in softmax.tops else _power(e, powers)
-            if power is None:
-                return False
-            powers[e.outs[0]] = power
-        powers = {v: power for v, power in powers.items() if power}
-        ahead = Ahead(self._order, powers)
-        for e in ahead:
-            power = _power(e, powers) if len(ahead) <= LONGEST else None
-            if power is None or (power and not self._results.isdisjoint(e.outs)):
-                return False
-            if power:
-                powers.update(dict.fromkeys(e.outs, power))
-                ahead.add(e.outs)
-        return True
+def _cancels(softmax: Softmax, late: Order, results: set[Value]) -> bool:
+    """Returns whether nothing changes if exponentials and sum are multiplied by one number."""
+    powers: dict[Value, int] = dict.fromkeys(softmax.spread, 1)
+    for e in softmax.equations:
+        power = 1 if e in softmax.tops else _power(e, powers)
+        if power is None:
+            return False
+        powers[e.outs[0]] = power
+    powers = {v: power for v, power in powers.items() if power}
+    ahead = Ahead(late, powers)
+    for e in ahead:
+        power = _power(e, powers) if len(ahead) <= LONGEST else None
+        if power is None or (power and not results.isdisjoint(e.outs)):
+            return False
+        if power:
+            powers.update(dict.fromkeys(e.outs, power))
+            ahead.add(e.outs)
+    return True
 
 
 def _power(e: Equation, powers: dict[Value, int]) -> int | None:
