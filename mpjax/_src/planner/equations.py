@@ -445,6 +445,9 @@ def waiting(
     return [e for e in early if id(e) not in gone], [e.on(e.ins, again=True) for e in later]
 
 
+Makers = Mapping[Value, Equation]  # what makes each value
+
+
 def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
     """Returns the equations that read each value."""
     readers: dict[Value, list[Equation]] = collections.defaultdict(list)
@@ -452,6 +455,21 @@ def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
         for v in dict.fromkeys(e.ins):
             readers[v].append(e)
     return readers
+
+
+def behind(v: Value, maker: Makers, through: Callable[[Equation], bool]) -> Iterator[Equation]:
+    """Yields what a value is computed by: what makes it, and what makes the operands of those.
+
+    It goes ``through`` some equations alone.
+    """
+    todo, seen = [v], {v}
+    while todo:
+        e = maker.get(todo.pop())
+        if e is not None:
+            yield e
+        if e is not None and through(e):
+            todo += {*e.ins} - seen
+            seen.update(e.ins)
 
 
 class Order:
