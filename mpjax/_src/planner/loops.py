@@ -121,7 +121,7 @@ class Body:
         first: Its equations.
         outs: Its results.
         back_ins: The arguments of the second: those that are values of the first are these values.
-        shared: Whether each is one.
+        own: The places of the others.
         second: The equations of the second.
         back_outs: Its results.
         saved: What the first hands to the second.
@@ -131,7 +131,7 @@ class Body:
     first: list[Equation]
     outs: list[Value]
     back_ins: list[Value]
-    shared: list[bool]
+    own: list[int]
     second: list[Equation]
     back_outs: list[Value]
     saved: list[Value] = dataclasses.field(default_factory=list)
@@ -147,12 +147,8 @@ class Body:
         back_ins = [Value(aval) if v is None else v for v, aval in pairs]
         second: list[Equation] = []
         back_outs = opened(back, back_ins, second, region=pair.back.region)
-        return cls(ins, first, outs, back_ins, [v is not None for v in known], second, back_outs)
-
-    @property
-    def own(self) -> list[int]:
-        """The places of the second's arguments that are not of the first."""
-        return [i for i, shared in enumerate(self.shared) if not shared]
+        own = [i for i, v in enumerate(known) if v is None]
+        return cls(ins, first, outs, back_ins, own, second, back_outs)
 
     def read(self, values: Iterable[Value]) -> list[Value]:
         """Returns the values that the second reads."""

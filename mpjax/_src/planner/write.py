@@ -256,7 +256,8 @@ class Writer:
             and v.aval.dtype in HALVES
             and not self.is_made(e.ins[0])
         ):
-            run = functools.partial(_placed_freely, e.params["sharding"])
+            sharding = e.params["sharding"]
+            run = lambda x: [_jax.placed_freely(x, sharding)]  # noqa: E731
             return appended(run, ins, self.written, like=e)
         return ins
 
@@ -322,10 +323,6 @@ class Writer:
             region=e.region,
         )
         return inside, results, rounding.with_programs(e, rewrite)
-
-
-def _placed_freely(sharding: Any, x: Any) -> list[Any]:
-    return [_jax.placed_freely(x, sharding)]
 
 
 def _marked(e: Equation) -> Any:
