@@ -457,7 +457,7 @@ def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
     return readers
 
 
-def behind(v: Value, maker: Makers, through: Callable[[Equation], bool]) -> Iterator[Equation]:
+def made_by(v: Value, maker: Makers, through: Callable[[Equation], bool]) -> Iterator[Equation]:
     """Yields what a value is computed by: what makes it, and what makes the operands of those.
 
     It goes ``through`` some equations alone.

@@ -7,7 +7,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax.held import is_inexact
 from mpjax._src.base.higher_order import BRANCH, WHILE, Inside, higher_order
 from mpjax._src.base.rules import COMPARE, FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
-from mpjax._src.planner.equations import BARRIER, Equation, Value, behind, parts
+from mpjax._src.planner.equations import BARRIER, Equation, Value, made_by, parts
 
 # Operations that rank entries, and the axis along which they do.
 RANKING = {
@@ -33,7 +33,7 @@ def routers(equations: Sequence[Equation]) -> set[Equation]:
             columns = e.ins[0].aval.shape[RANKING[e.name](e.params)]
             found.update(
                 m
-                for m in behind(e.ins[0], maker, _is_elementwise)
+                for m in made_by(e.ins[0], maker, _is_elementwise)
                 if m.rule.need == HALF and depth(m) > NARROW * _jax.size_of([columns])
             )
     return found
