@@ -383,12 +383,12 @@ def between(
     missing, found = {v for v in wanted if v not in known}, []
     for e in reversed(equations):
         if not missing.isdisjoint(e.outs):
-            found.append(e := _of_the_others(e, known))
+            found.append(e := of_the_others(e, known))
             missing.update(v for v in e.ins if v not in known)
     return found[::-1]
 
 
-def _of_the_others(e: Equation, known: Collection[Value]) -> Equation:
+def of_the_others(e: Equation, known: Collection[Value]) -> Equation:
     """Returns an equation that does not make again what is known."""
     if not any(v in known for v in e.outs):
         return e
@@ -437,12 +437,12 @@ def waiting(
     Returns:
         What is left, and what was taken out, for the backward part.
     """
-    ahead = {*map(id, needed(early, outs))}
-    prepared = [e for e in early if id(e) not in ahead]
+    ahead = {*needed(early, outs)}
+    prepared = [e for e in early if e not in ahead]
     moved = dependents(prepared, values)
     later = [e for e in prepared if not moved.isdisjoint(e.outs)]
-    gone = {*map(id, later)}
-    return [e for e in early if id(e) not in gone], [e.on(e.ins, again=True) for e in later]
+    gone = {*later}
+    return [e for e in early if e not in gone], [e.on(e.ins, again=True) for e in later]
 
 
 Makers = Mapping[Value, Equation]  # what makes each value

@@ -120,8 +120,8 @@ def masks(both: Parts) -> Parts:
     forward, read = needed(early, outs), {v for e in late for v in e.ins}
     either = [e for e in forward if not read.isdisjoint(e.outs)]
     results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
-    ahead = {*map(id, forward)}
-    prepared = [e for e in early if id(e) not in ahead and _is_mask(e) and e.ins[0] in results]
+    ahead = {*forward}
+    prepared = [e for e in early if e not in ahead and _is_mask(e) and e.ins[0] in results]
     found = {e.outs[0]: results[e.ins[0]] for e in prepared}
     first, second = waiting(early, outs, found)
     masked = [e.on([found[e.outs[0]], e.ins[1]]) if e.outs[0] in found else e for e in second]

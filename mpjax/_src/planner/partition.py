@@ -73,8 +73,8 @@ def parted(
     waiting = [out for e in equations if e.again for out in e.outs]
     late = dependents(equations, [*cotangents, *waiting])
     early = [e for e in equations if not e.again and late.isdisjoint(e.ins)]
-    first = {*map(id, early)}
-    return early, [e for e in equations if id(e) not in first]
+    first = {*early}
+    return early, [e for e in equations if e not in first]
 
 
 def handed(

@@ -24,6 +24,7 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     needed,
+    of_the_others,
     once,
     opened,
     parts,
@@ -475,11 +476,9 @@ def without_zeros(
     for e in equations:
         ins = [alias.get(v, v) for v in e.ins]
         if e.name == BARRIER:
-            pairs = [(v, out) for v, out in zip(ins, e.outs, strict=True)]
-            zeros.update(out for v, out in pairs if v in zeros)
-            rest = [(v, out) for v, out in pairs if v not in zeros]
-            if rest:
-                left.append(e.on([v for v, _ in rest], outs=[out for _, out in rest]))
+            zeros.update(out for v, out in zip(ins, e.outs, strict=True) if v in zeros)
+            rest = of_the_others(e.on(ins), zeros)
+            left += [rest] if rest.outs else []
             continue
         moved = [v for v in ins if v in linear]
         if moved and all(v in zeros for v in moved):
