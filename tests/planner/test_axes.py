@@ -7,6 +7,7 @@ from jax import lax
 
 from mpjax._src.planner.axes import Axes, summed
 from mpjax._src.planner.equations import parts
+from mpjax._src.planner.kinds import axes_of_view
 
 X = jnp.ones((4, 6, 8))
 
@@ -56,3 +57,11 @@ def test_axes_that_are_summed_over(fun, axes):
     _, equations, _ = parts(jax.make_jaxpr(fun)(X))
     (found,) = [e for e in equations if e.name in ("reduce_sum", "cumsum", "scatter-add")]
     assert {*summed(found)[1]} == axes
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((0, 4), (0,)), ((4, 0), (0,)), ((0,), (4, 0)), ((0, 3), (3, 0))]
+)
+def test_axes_of_arrays_without_entries(before, after):
+    _, (reshape,), _ = parts(jax.make_jaxpr(lambda x: x.reshape(after))(jnp.ones(before)))
+    assert {*axes_of_view(reshape)} == {*range(len(before))}

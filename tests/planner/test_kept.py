@@ -20,7 +20,7 @@ def plans(monkeypatch):
     """Counts the derivatives that are planned, and the programs that are written."""
     kept._kept.cache_clear()
     counts = collections.Counter()
-    whole, written, listed = program._with_gradient, program.written, program.written_of
+    whole, written = program._with_gradient, program.written
 
     def counting(name, fun):
         def run(*args, **kwargs):
@@ -31,7 +31,6 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(program, "_with_gradient", counting("derivative", whole))
     monkeypatch.setattr(program, "written", counting("written", written))
-    monkeypatch.setattr(program, "written_of", counting("written", listed))
     return counts
 
 

@@ -206,9 +206,13 @@ def _by_overrides(op: Op, ruling: Ruling, policy: Policy, used: set[str]) -> Rul
         lifted = ruling.precision is not None  # the override is about this program
         kind = _matmul(op) if lifted else ruling.kind
         return ruling._replace(kind=kind, half=dtype, precision=None)
-    ruling = ruling._replace(precision=None)
+    return _in_full(ruling)
+
+
+def _in_full(ruling: Ruling) -> Ruling:
+    """Returns what is asked of an operation if that is float32: what moves values has no dtype."""
     fixed = ruling.kind not in CHANGEABLE or ruling.kind == MOVES
-    return ruling if fixed else ruling._replace(forced="full")
+    return ruling._replace(forced=ruling.forced if fixed else "full", precision=None)
 
 
 def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[str, Any] | None:
@@ -234,10 +238,8 @@ def _by_region(op: Op, ruling: Ruling) -> Ruling:
         return ruling
     dtype = np.dtype(name.removeprefix(REGION))
     if dtype not in HALVES:
-        ruling = ruling._replace(precision=None)
+        return _in_full(ruling)
     if ruling.kind not in CHANGEABLE:
         return ruling
-    if dtype in HALVES:
-        computes = ruling.kind in (MATMUL, COMPUTES) and rules.NO_HALF_FORM not in op.spec.traits
-        return ruling._replace(half=dtype, forced="half" if computes else "")
-    return ruling if ruling.kind == MOVES else ruling._replace(forced="full")
+    computes = ruling.kind in (MATMUL, COMPUTES) and rules.NO_HALF_FORM not in op.spec.traits
+    return ruling._replace(half=dtype, forced="half" if computes else "")

@@ -25,17 +25,17 @@ from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.base.errors import brief, check_callable, did_you_mean
 from mpjax._src.base.patterns import nearest_paths
 from mpjax._src.base.wrapped import Decorator, Wrapped
+from mpjax._src.planner.exceptions import half_regions
 from mpjax._src.planner.kept import program_of
 from mpjax._src.planner.program import Program
 from mpjax._src.planner.replaced import replaced
 from mpjax._src.policy.grammar import get_policy
 from mpjax._src.policy.policy import Policy, PolicyLike
 from mpjax._src.program import trace as programs
-from mpjax._src.program.graph import PLANNED, REGION
+from mpjax._src.program.graph import PLANNED
 from mpjax._src.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.program.numbering import with_rows
 from mpjax._src.program.respellings import Respellings
-from mpjax._src.program.site import equations
 from mpjax._src.program.states import handed_out, states
 from mpjax._src.program.trace import Flat, parameters_of
 
@@ -113,7 +113,7 @@ class Traced(programs.Traced):
             return False
         if self.policy.overrides:
             return self.outline.as_written
-        return not _has_half_regions(_jax.open_jaxpr(self.jaxpr)[0])
+        return not {*half_regions(self.jaxpr)}
 
     @functools.cached_property
     def computes_in_float16(self) -> bool:
@@ -396,12 +396,6 @@ def _passed(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
 def _cast(x: Any, dtype: Any) -> Any:
     same = dtype is None or getattr(x, "dtype", dtype) == dtype
     return x if same else jax.lax.convert_element_type(x, dtype)
-
-
-def _has_half_regions(jaxpr: Any) -> bool:
-    """Returns whether a program has a region whose dtype is 16-bit."""
-    marks = tuple(f"{REGION}{half.name}" for half in HALVES)
-    return any(name.startswith(marks) for _, site, _ in equations(jaxpr) for name in site.scopes)
 
 
 def _donates(jaxpr: Any) -> bool:

@@ -104,7 +104,11 @@ def _cone(
             if out in asked or any(map(leads, readers[out])):
                 cone.add(e)
         elif rounding.programs(e):
-            flags = _inside(e, [rounding.is_float32(v) and alone(v) for v in e.outs])
+            _, start, end = rounding.places(e)
+            carries = end - start  # a sum over turns averages the roundings of its terms
+            flags = [
+                i >= carries and rounding.is_float32(v) and alone(v) for i, v in enumerate(e.outs)
+            ]
             if any(flags):
                 inside[e] = flags
                 cone.add(e)
@@ -130,12 +134,3 @@ def adds_or_moves(e: Equation) -> bool:
     factors = e.ins if e.name == "mul" else e.ins[1:] if e.name == "div" else ()
     scaled = any(v.const is not None and not v.aval.shape for v in factors)
     return scaled or e.name in SUMS or (rounding.is_view(e) and rounding.commutes(e))
-
-
-def _inside(e: Equation, flags: list[bool]) -> list[bool]:
-    """Returns which of the results may be unrounded inside of a loop, branch or map.
-
-    Carries are not: a sum over turns averages the roundings of its terms.
-    """
-    _, start, end = rounding.places(e)
-    return [False] * (end - start) + flags[end - start :]

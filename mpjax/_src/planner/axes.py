@@ -6,11 +6,12 @@ table. The axes of all values are divided into classes; what an operation does t
 known puts them into one class. Matmuls separate: their results are other axes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax._src.base.rules import DEAR, FUSED
 from mpjax._src.planner.equations import BARRIER, Equation, Value
+from mpjax._src.planner.kinds import LAYOUT, axes_of_view, kind_of, without_axes
 from mpjax._src.planner.rounding import is_half_matmul
 
 Axis = tuple[Value, int]
@@ -80,17 +81,20 @@ def _same_axes(e: Equation) -> Pairs:
     if e.name == BARRIER:
         pairs = zip(e.ins, e.outs, strict=True)
         return [same for v, x in pairs for same in _by_place([v], [x])]
-    if e.name in MAPPED:
-        return MAPPED[e.name](e, ins[0], out)
+    if kind_of(e) == LAYOUT:
+        return _placed(ins[0], out, axes_of_view(e))
     if e.name.startswith("scatter"):
         return _of_scatter(e)
     if e.name.startswith("reduce_") and "axes" in e.params:
-        kept = [d for d in range(len(_shape(ins[0]))) if d not in e.params["axes"]]
-        return [[(ins[0], i), (out, d)] for d, i in enumerate(kept)]
+        return _placed(ins[0], out, without_axes(ins[0], e.params["axes"]))
     aligned = all(_shape(v) == () or _fits(_shape(v), _shape(out)) for v in ins)
     if e.name in IN_PLACE or (e.rule.cost in (FUSED, DEAR) and aligned):
         return _by_place(ins, e.outs)
     return [[(v, d) for v in (*ins, *e.outs) for d in range(len(_shape(v)))]]
+
+
+def _placed(v: Value, out: Value, places: Mapping[int, Iterable[int]]) -> Pairs:
+    return [[(v, a), *((out, d) for d in at)] for a, at in places.items()]
 
 
 def _fits(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
@@ -107,22 +111,6 @@ def _by_place(ins: Iterable[Value], outs: Sequence[Value]) -> Pairs:
     ]
 
 
-def _of_reshape(e: Equation, v: Value, out: Value) -> Pairs:
-    """Axes are the same as far as they are split or merged with one another."""
-    a, b, i, j = _shape(v), _shape(out), 0, 0
-    groups = []
-    while i < len(a) or j < len(b):
-        sizes, start = [1, 1], (i, j)
-        while (i, j) == start or sizes[0] != sizes[1]:
-            if i < len(a) and (sizes[0] <= sizes[1] or j == len(b)):
-                sizes[0], i = sizes[0] * a[i], i + 1
-            else:
-                sizes[1], j = sizes[1] * b[j], j + 1
-        own, theirs = range(start[0], i), range(start[1], j)
-        groups.append([*((v, d) for d in own), *((out, d) for d in theirs)])
-    return groups
-
-
 def _of_scatter(e: Equation) -> Pairs:
     """The window of an update is the operand's; all else is one class."""
     numbers, (operand, _, update), out = e.params["dimension_numbers"], e.ins, e.outs[0]
@@ -133,14 +121,3 @@ def _of_scatter(e: Equation) -> Pairs:
     rest += [(out, d) for d in range(len(_shape(out))) if d not in kept]
     pairs = zip(window, kept, strict=True)
     return [*([(update, a), (out, b)] for a, b in pairs), rest, *_by_place([operand], [out])]
-
-
-MAPPED: dict[str, Callable[[Equation, Value, Value], Pairs]] = {
-    "transpose": lambda e, v, out: [
-        [(v, i), (out, d)] for d, i in enumerate(e.params["permutation"])
-    ],
-    "broadcast_in_dim": lambda e, v, out: [
-        [(v, i), (out, d)] for i, d in enumerate(e.params["broadcast_dimensions"])
-    ],
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _of_reshape),
-}

@@ -18,7 +18,7 @@ from mpjax._src.base.coded import KINDS, Coded, coded_bytes, decode, encode
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.base.rules import AMPLIFIES, JUMPS
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import CUSTOM, Equation, Value, appended, parts
+from mpjax._src.planner.equations import CUSTOM, Equation, Makers, Value, appended, made_by, parts
 from mpjax._src.planner.integers import SMALL, of_equation
 from mpjax._src.planner.kinds import LAYOUT, SAME, kind_of
 from mpjax._src.planner.partition import runs_again
@@ -31,8 +31,6 @@ EXPONENTIALS = ("exp", "exp2")
 # What they do to rounding errors is bounded: those of a logarithm, and of the derivative of a tanh,
 # are absolute, and small.
 BOUNDED = ("log", "log1p", "log2", "one_minus_square")
-
-Makers = Mapping[Value, Equation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +129,8 @@ def _of_attention(early: Sequence[Equation], maker: Makers) -> set[Value]:
 
 def _cheap(v: Value, maker: Makers) -> Iterator[Equation]:
     """Yields the equations by which a value is computed from what is made otherwise."""
-    seen, todo = {v}, [v]
-    while todo:
-        e = maker.get(todo.pop())
-        if e is not None and (runs_again(e) or rounding.is_view(e)):
-            yield e
-            new = {*e.ins} - seen
-            seen |= new
-            todo += new
+    cheap = lambda e: runs_again(e) or rounding.is_view(e)  # noqa: E731
+    return filter(cheap, made_by(v, maker, cheap))
 
 
 def _carriers(early: Sequence[Equation]) -> set[Value]:

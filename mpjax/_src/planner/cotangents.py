@@ -16,15 +16,12 @@ for all of them where that adds no error of another kind:
 """
 
 import functools
-import heapq
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from mpjax._src.base.dtypes import FLOAT16, HALVES
+from mpjax._src.base.dtypes import HALVES
 from mpjax._src.base.rules import (
     BOUNDED,
     FOLLOW,
@@ -39,8 +36,9 @@ from mpjax._src.base.rules import (
 )
 from mpjax._src.planner import rounding
 from mpjax._src.planner.axes import Axes, summed
-from mpjax._src.planner.equations import Equation, Value, dependents
+from mpjax._src.planner.equations import Ahead, Equation, Order, Value, dependents
 from mpjax._src.planner.maxima import POOLED
+from mpjax._src.planner.partition import Parts
 from mpjax._src.planner.prices import kernels_of, of_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
@@ -171,39 +169,21 @@ def _of_results(ins: Any, equations: Any, outs: Any, given: Any) -> list[int]:
     return [noise.get(v, EXACT) for v in outs]
 
 
-def rounded_once(
-    equations: Sequence[Equation],
-    late: Sequence[Equation],
-    results: Collection[Value],
-    cotangents: Iterable[Value],
-    half: np.dtype = FLOAT16,
-) -> list[Value]:
-    """Returns the cotangents that may be rounded once for all their readers.
-
-    Args:
-        equations: The equations of the forward and the backward part.
-        late: Those of the backward part.
-        results: What the backward part returns.
-        cotangents: The cotangents that it gets.
-        half: The 16-bit dtype.
-    """
-    written = _written(equations, late, results, half)
+def rounded_once(both: Parts) -> list[Value]:
+    """Returns the cotangents that may be rounded once for all their readers."""
+    written = _written(both)
     if not written:
         return []
-    noise, moved = noise_of(equations), dependents(late, cotangents)
-    written = written.intersection(moved).difference(results)
+    late, noise = both.late, noise_of([*both.early, *both.late])
+    written = written.intersection(dependents(late, both.cotangents)).difference(both.results)
     shared = [v for e in late for v in e.outs if v in written and noise.get(v) in (WHOLE, EACH)]
     return Lone(late, noise).of(shared) if shared else []
 
 
-def _written(
-    equations: Sequence[Equation],
-    late: Sequence[Equation],
-    results: Collection[Value],
-    half: np.dtype,
-) -> set[Value]:
+def _written(both: Parts) -> set[Value]:
     """Returns the large values that the backward part would write in float32."""
-    made = rounding.made(late, (), half)
+    late, results = both.late, both.results
+    made = rounding.made(late, (), both.half)
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
     if not large:
         return set()
@@ -211,7 +191,7 @@ def _written(
     moved = {v for e in late if rounding.is_view(e) for v in e.outs}
     many = {v for v in large - moved if len(kernels[v]) > 1}
     read = rounding.fed(late) - rounding.wanted(late, results, ())
-    return (large & read) | {*of_several(equations, many)}
+    return (large & read) | {*of_several([*both.early, *late], many)}
 
 
 # A walk over more equations is given up, so that planning grows with the program.
@@ -250,11 +230,7 @@ class Lone:
     def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
         self.late, self.axes, self.noise = late, Axes(late), noise
         self.maker = {out: e for e in late for out in e.outs}
-        self.readers: dict[Value, list[int]] = {v: [] for v in self.maker}  # but for matmuls
-        for place, e in enumerate(late):
-            for v in () if is_half_matmul(e) else e.ins:
-                if v in self.readers:
-                    self.readers[v].append(place)
+        self.order = Order([e for e in late if not is_half_matmul(e)])
         self.operands, self.means = self._operands(), self._means()
         self.behind: dict[Value, Asked | None] = {}
 
@@ -333,27 +309,20 @@ class Lone:
 
     def _meets(self, v: Value, other: set[Value]) -> bool:
         """Returns whether something reads what is made of a value beside what others make."""
-        own, theirs = {v}, {place for x in other for place in self.readers[x]}
-        ahead = [*theirs.union(self.readers[v])]
-        queued = {*ahead}
-        heapq.heapify(ahead)
-        while theirs:
-            if len(queued) > LONGEST:
-                return True
-            place = heapq.heappop(ahead)
-            theirs.discard(place)
-            e = self.late[place]
+        own, readers = {v}, self.order.readers
+        theirs, ahead = {e for x in other for e in readers[x]}, Ahead(self.order, [v, *other])
+        for e in ahead:
+            if not theirs or len(ahead) > LONGEST:
+                return bool(theirs)
+            theirs.discard(e)
             if v in e.outs:
                 continue
             mine = not own.isdisjoint(e.ins)
             if mine and not other.isdisjoint(e.ins):
                 return True
             (own if mine else other).update(e.outs)
-            after = {place for x in e.outs for place in self.readers[x]}
-            theirs.update(() if mine else after)
-            for place in after - queued:
-                heapq.heappush(ahead, place)
-            queued |= after
+            theirs.update(() if mine else (r for x in e.outs for r in readers[x]))
+            ahead.add(e.outs)
         return False
 
     def _may_be_read(self, v: Value) -> bool:
@@ -386,27 +355,22 @@ class Lone:
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
         over = {v: 0}  # the axes over which it is summed
         asked = Asked()
-        ahead = [*dict.fromkeys(self.readers[v])]
-        queued = {*ahead}
-        while ahead:
-            e = self.late[heapq.heappop(ahead)]
+        ahead = Ahead(self.order, [v])
+        for e in ahead:
             mine = [x for x in e.ins if x in own]
             scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
             axes = functools.reduce(operator.or_, (over[x] for x in mine))
             asks = self._asks(e, mine)
             both = asked if scales else asked.also(asks and asks.summed(axes))
-            if both is None or len(queued) > LONGEST:
+            if both is None or len(ahead) > LONGEST:
                 return None, None, 0
             asked = both
             axes |= self._over(e) if is_sum(e) else 0
-            if not ahead and len(e.outs) == 1:
+            if not ahead.queue and len(e.outs) == 1:
                 return asked, e.outs[0], axes
             own.update((x, own[mine[0]] if scales else x) for x in e.outs)
             over.update(dict.fromkeys(e.outs, axes))
-            after = {place for x in e.outs for place in self.readers[x]}
-            for place in after - queued:
-                heapq.heappush(ahead, place)
-            queued |= after
+            ahead.add(e.outs)
         return asked, None, 0
 
     def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:

@@ -7,8 +7,9 @@ into jaxprs again.
 
 import collections
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,16 +267,18 @@ def appended(
     run: Callable[..., list[Any]],
     ins: Sequence[Value],
     into: list[Equation],
-    like: Equation,
+    like: Equation | None = None,
     outs: Sequence[Value] = (),
     again: bool = False,
 ) -> list[Value]:
-    """Appends what a function computes from values, in the region of an equation.
+    """Appends what a function computes from values, in the region and scopes of an equation.
 
     Its first results are ``outs``; returned are all.
     """
     program, start = _jax.trace(run, [v.aval for v in ins], "appended"), len(into)
-    flags = {"again": again or like.again, "stack": like.stack, "region": like.region}
+    flags = (
+        {"again": again or like.again, "stack": like.stack, "region": like.region} if like else {}
+    )
     made = opened(program, ins, into, **flags)
     for v, out in zip(made, outs, strict=False):
         rename(into[start:], v, out)
@@ -380,12 +383,12 @@ def between(
     missing, found = {v for v in wanted if v not in known}, []
     for e in reversed(equations):
         if not missing.isdisjoint(e.outs):
-            found.append(e := _of_the_others(e, known))
+            found.append(e := of_the_others(e, known))
             missing.update(v for v in e.ins if v not in known)
     return found[::-1]
 
 
-def _of_the_others(e: Equation, known: Collection[Value]) -> Equation:
+def of_the_others(e: Equation, known: Collection[Value]) -> Equation:
     """Returns an equation that does not make again what is known."""
     if not any(v in known for v in e.outs):
         return e
@@ -434,12 +437,15 @@ def waiting(
     Returns:
         What is left, and what was taken out, for the backward part.
     """
-    ahead = {*map(id, needed(early, outs))}
-    prepared = [e for e in early if id(e) not in ahead]
+    ahead = {*needed(early, outs)}
+    prepared = [e for e in early if e not in ahead]
     moved = dependents(prepared, values)
     later = [e for e in prepared if not moved.isdisjoint(e.outs)]
-    gone = {*map(id, later)}
-    return [e for e in early if id(e) not in gone], [e.on(e.ins, again=True) for e in later]
+    gone = {*later}
+    return [e for e in early if e not in gone], [e.on(e.ins, again=True) for e in later]
+
+
+Makers = Mapping[Value, Equation]  # what makes each value
 
 
 def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
@@ -449,6 +455,61 @@ def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
         for v in dict.fromkeys(e.ins):
             readers[v].append(e)
     return readers
+
+
+def made_by(v: Value, maker: Makers, through: Callable[[Equation], bool]) -> Iterator[Equation]:
+    """Yields what a value is computed by: what makes it, and what makes the operands of those.
+
+    It goes ``through`` some equations alone.
+    """
+    todo, seen = [v], {v}
+    while todo:
+        e = maker.get(todo.pop())
+        if e is not None:
+            yield e
+        if e is not None and through(e):
+            todo += {*e.ins} - seen
+            seen.update(e.ins)
+
+
+class Order:
+    """Equations in the order in which they run, for walks from values to what is made of them.
+
+    Attributes:
+        readers: The equations that read each value.
+        places: The places of the equations.
+    """
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self.readers = readers_of(equations)
+        self.places = {e: i for i, e in enumerate(equations)}
+
+
+class Ahead:
+    """What reads some values, or values that are added on the way, in the order in which it runs.
+
+    Attributes:
+        queue: The equations that come next, after their places.
+    """
+
+    def __init__(self, order: Order, values: Iterable[Value]) -> None:
+        self._order, self._found = order, set[Equation]()
+        self.queue: list[tuple[int, Equation]] = []
+        self.add(values)
+
+    def add(self, values: Iterable[Value]) -> None:
+        """Adds what reads values."""
+        for e in (e for v in values for e in self._order.readers[v] if e not in self._found):
+            self._found.add(e)
+            heapq.heappush(self.queue, (self._order.places[e], e))
+
+    def __iter__(self) -> Iterator[Equation]:
+        while self.queue:
+            yield heapq.heappop(self.queue)[1]
+
+    def __len__(self) -> int:
+        """Returns the number of equations that were found."""
+        return len(self._found)
 
 
 def closed(

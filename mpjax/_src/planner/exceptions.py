@@ -17,7 +17,6 @@ import numpy as np
 from mpjax._src.base import _jax
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import higher_order
-from mpjax._src.base.patterns import matches
 from mpjax._src.base.rules import FULL, HALF, NO_HALF_FORM, PROGRAM, SAME_PARAMETER, rule_of
 from mpjax._src.planner import rounding
 from mpjax._src.planner.accumulators import SENT, Sent
@@ -69,7 +68,6 @@ class Exceptions:
         listed: "half", "full" or "follow" for the primitives on its lists.
         overrides: Its overrides.
         sent: What devices send each other in 16 bits.
-        used: The patterns of overrides that matched something.
         done: The programs with regions, by the programs that they were.
         told: Why operations are in regions, by their numbers, if they are numbered.
         around: The context in which JAX runs the rules of a program.
@@ -80,7 +78,6 @@ class Exceptions:
     listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     overrides: Sequence[tuple[str, Any]] = ()
     sent: Sent = SENT
-    used: set[str] = dataclasses.field(default_factory=set)
     done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     told: dict[int, str] = dataclasses.field(default_factory=dict)
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -88,7 +85,7 @@ class Exceptions:
     @classmethod
     def of(cls, policy: Policy, program: Any, around: Any = contextlib.nullcontext) -> "Exceptions":
         """Returns those of a policy, for a program: a closed jaxpr."""
-        halves = [dtype for _, dtype in policy.overrides] + [*_half_regions(program)]
+        halves = [dtype for _, dtype in policy.overrides] + [*half_regions(program)]
         half = next((d for d in (policy.compute_dtype, *halves) if d in HALVES), FLOAT32)
         lists = {"half": policy.half_ops, "full": policy.full_ops, "follow": policy.follow_ops}
         listed = {op: name for name, ops in lists.items() for op in ops}
@@ -100,9 +97,6 @@ class Exceptions:
         """Returns a closed jaxpr with regions; ``paths`` are those of its arguments."""
         known = [Known((path,) if path else ()) for path in paths]
         known = known or [NOTHING] * len(_jax.in_avals(program))
-        self.used.update(
-            pattern for pattern, _ in self.overrides for path in paths if matches(pattern, path)
-        )
         return self._program(program, known, (), NOWHERE)
 
     def mark(
@@ -182,7 +176,6 @@ class Exceptions:
             return "", None
         paths = [path for fact in ins for path in fact.paths]
         matching = overriding(self.overrides, scopes, e.name, paths)
-        self.used.update(pattern for pattern, _ in matching)
         if not matching:
             return "", None
         pattern, dtype = matching[0]
@@ -235,7 +228,7 @@ class Exceptions:
         return self.done[key][1]
 
 
-def _half_regions(program: Any) -> Iterator[np.dtype]:
+def half_regions(program: Any) -> Iterator[np.dtype]:
     """Yields the 16-bit dtypes of the regions of a program."""
     for _, site, _ in all_equations(_jax.open_jaxpr(program)[0]):
         for name in site.scopes:

@@ -43,6 +43,7 @@ SIMPLE = "simple"  # keeps relative errors, entry by entry
 SPECIAL = "special"  # a function of its entries that may amplify errors, as exp and log
 UNKNOWN = "unknown"  # a loop, a kernel, linear algebra
 
+VIEWS = frozenset([SAME, LAYOUT])  # of all entries of their operand
 # Only what the table of rules does not say.
 KINDS = {
     **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
@@ -104,18 +105,17 @@ def axes_of_view(e: Equation) -> dict[int, set[int]]:
 def _axes_of_reshape(before: Sequence[int], after: Sequence[int]) -> dict[int, set[int]]:
     """Finds the groups of axes with as many entries before as after."""
     found: dict[int, set[int]] = {}
-    i = j = 0
+    i = j = first = second = 0
     while i < len(before) or j < len(after):
-        ins, outs = ([i] if i < len(before) else []), ([j] if j < len(after) else [])
-        i, j = i + 1, j + 1
-        while (x := math.prod(before[a] for a in ins)) != math.prod(after[b] for b in outs):
-            if x < math.prod(after[b] for b in outs):
-                ins.append(i)
-                i += 1
-            else:
-                outs.append(j)
-                j += 1
-        found.update((a, {*outs}) for a in ins)
+        n, m = math.prod(before[first:i]), math.prod(after[second:j])
+        if n == m:  # a group ends
+            first, second = i, j
+            i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        elif j == len(after) or (n < m and i < len(before)):
+            i += 1
+        else:
+            j += 1
+        found.update((a, {*range(second, j)}) for a in range(first, i))
     return found
 
 

@@ -19,30 +19,9 @@ from typing import Any
 import numpy as np
 
 from mpjax._src.base._jax.rounded import ROUNDED
-from mpjax._src.planner.equations import BARRIER, Equation, Value, readers_of
-from mpjax._src.planner.kinds import (
-    ADDED,
-    EXTREME,
-    LAYOUT,
-    MATMUL,
-    MOVED,
-    MULTIPLIED,
-    NO_AXES,
-    PICKED,
-    SAME,
-    SIMPLE,
-    SPECIAL,
-    SUMMED,
-    SUMS,
-    UNKNOWN,
-    Axes,
-    axes_of_view,
-    every,
-    is_zero,
-    kind_of,
-    moved,
-    without_axes,
-)
+from mpjax._src.planner import kinds
+from mpjax._src.planner.equations import BARRIER, Equation, Value
+from mpjax._src.planner.kinds import NO_AXES, VIEWS, Axes, axes_of_view, every, is_zero, moved
 from mpjax._src.planner.rounding import is_float32
 
 Pieces = frozenset[Axes]
@@ -65,7 +44,6 @@ class Facts:
 
     Attributes:
         maker: The equation that makes a value.
-        readers: The equations that read a value.
         fixed: Values that are computed from constants alone.
         roots: What norms multiply by: one divided by the root of a value, times a small array.
         normed: What they are multiplied with. It has no units any more.
@@ -73,8 +51,7 @@ class Facts:
 
     def __init__(self, equations: Sequence[Equation]) -> None:
         self.maker = {out: e for e in equations for out in e.outs}
-        self.readers = readers_of(equations)
-        self.kinds = {e: kind_of(e) for e in equations}
+        self.kinds = {e: kinds.kind_of(e) for e in equations}
         self.fixed: set[Value] = set()
         self._numbers: dict[Value, Any] = {}
         self._noise: dict[Value, int] = {}
@@ -90,7 +67,7 @@ class Facts:
         for e in equations:
             kind = self.kinds[e]
             known = all(v.const is not None or v in self.fixed for v in e.ins)
-            if known and kind != UNKNOWN and not e.acts:
+            if known and kind != kinds.UNKNOWN and not e.acts:
                 self.fixed.update(e.outs)
             if known and e.name in FOLDED:
                 self._fold(e)
@@ -172,8 +149,8 @@ class Facts:
         """Returns the axes over which u is the sum, mean, maximum or minimum of v, or None."""
         e = self.maker.get(u)
         while e is not None and e.name not in ("reduce_sum", "reduce_max", "reduce_min"):
-            scaled = self.kinds[e] == MULTIPLIED and any(x.literal for x in e.ins)
-            spread = self.kinds[e] in (SAME, LAYOUT) and e.name not in ("transpose", BARRIER)
+            scaled = self.kinds[e] == kinds.MULTIPLIED and any(x.literal for x in e.ins)
+            spread = self.kinds[e] in VIEWS and e.name not in ("transpose", BARRIER)
             if not scaled and not spread:
                 return None
             u = next((x for x in e.ins if not x.literal), e.ins[0])
@@ -192,15 +169,15 @@ class Facts:
 
     def _trace(self, e: Equation, kind: str, out: Value) -> None:
         constant = [v for v in e.ins if self.constant_along(v, out)]
-        if kind in (SAME, LAYOUT):
+        if kind in VIEWS:
             parts = e.ins[:1]
-        elif kind in (ADDED, MULTIPLIED):
+        elif kind in (kinds.ADDED, kinds.MULTIPLIED):
             parts = [v for v in e.ins if v not in constant] or constant
         else:
             parts = []
         self._trace_norms(e, kind, out, parts, parts == constant)
-        terms = constant if kind == ADDED else []
-        terms = [*terms, *(v for v in parts if self.terms(v) or kind in (SAME, LAYOUT))]
+        terms = constant if kind == kinds.ADDED else []
+        terms = [*terms, *(v for v in parts if self.terms(v) or kind in VIEWS)]
         if parts and all(map(self.learned, terms)):
             self._learned.add(out)
 
@@ -209,13 +186,13 @@ class Facts:
     ) -> None:
         if e.name in ("sqrt", "rsqrt") and not self.is_known(e.ins[0]):
             (self._sizes if e.name == "sqrt" else self.roots).add(out)
-        elif kind in (SAME, LAYOUT) or (e.name == "mul" and any(v in self.roots for v in e.ins)):
+        elif kind in VIEWS or (e.name == "mul" and any(v in self.roots for v in e.ins)):
             for found in (self.roots, self._sizes):
                 if any(v in found for v in e.ins) and (small or all(v in found for v in parts)):
                     found.add(out)
         elif e.name == "div" and e.ins[1] in self._sizes:
             (self.roots if small or e.ins[0].literal else self.normed).add(out)
-        if out in self.roots or kind not in (SAME, LAYOUT, ADDED, MULTIPLIED):
+        if out in self.roots or kind not in (*VIEWS, kinds.ADDED, kinds.MULTIPLIED):
             return
         if any(v in self.normed for v in parts) or (
             e.name == "mul" and any(v in self.roots for v in e.ins)
@@ -230,17 +207,18 @@ class Facts:
             return True
         if e.name == "mul" and e.ins[0] is e.ins[1]:
             return True
-        if kind in (SPECIAL, UNKNOWN, MATMUL) or e.name in ("sub", "neg") or not floats:
+        unknown = kind in (kinds.SPECIAL, kinds.UNKNOWN, kinds.MATMUL)
+        if unknown or e.name in ("sub", "neg") or not floats:
             return False
         return any(floats) if e.name == "max" else all(floats)
 
     def _is_varied(self, e: Equation, kind: str, out: Value) -> bool:
         if self.noise(out) == 2 or (e.name == "gather" and _is_lookup(self, e)):
             return True
-        if kind not in (SAME, LAYOUT, ADDED):
+        if kind not in (*VIEWS, kinds.ADDED):
             return False
-        floats = self._floats(e)
-        large = [v for v in floats if kind != ADDED or not self.constant_along(v, out)] or floats
+        floats, adds = self._floats(e), kind == kinds.ADDED
+        large = [v for v in floats if not (adds and self.constant_along(v, out))] or floats
         return bool(floats) and self._varied.issuperset(large)
 
     def _fold(self, e: Equation) -> None:
@@ -260,10 +238,6 @@ class Facts:
 
 
 Found = tuple[int, Axes, Pieces]  # noise, level, terms
-
-
-def _matmul(f: Facts, e: Equation, out: Value) -> Found:
-    return 2, NO_AXES, NO_TERMS
 
 
 def _view(f: Facts, e: Equation, out: Value) -> Found:
@@ -387,7 +361,7 @@ def _summed(f: Facts, e: Equation, out: Value) -> Found:
     levels, noise = f.all_levels(v), min(2 if few and not f.terms(v) else 1, f.noise(v))
     if f.is_positive(v) or levels & axes:
         return noise, every(out), NO_TERMS
-    return noise, moved(levels, without_axes(v, axes)), NO_TERMS
+    return noise, moved(levels, kinds.without_axes(v, axes)), NO_TERMS
 
 
 def _sums(f: Facts, e: Equation, out: Value) -> Found:
@@ -403,26 +377,22 @@ def _simple(f: Facts, e: Equation, out: Value) -> Found:
     return _lost(f, v, f.all_levels(v) if odd else every(out))
 
 
-def _extreme(f: Facts, e: Equation, out: Value) -> Found:
-    return _lost(f, e.ins[0], every(out))
-
-
 def _special(f: Facts, e: Equation, out: Value) -> Found:
     odd = e.name in ("tanh", "erf", "sin", "atan", "asinh")
     return min(1, f._least(e)), f.all_levels(e.ins[0]) if odd else every(out), NO_TERMS
 
 
-FINDERS = {
-    MATMUL: _matmul,
-    SAME: _view,
-    LAYOUT: _view,
-    MOVED: _moved,
-    ADDED: _added,
-    MULTIPLIED: _multiplied,
-    PICKED: _picked,
-    SUMMED: _summed,
-    SUMS: _sums,
-    EXTREME: _extreme,
-    SIMPLE: _simple,
-    SPECIAL: _special,
+FINDERS: dict[str, Callable[[Facts, Equation, Value], Found]] = {
+    kinds.MATMUL: lambda f, e, out: (2, NO_AXES, NO_TERMS),
+    kinds.SAME: _view,
+    kinds.LAYOUT: _view,
+    kinds.MOVED: _moved,
+    kinds.ADDED: _added,
+    kinds.MULTIPLIED: _multiplied,
+    kinds.PICKED: _picked,
+    kinds.SUMMED: _summed,
+    kinds.SUMS: _sums,
+    kinds.EXTREME: lambda f, e, out: _lost(f, e.ins[0], every(out)),
+    kinds.SIMPLE: _simple,
+    kinds.SPECIAL: _special,
 }

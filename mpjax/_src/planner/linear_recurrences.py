@@ -11,7 +11,7 @@ rounding unit of each product, as in a matmul's derivative.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,10 +21,9 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax.rounded import rounded_p
 from mpjax._src.base.dtypes import FLOAT32
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, opened, parts
+from mpjax._src.planner.equations import Equation, Makers, Value, opened, parts
 from mpjax._src.planner.recall import Opened
 
-Makers = Mapping[Value, Equation]
 COMMUTE = ("add", "add_any", "mul")
 
 

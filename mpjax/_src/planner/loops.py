@@ -8,7 +8,6 @@ of a cond and the program of a shard_map. A pair that is not recognized stays as
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from mpjax._src.planner.cotangents import rounded_once
 from mpjax._src.planner.equations import (
     Equation,
     Value,
+    appended,
     closed,
     dependents,
     once,
@@ -34,7 +34,7 @@ from mpjax._src.planner.equations import (
 )
 from mpjax._src.planner.held_apart import held_apart
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import handed, read_of
+from mpjax._src.planner.partition import Parts, handed, read_of
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
@@ -121,7 +121,7 @@ class Body:
         first: Its equations.
         outs: Its results.
         back_ins: The arguments of the second: those that are values of the first are these values.
-        shared: Whether each is one.
+        own: The places of the others.
         second: The equations of the second.
         back_outs: Its results.
         saved: What the first hands to the second.
@@ -131,7 +131,7 @@ class Body:
     first: list[Equation]
     outs: list[Value]
     back_ins: list[Value]
-    shared: list[bool]
+    own: list[int]
     second: list[Equation]
     back_outs: list[Value]
     saved: list[Value] = dataclasses.field(default_factory=list)
@@ -147,12 +147,8 @@ class Body:
         back_ins = [Value(aval) if v is None else v for v, aval in pairs]
         second: list[Equation] = []
         back_outs = opened(back, back_ins, second, region=pair.back.region)
-        return cls(ins, first, outs, back_ins, [v is not None for v in known], second, back_outs)
-
-    @property
-    def own(self) -> list[int]:
-        """The places of the second's arguments that are not of the first."""
-        return [i for i, shared in enumerate(self.shared) if not shared]
+        own = [i for i, v in enumerate(known) if v is None]
+        return cls(ins, first, outs, back_ins, own, second, back_outs)
 
     def read(self, values: Iterable[Value]) -> list[Value]:
         """Returns the values that the second reads."""
@@ -174,11 +170,9 @@ class Body:
         joined(both, new, free, [*returned, *self.back_outs], half, storage)
         self.second, self.back_outs = once(self.second, self.back_outs)
         self.first, self.second = apart(self.first), apart(self.second)
-        ends = returned, self.back_outs, new
-        self.first, self.second = rewritten(self.first, self.second, *ends, half)
-        both = [*self.first, *self.second]
-        shared = rounded_once(both, self.second, self.back_outs, new)
-        self.second = unpooled(rounding.with_rounded(self.second, shared, half))
+        parts_of = Parts(self.first, self.second, returned, self.back_outs, new, half)
+        self.first, second, *_ = changed = rewritten(parts_of)
+        self.second = unpooled(rounding.with_rounded(second, rounded_once(changed), half))
         self._hand_over(pair, priced, stacked, turns)
 
     def _hand_over(
@@ -219,26 +213,25 @@ def _scan(pair: Pair) -> None:
     fore, back = pair.fore, pair.back
     row = fore.row
     length = row.turns(fore)[0]
-    (_, start, end), (_, _, back_end) = rounding.places(fore), rounding.places(back)
+    (_, start, end), (*_, back_end) = rounding.places(fore), rounding.places(back)
     pair.private = {
         v: i for v, i in pair.private.items() if i >= end - start and v not in back.ins[:back_end]
     }
     if length != row.turns(back)[0] or not pair.private:
         return
     body = Body.of(pair, *_programs(pair), functools.partial(_same_turn, pair))
-    sliced = list(zip(fore.ins[end:], body.ins[end:], strict=True))
-    priced = [*body.ins[start:end], *(x for v, x in sliced if v not in pair.free)]
+    groups = _, carries, slices = rounding.groups_of(fore, body.ins)
+    priced = [*(v for v, _ in carries), *(v for v, x in slices if x not in pair.free)]
     stacked = [i for i in pair.public if i >= end - start]
     turns = length if isinstance(length, int) else MANY
     body.cut(pair, priced, {body.outs[i] for i in stacked}, max(turns, 2))
     _in_order(body)
     stacks = {body.outs[i]: fore.outs[i] for i in stacked}
-    known = {*stacks, *body.ins[end:]}
+    known = {*stacks, *(v for v, _ in slices)}
     new = {v: Value(building.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
     kept = [body.outs[i] for i in pair.public]
-    inner = closed(body.ins, body.first, [*kept, *new], _info(fore))
     fore.outs = [*(fore.outs[i] for i in pair.public), *new.values()]
-    fore.params = building.scan_of(fore.params, inner, start, end - start, len(body.ins) - end)
+    _, fore.params = rounding.scanned(fore, groups, body.first, [*kept, *new])
     _scan_back(pair, body, {**stacks, **new})
 
 
@@ -258,50 +251,39 @@ def _in_order(body: Body) -> None:
         rows = [d for d in range(len(v.aval.shape)) if d not in (*summed, *batch)]
         order = (*batch, *rows, *summed)
         back = tuple(np.argsort(order).tolist())
-        moved = _viewed(v, functools.partial(jax.lax.transpose, permutation=order), body.first)
-        stored = _viewed(moved, row_major, body.first)
-        again: list[Equation] = []
-        _viewed(stored, functools.partial(jax.lax.transpose, permutation=back), again)
+        turned = lambda x, to=order: [row_major(jax.lax.transpose(x, to))]  # noqa: E731
+        (stored,), again = appended(turned, [v], body.first), list[Equation]()
+        appended(lambda x, to=back: [jax.lax.transpose(x, to)], [stored], again, outs=[v])
         if again:
-            again[-1].outs = [v]
             body.saved[i] = stored
             body.second[:0] = again
 
 
 def _same_turn(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
     """Returns the arguments of the second body that are values of the first, of the same turn."""
-    fore, back = pair.fore, pair.back
-    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
-    consts = dict(zip(fore.ins[:start], ins[:start], strict=True))
-    slices = dict(zip(fore.ins[end:], ins[end:], strict=True))
+    (_, start, end), groups = rounding.places(pair.back), rounding.groups_of(pair.fore, ins)
+    consts, _, slices = ({x: v for v, x in group} for group in groups)
     slices |= {v: outs[i] for v, i in pair.private.items()}
     return [
-        consts.get(v) if i < back_start else slices.get(v) if i >= back_end else None
-        for i, v in enumerate(back.ins)
+        consts.get(v) if i < start else slices.get(v) if i >= end else None
+        for i, v in enumerate(pair.back.ins)
     ]
 
 
 def _scan_back(pair: Pair, body: Body, stacks: dict[Value, Value]) -> None:
     """Gives the second scan its new operands; ``stacks`` has those of values of the first body."""
-    fore, back = pair.fore, pair.back
-    (_, start, end), (_, back_start, back_end) = rounding.places(fore), rounding.places(back)
-    outer = dict(zip(body.ins, fore.ins, strict=True))
-    consts, inputs = body.read(body.ins[:start]), body.read(body.ins[end:])
-    over = [v for v in body.saved if v not in inputs]
-    ranges = range(back_start), range(back_start, back_end), range(back_end, len(back.ins))
-    own = [[i for i in body.own if i in places] for places in ranges]
-    mine = [[body.back_ins[i] for i in places] for places in own]
-    theirs = [[back.ins[i] for i in places] for places in own]
-    back.ins = [
-        *(outer[v] for v in consts),
-        *itertools.chain(*theirs),
-        *(stacks[v] for v in over),
-        *(outer[v] for v in inputs),
-    ]
-    ins = [*consts, *itertools.chain(*mine), *over, *inputs]
-    inner = closed(ins, body.second, body.back_outs, _info(back))
-    counts = len(consts) + len(mine[0]), len(mine[1])
-    back.params = building.scan_of(back.params, inner, *counts, len(ins) - sum(counts))
+    back, read = pair.back, {*body.read(body.ins)}
+
+    def chosen(e, ins, values):
+        groups = rounding.groups_of(e, ins)
+        return ([pair for pair in group if pair[0] in values] for group in groups)
+
+    consts, _, slices = chosen(pair.fore, body.ins, read)
+    own, carries, theirs = chosen(back, body.back_ins, {body.back_ins[i] for i in body.own})
+    inputs = {v for v, _ in slices}
+    over = [(v, stacks[v]) for v in body.saved if v not in inputs]
+    groups = [*consts, *own], carries, [*theirs, *over, *slices]
+    back.ins, back.params = rounding.scanned(back, groups, body.second, body.back_outs)
 
 
 def _cond(pair: Pair) -> None:
@@ -331,10 +313,10 @@ def _cond(pair: Pair) -> None:
             mine[i] if i in mine else zeros_like(aval, equations) for i, aval in enumerate(slots)
         ]
         results = [*(body.outs[i] for i in public), *filled]
-        ahead.append(closed(body.ins, equations, results, _info(fore)))
+        ahead.append(closed(body.ins, equations, results, rounding.info_of(fore)))
         passed = [mine[i] if i in mine else Value(aval) for i, aval in enumerate(slots)]
         ins = [*(body.back_ins[i] for i in own), *passed, *(body.ins[i] for i in read)]
-        behind.append(closed(ins, body.second, body.back_outs, _info(back)))
+        behind.append(closed(ins, body.second, body.back_outs, rounding.info_of(back)))
     shared = [Value(aval) for aval in slots]
     fore.outs = [*(fore.outs[i] for i in public), *shared]
     row = fore.row
@@ -365,7 +347,7 @@ def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, V
 
 def zeros_like(aval: Any, into: list[Equation]) -> Value:
     """Appends the equations of an array of zeros."""
-    (out,) = opened(_jax.trace(lambda: [_jax.zeros_of(aval)], [], "zeros"), [], into)
+    (out,) = appended(lambda: [_jax.zeros_of(aval)], [], into)
     return out
 
 
@@ -391,10 +373,10 @@ def _map(pair: Pair) -> None:
         first, second = [*body.first], [*body.second]
         out, passed = _with_axes([v for v in body.saved if v not in body.ins], first, second)
         kept = [body.outs[i] for i in public]
-        inner = closed(body.ins, first, [*kept, *out], _info(fore))
+        inner = closed(body.ins, first, [*kept, *out], rounding.info_of(fore))
         inputs, own = body.read(body.ins), body.own
         ins = [*(body.back_ins[i] for i in own), *passed, *inputs]
-        back_inner = closed(ins, second, body.back_outs, _info(back))
+        back_inner = closed(ins, second, body.back_outs, rounding.info_of(back))
         specs = building.spread_specs(params, [v.aval for v in out])
     if any(_jax.open_jaxpr(program)[1] for program in (inner, back_inner)):
         return  # a constant of a shard_map's program would have no spec
@@ -430,31 +412,21 @@ def _with_axes(
     out, passed = [], []
     again: list[Equation] = []
     for v in values:
-        tall = v if v.aval.shape else _viewed(v, lambda x: jax.lax.reshape(x, (1,)), first)
-        arrived = v if v.aval.shape else Value(tall.aval)
+        tall = arrived = v
         if not v.aval.shape:
-            _viewed(arrived, lambda x: jax.lax.reshape(x, ()), again)
-            again[-1].outs = [v]
+            (tall,) = appended(lambda x: [jax.lax.reshape(x, (1,))], [v], first)
+            arrived = Value(tall.aval)
+            appended(lambda x: [jax.lax.reshape(x, ())], [arrived], again, outs=[v])
         out.append(tall)
         passed.append(arrived)
     second[:0] = again
     return out, passed
 
 
-def _viewed(v: Value, view: Callable[[Any], Any], into: list[Equation]) -> Value:
-    """Appends a view of a value."""
-    (out,) = opened(_jax.trace(lambda x: [view(x)], [v.aval], "view"), [v], into)
-    return out
-
-
 def _programs(pair: Pair) -> tuple[Any, Any]:
     """Returns the programs of a pair as closed jaxprs."""
     first, second = (building.as_closed(rounding.programs(e)[0]) for e in (pair.fore, pair.back))
     return first, second
-
-
-def _info(e: Equation) -> Any:
-    return building.anonymous(rounding.programs(e)[0])
 
 
 KINDS: dict[str, Callable[[Pair], None]] = {SCAN: _scan, BRANCH: _cond, MAP: _map}

@@ -27,7 +27,7 @@ from mpjax._src.planner.equations import (
     waiting,
 )
 from mpjax._src.planner.kinds import is_zero
-from mpjax._src.planner.partition import Handed, Makers, from_one_array
+from mpjax._src.planner.partition import Handed, Makers, Parts, from_one_array
 from mpjax._src.program.respellings import WINDOWS, entries_of
 
 # ---- positions ----------------------------------------------------------------------------------
@@ -39,23 +39,22 @@ WINDOW = ("window_dimensions", "window_strides", "padding")
 MOST = 64
 
 
-def with_positions(
-    early: Sequence[Equation], late: Sequence[Equation]
-) -> tuple[list[Equation], list[Equation]]:
+def with_positions(both: Parts) -> Parts:
     """Returns both parts of a program whose pools keep positions."""
     if current_facts().platform == "tpu":
-        return [*early], [*late]
-    asked = {_key(e, e.ins[1]) for e in late if e.name == POOLED}
+        return both
+    asked = {_key(e, e.ins[1]) for e in both.late if e.name == POOLED}
     where: dict[Any, Value] = {}
     first: list[Equation] = []
-    for e in early:
+    for e in both.early:
         key = _key(e, e.ins[0]) if e.name in POOLS and _keeps_positions(e) else None
         if key in asked and key not in where:
             _, where[key] = appended(functools.partial(_pool, e), e.ins, first, e, e.outs)
         else:
             first.append(e)
-    at = [(e, where.get(_key(e, e.ins[1])) if e.name == POOLED else None) for e in late]
-    return first, [e.on([e.ins[0], place]) if place else e for e, place in at]
+    at = [(e, where.get(_key(e, e.ins[1])) if e.name == POOLED else None) for e in both.late]
+    late = [e.on([e.ins[0], place]) if place else e for e, place in at]
+    return both._replace(early=first, late=late)
 
 
 def unpooled(equations: Sequence[Equation]) -> list[Equation]:
@@ -115,19 +114,18 @@ def _unpool(e: Equation, x: Any, where: Any) -> list[Any]:
 # ---- masks --------------------------------------------------------------------------------------
 
 
-def masks(
-    early: list[Equation], late: list[Equation], outs: Sequence[Value]
-) -> tuple[list[Equation], list[Equation]]:
+def masks(both: Parts) -> Parts:
     """The backward part finds the mask of a ReLU in its result, where it reads that anyway."""
+    early, late, outs, *_ = both
     forward, read = needed(early, outs), {v for e in late for v in e.ins}
     either = [e for e in forward if not read.isdisjoint(e.outs)]
     results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
-    ahead = {*map(id, forward)}
-    prepared = [e for e in early if id(e) not in ahead and _is_mask(e) and e.ins[0] in results]
+    ahead = {*forward}
+    prepared = [e for e in early if e not in ahead and _is_mask(e) and e.ins[0] in results]
     found = {e.outs[0]: results[e.ins[0]] for e in prepared}
     first, second = waiting(early, outs, found)
     masked = [e.on([found[e.outs[0]], e.ins[1]]) if e.outs[0] in found else e for e in second]
-    return first, [*masked, *late]
+    return both._replace(early=first, late=[*masked, *late])
 
 
 def with_operands(

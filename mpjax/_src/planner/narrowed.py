@@ -4,6 +4,7 @@ A stream ``v`` with the level ``L`` becomes ``rounded(v - L) + L`` for all who r
 do not see the rounding, so all of them, and the program itself, read the same numbers.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class Narrowing:
         rounded: The values to round.
         levelled: The values whose terms are read.
         alias: What is read in the place of a rounded value.
+        terms: The terms of values that were written.
     """
 
     def __init__(self, parts: Opened, facts: Facts, half: np.dtype) -> None:
@@ -89,7 +91,7 @@ class Narrowing:
         self.rounded: dict[Value, None] = {}
         self.levelled: dict[Value, None] = {}
         self.alias: dict[Value, Value] = {}
-        self._terms: dict[Value, list[Value]] = {}
+        self.terms: dict[Value, list[Value]] = collections.defaultdict(list)
         self._traced: dict[Any, Any] = {}
 
     def choose(self, v: Value) -> None:
@@ -108,17 +110,13 @@ class Narrowing:
         self.levelled |= chain
         self.rounded[v] = None
 
-    def terms(self, v: Value) -> list[Value]:
-        """Returns the terms of a value, which were written."""
-        return self._terms.get(v, [])
-
     def write(self, v: Value, e: Equation, into: list[Equation]) -> None:
         """Writes what follows the equation that makes a value."""
         if v in self.levelled:
             self._write_terms(v, e, into)
         if v in self.rounded:
             run = functools.partial(_rounded, self.half)
-            values = [v, *self.terms(v)]
+            values = [v, *self.terms[v]]
             (self.alias[v],) = self._append("rounded", run, values, e, into)
 
     def _terms_of(self, e: Equation) -> Callable[..., Any] | None:
@@ -134,7 +132,7 @@ class Narrowing:
         assert find is not None
         recipe, values = find(self, e)
         run = functools.partial(_computed, recipe)
-        self._terms[v] = self._append(recipe, run, values, e, into)
+        self.terms[v] = self._append(recipe, run, values, e, into)
 
     def _append(
         self,
@@ -169,7 +167,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     f, aval = n.facts, e.outs[0].aval
     own = f.mean_of(e.ins[1], e.ins[0]) if e.name == "sub" else None
     if own is not None:
-        return ("centered", tuple(sorted(own))), n.terms(e.ins[0])
+        return ("centered", tuple(sorted(own))), n.terms[e.ins[0]]
     steps: list[tuple[str, tuple[int, ...], bool]] = []
     values: list[Value] = []
     for i, v in enumerate(e.ins):
@@ -177,7 +175,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
             continue
         constant = tuple(sorted(f.constant_along(v, e.outs[0])))
         each: list[tuple[str, tuple[int, ...], Value]]
-        each = [("sliced", constant, v)] if constant else [("term", (), t) for t in n.terms(v)]
+        each = [("sliced", constant, v)] if constant else [("term", (), t) for t in n.terms[v]]
         if not constant and f.unknown_level(v):
             each.append(("mean", (len(aval.shape) - 1,), v))
         steps += [(how, axes, e.name == "sub" and i == 1) for how, axes, _ in each]
@@ -190,7 +188,7 @@ def _of_product(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     constant = [tuple(sorted(n.facts.constant_along(v, e.outs[0]))) for v in e.ins]
     both = all(constant)
     whole = 1 if constant[0] and not both else 0  # the operand whose terms are multiplied
-    terms = [e.ins[0]] if both else n.terms(e.ins[whole])
+    terms = [e.ins[0]] if both else n.terms[e.ins[whole]]
     recipe = (e.name, len(aval.shape), constant[0] if both else (), constant[1 - whole])
     return recipe, [e.ins[1 - whole], *terms]
 
@@ -199,8 +197,8 @@ def _of_view(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     if e.name in ("reshape", "squeeze"):
         shapes = e.ins[0].aval.shape, e.outs[0].aval.shape
         places = tuple((a, *at) for a, at in axes_of_view(e).items())
-        return ("reshape", *shapes, places), n.terms(e.ins[0])
-    return (e.name, e.params.get("permutation")), n.terms(e.ins[0])
+        return ("reshape", *shapes, places), n.terms[e.ins[0]]
+    return (e.name, e.params.get("permutation")), n.terms[e.ins[0]]
 
 
 def _computed(recipe: Any, *xs: Any) -> list[Any]:

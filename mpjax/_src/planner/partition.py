@@ -36,6 +36,26 @@ Pricing = Callable[[Value], int]
 Costs = Callable[[Sequence[Value]], Mapping[int, int]]
 
 
+class Parts(NamedTuple):
+    """A program and its derivative, in two parts.
+
+    Attributes:
+        early: The equations of the forward part, with what prepares the backward part.
+        late: The equations of the backward part.
+        outs: What the forward part returns.
+        results: What the backward part returns.
+        cotangents: The arguments of the backward part alone.
+        half: The 16-bit dtype.
+    """
+
+    early: list[Equation]
+    late: list[Equation]
+    outs: Sequence[Value]
+    results: Sequence[Value]
+    cotangents: Collection[Value]
+    half: np.dtype
+
+
 class Handed(NamedTuple):
     """What the backward part gets, and how it finds the rest."""
 
@@ -53,8 +73,8 @@ def parted(
     waiting = [out for e in equations if e.again for out in e.outs]
     late = dependents(equations, [*cotangents, *waiting])
     early = [e for e in equations if not e.again and late.isdisjoint(e.ins)]
-    first = {*map(id, early)}
-    return early, [e for e in equations if id(e) not in first]
+    first = {*early}
+    return early, [e for e in equations if e not in first]
 
 
 def handed(

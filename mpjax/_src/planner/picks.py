@@ -4,17 +4,16 @@ JAX adds them to zeros at their places: two arrays of float32, written for one n
 comparison of places with an index is the same, and fuses into whatever reads it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from mpjax._src.base import _jax
-from mpjax._src.planner.equations import Equation, Value, appended
+from mpjax._src.planner.equations import Equation, Makers, Value, appended
 from mpjax._src.planner.rounding import is_zero
 
-Makers = Mapping[Value, Equation]
 SPREAD = "broadcast_in_dim"
 
 

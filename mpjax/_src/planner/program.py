@@ -24,6 +24,7 @@ from mpjax._src.planner.equations import (
     closed,
     dependents,
     needed,
+    of_the_others,
     once,
     opened,
     parts,
@@ -33,13 +34,13 @@ from mpjax._src.planner.held_apart import held_apart, stored
 from mpjax._src.planner.linear_recurrences import recurrent
 from mpjax._src.planner.loops import joined, zeros_like
 from mpjax._src.planner.maxima import unpooled, with_operands
-from mpjax._src.planner.partition import Handed, handed, parted, read_of
+from mpjax._src.planner.partition import Handed, Parts, handed, parted, read_of
 from mpjax._src.planner.prices import KEPT, Traffic
 from mpjax._src.planner.replaced import batch
 from mpjax._src.planner.rewrites import rewritten
 from mpjax._src.planner.timeline import Timeline
 from mpjax._src.planner.turns import apart
-from mpjax._src.planner.write import written, written_of
+from mpjax._src.planner.write import written
 
 
 class Program:
@@ -94,9 +95,8 @@ class Program:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
         options = self.half, self.halved_in, self.halved_out, returned, self.exceptions.sent
-        if not isinstance(self._program, Listed):
-            return written(self.closed, *options, outermost=True)
-        return written_of(self._program.written_out(), *options, outermost=True)
+        program = self._program.written_out() if isinstance(self._program, Listed) else self.closed
+        return written(program, *options, outermost=True)
 
     @property
     def calling(self) -> Any:
@@ -261,8 +261,8 @@ class Derivative:
         equations = needed(equations, results)
         joined(equations, self._cts, self.inputs, results, half, program.storage)
         self._early, self._late = parted(apart(needed(equations, results)), self._cts)
-        parts_of = self._early, self._late, self._outs, self._grads
-        self._early, self._late = rewritten(*parts_of, self._cts, half)
+        parts_of = Parts(self._early, self._late, self._outs, self._grads, self._cts, half)
+        self._early, self._late, *_ = rewritten(parts_of)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
         moved = dependents([*filter(_moves, self._early)], [self.inputs[i] for i in self.by])
@@ -366,7 +366,7 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
-        shared = rounded_once([*self._early, *late], late, grads, cts, program.half)
+        shared = rounded_once(Parts(self._early, late, self._outs, grads, cts, program.half))
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         parts_of = self._held, self._padded, self._before, [*self._again, *late], grads
         body, grads = held_apart(*parts_of, [*cts], in_turns=program.storage != "fast")
@@ -476,11 +476,9 @@ def without_zeros(
     for e in equations:
         ins = [alias.get(v, v) for v in e.ins]
         if e.name == BARRIER:
-            pairs = [(v, out) for v, out in zip(ins, e.outs, strict=True)]
-            zeros.update(out for v, out in pairs if v in zeros)
-            rest = [(v, out) for v, out in pairs if v not in zeros]
-            if rest:
-                left.append(e.on([v for v, _ in rest], outs=[out for _, out in rest]))
+            zeros.update(out for v, out in zip(ins, e.outs, strict=True) if v in zeros)
+            rest = of_the_others(e.on(ins), zeros)
+            left += [rest] if rest.outs else []
             continue
         moved = [v for v in ins if v in linear]
         if moved and all(v in zeros for v in moved):

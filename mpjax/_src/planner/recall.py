@@ -7,7 +7,7 @@ second time is what its author asked for. A custom rule cannot change, for its d
 import bisect
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpjax._src.base import _jax
@@ -88,7 +88,7 @@ class Opened:
             call = self._calls[c]
             if call.start < at or call.start == call.stop:
                 continue  # it stands in the one before, or holds nothing
-            self._append(range(at, call.start), into)
+            self._append(self.equations[at : call.start], into)
             at = call.stop
             if _is_fixed(call) or self._touched.isdisjoint(range(call.start, call.stop)):
                 self._put_back(call, into)
@@ -96,12 +96,11 @@ class Opened:
             behind = bisect.bisect_left(self._starts, call.stop)
             inside = self._between(call.start, call.stop, c + 1, behind)
             into += [_waiting(call, inside)] if call.equation.name in REMATS else inside
-        self._append(range(at, stop), into)
+        self._append(self.equations[at:stop], into)
         return into
 
-    def _append(self, places: range, into: list[Equation]) -> None:
-        for i in places:
-            e = self.equations[i]
+    def _append(self, equations: Iterable[Equation], into: list[Equation]) -> None:
+        for e in equations:
             into.append(e.on(self._alias.get(v, v) for v in e.ins))
             for out in e.outs:
                 if out in self._values:
@@ -113,10 +112,7 @@ class Opened:
         outs: list[Value] = []
         for out in e.outs:  # an argument that is returned is read where it comes from
             outs.append(out if out in made and out not in outs else Value(out.aval))
-        into.append(e.on((self._alias.get(v, v) for v in e.ins), outs=outs))
-        for out in outs:
-            if out in self._values:
-                self._write(out, e, into)
+        self._append([e.on(e.ins, outs=outs)], into)
 
     def _grouped(self, equations: Sequence[Equation], results: Sequence[Value]) -> list[Equation]:
         """Puts the equations of checkpoints together; leaves out what nobody reads."""

@@ -8,7 +8,7 @@ layout, or if matmuls alone read it (`wanted`), which would round it themselves.
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mpjax._src.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.base.dtypes import FLOAT32, HALVES
 from mpjax._src.base.higher_order import BRANCH, MAP, SCAN
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
-from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
+from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, closed, parts
 from mpjax._src.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
@@ -113,14 +113,6 @@ def is_rounding(e: Equation) -> bool:
     return e.name == ROUNDED
 
 
-def append_rounded(v: Value, half: np.dtype, into: list[Equation], *, like: Equation) -> Value:
-    """Appends the rounding of a float32 value."""
-    out = Value(v.aval)
-    plain = like.like.replace(effects=building.NO_EFFECTS)
-    into.append(Equation(rounded_p, {"half": half}, [v], [out], plain, like.stack, like.again))
-    return out
-
-
 def with_rounded(
     equations: Iterable[Equation],
     values: Collection[Value],
@@ -134,7 +126,10 @@ def with_rounded(
         written.append(e.reading(rounded) if reads(e) else e)
         for v in e.outs:
             if v in values:
-                rounded[v] = append_rounded(v, half, written, like=e)
+                rounded[v] = out = Value(v.aval)
+                plain = e.like.replace(effects=building.NO_EFFECTS)
+                params = {"half": half}
+                written.append(Equation(rounded_p, params, [v], [out], plain, e.stack, e.again))
     return written
 
 
@@ -258,6 +253,30 @@ def places(e: Equation) -> tuple[int, int, int]:
     return 0, consts, consts + carry
 
 
+def info_of(e: Equation) -> Any:
+    """Returns what debuggers show of a program in the place of that of a loop, branch or map."""
+    return building.anonymous(programs(e)[0])
+
+
+# Arguments of a loop's body, each with what the loop gets for it: constants, carries and slices.
+Groups = Sequence[Collection[tuple[Value, Value]]]
+
+
+def groups_of(e: Equation, ins: Sequence[Value]) -> Groups:
+    """Returns the arguments of a loop's body in groups."""
+    (_, start, end), pairs = places(e), [*zip(ins, e.ins, strict=True)]
+    return pairs[:start], pairs[start:end], pairs[end:]
+
+
+def scanned(
+    e: Equation, groups: Groups, equations: Sequence[Equation], outs: Sequence[Value]
+) -> tuple[list[Value], dict[str, Any]]:
+    """Returns the operands and the parameters of a loop with another body."""
+    inner = closed([v for group in groups for v, _ in group], equations, outs, info_of(e))
+    params = building.scan_of(e.params, inner, *map(len, groups))
+    return [x for group in groups for _, x in group], params
+
+
 def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype) -> set[Value]:
     """Returns the values that are 16-bit numbers, if the given ones are."""
     equations = [*equations]
@@ -346,7 +365,9 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     if is_view(e):
         return e.ins if not commutes(e) or any(out in full for out in e.outs) else []
     if programs(e):
-        return _read_inside(e, full)
+        first, start, end = places(e)
+        read = _read_inside(e, _read, lambda v: v not in full)
+        return [*e.ins[:first], *e.ins[start:end], *read]
     return e.ins
 
 
@@ -366,29 +387,26 @@ def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value
         if moves or is_half_matmul(e) or is_rounding(e):
             found.update(e.ins)
         elif programs(e):
-            found.update(_fed_inside(e, found))
+            found.update(_read_inside(e, _fed, found.__contains__))
     return found
 
 
-def _fed_inside(e: Equation, found: Collection[Value]) -> Iterable[Value]:
+def _read_inside(
+    e: Equation, find: Callable[..., list[bool]], given: Callable[[Value], bool]
+) -> Iterator[Value]:
+    """Yields the operands that programs inside read in some way, from which results they give.
+
+    No carries are given.
+    """
     first, start, end = places(e)
-    given = tuple(v in found and i >= end - start for i, v in enumerate(e.outs))
-    for flags in inside(e, _fed, given):
+    outs = tuple(given(v) and i >= end - start for i, v in enumerate(e.outs))
+    for flags in inside(e, find, outs):
         yield from itertools.compress(e.ins[first:], flags)
 
 
 def _fed(ins: Any, equations: Any, outs: Any, given: Any) -> list[bool]:
     found = fed(equations, itertools.compress(outs, given))
     return [v in found for v in ins]
-
-
-def _read_inside(e: Equation, full: Collection[Value]) -> list[Value]:
-    first, start, end = places(e)
-    found = {*e.ins[:first], *e.ins[start:end]}
-    halved = tuple(v not in full and i >= end - start for i, v in enumerate(e.outs))
-    for flags in inside(e, _read, halved):
-        found.update(itertools.compress(e.ins[first:], flags))
-    return [*found]
 
 
 def _read(ins: Any, equations: Any, outs: Any, halved: Any) -> list[bool]:

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._src.base import _jax
 from mpjax._src.base._jax import building
 from mpjax._src.base.higher_order import SCAN
 from mpjax._src.planner import rounding
-from mpjax._src.planner.equations import Equation, Value, between, closed, opened, parts
+from mpjax._src.planner.equations import Equation, Value, appended, between, parts
 
 # Says of the primitive, the operand types and the parameters of an equation where its results are
 # saved: in a memory space, or None, so that it runs again.
@@ -88,22 +87,18 @@ def _split(
     e: Equation, body: Any, inside: "Saved", again: Sequence[Equation], turns: Sequence[int]
 ) -> Split:
     (ins, equations, outs), kept = body, inside.values
-    _, start, end = rounding.places(e)
-    count, info = end - start, building.anonymous(rounding.programs(e)[0])
-    length = e.row.turns(e)[0]
+    consts, carries, slices = rounding.groups_of(e, ins)
+    count, length = len(carries), e.row.turns(e)[0]
     stacks = {v: out for v, out in zip(outs[count:], e.outs[count:], strict=True) if v in kept}
     new = [v for v in kept if v not in stacks]
     stacks |= {v: Value(building.stacked_aval(length, v.aval)) for v in new}
-    inner = closed(ins, inside.first(equations), [*outs, *new], info)
-    params = building.scan_of(e.params, inner, start, count, len(ins) - end)
-    first = e.on(e.ins, outs=[*e.outs, *(stacks[v] for v in new)], params=params)
-    carries = [i for i in turns if i < count]
+    groups: rounding.Groups = consts, carries, slices
+    operands, params = rounding.scanned(e, groups, inside.first(equations), [*outs, *new])
+    first = e.on(operands, outs=[*e.outs, *(stacks[v] for v in new)], params=params)
     left = [i for i in turns if i < count or outs[i] not in kept]
-    given = [*range(start), *(start + i for i in carries), *range(end, len(ins))]
-    inner = closed([*(ins[i] for i in given), *kept], again, [outs[i] for i in left], info)
-    xs = len(ins) - end + len(kept)
-    params = building.scan_of(e.params, inner, start, len(carries), xs)
-    operands = [*(e.ins[i] for i in given), *(stacks[v] for v in kept)]
+    carried = [pair for i, pair in enumerate(carries) if i in turns]
+    groups = consts, carried, [*slices, *((v, stacks[v]) for v in kept)]
+    operands, params = rounding.scanned(e, groups, again, [outs[i] for i in left])
     second = e.on(operands, outs=[e.outs[i] for i in left], params=params)
     return Split(first, second, {stacks[v]: place for v, place in kept.items()})
 
@@ -174,7 +169,7 @@ def sent(
 ) -> tuple[list[Value], list[Equation]]:
     """Returns saved values in their places, and the equations that compute them and others."""
     into = [*equations]
-    return [v if _is_here(place) else _moved(v, place, into) for v, place in saved.items()], into
+    return [v if _is_here(place) else _move(v, place, into)[0] for v, place in saved.items()], into
 
 
 def received(saved: dict[Value, Any]) -> tuple[list[Value], list[Equation]]:
@@ -184,8 +179,7 @@ def received(saved: dict[Value, Any]) -> tuple[list[Value], list[Equation]]:
     for v, place in saved.items():
         far = v if _is_here(place) else Value(v.aval.update(memory_space=place))
         if far is not v:
-            _moved(far, v.aval.memory_space, into)
-            into[-1].outs = [v]
+            _move(far, v.aval.memory_space, into, [v])
         arrived.append(far)
     return arrived, into
 
@@ -194,7 +188,5 @@ def _is_here(place: Any) -> bool:
     return place is jax.memory.Space.Device
 
 
-def _moved(v: Value, place: Any, into: list[Equation]) -> Value:
-    program = _jax.trace(lambda x: [jax.device_put(x, place)], [v.aval], "saved")
-    (out,) = opened(program, [v], into)
-    return out
+def _move(v: Value, place: Any, into: list[Equation], outs: Sequence[Value] = ()) -> list[Value]:
+    return appended(lambda x: [jax.device_put(x, place)], [v], into, outs=outs)

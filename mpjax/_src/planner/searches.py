@@ -7,7 +7,7 @@ from mpjax._src.base import _jax
 from mpjax._src.base._jax.held import is_inexact
 from mpjax._src.base.higher_order import BRANCH, WHILE, Inside, higher_order
 from mpjax._src.base.rules import COMPARE, FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
-from mpjax._src.planner.equations import BARRIER, Equation, Value, parts
+from mpjax._src.planner.equations import BARRIER, Equation, Value, made_by, parts
 
 # Operations that rank entries, and the axis along which they do.
 RANKING = {
@@ -33,21 +33,10 @@ def routers(equations: Sequence[Equation]) -> set[Equation]:
             columns = e.ins[0].aval.shape[RANKING[e.name](e.params)]
             found.update(
                 m
-                for m in _matmuls_behind(e.ins[0], maker)
-                if depth(m) > NARROW * _jax.size_of([columns])
+                for m in made_by(e.ins[0], maker, _is_elementwise)
+                if m.rule.need == HALF and depth(m) > NARROW * _jax.size_of([columns])
             )
     return found
-
-
-def _matmuls_behind(v: Value, maker: dict[Value, Equation]) -> Iterable[Equation]:
-    waiting, seen = [v], {v}
-    while waiting:
-        e = maker.get(waiting.pop())
-        if e is not None and e.rule.need == HALF:
-            yield e
-        elif e is not None and _is_elementwise(e):
-            waiting += [x for x in e.ins if x not in seen]
-            seen.update(e.ins)
 
 
 def _is_elementwise(e: Equation) -> bool:

@@ -9,7 +9,6 @@ difference between a confident row's weight and one has a small relative error. 
 alone have neither. Neither scores nor float32 weights are kept.
 """
 
-import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.planner import kinds, rounding
-from mpjax._src.planner.equations import Equation, Value, appended, readers_of
-from mpjax._src.planner.kinds import constant_along, is_zero, kind_of
+from mpjax._src.planner.equations import Ahead, Equation, Order, Value, appended
+from mpjax._src.planner.kinds import VIEWS, constant_along, is_zero, kind_of
 from mpjax._src.planner.levels import SMALL_TERM
 
 EXPONENTIALS = {"exp": jnp.exp, "exp2": jnp.exp2}
 LINEAR = {"add", "sub", "mul", "div", "neg"}
-VIEWS = {kinds.SAME, kinds.LAYOUT}
 # A softmax of more equations is left alone, so that planning grows with the program.
 LONGEST = 80
 # It and its square have inverses in float32: rows without weights have second derivatives of zero.
@@ -130,10 +128,8 @@ class Finder:
     """Finds softmaxes in the equations of a forward part."""
 
     def __init__(self, forward: Sequence[Equation], low: set[Value]) -> None:
-        self._forward, self._low = forward, low
+        self._order, self._low = Order(forward), low
         self._maker = {out: e for e in forward for out in e.outs}
-        self._readers = readers_of(forward)
-        self._place = {e: i for i, e in enumerate(forward)}
 
     def softmax(self, weights: Value) -> Softmax | None:
         """Returns the softmax of which a value is the weights, if there is one."""
@@ -164,11 +160,8 @@ class Finder:
         before, large = {first}, set[Value]()
         equations, sums = list[Equation](), list[Equation]()
         tops: dict[Equation, Line] = {}
-        queue = [self._place[r] for r in self._readers[first]]
-        heapq.heapify(queue)
-        queued = {*queue}
-        while queue:
-            e = self._forward[heapq.heappop(queue)]
+        ahead = Ahead(self._order, [first])
+        for e in ahead:
             own = large.isdisjoint(e.ins)
             if own and e.name == top.name:
                 tops[e] = self._line(e.ins[0])
@@ -189,10 +182,8 @@ class Finder:
             if not own or e in tops:
                 large.update(e.outs)
                 equations.append(e)
-            for place in {self._place[r] for v in e.outs for r in self._readers[v]} - queued:
-                queued.add(place)
-                heapq.heappush(queue, place)
-            if len(queued) > LONGEST:
+            ahead.add(e.outs)
+            if len(ahead) > LONGEST:
                 return None
         return equations, tops, sums
 
@@ -255,7 +246,7 @@ class Finder:
         """Returns a sum and its layouts, if nothing but the quotient of the weights reads it."""
         division, v = next((e, f) for e, f in way.steps if f is not None and not f.literal)
         found, above = [v], division
-        while all(r is above for r in self._readers[v]) and division.name == "div":
+        while all(r is above for r in self._order.readers[v]) and division.name == "div":
             if v is total:
                 return found
             above = self._maker.get(v, division)
@@ -333,47 +324,34 @@ def softmaxes(
     return found
 
 
-class Late:
-    """A backward part, in which exponentials and their sum may be divided by that sum."""
+def allowed(softmax: Softmax, late: Order, results: set[Value]) -> Softmax:
+    """Returns a softmax, whose exponentials and sum may be divided by it in a backward part.
 
-    def __init__(self, equations: Sequence[Equation], results: Iterable[Value]) -> None:
-        self._equations, self._results = equations, {*results}
-        self._readers = readers_of(equations)
-        self._place = {e: i for i, e in enumerate(equations)}
+    The sum is read if it does not cancel there: it does not where the exponentials or the sum have
+    cotangents of their own, as a sum that is returned has.
+    """
+    read = softmax.spread and not _cancels(softmax, late, results)
+    return softmax._replace(spread=[]) if read else softmax
 
-    def allowed(self, softmax: Softmax) -> Softmax:
-        """Returns a softmax, whose sum is read if it does not cancel in the backward part.
 
-        It does not where the exponentials or the sum have cotangents of their own, as a sum that is
-        returned has.
-        """
-        read = softmax.spread and not self._cancels(softmax)
-        return softmax._replace(spread=[]) if read else softmax
-
-    def _cancels(self, softmax: Softmax) -> bool:
-        """Returns whether nothing changes if exponentials and sum are multiplied by one number."""
-        powers: dict[Value, int] = dict.fromkeys(softmax.spread, 1)
-        for e in softmax.equations:
-            power = 1 if e in softmax.tops else _power(e, powers)
-            if power is None:
-                return False
-            powers[e.outs[0]] = power
-        powers = {v: power for v, power in powers.items() if power}
-        queue = [self._place[r] for v in powers for r in self._readers[v]]
-        queued = {*queue}
-        heapq.heapify(queue)
-        while queue and len(queued) <= LONGEST:
-            e = self._equations[heapq.heappop(queue)]
-            power = _power(e, powers)
-            if power is None or (power and not self._results.isdisjoint(e.outs)):
-                return False
-            if power:
-                powers.update(dict.fromkeys(e.outs, power))
-                after = {self._place[r] for v in e.outs for r in self._readers[v]} - queued
-                queued |= after
-                for i in after:
-                    heapq.heappush(queue, i)
-        return not queue
+def _cancels(softmax: Softmax, late: Order, results: set[Value]) -> bool:
+    """Returns whether nothing changes if exponentials and sum are multiplied by one number."""
+    powers: dict[Value, int] = dict.fromkeys(softmax.spread, 1)
+    for e in softmax.equations:
+        power = 1 if e in softmax.tops else _power(e, powers)
+        if power is None:
+            return False
+        powers[e.outs[0]] = power
+    powers = {v: power for v, power in powers.items() if power}
+    ahead = Ahead(late, powers)
+    for e in ahead:
+        power = _power(e, powers) if len(ahead) <= LONGEST else None
+        if power is None or (power and not results.isdisjoint(e.outs)):
+            return False
+        if power:
+            powers.update(dict.fromkeys(e.outs, power))
+            ahead.add(e.outs)
+    return True
 
 
 def _power(e: Equation, powers: dict[Value, int]) -> int | None:

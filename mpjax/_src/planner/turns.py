@@ -17,7 +17,6 @@ into what reads it. JAX moves the masks of attention out of a loop over layers, 
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -63,13 +62,12 @@ class _Turns:
 
     def __init__(self, e: Equation, around: Mapping[Value, Equation]) -> None:
         self.loop, self.around, (program,) = e, around, rounding.programs(e)
-        self.length = e.row.turns(e)[0]
-        self.ins, self.equations, self.outs = parts(building.as_closed(program), region=e.region)
+        self.length, self.results = e.row.turns(e)[0], [*e.outs]  # outside, of `outs`
+        ins, self.equations, self.outs = parts(building.as_closed(program), region=e.region)
         self.maker = {out: e for e in self.equations for out in e.outs}
-        _, self.start, self.end = rounding.places(e)
-        self.given, self.results = [*e.ins], [*e.outs]  # outside, of `ins` and `outs`
-        self.carries = self.end - self.start
-        self.held = _size([*self.ins[self.end :], *self.outs[self.carries :]])  # of a turn
+        # The arguments of its body, each with what the loop gets for it.
+        self.consts, self.carries, self.slices = map(dict, rounding.groups_of(e, ins))
+        self.held = _size([*self.slices, *self.outs[len(self.carries) :]])  # of a turn
 
     def apart(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
@@ -84,21 +82,17 @@ class _Turns:
 
     def _spread(self) -> bool:
         """Spreads constants in the turns that were spread before the loop; returns whether any."""
-        ins: list[Value] = []
-        given: list[Value] = []
+        consts: dict[Value, Value] = {}
         spread: list[Equation] = []
-        for v, outer in zip(self.ins[: self.start], self.given, strict=False):
+        for v, outer in self.consts.items():
             large = _size([outer]) >= rounding.SMALL
             equations, small = self._smaller(outer) if large else ([], [outer])
             inner = {x: Value(x.aval) for x in small} if equations else {outer: v}
-            ins += inner.values()
-            given += inner
+            consts |= {own: x for x, own in inner.items()}
             for e in dict.fromkeys(equations):
                 inner[e.outs[0]] = v if e.outs[0] is outer else Value(e.outs[0].aval)
                 spread.append(e.on((inner.get(x, x) for x in e.ins), outs=[inner[e.outs[0]]]))
-        self.ins[: self.start], self.given[: self.start] = ins, given
-        self.start, self.end = len(ins), len(ins) + self.carries
-        self.equations[:0] = spread
+        self.consts, self.equations[:0] = consts, spread
         return bool(spread)
 
     def _smaller(self, v: Value) -> tuple[list[Equation], list[Value]]:
@@ -121,31 +115,27 @@ class _Turns:
     # ---- ahead of the loop
 
     def _ahead(self) -> list[Equation]:
-        moving = dependents(self.equations, self.ins[self.start : self.end])
-        sliced = dependents(self.equations, self.ins[self.end :]) - moving
+        moving = dependents(self.equations, self.carries)
+        sliced = dependents(self.equations, self.slices) - moving
         dots = [
             d
             for d in self.equations
             if _is_plain(d) and moving.isdisjoint(d.ins) and self._is_worth(d, sliced, d.outs)
         ]
         made = [d.outs[0] for d in dots]
-        before = between(self.equations, made, {*self.ins})
+        before = between(self.equations, made, {*self.consts, *self.slices})
         alone = all(e in dots or runs_again(e) for e in before)
         if not dots or not alone or _size(made) > self.held:
             return []
-        ins = [*self.ins[: self.start], *self.ins[self.end :]]
-        given = [*self.given[: self.start], *self.given[self.end :]]
-        program = closed(ins, before, made, _info(self.loop))
         ahead: list[Equation] = []
-        stacks = self._for_all_turns(program, given, range(self.start, len(given)), ahead)
+        stacks = self._for_all_turns(self.slices, made, ahead)
         self.equations = [e for e in self.equations if e not in dots]
         for v, stack in zip(made, stacks, strict=True):
-            self.ins.append(v)
-            self.given.append(stack)
-            if v in self.outs[self.carries :]:
-                i = self.outs.index(v, self.carries)
+            self.slices[v] = stack
+            if v in self.outs[len(self.carries) :]:
+                i = self.outs.index(v, len(self.carries))
                 rename(ahead, stack, self.results[i])
-                self.given[-1] = self.results.pop(i)
+                self.slices[v] = self.results.pop(i)
                 del self.outs[i]
         return ahead
 
@@ -155,21 +145,25 @@ class _Turns:
         return len(constant) == 1 and _size(constant) > STACKED * _size(stack)
 
     def _for_all_turns(
-        self, program: Any, given: Sequence[Value], stacks: range, into: list[Equation]
+        self, stacks: dict[Value, Value], made: Sequence[Value], into: list[Equation]
     ) -> list[Value]:
-        """Appends a program that runs for all turns at once; ``stacks`` are places of stacks."""
-        axes = [0 if i in stacks else None for i in range(len(given))]
+        """Appends what makes values of all turns at once, from constants and from stacks."""
+        ins = self.consts | stacks
+        program = closed(
+            [*ins], between(self.equations, made, ins), made, rounding.info_of(self.loop)
+        )
+        axes = [0 if v in stacks else None for v in ins]
         run = jax.vmap(lambda *args: _jax.eval_closed(program, *args), axes, axis_size=self.length)
-        return appended(run, given, into, self.loop)
+        return appended(run, [*ins.values()], into, self.loop)
 
     # ---- behind it
 
     def _moved(self) -> list[Equation]:
         """Takes out stacks of what turns get, where what they give is stacked: moved by a turn."""
-        carried = self.ins[self.start : self.end]
+        carried = [*self.carries]
         backwards = self.loop.row.turns(self.loop)[1]
         into: list[Equation] = []
-        for i in range(self.carries, len(self.outs))[::-1]:
+        for i in range(len(carried), len(self.outs))[::-1]:
             j = carried.index(self.outs[i]) if self.outs[i] in carried else None
             stack = self._stack(self.outs[j]) if j is not None else None
             if j is None or stack is None or stack is self.results[i]:
@@ -180,7 +174,7 @@ class _Turns:
                 both = [rest, first[None]] if backwards else [first[None], rest]
                 return [jax.numpy.concatenate(both)]
 
-            given = [self.given[self.start + j], stack]
+            given = [self.carries[carried[j]], stack]
             appended(run, given, into, self.loop, [self.results[i]])
             del self.outs[i], self.results[i]
         return into
@@ -199,7 +193,7 @@ class _Turns:
             sums = [add for chain in chains.values() for add in chain]
             taken = self._taken(sums, (), is_worth, lambda e: e.name in LINEAR)
             made = {out for e in (*taken, *sums) for out in e.outs}
-            carried = self.ins[self.start : self.end]
+            carried = [*self.carries]
             alone = {
                 i: chain
                 for i, chain in chains.items()
@@ -212,7 +206,7 @@ class _Turns:
         for e in taken if chains else ():
             behind.append(self._of_all_turns(e, behind) if _is_plain(e) else e)
         for i, chain in chains.items():
-            instead = {self.ins[self.start + i]: self.given[self.start + i]}
+            instead = {carried[i]: self.carries[carried[i]]}
             for add in chain:
                 behind.append(add.on(instead.get(v, v) for v in add.ins))
             behind[-1].outs = [self.results[i]]
@@ -224,8 +218,8 @@ class _Turns:
         """Returns the places of carries to which something is only added, and the sums."""
         readers = readers_of(self.equations)
         found: dict[int, list[Equation]] = {}
-        for i, out in enumerate(self.outs[: self.carries]):
-            v, chain = self.ins[self.start + i], []
+        for i, (v, out) in enumerate(zip(self.carries, self.outs, strict=False)):
+            chain: list[Equation] = []
             while len(readers[v]) == 1 and readers[v][0].name in ("add", "add_any"):
                 if v in self.outs:
                     break
@@ -253,7 +247,7 @@ class _Turns:
             new = {v for v in map(self._source, d.ins) if v in turning and self._stack(v) is None}
             return self._is_worth(d, turning, [*new]) and _size(new) <= self.held
 
-        stacked = {v for v in self.outs[self.carries :] if self.outs.count(v) == 1}
+        stacked = {v for v in self.outs[len(self.carries) :] if self.outs.count(v) == 1}
         taken = self._taken((), stacked, is_worth, runs_again)
         dots = [e for e in taken if _is_plain(e)]
         behind = dependents(taken, [e.outs[0] for e in dots])
@@ -262,12 +256,9 @@ class _Turns:
             return []
         waits = turning - behind
         read = dict.fromkeys(self._source(v) for e in dots for v in e.ins if v in waits)
-        read |= dict.fromkeys(self.ins[self.end :])
-        ins, made = [*self.ins[: self.start], *read], [self.outs[i] for i in places]
-        program = closed(ins, between(self.equations, made, {*ins}), made, _info(self.loop))
-        given = [*self.given[: self.start], *(self._new_stack(v) for v in read)]
-        into: list[Equation] = []
-        outs = self._for_all_turns(program, given, range(self.start, len(given)), into)
+        read |= dict.fromkeys(self.slices)
+        made, into = [self.outs[i] for i in places], list[Equation]()
+        outs = self._for_all_turns({v: self._new_stack(v) for v in read}, made, into)
         for i, v in zip(places, outs, strict=True):
             rename(into, v, self.results[i])
         self._leave_out([e for e in taken if not behind.isdisjoint(e.outs)], places)
@@ -281,7 +272,7 @@ class _Turns:
         follows: Callable[[Equation], bool],
     ) -> list[Equation]:
         """Returns matmuls, and what is made of them alone, that only sums or stacks wait for."""
-        waiting = dependents(self.equations, self.ins[self.start : self.end])
+        waiting = dependents(self.equations, self.carries)
         waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
         waiting = dependents(self.equations, waiting)
         turning = self._turning()
@@ -305,7 +296,7 @@ class _Turns:
 
     def _turning(self) -> set[Value]:
         """Returns the values that are others in each turn, or wait behind a barrier for one."""
-        found = {*self.ins[self.start :]}
+        found = {*self.carries, *self.slices}
         for e in self.equations:
             found.update(e.outs if not found.isdisjoint(e.ins) else ())
         return found
@@ -322,13 +313,9 @@ class _Turns:
 
     def _stack(self, v: Value) -> Value | None:
         """Returns the stack of a value outside of the loop, if there is one."""
-        for mine, theirs, first in (
-            (self.ins, self.given, self.end),
-            (self.outs, self.results, self.carries),
-        ):
-            if v in mine[first:]:
-                return theirs[mine.index(v, first)]
-        return None
+        if v in self.slices or v not in self.outs[len(self.carries) :]:
+            return self.slices.get(v)
+        return self.results[self.outs.index(v, len(self.carries))]
 
     def _new_stack(self, v: Value) -> Value:
         """Returns the stack of a value outside of the loop."""
@@ -345,32 +332,29 @@ class _Turns:
         stack = self._new_stack(source)
         if source is v:
             return stack
-        view = closed([source], between(self.equations, [v], {source}), [v], _info(self.loop))
-        (out,) = self._for_all_turns(view, [stack], range(1), into)
+        (out,) = self._for_all_turns({source: stack}, [v], into)
         return out
 
     def _leave_out(self, equations: Collection[Equation], places: Collection[int]) -> None:
         """Leaves out equations, and the results at places, with their carries."""
         gone = {*equations}
         self.equations = [e for e in self.equations if e not in gone]
-        carries = [i for i in places if i < self.carries]
+        carried = [*self.carries]
         for i in sorted(places, reverse=True):
             del self.outs[i], self.results[i]
-        for i in sorted(carries, reverse=True):
-            del self.ins[self.start + i], self.given[self.start + i]
-        self.carries -= len(carries)
-        self.end -= len(carries)
+            if i < len(carried):
+                del self.carries[carried[i]]
 
     def _closed(self) -> Equation:
         """Returns the loop on what its body still reads."""
         read = {*self.outs, *(v for e in self.equations for v in e.ins)}
-        kept = [i for i, v in enumerate(self.ins) if v in read or self.start <= i < self.end]
-        ins, given = [self.ins[i] for i in kept], [self.given[i] for i in kept]
-        inner = closed(ins, self.equations, self.outs, _info(self.loop))
-        consts = sum(i < self.start for i in kept)
-        counts = consts, self.carries, len(ins) - consts - self.carries
-        params = building.scan_of(self.loop.params, inner, *counts)
-        return self.loop.on(given, outs=self.results, params=params)
+        consts, slices = (
+            [pair for pair in group.items() if pair[0] in read]
+            for group in (self.consts, self.slices)
+        )
+        groups = consts, self.carries.items(), slices
+        ins, params = rounding.scanned(self.loop, groups, self.equations, self.outs)
+        return self.loop.on(ins, outs=self.results, params=params)
 
 
 def _is_plain(e: Equation) -> bool:
@@ -380,7 +364,3 @@ def _is_plain(e: Equation) -> bool:
 
 def _size(values: Collection[Value]) -> int:
     return sum(v.size for v in values)
-
-
-def _info(e: Equation) -> Any:
-    return building.anonymous(rounding.programs(e)[0])

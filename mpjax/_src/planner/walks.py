@@ -15,22 +15,13 @@ A value of which each entry carries the rounding of a matmul has an error of thi
 is refused only where that cancels, and another one would not.
 """
 
-import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.base.rules import PART
 from mpjax._src.planner import kinds
-from mpjax._src.planner.equations import BARRIER, Equation, Value
-from mpjax._src.planner.kinds import (
-    NO_AXES,
-    Axes,
-    axes_of_view,
-    every,
-    is_zero,
-    moved,
-    without_axes,
-)
+from mpjax._src.planner.equations import BARRIER, Ahead, Equation, Order, Value
+from mpjax._src.planner.kinds import NO_AXES, Axes, axes_of_view, every, is_zero, moved
 from mpjax._src.planner.levels import Facts
 from mpjax._src.planner.rounding import is_float32
 
@@ -91,8 +82,7 @@ class Walks:
     ) -> None:
         self.ruled = ruled
         self.facts, self.sources = facts, _sources(equations, facts)
-        self._equations, self._results = equations, {*results}
-        self._index = {e: i for i, e in enumerate(equations)}
+        self._order, self._results = Order(equations), {*results}
 
     def refused(self, first: Value, found: Collection[Value] = ()) -> str | None:
         """Returns why a value is not rounded, or None.
@@ -103,13 +93,9 @@ class Walks:
         """
         if first in self._results:
             return "returned"
-        walk = Walk(self, first)
-        queue = [self._index[e] for e in self.facts.readers[first]]
-        heapq.heapify(queue)
-        queued = {*queue}
-        while queue and len(queued) <= LONGEST:
-            e = self._equations[heapq.heappop(queue)]
-            step = walk.step(e)
+        walk, ahead = Walk(self, first), Ahead(self._order, [first])
+        for e in ahead:
+            step = walk.step(e) if len(ahead) <= LONGEST else "too far"
             if isinstance(step, str):
                 return step
             for out in e.outs:
@@ -118,11 +104,8 @@ class Walks:
                 walk.on[out] = step
                 if out in self._results and (step.view or not walk.carries(out)):
                     return "returned"
-                after = {self._index[reader] for reader in self.facts.readers[out]} - queued
-                queued |= after
-                for i in after:
-                    heapq.heappush(queue, i)
-        return "too far" if queue else None
+                ahead.add([out])
+        return None
 
 
 def _sources(equations: Sequence[Equation], facts: Facts) -> dict[Value, int]:
@@ -314,7 +297,7 @@ def _summed(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | st
     partly = frozenset(a for a, at in on.places.items() if at & axes and not at <= axes)
     walk.levels |= partly
     summed = on.summed | {a for a, at in on.places.items() if at & axes}
-    left = without_axes(v, axes)
+    left = kinds.without_axes(v, axes)
     at = {a: {*moved(places, left)} for a, places in on.places.items()}
     level = every(e.outs[0]) if on.level & axes else moved(on.level, left)
     return on._replace(places=at, level=level, summed=frozenset(summed), statistic=True)
@@ -330,7 +313,7 @@ def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
     )
 
 
-PLAIN = {kinds.SAME, kinds.LAYOUT, kinds.MOVED, kinds.ADDED}
+PLAIN = {*kinds.VIEWS, kinds.MOVED, kinds.ADDED}
 STEPS: dict[str, Step] = {
     kinds.MATMUL: _ends,
     kinds.SAME: _view,

@@ -4,6 +4,7 @@ Nothing is traced again, for the types of all results are known. Each float32 va
 form, a 16-bit form, or both; a form that is missing is cast where it is first read.
 """
 
+import dataclasses
 import functools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def written(
     """Returns a float32 program with casts.
 
     Args:
-        program: The closed jaxpr.
+        program: The closed jaxpr, or its equations.
         half: The 16-bit dtype; float32 leaves the program as it is.
         halved_in: For each argument, whether it arrives in 16 bits.
         halved_out: For each result, whether it leaves in 16 bits.
@@ -62,21 +63,10 @@ def written(
     Returns:
         The closed jaxpr.
     """
-    ins, equations, outs = parts(program, rules=rules, region=region)
-    listed = Listed(ins, equations, outs, building.anonymous(program))
-    return written_of(listed, half, halved_in, halved_out, returned, sent, outermost)
-
-
-def written_of(
-    listed: Listed,
-    half: np.dtype,
-    halved_in: Sequence[bool],
-    halved_out: Sequence[bool],
-    returned: Sequence[bool],
-    sent: Sent = SENT,
-    outermost: bool = False,
-) -> Any:
-    """Does what `written` does to a program whose calls are inlined."""
+    listed = program
+    if not isinstance(program, Listed):
+        arguments = parts(program, rules=rules, region=region)
+        listed = Listed(*arguments, building.anonymous(program))
     ins, equations, outs, info = listed
     back = {out for e in equations if e.region.back for out in e.outs}
     each = zip(outs, returned, halved_out, strict=True)
@@ -84,11 +74,12 @@ def written_of(
     in_full = [yes and (not low or v in back) for v, yes, low in each]
     sums = unrounded(equations, outs, in_full, sent)
     equations, outs = sums.equations, sums.outs
-    given = [v for v, low in zip(ins, halved_in, strict=True) if low]
+    given = zip(ins, halved_in, strict=True)
+    lows = {v: Value(rounding.halved(v.aval, half)) for v, low in given if low}
     asked = [v for v, low in zip(outs, halved_out, strict=True) if low]
     wanted, numbers = rounding.wanted(equations, outs, asked), rounding.constants(equations, half)
-    writer = Writer(half, given, wanted, numbers, sums, {*ins} if outermost else (), sent)
-    arrived = [writer.lows.get(v, v) for v in ins]
+    arrived = [lows.get(v, v) for v in ins]
+    writer = Writer(half, wanted, numbers, sums, {*ins} if outermost else (), sent, lows)
     for e in equations:
         writer.write(e)
     end = writer.written[-1] if writer.written else None
@@ -99,6 +90,7 @@ def written_of(
     return closed(arrived, writer.written, results, info)
 
 
+@dataclasses.dataclass
 class Writer:
     """The equations that are written so far, and the forms of the values.
 
@@ -109,28 +101,22 @@ class Writer:
         sums: The accumulators that the program returns.
         arrays: The arguments that are arrays in float32, or in 16 bits.
         sent: What devices send each other in 16 bits.
-        fulls: The float32 forms.
         lows: The 16-bit forms.
+        fulls: The float32 forms.
         same: What stands for values of other dtypes: for the user's own casts to 16 bits.
         written: The equations.
     """
 
-    def __init__(
-        self,
-        half: np.dtype,
-        given: Collection[Value],
-        wanted: Collection[Value],
-        numbers: Collection[Value],
-        sums: Returned,
-        arrays: Collection[Value],
-        sent: Sent,
-    ) -> None:
-        self.half, self.wanted, self.numbers = half, wanted, numbers
-        self.sums, self.arrays, self.sent = sums, arrays, sent
-        self.lows = {v: Value(rounding.halved(v.aval, half)) for v in given}
-        self.fulls: dict[Value, Value] = {}
-        self.same: dict[Value, Value] = {}
-        self.written: list[Equation] = []
+    half: np.dtype
+    wanted: Collection[Value]
+    numbers: Collection[Value]
+    sums: Returned
+    arrays: Collection[Value]
+    sent: Sent
+    lows: dict[Value, Value]
+    fulls: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    same: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    written: list[Equation] = dataclasses.field(default_factory=list)
 
     def full(self, v: Value, near: Equation | None) -> Value:
         """Returns the float32 form of a value, or a value of another dtype itself."""
@@ -227,7 +213,7 @@ class Writer:
 
     def _forms(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         """Returns which operands and results are in 16 bits, and the parameters for that."""
-        row = e.row
+        row, as_they_are = e.row, ([False] * len(e.ins), [False] * len(e.outs))
         if rounding.is_half_matmul(e):
             ins = [i < 2 for i in range(len(e.ins))]
             low = rounding.returns_half(e)
@@ -241,10 +227,8 @@ class Writer:
             return self._view(e)
         if row.kind in (WHILE, CALL) and row.params:
             inner = {k: self._plain(e.params[k], e.region) for k in row.params}
-            return [False] * len(e.ins), [False] * len(e.outs), {**e.params, **inner}
-        if rounding.programs(e):
-            return self._around(e)
-        return [False] * len(e.ins), [False] * len(e.outs), e.params
+            return *as_they_are, {**e.params, **inner}
+        return self._around(e) if rounding.programs(e) else (*as_they_are, e.params)
 
     def _view(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
         if e.name == BARRIER:
@@ -272,7 +256,8 @@ class Writer:
             and v.aval.dtype in HALVES
             and not self.is_made(e.ins[0])
         ):
-            run = functools.partial(_placed_freely, e.params["sharding"])
+            sharding = e.params["sharding"]
+            run = lambda x: [_jax.placed_freely(x, sharding)]  # noqa: E731
             return appended(run, ins, self.written, like=e)
         return ins
 
@@ -338,10 +323,6 @@ class Writer:
             region=e.region,
         )
         return inside, results, rounding.with_programs(e, rewrite)
-
-
-def _placed_freely(sharding: Any, x: Any) -> list[Any]:
-    return [_jax.placed_freely(x, sharding)]
 
 
 def _marked(e: Equation) -> Any:
