@@ -23,7 +23,7 @@ from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, parts
 from mpjax._src.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
-EXACT = ("neg", "abs", "max", "min", "select_n")
+EXACT = frozenset(("neg", "abs", "max", "min", "select_n"))
 
 
 def is_float32(v: Value) -> bool:
@@ -187,7 +187,7 @@ def computes_in(equations: Iterable[Equation], half: np.dtype) -> frozenset[np.d
 
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    if e.name == BARRIER or e.name in EXACT or e.rule.need == MOVE:
+    if e.rule.need == MOVE or e.name in EXACT:
         return True
     return bool(e.region.dtype) and _follows(e)
 
