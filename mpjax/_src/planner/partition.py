@@ -142,7 +142,7 @@ def runs_again(e: Equation) -> bool:
     """Returns whether an equation may run a second time in the backward part."""
     if e.name in CUSTOM:
         return all(all(each) for each in rounding.inside(e, _run_again))
-    return (e.name in VIEWS or e.rule.runs_again) and not e.acts and e.name != BARRIER
+    return (e.rule.runs_again or e.name in VIEWS) and e.name != BARRIER and not e.acts
 
 
 # The equation that makes a value, and its place among others.
