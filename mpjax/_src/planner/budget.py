@@ -99,11 +99,10 @@ class Budget:
         self._pinned = self._numbers({*pinned} & {*lean})
         self._lean, self._crossing = self._numbers(lean), self._numbers(crossing)
         self._free = self._numbers(free)
-        # A barrier's results do not need each other.
-        each = [(e, x) for e in early for x in (_alone(e) if e.name == BARRIER else [e])]
-        steps = timeline.steps(x for _, x in each)
-        pairs = zip(each, steps, strict=True)
-        self._steps = [step._replace(cost=self._costs.get(e, 0)) for (e, _), step in pairs]
+        self._steps: list[Step] = []
+        for e, step in zip(early, timeline.early, strict=True):
+            cost, alone = self._costs.get(e, 0), _alone(e) if e.name == BARRIER else ()
+            self._steps += [x._replace(cost=cost) for x in timeline.steps(alone) or [step]]
         self._rests: dict[frozenset[int], tuple[set[int], Rest]] = {}
         self._plans: dict[frozenset[int], Plan] = {}
 
@@ -208,7 +207,7 @@ class Budget:
         last = {v: i for i, step in enumerate(steps) for v in step.ins}
         before, behind = 0, sum(size[v] for step in steps for v in step.outs)
         alive, kept, least, waist = set[int](), 0, behind, set[int]()
-        for i, (ins, outs, _) in enumerate(steps):
+        for i, (ins, outs, *_) in enumerate(steps):
             for v in outs:
                 before, behind = before + size[v], behind - size[v]
                 if last.get(v, i) > i:
@@ -224,7 +223,7 @@ class Budget:
 
 
 def _alone(e: Equation) -> Iterator[Equation]:
-    """Yields an equation for each pair of an operand and a result."""
+    """Yields a barrier for each value: none needs the others."""
     return (e.on([v], outs=[out]) for v, out in zip(e.ins, e.outs, strict=True))
 
 

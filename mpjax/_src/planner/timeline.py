@@ -30,10 +30,18 @@ INF = math.inf
 
 
 class Step(NamedTuple):
-    """An equation on the numbers of values, and its price if it runs again."""
+    """An equation on the numbers of values.
+
+    Attributes:
+        ins: What it reads.
+        outs: What it makes.
+        fused: What it makes, if that is one value that is no array; else `UNREAD`.
+        cost: Its price if it runs again.
+    """
 
     ins: frozenset[int]
     outs: Sequence[int]
+    fused: int
     cost: int = 0
 
 
@@ -70,6 +78,7 @@ class Timeline:
         price: The same, of all turns of a loop.
         values: The values.
         number: Their numbers.
+        early: The equations of the forward part.
         prices: What it costs to keep each value that may be.
         sizes: The bytes of each value that is computed again, if it is an array.
     """
@@ -103,10 +112,10 @@ class Timeline:
         waiting, events = dependents(late, cotangents), list[float]()
         rest = [e for e in late if not waiting.isdisjoint(e.outs)]
         ready = [e for e in late if waiting.isdisjoint(e.outs)]
-        spans, first, ahead = self._unread(), self._unread(), self.steps(early)
+        spans, first, self.early = self._unread(), self._unread(), self.steps(early)
         self._run(self.steps(rest), spans, events, range(len(early), len(early) + len(rest)))
         self._run(self.steps(ready), spans, events)
-        self._run(ahead, first, events, range(len(early)))
+        self._run(self.early, first, events, range(len(early)))
         for at, e in enumerate([*early, *rest]):
             inner = [_peak(*parts(p, region=e.region), half) for p in _bodies(e)]
             events += _exists(at, at, max(inner, default=0))
@@ -116,7 +125,7 @@ class Timeline:
             if v.is_float32 and v not in low and v in written and start < INF:
                 events += _exists(start, end, _jax.bytes_of(v.aval, half))
         self._late = spans, np.array(events)
-        made_at = {v: at for at, step in enumerate(ahead) for v in step.outs}
+        made_at = {v: at for at, step in enumerate(self.early) for v in step.outs}
         # When a value of the forward part would go.
         self._ends = {v: max(first.last[v], at) for v, at in made_at.items()}
 
@@ -125,7 +134,9 @@ class Timeline:
         number, found = self.number, list[Step]()
         for e in equations:
             ins = frozenset([number[v] for v in e.ins if not v.literal])
-            found.append(Step(ins, [number[v] for v in e.outs]))
+            outs = [number[v] for v in e.outs]
+            fused = outs[0] if len(outs) == 1 and not self.sizes[outs[0]] else UNREAD
+            found.append(Step(ins, outs, fused))
         return found
 
     def rest(self, steps: Sequence[Step]) -> Rest:
@@ -167,29 +178,27 @@ class Timeline:
         Returns:
             When each step runs: at ``times``, or before what reads it.
         """
-        (first, last), sizes, starts = spans, self.sizes, [0.0] * len(steps)
-        for i in range(len(steps) - 1, -1, -1):
-            ins, outs, _ = steps[i]
-            start = first[outs[0]] if len(outs) == 1 else min((first[v] for v in outs), default=INF)
-            starts[i] = start if start < INF else 0
-            if len(outs) == 1 and start < INF and not sizes[outs[0]]:
-                end = last[outs[0]]  # as below, for most
-            else:
-                turn = (i + 1) / (len(steps) + 1)
-                now = math.ceil(starts[i]) - 1 + turn if times is None else times[i]
+        (first, last), sizes, starts = spans, self.sizes, list[float]()
+        for ins, outs, fused, _ in reversed(steps):
+            start, end, at = first[fused], last[fused], len(steps) - len(starts) - 1
+            starts.append(start)
+            if start == INF:  # several values, an array, or unread
+                starts[-1] = min([first[v] for v in outs if first[v] < INF], default=0)
+                turn = (at + 1) / (len(steps) + 1)  # before what reads it
+                now = math.ceil(starts[-1]) - 1 + turn if times is None else times[at]
                 read = [v for v in outs if last[v] > -INF]
                 for v in read if times is None else outs:
                     events += _exists(now + self._after[v], last[v], sizes[v])
-                fused = [v for v in read if not sizes[v]]
-                here = [] if fused and len(fused) == len(outs) else [now]
-                start = min([*here, *(first[v] for v in fused)])
-                end = max([*here, *(last[v] for v in fused)])
+                there = [v for v in read if not sizes[v]]
+                here = [] if there and len(there) == len(outs) else [now]
+                start = min([*here, *(first[v] for v in there)])
+                end = max([*here, *(last[v] for v in there)])
             for v in ins:
                 if start < first[v]:
                     first[v] = start
                 if end > last[v]:
                     last[v] = end
-        return starts
+        return starts[::-1]
 
 
 def _exists(start: float, end: float, size: int) -> Sequence[float]:
