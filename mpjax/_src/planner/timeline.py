@@ -104,9 +104,8 @@ class Timeline:
         self.number = {v: i for i, v in enumerate(self.values)}
         self.sizes = [*(size(v) if v in written else 0 for v in self.values), 0]
         again = {v for e in both if runs_again(e) for v in e.outs}
-        self.prices = {
-            self.number[v]: price(v) for v in (*given, *(v for e in early for v in e.outs))
-        }
+        kept = (*given, *(v for e in early for v in e.outs))
+        self.prices = {self.number[v]: price(v) for v in kept}
         # What is read last when a step begins is gone when it needs memory.
         self._after = [*(2 * SOON * (v in again) for v in self.values), 0]
         waiting, events = dependents(late, cotangents), list[float]()
@@ -157,7 +156,8 @@ class Timeline:
             if spans.last[v] > -INF:
                 start = self._ends.get(v, 0) + 2 * SOON
                 events += _exists(start, spans.last[v], self.prices[v])
-        times, sizes = np.concatenate([others, events, [0, 0]]).reshape(-1, 2).T
+        nothing = [0, 0]  # so that there is a time
+        times, sizes = np.concatenate([others, events, nothing]).reshape(-1, 2).T
         order = np.argsort(times, kind="stable")
         totals = np.cumsum(sizes[order])
         worst = np.argmax(totals)
