@@ -85,20 +85,19 @@ class Rule:
     saves: str = OPERANDS
     cost: str = NEVER  # the cost of computing it a second time: FUSED, DEAR or NEVER
     traits: frozenset[str] = frozenset()  # any of the traits above
+    # Whether a backward pass may run it a second time to save memory. This excludes matmuls,
+    # reductions, collectives and kernels. Slices and concatenations are included: they are computed
+    # where they are read.
+    runs_again: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        sliced = not self.traits.isdisjoint((PART, FRESH)) and LOOKS_UP not in self.traits
+        again = (self.cost != NEVER or sliced) and REDUCES not in self.traits
+        object.__setattr__(self, "runs_again", again)
 
     def amplifies(self, params: dict[str, Any]) -> bool:
         """Returns whether an equation with these parameters amplifies an error of its operands."""
         return self.gain_of(params) in AMPLIFIES
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether a backward pass may run it a second time to save memory.
-
-        This excludes matmuls, reductions, collectives and kernels. Slices and concatenations are
-        included: they are computed where they are read.
-        """
-        sliced = not self.traits.isdisjoint((PART, FRESH)) and LOOKS_UP not in self.traits
-        return (self.cost != NEVER or sliced) and REDUCES not in self.traits
 
     @property
     def linear(self) -> bool:

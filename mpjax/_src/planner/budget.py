@@ -11,15 +11,15 @@ these keep what `lean` keeps, as far as the budget allows.
 The budget is that of PyTorch's ``activation_memory_budget``, whose 1 is what `lean` does.
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
 
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, RANKS
-from mpjax._src.planner.equations import Equation, Value, between
-from mpjax._src.planner.partition import Handed, lightest, runs_again
+from mpjax._src.planner.equations import BARRIER, Equation, Value, between
+from mpjax._src.planner.partition import Handed, lightest_of, runs_again
 from mpjax._src.planner.rounding import Price, returns_half
-from mpjax._src.planner.timeline import Again, Timeline
+from mpjax._src.planner.timeline import UNREAD, Again, Rest, Step, Timeline
 from mpjax._src.program.graph import EXCHANGES
 
 # The FLOPs in the time of one byte: 156 on an A100, 295 on an H100, 240 on a TPU v5e.
@@ -51,21 +51,18 @@ def _price(e: Equation, price: Price) -> int:
     return max(moved, _jax.flops_of(e.like) // FLOPS_PER_BYTE)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """What is kept, and what is computed again from it.
 
     Attributes:
         kept: What is kept.
         before: What computes more of what `lean` keeps from that.
-        equations: What computes the rest from both.
         again: When that is, and which memory it takes.
         moved: The bytes that it moves, with FLOPs in bytes.
     """
 
-    kept: frozenset[Value]
-    before: Sequence[Equation]
-    equations: Sequence[Equation]
+    kept: frozenset[int]
+    before: Sequence[Step]
     again: Again
     moved: int
 
@@ -79,7 +76,6 @@ class Budget:
         lean: What `lean` keeps.
         free: What the backward part has anyway.
         timeline: The memory over time.
-        pinned: What a user's checkpoint keeps.
         given: Arguments of the forward part that have to be kept as well.
         turns: How often all of it runs.
     """
@@ -95,95 +91,152 @@ class Budget:
         given: Collection[Value] = (),
         turns: int = 1,
     ) -> None:
+        """Gets what is chosen from; ``pinned`` is what a user's checkpoint keeps."""
         self.early, self.crossing, self.lean = early, crossing, lean
-        self.free, self.timeline = free, timeline
-        self._choice = early, lean, timeline.price, given
-        self.pinned, self.given, self.turns = {*pinned} & {*lean}, given, turns
-        price = timeline.exact
+        self.free, self.timeline, self.given = free, timeline, given
+        price, self._sizes = timeline.exact, timeline.sizes
         self._costs = {e: turns * _price(e, price) for e in early if _may_run_again(e)}
+        self._pinned = self._numbers({*pinned} & {*lean})
+        self._lean, self._crossing = self._numbers(lean), self._numbers(crossing)
+        self._free = self._numbers(free)
+        self._steps: list[Step] = []
+        for e, step in zip(early, timeline.early, strict=True):
+            cost, alone = self._costs.get(e, 0), _alone(e) if e.name == BARRIER else ()
+            self._steps += [x._replace(cost=cost) for x in timeline.steps(alone) or [step]]
+        self._rests: dict[frozenset[int], tuple[set[int], Rest]] = {}
+        self._plans: dict[frozenset[int], Plan] = {}
+
+    def _numbers(self, values: Iterable[Value]) -> set[int]:
+        return {self.timeline.number[v] for v in values if v in self.timeline.number}
 
     def within(self, number: float) -> tuple[Handed, list[Equation]]:
         """Returns what is handed over, and what computes more from it before the rest.
 
         The number is 0 for the fewest bytes that are possible, 1 for those of `lean`.
         """
-        lean = self._plan(self.lean)
+        lean = self._plan(self._lean)
         plans = {lean.kept: lean}
         for kept in self._cuts():
             plan = self._plan(kept)
             while plan.kept not in plans:
                 plans[plan.kept] = plan
-                plan = self._plan([*plan.kept, *self._waists(plan)])
+                plan = self._plan(plan.kept | self._waists(plan))
         least = min(plan.again.peak for plan in plans.values())
         budget = least + number * (lean.again.peak - least)
         fitting = [p for p in plans.values() if p.again.peak <= budget]
         either = min(fitting, key=lambda p: p.moved), min(fitting, key=lambda p: p.again.peak)
-        relaxed = [self._relaxed(plan, lean, budget) for plan in dict.fromkeys(either)]
+        relaxed = [self._relaxed(plans[kept], lean, budget) for kept in {p.kept: 0 for p in either}]
         best = min(relaxed, key=lambda p: (p.moved, p.again.peak))
-        made = (v for e in self.early for v in e.outs)
-        saved = [v for v in (*self.given, *made) if v in best.kept]
-        before = _on_own(best.before, self.lean)
-        return Handed(saved, best.equations), before
+        return self._handed({self.timeline.values[v] for v in best.kept})
 
-    def _cuts(self) -> Iterator[list[Value]]:
-        """Yields what is kept at rates, from the last one on, as long as that differs."""
-        before: list[Value] = []
-        for rate in RATES:
-            prices = {e: int(cost * rate) for e, cost in self._costs.items()}
-            kept = lightest(*self._choice, dear=prices)
-            if kept != before:
-                yield kept
-            before = kept
-
-    def _plan(self, kept: Collection[Value]) -> Plan:
-        kept = {*kept, *self.pinned}
+    def _handed(self, kept: Collection[Value]) -> tuple[Handed, list[Equation]]:
         equations = between(self.early, self.crossing, {*kept, *self.lean, *self.free})
         read = {*self.crossing, *(v for e in equations for v in e.ins)}
         remade = [v for v in self.lean if v in read]
         before = between(self.early, remade, {*kept, *self.free})
-        read.update(v for e in before for v in e.ins)
-        saved = frozenset(kept & read)
-        again = self.timeline.again(saved, before, equations)
-        moved = sum(self._costs.get(e, 0) for e in before)
-        return Plan(saved, before, equations, again, moved)
+        made = (v for e in self.early for v in e.outs)
+        saved = [v for v in (*self.given, *made) if v in kept]
+        return Handed(saved, equations), _on_own(before, self.lean)
+
+    def _cuts(self) -> Iterator[set[int]]:
+        """Yields what is kept at rates, from the last one on, as long as that differs."""
+        before: list[Value] = []
+        choice = self.early, self.lean, self.timeline.price, self.given
+        for kept in lightest_of(*choice, self._costs, RATES):
+            if kept != before:
+                yield self._numbers(kept)
+            before = kept
+
+    def _plan(self, kept: Collection[int]) -> Plan:
+        kept = {*kept, *self._pinned}
+        others = frozenset(kept - self._lean)
+        if others not in self._rests:
+            known = kept | self._lean | self._free
+            steps = _between(self._steps, self._crossing, known)
+            read = self._crossing.union(*(step.ins for step in steps))
+            self._rests[others] = read, self.timeline.rest(steps)
+        read, rest = self._rests[others]
+        before = _between(self._steps, self._lean & read, kept | self._free)
+        saved = frozenset(kept & read.union(*(step.ins for step in before)))
+        if saved not in self._plans:
+            again = self.timeline.again(saved, before, rest)
+            self._plans[saved] = Plan(saved, before, again, sum(step.cost for step in before))
+        return self._plans[saved]
 
     def _relaxed(self, plan: Plan, lean: Plan, budget: float) -> Plan:
         """Returns a plan that keeps what is needed first as `lean` does, as far as it may."""
-        starts = plan.again.starts
-        times = sorted({starts[v] for v in lean.kept if v in starts})
+        pairs = zip(plan.before, plan.again.starts, strict=True)
+        starts = {v: at for step, at in pairs for v in step.outs if v in lean.kept}
+        times = sorted({*starts.values()})
         times = times[:: -(-len(times) // STEPS) or 1]
         first, last = 0, len(times)
         while first < last:
             middle = (first + last + 1) // 2
             ends = times[middle - 1]
-            more = (v for v in lean.kept if v in starts and starts[v] <= ends)
-            new = self._plan([*plan.kept, *more])
+            new = self._plan(plan.kept.union(v for v, at in starts.items() if at <= ends))
             if new.again.peak <= budget:
                 plan, first = new, middle
             else:
                 last = middle - 1
         return plan
 
-    def _waists(self, plan: Plan) -> list[Value]:
+    def _waists(self, plan: Plan) -> set[int]:
         """Returns values that split the largest of what runs again at once, so that few are kept.
 
         The groups of what is read at the same time stand in the order of the forward part.
         """
-        starts, size = plan.again.starts, self.timeline.size
-        dear = set[Value]()  # what cannot be computed anew in each part for little
-        groups: dict[int, list[Equation]] = {}
-        for e in plan.before:
-            if e in self._costs or any(v in dear or v in plan.kept for v in e.ins):
-                dear.update(e.outs)
-                groups.setdefault(min(starts[v] for v in e.outs if v in starts), []).append(e)
-        worst = max(plan.again.memory, key=lambda time: plan.again.memory[time])
+        size, dear = self._sizes, {*plan.kept}  # what each part cannot compute for little
+        groups: dict[int, list[Step]] = {}
+        for step, at in zip(plan.before, plan.again.starts, strict=True):
+            if step.cost or not dear.isdisjoint(step.ins):
+                dear.update(step.outs)
+                groups.setdefault(at, []).append(step)
         sizes = {
-            at: sum(size(v) for e in es for v in e.outs) for at, es in groups.items() if at <= worst
+            at: sum(size[v] for step in steps for v in step.outs)
+            for at, steps in groups.items()
+            if at <= plan.again.worst
         }
-        largest, found = max(sizes.values(), default=0), list[Value]()
+        largest, found = max(sizes.values(), default=0), set[int]()
         for at, total in sizes.items():
-            found += _waist(groups[at], size, self.timeline.price) if 2 * total > largest else ()
+            found |= self._waist(groups[at]) if 2 * total > largest else set()
         return found
+
+    def _waist(self, steps: Sequence[Step]) -> set[int]:
+        """Returns the values that split steps in two so that the least is kept, or nothing."""
+        size, price = self._sizes, self.timeline.prices
+        last = {v: i for i, step in enumerate(steps) for v in step.ins}
+        before, behind = 0, sum(size[v] for step in steps for v in step.outs)
+        alive, kept, least, waist = set[int](), 0, behind, set[int]()
+        for i, (ins, outs, *_) in enumerate(steps):
+            for v in outs:
+                before, behind = before + size[v], behind - size[v]
+                if last.get(v, i) > i:
+                    alive.add(v)
+                    kept += price[v]
+            for v in ins:
+                if last[v] == i and v in alive:
+                    alive.remove(v)
+                    kept -= price[v]
+            if kept + max(before, behind) < least:
+                least, waist = kept + max(before, behind), {*alive}
+        return waist
+
+
+def _alone(e: Equation) -> Iterator[Equation]:
+    """Yields a barrier for each value: none needs the others."""
+    return (e.on([v], outs=[out]) for v, out in zip(e.ins, e.outs, strict=True))
+
+
+def _between(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
+    """Returns the steps that compute wanted values from known ones, as `between` does."""
+    missing, found = {*wanted} - known, []
+    for step in reversed(steps):
+        if not missing.isdisjoint(step.outs):
+            if not known.isdisjoint(step.outs):
+                step = step._replace(outs=[UNREAD if v in known else v for v in step.outs])
+            found.append(step)
+            missing |= step.ins - known
+    return found[::-1]
 
 
 def _on_own(equations: Sequence[Equation], values: Collection[Value]) -> list[Equation]:
@@ -196,21 +249,3 @@ def _on_own(equations: Sequence[Equation], values: Collection[Value]) -> list[Eq
         own.update((v, Value(v.aval)) for v in e.outs if v not in same)
         found.append(e.on((own.get(v, v) for v in e.ins), outs=[own.get(v, v) for v in e.outs]))
     return found
-
-
-def _waist(
-    es: Sequence[Equation], size: Callable[[Value], int], price: Callable[[Value], int]
-) -> Collection[Value]:
-    """Returns the values that split equations in two so that the least is kept, or nothing."""
-    last = {v: i for i, e in enumerate(es) for v in e.ins}
-    alive: dict[Value, int] = {}
-    total = least = sum(size(v) for e in es for v in e.outs)
-    before, waist = 0, list[Value]()
-    for i, e in enumerate(es):
-        before += sum(map(size, e.outs))
-        alive |= {v: last[v] for v in e.outs if last.get(v, i) > i}
-        alive = {v: end for v, end in alive.items() if end > i}
-        kept = sum(map(price, alive)) + max(before, total - before)
-        if kept < least:
-            least, waist = kept, [*alive]
-    return waist

@@ -189,18 +189,21 @@ def codes(saved: Sequence[Value], price: Price, early: Sequence[Equation]) -> Co
     maker = {out: e for e in early for out in e.outs}
     dots = (e for e in early if e.name == "conv_general_dilated")
     convolved = {v.aval.shape for e in dots for v in (*e.ins, *e.outs)}
+    coding = functools.cache(functools.partial(functools.partial, _encoded))
+    decoding = functools.cache(functools.partial(functools.partial, _decoded))
+    traced: dict[Any, Any] = {}
     for v in saved:
         if v not in price.kinds or v not in maker:
             found.sent.append(v)
             continue
         kind, like = price.kinds[v], maker[v]
         rounded = not rounding.returns_half(like)
-        coding = functools.partial(_encoded, kind, rounded, v.aval.shape not in convolved)
-        carrier, *sent = appended(coding, [v], found.encoding, like)
+        how = coding(kind, rounded, v.aval.shape not in convolved)
+        carrier, *sent = appended(how, [v], found.encoding, like, traced=traced)
         found.carriers.append(carrier)
         found.sent.extend(sent)
-        decoding = functools.partial(_decoded, kind)
-        appended(decoding, [carrier, *sent], found.decoding, like, [v], again=True)
+        flags: dict[str, Any] = {"again": True, "traced": traced}
+        appended(decoding(kind), [carrier, *sent], found.decoding, like, [v], **flags)
     return found
 
 

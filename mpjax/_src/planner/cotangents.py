@@ -39,7 +39,7 @@ from mpjax._src.planner.axes import Axes, summed
 from mpjax._src.planner.equations import Ahead, Equation, Order, Value, dependents
 from mpjax._src.planner.maxima import POOLED
 from mpjax._src.planner.partition import Parts
-from mpjax._src.planner.prices import kernels_of, of_several
+from mpjax._src.planner.prices import of_several, read_by_several
 from mpjax._src.planner.rounding import is_float32, is_half_matmul
 
 # How large the rounding errors are that a value is known to carry: none; those of some of its
@@ -187,9 +187,8 @@ def _written(both: Parts) -> set[Value]:
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
     if not large:
         return set()
-    kernels = kernels_of(late, results)
     moved = {v for e in late if rounding.is_view(e) for v in e.outs}
-    many = {v for v in large - moved if len(kernels[v]) > 1}
+    many = (large - moved) & read_by_several(late, results)
     read = rounding.fed(late) - rounding.wanted(late, results, ())
     return (large & read) | {*of_several([*both.early, *late], many)}
 

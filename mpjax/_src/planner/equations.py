@@ -114,7 +114,7 @@ class Equation:
     @property
     def acts(self) -> bool:
         """Whether it has an effect, so that it runs even if nobody reads its results."""
-        return building.acts(self.like.effects)
+        return bool(self.like.effects) and building.acts(self.like.effects)
 
     def on(
         self,
@@ -270,16 +270,20 @@ def appended(
     like: Equation | None = None,
     outs: Sequence[Value] = (),
     again: bool = False,
+    traced: dict[Any, Any] | None = None,
 ) -> list[Value]:
     """Appends what a function computes from values, in the region and scopes of an equation.
 
-    Its first results are ``outs``; returned are all.
+    Its first results are ``outs``; returned are all. Who appends the same function often gives a
+    dictionary ``traced``, which keeps its programs.
     """
-    program, start = _jax.trace(run, [v.aval for v in ins], "appended"), len(into)
+    avals, traced, start = [v.aval for v in ins], {} if traced is None else traced, len(into)
+    if (run, *avals) not in traced:
+        traced[run, *avals] = _jax.trace(run, avals, "appended")
     flags = (
         {"again": again or like.again, "stack": like.stack, "region": like.region} if like else {}
     )
-    made = opened(program, ins, into, **flags)
+    made = opened(traced[run, *avals], ins, into, **flags)
     for v, out in zip(made, outs, strict=False):
         rename(into[start:], v, out)
     return [*outs, *made[len(outs) :]]
@@ -339,7 +343,7 @@ def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equa
     """Returns the equations that the results depend on, and those that have effects."""
     wanted, found = set(results), []
     for e in reversed(equations):
-        if e.acts or not wanted.isdisjoint(e.outs):
+        if not wanted.isdisjoint(e.outs) or e.acts:
             found.append(e)
             wanted.update(e.ins)
     return found[::-1]

@@ -5,7 +5,7 @@ minimum cut, as in functorch's partitioner and in "Rematerialization via min-cut
 AOTAutograd). Only what is cheap to compute is computed again.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -116,14 +116,24 @@ def lightest(
     price: Pricing,
     given: Collection[Value] = (),
     costs: Costs = lambda values: {},
-    dear: Mapping[Equation, int] = MappingProxyType({}),
 ) -> list[Value]:
-    """Returns the lightest set of values from which the crossing ones are computed cheaply.
+    """Returns the lightest set of values from which the crossing ones are computed cheaply."""
+    return next(lightest_of(equations, crossing, price, given, costs=costs))
 
-    ``dear`` are equations that may run again although that is not free, and their prices.
+
+def lightest_of(
+    equations: Sequence[Equation],
+    crossing: Sequence[Value],
+    price: Pricing,
+    given: Collection[Value] = (),
+    dear: Mapping[Equation, int] = MappingProxyType({}),
+    rates: Sequence[float] = (1,),
+    costs: Costs = lambda values: {},
+) -> Iterator[list[Value]]:
+    """Yields the lightest set at each rate.
+
+    ``dear`` are equations that may run again although that is not free, and their prices at rate 1.
     """
-    if not crossing:
-        return []
     nodes = [*given, *(out for e in equations for out in e.outs)]
     number = {v: i for i, v in enumerate(nodes)}
     edges, sources = [], [number[v] for v in given]
@@ -141,17 +151,18 @@ def lightest(
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
         edges += [(i, out) for i in ins for out in outs]
     weights = [price(v) for v in nodes]
-    paid = {number[out]: price for e, price in dear.items() for out in e.outs}
-    needed = [number[v] for v in crossing]
-    cut = cheapest_cut(weights, edges, sources, needed, {**costs(nodes), **paid})
-    return [nodes[i] for i in sorted(cut)]
+    needed, free = [number[v] for v in crossing], costs(nodes)
+    for rate in rates:
+        paid = {number[out]: int(rate * cost) for e, cost in dear.items() for out in e.outs}
+        cut = cheapest_cut(weights, edges, sources, needed, {**free, **paid}) if needed else ()
+        yield [nodes[i] for i in sorted(cut)]
 
 
 def runs_again(e: Equation) -> bool:
     """Returns whether an equation may run a second time in the backward part."""
     if e.name in CUSTOM:
         return all(all(each) for each in rounding.inside(e, _run_again))
-    return (e.name in VIEWS or e.rule.runs_again) and not e.acts and e.name != BARRIER
+    return (e.rule.runs_again or e.name in VIEWS) and e.name != BARRIER and not e.acts
 
 
 # The equation that makes a value, and its place among others.

@@ -7,7 +7,6 @@ and is written and read again where it is not.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mpjax._src.base import _jax
@@ -79,23 +78,23 @@ def _by_kernels(equations: Iterable[Equation]) -> set[Value]:
     return {v for e in kernels for v in e.ins}
 
 
-def kernels_of(
-    equations: Sequence[Equation], results: Collection[Value]
-) -> dict[Value, frozenset[Equation | Value]]:
-    """Returns up to two of the kernels that read each value, through operations that fuse."""
-    found: dict[Value, frozenset[Equation | Value]] = {v: frozenset([v]) for v in results}
+def read_by_several(equations: Sequence[Equation], results: Collection[Value]) -> set[Value]:
+    """Returns the values that two kernels read, through operations that fuse, or a result is."""
+    reader: dict[Value, Equation | Value] = {v: v for v in results}
+    found: set[Value] = set()
     for e in reversed(equations):
-        read: frozenset[Equation | Value] = frozenset()
-        for out in e.outs:
-            found.setdefault(out, frozenset())
-            # A result that two kernels read is written, by one. Of a view, the operand is.
-            read |= found[out] if len(found[out]) < 2 or rounding.is_view(e) else {out}
+        # A result that two kernels read is written, by one. Of a view, the operand is.
         if not runs_again(e) and LOOKS_UP not in e.rule.traits:
-            read = frozenset([e])
-        for v in e.ins:
-            before = found.get(v, frozenset())
-            if len(before) < 2:
-                found[v] = frozenset(itertools.islice(before | read, 2))
+            kernels: set[Equation | Value] = {e}
+        elif not found.isdisjoint(e.outs) and rounding.is_view(e):
+            found.update(e.ins)
+            continue
+        else:
+            kernels = {v if v in found else reader[v] for v in e.outs if v in reader or v in found}
+        if len(kernels) > 1:
+            found.update(e.ins)
+        for kernel in kernels:
+            found.update(v for v in e.ins if reader.setdefault(v, kernel) is not kernel)
     return found
 
 
@@ -104,20 +103,19 @@ def of_several(equations: Sequence[Equation], values: Collection[Value]) -> list
     arrays: dict[Value, dict[Value, int]] = {}  # the largest ones, with their sizes
     found: list[Value] = []
     for e in equations:
-        for v in e.ins:  # an argument, if nothing has made it
-            arrays.setdefault(v, {v: v.size})
         read: dict[Value, int] = {}
         for v in e.ins:
-            read |= arrays[v]
+            # An argument is an array, if nothing has made it.
+            each = arrays[v] if v in arrays else arrays.setdefault(v, {v: v.size})
+            read = read | each if read else each
         if len(read) > MANY:
             read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
         # A view or a statistic of an array is no other array.
         seen = runs_again(e) or rounding.is_view(e) or REDUCES in e.rule.traits
         seen = seen and not rounding.is_rounding(e)  # which is stored for all its readers
         for out in e.outs:
-            size = out.size
-            several = out in values and sum(read.values()) > LARGER * size
+            several = out in values and sum(read.values()) > LARGER * out.size
             if several:
                 found.append(out)
-            arrays[out] = read if seen and not several else {out: size}
+            arrays[out] = read if seen and not several else {out: out.size}
     return found

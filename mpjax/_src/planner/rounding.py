@@ -23,7 +23,7 @@ from mpjax._src.planner.equations import BARRIER, CUSTOM, Equation, Value, close
 from mpjax._src.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
-EXACT = ("neg", "abs", "max", "min", "select_n")
+EXACT = frozenset(("neg", "abs", "max", "min", "select_n"))
 
 
 def is_float32(v: Value) -> bool:
@@ -182,9 +182,15 @@ def computes_in(equations: Iterable[Equation], half: np.dtype) -> frozenset[np.d
 
 def is_view(e: Equation) -> bool:
     """Returns whether the results of an equation are its operands in another layout or sign."""
-    if e.name == BARRIER or e.name in EXACT or e.rule.need == MOVE:
+    if e.rule.need == MOVE or e.name in EXACT:
         return True
     return bool(e.region.dtype) and _follows(e)
+
+
+def is_plain(e: Equation) -> bool:
+    """Returns whether an equation is arithmetic in float32 that nothing asks to be otherwise."""
+    computes = e.rule.need in (FULL, FOLLOW) and e.name not in EXACT
+    return computes and not e.row.kind and not e.region.dtype
 
 
 def _follows(e: Equation) -> bool:
@@ -282,6 +288,8 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
+        if is_plain(e):
+            continue
         if returns_half(e) or widens(e, half) or is_rounding(e):
             found.update(e.outs)
         elif is_half_operation(e):
@@ -305,9 +313,8 @@ def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
     """Returns the constants of equations that are 16-bit numbers, as literals or views of them."""
     found: set[Value] = set()
     for e in equations:
-        found.update(v for v in e.ins if is_exact(v.const, half))
-        same = is_view(e) or e.name == "convert_element_type"
-        if same and e.ins and all(v in found for v in e.ins):
+        found.update(v for v in e.ins if v.const is not None and is_exact(v.const, half))
+        if e.ins and found.issuperset(e.ins) and (is_view(e) or e.name == "convert_element_type"):
             found.update(e.outs)
     return found
 
@@ -350,12 +357,14 @@ def wanted(
     full = {*results} - {*halved}
     for e in reversed(equations):
         full.update(_read_in_full(e, full))
-    each = itertools.chain(results, *(values for e in equations for values in (e.ins, e.outs)))
-    return {v for v in each if v.is_float32 and v not in full}
+    found = {*results}.union(*(values for e in equations for values in (e.ins, e.outs))) - full
+    return {v for v in found if v.is_float32}
 
 
 def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     """Returns the operands of an equation that it reads in float32."""
+    if is_plain(e):
+        return e.ins
     if is_half_matmul(e) or is_rounding(e):
         return e.ins[2:]
     if is_half_operation(e) or _reads_signs(e):
@@ -383,6 +392,8 @@ def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value
     """Returns the values that matmuls read, as they are or in another layout, beside given ones."""
     found = {*given}
     for e in reversed(equations):
+        if is_plain(e):
+            continue
         moves = is_view(e) and not found.isdisjoint(e.outs)
         if moves or is_half_matmul(e) or is_rounding(e):
             found.update(e.ins)

@@ -14,7 +14,7 @@ from mpjax._src.planner import rounding
 from mpjax._src.planner.equations import Equation, Value
 from mpjax._src.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero
 from mpjax._src.planner.levels import Facts
-from mpjax._src.planner.prices import kernels_of, of_several
+from mpjax._src.planner.prices import of_several, read_by_several
 from mpjax._src.planner.walks import Walks
 
 
@@ -55,16 +55,13 @@ def candidates(
 ) -> list[Value]:
     """Returns the large float32 values that two kernels read, in the order of their equations."""
     made = rounding.made(equations, (), half)
-    kernels = kernels_of(equations, results)
+    several = read_by_several(equations, results)
     return [
         out
         for e in equations
         if not rounding.is_view(e)
         for out in e.outs
-        if rounding.is_float32(out)
-        and out not in made
-        and len(kernels[out]) > 1
-        and out.size >= small
+        if out in several and rounding.is_float32(out) and out not in made and out.size >= small
     ]
 
 
