@@ -16,7 +16,7 @@ from mpjax._src.base import rules
 from mpjax._src.policy.fields import CHOICES
 
 PROGRAMS, CHUNK = 255, 15
-FEW = range(30, PROGRAMS, 50)  # those of the quick tier: of each kind, in both 16-bit dtypes
+FEW = (30, 130, 205)  # those of the quick tier: of each kind, in both 16-bit dtypes
 LEAN = range(1000, 1060)  # the programs that are stored by fewest bytes kept
 MANY, SHOWN = 3000, 3  # of so many programs, so few may show a known fault
 
