@@ -64,7 +64,7 @@ CASES = [(squeezed, around) for around in AROUND] + [(read_by_a_matmul, "jit"), 
 PAIRS = [(*case, half) for half in HALVES for case in CASES]
 
 
-@pytest.mark.parametrize(("fun", "around", "half"), thorough_but(PAIRS, 0, 2, 4, 7, 9, 11))
+@pytest.mark.parametrize(("fun", "around", "half"), thorough_but(PAIRS, 2, 7, 9))
 def test_recomputed_gates_match_float32_values_and_gradients(fun, around, half):
     def by_hand(p, x):
         rounded = jax.tree.map(lambda w: w.astype(half), p)

@@ -132,7 +132,8 @@ def test_in_a_float32_region_and_policy_nothing_is_rounded():
 
 def test_a_16_bit_weight_or_hidden_outside_of_autocast_decides_for_itself():
     hidden, weight, _, labels = arrays(4, 8)
-    loss, (dx, dw) = jax.value_and_grad(ours, (0, 1))(jnp.bfloat16(hidden), weight, labels)
+    gradient = jax.value_and_grad(ours, (0, 1))
+    loss, (dx, dw) = jax.eval_shape(gradient, jnp.bfloat16(hidden), weight, labels)
     assert (loss.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     assert set(matmul_dtypes(ours, jnp.bfloat16(hidden), weight, labels)) == {("bfloat16",) * 2}
     assert set(matmul_dtypes(ours, hidden, jnp.bfloat16(weight), labels)) == {("float32",) * 2}

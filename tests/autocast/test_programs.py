@@ -22,7 +22,7 @@ from support import (
 
 # Each program is tried in one 16-bit dtype here, in the other one in the thorough tier.
 PAIRS = [(name, half) for name in PROGRAMS for half in HALVES]
-QUICK = [(name, HALVES[i % 2]) for i, name in enumerate(PROGRAMS)]
+QUICK = [(name, HALVES[i % 2]) for i, name in enumerate(PROGRAMS) if i % 4 in (0, 3)]
 COMPILED = ("shard_mapped", "pmapped", "references")  # they cannot run operation by operation
 
 
@@ -50,7 +50,7 @@ def test_programs_have_16_bit_matmuls_and_match_float32_gradients(name, half):
     check_gradients(name, half, name in COMPILED)
 
 
-@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK[::6]))
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, *QUICK[::3]))
 def test_no_program_rounds_between_elementwise_operations(name, half):
     auto = cast(PROGRAMS[name], half)
     assert not [*needless(jax.make_jaxpr(auto)(W, X).jaxpr)]

@@ -16,7 +16,7 @@ from mpjax._src.base import rules
 from mpjax._src.policy.fields import CHOICES
 
 PROGRAMS, CHUNK = 255, 15
-FEW = range(5, PROGRAMS, 25)  # those of the quick tier: of each kind, in both 16-bit dtypes
+FEW = (30, 130, 205)  # those of the quick tier: of each kind, in both 16-bit dtypes
 LEAN = range(1000, 1060)  # the programs that are stored by fewest bytes kept
 MANY, SHOWN = 3000, 3  # of so many programs, so few may show a known fault
 
@@ -79,7 +79,7 @@ def judge(seeds, storage="fast", shown=0):
 PAIRS = [(name, half) for half in random_programs.HALVES for name in SOUND]
 
 
-@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 0, 1, 2, 9, 10, 11))
+@pytest.mark.parametrize(("name", "half"), thorough_but(PAIRS, 0, 1, 9, 10, 11))
 def test_programs_recorded_as_sound_stay_sound(name, half):
     assert not fault(SOUND[name], half)
 

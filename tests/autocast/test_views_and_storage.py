@@ -1,10 +1,12 @@
 """Programs of views, norms and activations are planned under every setting of storage."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import HALVES, normal
+from support import HALVES, normal, thorough_but
 
 import mpjax
 
@@ -69,8 +71,10 @@ PROGRAMS = {f"angles {name}": turned(angles) for name, angles in ANGLES.items()}
 }
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", PROGRAMS)
+CASES = [*itertools.product(PROGRAMS, HALVES)]
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(CASES, *range(0, len(CASES), 3)))
 def test_views_between_activations_are_planned(name, half):
     for storage in ("fast", "lean"):
         traced(PROGRAMS[name], f"mixed_{half},storage={storage}")

@@ -65,7 +65,7 @@ def matmuls(fun):
     return sum(eqn.primitive.name == "dot_general" for eqn in equations(gradient))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", thorough_but(PROGRAMS, "chain", "scanned", "dropped", "cond"))
 def test_matmuls_run_again_and_no_number_changes(name):
     lean, least = (planned(PROGRAMS[name], storage=s) for s in ("lean", 0.0))
     assert matmuls(least) > matmuls(lean)
@@ -254,7 +254,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "vmap", "scan", "cond"))
+@pytest.mark.parametrize("name", thorough_but(TRANSFORMED, "vmap", "scan"))
 @pytest.mark.parametrize("fun", thorough_but([chain, scanned, attention], attention))
 def test_transformations(name, fun):
     transform = TRANSFORMED[name]

@@ -1,6 +1,7 @@
 """storage=8bit: codes are handed over, and derivatives of any order see through them."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -88,8 +89,10 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("name", SECOND)
-@pytest.mark.parametrize("fun", [loss, scanned])
+PAIRS = [*itertools.product((loss, scanned), SECOND)]
+
+
+@pytest.mark.parametrize(("fun", "name"), thorough_but(PAIRS, *range(0, 10, 3)))
 def test_derivatives_of_any_order_see_through_codes(name, fun):
     found, want = (jax.jit(SECOND[name](f))(W) for f in (coded(fun), fun))
     assert error(found, want) < 0.04
@@ -179,7 +182,7 @@ def distance(found, exact):
     return error(found, exact)
 
 
-@pytest.mark.parametrize("fun", [blocks, blocks_in_a_loop, causal])
+@pytest.mark.parametrize("fun", thorough_but([blocks, blocks_in_a_loop, causal], 0, 2))
 def test_gradients_have_at_most_twice_the_error_of_lean(fun):
     coded, lean = errors(fun, WEIGHTS, LONG_X)
     assert lean < coded < 2 * lean

@@ -1,5 +1,7 @@
 """What is kept moves the fewest bytes: what is written anyway is kept, what is fused is not."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from attend import FUSED, on
 from jax import lax
 from joint import planned
 from planners import kept
-from support import equations, normal
+from support import equations, normal, thorough_but
 
 import mpjax
 from mpjax._src.replacements import fused_kernels
@@ -114,8 +116,10 @@ LEAN = {
 }
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", LEAN)
+CASES = [*itertools.product(LEAN, ("bfloat16", "float16"))]
+
+
+@pytest.mark.parametrize(("name", "half"), thorough_but(CASES, *range(0, len(CASES), 3)))
 def test_no_setting_of_storage_changes_a_number(name, half):
     """Keeping and computing again are both exact: compilers round otherwise, in float32."""
     args, numbers = (X, W), (0, 1)

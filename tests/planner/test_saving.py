@@ -1,5 +1,8 @@
 """`jax.checkpoint` with a policy around a planned function sees what is inside."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from joint import EXACT, planned
 from planners import kept
-from support import assert_near, equations, normal
+from support import assert_near, equations, normal, thorough_but
 
 WS, X = [normal(i, 32, 32, scale=0.2) for i in range(3)], normal(9, 8, 32)
 SAVE = jax.checkpoint_policies
@@ -60,11 +63,26 @@ POLICIES = {
     "sines": lambda primitive, *_, **params: primitive.name in ("sin", "cos"),
     "both": SAVE.save_from_both_policies(SAVE.dots_saveable, SAVE.save_only_these_names("end")),
 }
-FUNS = {f.__name__: f for f in (net, nested, by_rule)}
+FUNS = {f.__name__: f for f in (net, nested, by_rule, scanned, pyramid, branched)}
+STRAIGHT, LOOPS = [*FUNS][:3], [*FUNS][3:]
+# Each policy with one of the functions, by turns.
+TURNS = [*enumerate(POLICIES)]
 
 
-@pytest.mark.parametrize("name", FUNS)
-@pytest.mark.parametrize("policy", POLICIES)
+@functools.cache
+def gradients(name):
+    """Returns JAX's gradients, which no policy changes."""
+    return jax.jit(jax.grad(FUNS[name], (0, 1)))(WS, X)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    thorough_but(
+        itertools.product(POLICIES, STRAIGHT),
+        *((policy, STRAIGHT[i % 3]) for i, policy in TURNS),
+        *((policy, "net") for policy in ("dots", "names")),
+    ),
+)
 def test_no_more_is_kept_than_jax_keeps(name, policy):
     fun, save = FUNS[name], POLICIES[policy]
     ours, theirs = (jax.checkpoint(f, policy=save) for f in (planned(fun, EXACT), fun))
@@ -72,20 +90,25 @@ def test_no_more_is_kept_than_jax_keeps(name, policy):
     assert mine <= plain and (mine > 0) == (plain > 0)
     if policy in ("dots", "names") and name == "net":
         assert mine == plain
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(WS, X) for f in (ours, theirs))
-    assert_near(got, want, rtol=1e-4)
+    assert_near(jax.jit(jax.grad(ours, (0, 1)))(WS, X), gradients(name), rtol=1e-4)
 
 
-@pytest.mark.parametrize("fun", [scanned, pyramid, branched])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_sees_the_programs_of_loops_and_branches(fun, policy):
-    ours, theirs = (jax.checkpoint(f, policy=POLICIES[policy]) for f in (planned(fun, EXACT), fun))
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    thorough_but(
+        itertools.product(POLICIES, LOOPS),
+        *((policy, LOOPS[i % 3]) for i, policy in TURNS),
+        *((policy, name) for policy in ("dots", "sines") for name in ("scanned", "pyramid")),
+    ),
+)
+def test_a_policy_sees_the_programs_of_loops_and_branches(policy, name):
+    fun, save = FUNS[name], POLICIES[policy]
+    ours, theirs = (jax.checkpoint(f, policy=save) for f in (planned(fun, EXACT), fun))
     mine, plain = (kept(f, (WS, X), (0, 1)) for f in (ours, theirs))
     assert mine <= plain
     if policy in ("dots", "names", "both", "sines") and fun is not branched:
         assert mine == plain
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(WS, X) for f in (ours, theirs))
-    assert_near(got, want, rtol=1e-4)
+    assert_near(jax.jit(jax.grad(ours, (0, 1)))(WS, X), gradients(name), rtol=1e-4)
 
 
 def matmuls(fun):

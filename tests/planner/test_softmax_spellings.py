@@ -155,7 +155,7 @@ def compiled(fun):
     return jax.jit(fun)()
 
 
-QUICK = ["shift that is not stopped, eps", "rsqrt twice", "online", "masked twice", "roots"]
+QUICK = ["shift that is not stopped, eps", "online", "masked twice"]
 
 
 @pytest.mark.parametrize("name", thorough_but(SOFTMAXES, *QUICK))
@@ -170,7 +170,7 @@ TIES = ("stopped in part", "another shift")
 ALIKE = [name for name in OTHERS if name not in TIES]
 
 
-@pytest.mark.parametrize("name", thorough_but(ALIKE, *range(0, len(ALIKE), 4)))
+@pytest.mark.parametrize("name", thorough_but(ALIKE, *range(0, len(ALIKE), 8), "read twice"))
 def test_lookalike_of_a_softmax_has_right_derivatives(name):
     agree(attention(OTHERS[name], 8), (Q, K, V))
 
@@ -202,7 +202,7 @@ PAIRS = [(transform, name) for transform in TRANSFORMS for name in SAMPLE]
 
 @pytest.mark.parametrize(
     ("transform", "name"),
-    thorough_but(PAIRS, ("scan", "twice"), ("vmap", "online"), ("remat", "roots")),
+    thorough_but(PAIRS, ("scan", "twice"), ("remat", "roots")),
 )
 def test_softmax_has_right_derivatives_within_transformations(name, transform):
     agree(TRANSFORMS[transform](attention((SOFTMAXES | OTHERS)[name])), (Q, K, V))
@@ -273,7 +273,7 @@ def of_heads(name):
     return fun
 
 
-LAYOUTS = ["transposed", "weighed after", "summed over queries and keys"]
+LAYOUTS = ["transposed", "weighed after"]
 
 
 @pytest.mark.parametrize("name", thorough_but(HEADS, *LAYOUTS))

@@ -1,10 +1,12 @@
 """Each setting of storage: sound gradients of attentions, and linear functions are transposed."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from support import normal
+from support import normal, thorough_but
 
 import mpjax
 
@@ -28,8 +30,10 @@ def gated(w, x):
     return attention(w, x, lambda p: p * jax.nn.sigmoid(w[:HEADS, 0])[:, None, None] * KEEP)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("fun", [dropped, gated])
+PAIRS = [*itertools.product((dropped, gated), STORAGES)]
+
+
+@pytest.mark.parametrize(("fun", "storage"), thorough_but(PAIRS, *range(0, 12, 3)))
 def test_gradients_pass_what_runs_on_the_weights_of_an_attention(fun, storage):
     half = ("bfloat16", "float16")[STORAGES.index(storage) % 2]
     parts = "result" if storage == "8bit" else "result gradient"  # codes are less accurate

@@ -1,11 +1,13 @@
 """Walks from a stream to the matmuls that read it: sums of entries that were moved."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import planners
 import pytest
-from support import normal
+from support import normal, thorough_but
 
 from mpjax._src.planner import streams
 from mpjax._src.planner.recall import Opened
@@ -66,8 +68,10 @@ def test_what_no_table_tells_is_not():
     assert refused(of_pairs("added", "differences"))
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-@pytest.mark.parametrize("first", ["rows of a table", "differences"])
+USES = [*itertools.product(("rows of a table", "differences"), ("bfloat16", "float16"))]
+
+
+@pytest.mark.parametrize(("first", "half"), thorough_but(USES, 1, 2))
 def test_gradients_are_as_by_hand(first, half):
     fun = of_pairs("added", first)
     assert not planners.sound(fun, args, half, 0, eager=True)

@@ -273,8 +273,11 @@ def test_frozen_leaf_keeps_its_dtype_and_has_no_master(dtype, policy):
         assert (4, 3) not in shapes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("way", ["several steps", "adam, then freeze", "freeze, then adam"])
+WRITTEN = ("several steps", "adam, then freeze", "freeze, then adam")
+STATES = [*itertools.product(WRITTEN, ("bfloat16", "int8"))]
+
+
+@pytest.mark.parametrize(("way", "dtype"), thorough_but(STATES, 0, 3, 4))
 def test_state_beside_a_frozen_leaf_keeps_its_dtypes(way, dtype):
     _, state, _, _, after = trained_once(WAYS[way], dtype, "O2:bfloat16")
     kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (state, after)]
@@ -288,9 +291,12 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "O3:bfloat16"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("way", thorough_but(ARGUMENTS, "sam", "own arguments"))
+CASES = [*itertools.product(ARGUMENTS, ("bfloat16", "int8"), ("mixed_bfloat16", "O3:bfloat16"))]
+QUICK = [("sam", "bfloat16", "O3:bfloat16"), ("sam", "int8", "mixed_bfloat16")]
+QUICK += [("own arguments", "bfloat16", "mixed_bfloat16"), ("own arguments", "int8", "O3:bfloat16")]
+
+
+@pytest.mark.parametrize(("way", "dtype", "policy"), thorough_but(CASES, *QUICK))
 def test_optimizer_with_required_arguments_freezes_in_init_and_update(way, dtype, policy):
     """What it evaluates is given the frozen integers themselves, not the zeros that it sees."""
     params, state, _, new, after = trained_once(WAYS[way], dtype, policy, **ARGUMENTS[way])

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import thorough_but
 
 import mpjax
 import mpjax.linen
@@ -41,10 +42,11 @@ def trained(policy, dtype, **settings):
     return many(state, np.stack([X] * 3))
 
 
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-@pytest.mark.parametrize(
-    ("policy", "dtype"), [("mixed_bfloat16", "int8"), ("O2:bfloat16", "float16")]
-)
+CASES = [("mixed_bfloat16", "int8"), ("O2:bfloat16", "float16")]
+CASES = [(*case, steps) for case in CASES for steps in (1, 2)]
+
+
+@pytest.mark.parametrize(("policy", "dtype", "accumulate_steps"), thorough_but(CASES, 1, 2))
 def test_base_is_unchanged_after_donated_steps_in_a_scan(policy, dtype, accumulate_steps):
     state, metrics = trained(policy, dtype, accumulate_steps=accumulate_steps)
     base = problem(dtype)["base"]
