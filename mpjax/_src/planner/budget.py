@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mpjax._src.base import _jax
 from mpjax._src.base.rules import FOLLOW, FULL, HALF, MOVE, RANKS
-from mpjax._src.planner.equations import BARRIER, Equation, Value, between
+from mpjax._src.planner.equations import BARRIER, Equation, Value, remade
 from mpjax._src.planner.partition import Handed, lightest_of, runs_again
 from mpjax._src.planner.rounding import Price, returns_half
 from mpjax._src.planner.timeline import UNREAD, Again, Rest, Step, Timeline
@@ -130,13 +130,13 @@ class Budget:
         return self._handed({self.timeline.values[v] for v in best.kept})
 
     def _handed(self, kept: Collection[Value]) -> tuple[Handed, list[Equation]]:
-        equations = between(self.early, self.crossing, {*kept, *self.lean, *self.free})
-        read = {*self.crossing, *(v for e in equations for v in e.ins)}
-        remade = [v for v in self.lean if v in read]
-        before = between(self.early, remade, {*kept, *self.free})
+        again = remade(self.early, self.crossing, {*kept, *self.lean, *self.free})
+        read = {*self.crossing, *(v for e in again for v in e.ins)}
+        lean = [v for v in self.lean if v in read]
+        before = remade(self.early, lean, {*kept, *self.free})
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in kept]
-        return Handed(saved, equations), _on_own(before, self.lean)
+        return Handed(saved, again), _on_own(before, self.lean)
 
     def _cuts(self) -> Iterator[set[int]]:
         """Yields what is kept at rates, from the last one on, as long as that differs."""
@@ -152,11 +152,11 @@ class Budget:
         others = frozenset(kept - self._lean)
         if others not in self._rests:
             known = kept | self._lean | self._free
-            steps = _between(self._steps, self._crossing, known)
+            steps = _remade(self._steps, self._crossing, known)
             read = self._crossing.union(*(step.ins for step in steps))
             self._rests[others] = read, self.timeline.rest(steps)
         read, rest = self._rests[others]
-        before = _between(self._steps, self._lean & read, kept | self._free)
+        before = _remade(self._steps, self._lean & read, kept | self._free)
         saved = frozenset(kept & read.union(*(step.ins for step in before)))
         if saved not in self._plans:
             again = self.timeline.again(saved, before, rest)
@@ -227,8 +227,8 @@ def _alone(e: Equation) -> Iterator[Equation]:
     return (e.on([v], outs=[out]) for v, out in zip(e.ins, e.outs, strict=True))
 
 
-def _between(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
-    """Returns the steps that compute wanted values from known ones, as `between` does."""
+def _remade(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
+    """Returns the steps that compute wanted values from known ones, as `remade` does."""
     missing, found = {*wanted} - known, []
     for step in reversed(steps):
         if not missing.isdisjoint(step.outs):

@@ -387,9 +387,16 @@ def between(
     missing, found = {v for v in wanted if v not in known}, []
     for e in reversed(equations):
         if not missing.isdisjoint(e.outs):
-            found.append(e := of_the_others(e, known))
+            found.append(e)
             missing.update(v for v in e.ins if v not in known)
     return found[::-1]
+
+
+def remade(
+    equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
+) -> list[Equation]:
+    """Returns the equations between values, none of which makes again what is known."""
+    return [of_the_others(e, known) for e in between(equations, wanted, known)]
 
 
 def of_the_others(e: Equation, known: Collection[Value]) -> Equation:

@@ -19,8 +19,8 @@ from mpjax._src.planner.equations import (
     CUSTOM,
     Equation,
     Value,
-    between,
     dependents,
+    remade,
 )
 from mpjax._src.planner.mincut import cheapest_cut
 
@@ -99,7 +99,7 @@ def handed(
     """
     crossing = read_of([*given, *(out for e in early for out in e.outs)], late, results)
     saved = lightest(early, crossing, price, given, costs)
-    return Handed(saved, between(early, crossing, {*saved, *free}))
+    return Handed(saved, remade(early, crossing, {*saved, *free}))
 
 
 def read_of(
