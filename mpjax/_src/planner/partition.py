@@ -26,8 +26,9 @@ from mpjax._src.planner.mincut import cheapest_cut
 
 # Operations that a table of memory traffic calls dear, but that are computed where they are read.
 VIEWS = frozenset(
-    ("and", "bitcast_convert_type", "name", "pad", "polynomial", "pvary", "pcast")
-    + ("reduce_precision", "rev", "rounded", "xor")
+    ("and", "bitcast_convert_type", "name", "not", "or", "pad", "polynomial", "pvary", "pcast")
+    + ("reduce_precision", "rev", "rounded", "shift_left", "shift_right_arithmetic")
+    + ("shift_right_logical", "xor")
 )
 
 # The price of a value that is handed over, in bytes.
