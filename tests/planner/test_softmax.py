@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
