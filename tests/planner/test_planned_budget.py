@@ -133,8 +133,8 @@ def test_a_residual_stream_is_kept_between_groups(plans):
 def test_each_group_waits_for_a_cotangent():
     gradient = jax.make_jaxpr(jax.grad(planned(chain, storage=0.0)))(W, X)
     held = [e for e in equations(gradient) if e.primitive.name == "optimization_barrier"]
-    # For matmuls, for the rest and for both: each has one group that is read before any cotangent.
-    assert len(held) > 12 and sum(len(e.invars) == 1 for e in held) <= 3
+    # What matmuls read and what the rest does each have a group that is read before any cotangent.
+    assert len(held) > 12 and sum(len(e.invars) == 1 for e in held) <= 2
 
 
 def test_the_users_checkpoints_stay():

@@ -75,6 +75,14 @@ def gradients(name):
     return jax.jit(jax.grad(FUNS[name], (0, 1)))(WS, X)
 
 
+def kept_under(policy, name):
+    """Returns the bytes that we keep under a policy, and JAX's, if the gradients are JAX's."""
+    both = planned(FUNS[name], EXACT), FUNS[name]
+    ours, theirs = (jax.checkpoint(f, policy=POLICIES[policy]) for f in both)
+    assert_near(jax.jit(jax.grad(ours, (0, 1)))(WS, X), gradients(name), rtol=1e-4)
+    return [kept(f, (WS, X), (0, 1)) for f in (ours, theirs)]
+
+
 @pytest.mark.parametrize(
     ("policy", "name"),
     thorough_but(
@@ -84,13 +92,10 @@ def gradients(name):
     ),
 )
 def test_no_more_is_kept_than_jax_keeps(name, policy):
-    fun, save = FUNS[name], POLICIES[policy]
-    ours, theirs = (jax.checkpoint(f, policy=save) for f in (planned(fun, EXACT), fun))
-    mine, plain = (kept(f, (WS, X), (0, 1)) for f in (ours, theirs))
+    mine, plain = kept_under(policy, name)
     assert mine <= plain and (mine > 0) == (plain > 0)
     if policy in ("dots", "names") and name == "net":
         assert mine == plain
-    assert_near(jax.jit(jax.grad(ours, (0, 1)))(WS, X), gradients(name), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +107,10 @@ def test_no_more_is_kept_than_jax_keeps(name, policy):
     ),
 )
 def test_a_policy_sees_the_programs_of_loops_and_branches(policy, name):
-    fun, save = FUNS[name], POLICIES[policy]
-    ours, theirs = (jax.checkpoint(f, policy=save) for f in (planned(fun, EXACT), fun))
-    mine, plain = (kept(f, (WS, X), (0, 1)) for f in (ours, theirs))
+    mine, plain = kept_under(policy, name)
     assert mine <= plain
-    if policy in ("dots", "names", "both", "sines") and fun is not branched:
+    if policy in ("dots", "names", "both", "sines") and name != "branched":
         assert mine == plain
-    assert_near(jax.jit(jax.grad(ours, (0, 1)))(WS, X), gradients(name), rtol=1e-4)
 
 
 def matmuls(fun):

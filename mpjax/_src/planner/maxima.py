@@ -27,7 +27,7 @@ from mpjax._src.planner.equations import (
     waiting,
 )
 from mpjax._src.planner.kinds import is_zero
-from mpjax._src.planner.partition import Handed, Makers, Parts, from_one_array
+from mpjax._src.planner.partition import Handed, Parts, Placed, from_one_array
 from mpjax._src.program.respellings import WINDOWS, entries_of
 
 # ---- positions ----------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _is_mask(e: Equation) -> bool:
     return e.name == "gt" and is_zero(e.ins[1])
 
 
-def _operand(v: Value, maker: Makers) -> Value | None:
+def _operand(v: Value, maker: Placed) -> Value | None:
     """Returns the operand of the ReLU that a value is the result of, or its 16-bit copy."""
     while v in maker and rounding.is_rounding(maker[v][1]):
         v = maker[v][1].ins[0]

@@ -99,7 +99,7 @@ def handed(
         costs: The price of computing values again, by their places, beyond what is free.
     """
     crossing = read_of([*given, *(out for e in early for out in e.outs)], late, results)
-    saved = lightest(early, crossing, price, given, costs)
+    saved = next(lightest_of(early, crossing, price, given, costs=costs))
     return Handed(saved, remade(early, crossing, {*saved, *free}))
 
 
@@ -111,17 +111,6 @@ def read_of(
     return [v for v in read if v in made]
 
 
-def lightest(
-    equations: Sequence[Equation],
-    crossing: Sequence[Value],
-    price: Pricing,
-    given: Collection[Value] = (),
-    costs: Costs = lambda values: {},
-) -> list[Value]:
-    """Returns the lightest set of values from which the crossing ones are computed cheaply."""
-    return next(lightest_of(equations, crossing, price, given, costs=costs))
-
-
 def lightest_of(
     equations: Sequence[Equation],
     crossing: Sequence[Value],
@@ -131,7 +120,7 @@ def lightest_of(
     rates: Sequence[float] = (1,),
     costs: Costs = lambda values: {},
 ) -> Iterator[list[Value]]:
-    """Yields the lightest set at each rate.
+    """Yields the lightest set of values from which the crossing ones are computed, at each rate.
 
     ``dear`` are equations that may run again although that is not free, and their prices at rate 1.
     """
@@ -167,12 +156,12 @@ def runs_again(e: Equation) -> bool:
 
 
 # The equation that makes a value, and its place among others.
-Makers = Mapping[Value, tuple[int, Equation]]
+Placed = Mapping[Value, tuple[int, Equation]]
 # More equations are not run again for one value.
 LONGEST = 32
 
 
-def from_one_array(v: Value, maker: Makers, known: Collection[Value]) -> list[Equation] | None:
+def from_one_array(v: Value, maker: Placed, known: Collection[Value]) -> list[Equation] | None:
     """Returns what computes a value from known ones, if one of them is large and the others not.
 
     None if there is no such, or if something does not run again.
