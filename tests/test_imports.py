@@ -106,7 +106,7 @@ def test_importing_loads_nothing_of_ours_or_others():
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     new, ours, heavy = out.split("\n")[:3]
     assert set(new.split()) <= {"mpjax", "jax"} and heavy == ""
-    inside = (f"mpjax._src.base{name}" for name in ("", ".contexts", ".deprecations", ".lazy"))
+    inside = (f"mpjax._src.base{name}" for name in ("", ".contexts", ".lazy"))
     assert ours.split() == ["mpjax", "mpjax._src", *inside]
 
 

@@ -1,4 +1,4 @@
-"""Regions: full_precision and precision."""
+"""Regions of a precision."""
 
 import jax
 import jax.numpy as jnp

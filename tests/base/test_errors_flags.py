@@ -112,7 +112,6 @@ def public_functions():
 FLAGS = [
     (name, parameter.name)
     for name, fun in public_functions()
-    if not hasattr(fun, "__deprecated__") and name != "Policy.with_fused_attention"
     for parameter in inspect.signature(fun).parameters.values()
     if isinstance(parameter.default, bool)
 ]

@@ -56,25 +56,6 @@ def test_a_setter_changes_what_it_names_and_nothing_else():
     assert base.replace() == base
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "settings"),
-    [
-        ("with_storage", ("lean",), {"storage": "lean"}),
-        ("with_fused_attention", (), {"fused_attention": True}),
-        ("with_communication", (None, "half"), {"reduce": "half"}),
-        ("with_communication", (), {}),
-        ("with_optimizer_state", ("split",), {"masters": "split"}),
-        ("with_optimizer_state", (), {}),
-    ],
-)
-def test_an_old_setter_warns_and_sets_what_it_did(name, args, settings):
-    policy = mpjax.get_policy("O2:bfloat16,moments=8bit,gather=float32")
-    message = rf"Policy\.{name} is deprecated.* from 2027-02-25 on\. Use policy\.replace\("
-    with pytest.warns(DeprecationWarning, match=message) as seen:
-        assert getattr(policy, name)(*args) == policy.replace(**settings)
-    assert [warning.filename for warning in seen] == [__file__]
-
-
 def test_masters_and_moments_settings_add_up():
     policy = mpjax.get_policy("O2:bfloat16,moments=8bit").replace(masters="split")
     assert str(policy) == "O2:bfloat16,masters=split,moments=8bit"

@@ -102,8 +102,3 @@ def precision(dtype: DTypeLike) -> Region:
 def _region(dtype: Any) -> Iterator[None]:
     with jax.named_scope(f"{REGION}{dtype.name}"), region(dtype):
         yield
-
-
-def full_precision(fun: F) -> F:
-    """Is the old name of the decorator ``precision("float32")``."""
-    return Region(FLOAT32)(fun)

@@ -2,13 +2,26 @@
 
 import ast
 import importlib
-import pkgutil
+import importlib.abc
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpjax._src.base.deprecations import resolve
+
+class Hinting(importlib.abc.MetaPathFinder):
+    """Says what replaces a module that `mpjax` does not have: ``mpjax.amp``, say."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("mpjax."):
+            from mpjax._src.base.absent import hint_for
+
+            hint = hint_for(*name.rpartition(".")[::2])
+            if hint:
+                raise ModuleNotFoundError(f"No module named {name!r}.{hint}", name=name)
+
+
+sys.meta_path.append(Hinting())
 
 
 def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list]:
@@ -22,9 +35,6 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
             places |= {alias.name: node.module for alias in node.names}
 
     def __getattr__(name: str) -> Any:
-        place = resolve(name) if module == "mpjax" else name
-        if place != name:
-            return pkgutil.resolve_name(f"mpjax.{place}")
         if name not in places:
             own = Path(file).with_name(f"{name}.py")
             if module == "mpjax" and name[0] != "_" and own.exists():  # needs an extra

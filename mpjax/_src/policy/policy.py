@@ -15,7 +15,6 @@ import numpy as np
 
 from mpjax._src.base.absent import answering
 from mpjax._src.base.called import CALLED, CASTS
-from mpjax._src.base.deprecations import deprecated
 from mpjax._src.base.dtypes import FLOAT16, FLOAT32, HALVES, DTypeLike, default_half, short_name
 from mpjax._src.base.errors import brief, did_you_mean
 from mpjax._src.base.patterns import matches, nearest_paths, path_of, paths
@@ -245,28 +244,6 @@ class Policy(NoBlock, jmp.Policy):
             follow_ops=(*self.follow_ops, *strings_of(follow, "follow")),
         )
 
-    @deprecated("policy.replace(storage=...)")
-    def with_storage(self, storage: str | float) -> "Policy":
-        """Deprecated: use ``replace(storage=...)``."""
-        return self.replace(storage=storage)
-
-    @deprecated("policy.replace(fused_attention=True)")
-    def with_fused_attention(self, fused_attention: bool = True) -> "Policy":
-        """Deprecated: use ``replace(fused_attention=True)``."""
-        return self.replace(fused_attention=fused_attention)
-
-    @deprecated("policy.replace(gather=..., reduce=...)")
-    def with_communication(self, gather: str | None = None, reduce: str | None = None) -> "Policy":
-        """Deprecated: use ``replace(gather=..., reduce=...)``. None leaves a setting as it is."""
-        return self.replace(**_given(gather=gather, reduce=reduce))
-
-    @deprecated("policy.replace(masters=..., rounding=..., moments=...)")
-    def with_optimizer_state(
-        self, masters: str | None = None, rounding: str | None = None, moments: str | None = None
-    ) -> "Policy":
-        """Deprecated: use ``replace(masters=..., ...)``. None leaves a setting as it is."""
-        return self.replace(**_given(masters=masters, rounding=rounding, moments=moments))
-
     def cast_to_param(self, tree: T) -> T:
         """Casts a tree of parameters to the dtypes they are stored in.
 
@@ -439,10 +416,6 @@ def of_level(level: str, half: DTypeLike = None) -> Policy:
         return (half or default_half()) if value == "half" else value
 
     return Policy(**{key: resolve(value) for key, value in LEVELS[level].items()})
-
-
-def _given(**settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _spell_out(policy: Policy) -> str:
