@@ -64,8 +64,8 @@ $(KINDS:%=test-%): test-%: $(VENV)/ready
 
 # Of the thorough tests, those of pages and recorded reports, and of the planner but for its random
 # programs and for what repeats statements on accuracy for further settings (most of their time).
-LONG := $(wildcard tests/autocast/test_*random*.py tests/autocast/test_sound_*.py)
-PART := tests/test_docs.py tests/test_recorded.py tests/autocast $(LONG:%=--ignore %)
+LONG := $(wildcard tests/core/autocast/test_*random*.py tests/core/autocast/test_sound_*.py)
+PART := tests/test_docs.py tests/test_recorded.py tests/core/autocast $(LONG:%=--ignore %)
 
 test-part: $(VENV)/ready
 	$(VENV)/bin/python $(PYTEST) -m thorough $(PART)
@@ -86,7 +86,7 @@ $(RIVALS:%=test-%): test-%: $(VENV)/ready $(VENV)-%/ready
 
 # The plugins look for a GPU and a TPU when they start, and print less on the CPU platform.
 test-aot: $(AOT)/ready
-	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) $(EVERYTHING) tests/hardware
+	JAX_PLATFORMS=cpu $(AOT)/bin/python $(PYTEST) $(EVERYTHING) tests/tools/hardware
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -144,7 +144,7 @@ docker-locks: $(VENV)-build/ready
 	echo hatchling | $(LOCK) - --output-file docker/requirements-build.txt
 
 soak: $(VENV)/ready
-	STEPS=10000 $(VENV)/bin/python -m pytest tests/training/test_soak.py
+	STEPS=10000 $(VENV)/bin/python -m pytest tests/core/training/test_soak.py
 	KILLS=200 $(VENV)/bin/python -m pytest -s -m thorough tests/checkpoint/test_kills.py
 
 flaky: $(VENV)/ready

@@ -29,9 +29,9 @@ from scipy.optimize import lsq_linear
 
 from benchmarks import HERE, RESULTS, Options
 from benchmarks.results import FAILED, Results, Row
-from mpjax._src.hardware.hlo_costs import costs
-from mpjax._src.hardware.targets import Pace, Target, find_target
-from mpjax._src.hardware.times import PACE_OF, kernel_rows
+from mpjax._src.tools.hardware.hlo_costs import costs
+from mpjax._src.tools.hardware.targets import Pace, Target, find_target
+from mpjax._src.tools.hardware.times import PACE_OF, kernel_rows
 
 SETTINGS = {"device": "none: compiled for an absent H100"}
 TARGET, ROOT = "h100", HERE.parent

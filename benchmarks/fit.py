@@ -31,9 +31,9 @@ from benchmarks.aot import SETTINGS, TIMEOUT, on_the_cpu
 from benchmarks.models import MODELS as MAKE
 from benchmarks.models import SMALL, training_step
 from benchmarks.results import FAILED, Results, Row
-from mpjax._src.hardware.ladder import AS_GIVEN, Setting
-from mpjax._src.hardware.targets import find_target
-from mpjax._src.hardware.trials import EQUAL, REFUSALS, Steps
+from mpjax._src.tools.hardware.ladder import AS_GIVEN, Setting
+from mpjax._src.tools.hardware.targets import find_target
+from mpjax._src.tools.hardware.trials import EQUAL, REFUSALS, Steps
 
 __all__ = ["SETTINGS"]
 

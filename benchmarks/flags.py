@@ -23,7 +23,7 @@ from rich.table import Table
 
 import mpjax
 from benchmarks.on_gpu.statistics import faster, paired_ratio, quotient
-from mpjax._src.cli.load import TargetError, load
+from mpjax._src.tools.cli.load import TargetError, load
 
 Flags = dict[str, bool | int | str]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from mpjax._src.training import step, transaction
+from mpjax._src.core.training import step, transaction
 
 NONE, SELECT, BRANCH = "no gate", "gate a select", "gate a branch"
 

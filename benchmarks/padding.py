@@ -26,10 +26,10 @@ from benchmarks.aot import CASES as MODELS
 from benchmarks.models import SMALL
 from benchmarks.results import FAILED, Results, Row
 from benchmarks.rivals import program
-from mpjax._src.base._jax import gpu_matmuls
-from mpjax._src.hardware.hlo_costs import costs
-from mpjax._src.hardware.kernels import ODD
-from mpjax._src.hardware.report import CompileReport
+from mpjax._src.core.base._jax import gpu_matmuls
+from mpjax._src.tools.hardware.hlo_costs import costs
+from mpjax._src.tools.hardware.kernels import ODD
+from mpjax._src.tools.hardware.report import CompileReport
 
 __all__ = ["SETTINGS"]
 

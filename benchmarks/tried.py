@@ -26,9 +26,9 @@ from benchmarks.models import MODELS, SMALL, transformers
 from benchmarks.padding import FUSED, compiled
 from benchmarks.results import Results, Row
 from benchmarks.rivals import RIVALS
-from mpjax._src.base import trees
-from mpjax._src.base._jax import convolutions, stacks
-from mpjax._src.training import shards
+from mpjax._src.core.base import trees
+from mpjax._src.core.base._jax import convolutions, stacks
+from mpjax._src.core.training import shards
 
 __all__ = ["SETTINGS"]
 

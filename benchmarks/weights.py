@@ -30,7 +30,7 @@ from benchmarks.models import MODELS
 from benchmarks.on_cpu.tasks import EXAMPLES, example
 from benchmarks.results import Results, Row
 from benchmarks.rivals import program
-from mpjax._src.training.levels import under_policy
+from mpjax._src.core.training.levels import under_policy
 
 jax.config.update("jax_platforms", "cpu")
 

@@ -79,7 +79,7 @@ nitpick_ignore = [
     # These have no page in their project's documentation.
     *(("py:class", name) for name in ("chex.ArrayTree", "flax.nnx.DiffState")),
     *(("py:class", f"optax.Transform{name}Fn") for name in ("Init", "UpdateExtraArgs")),
-    ("py:class", "mpjax._src.autocast.regions.Region"),  # a context manager and decorator
+    ("py:class", "mpjax._src.core.autocast.regions.Region"),  # a context manager and decorator
     *(("py:obj", f"jax.sharding.{name}") for name in ("AbstractMesh", "reshard")),
 ]
 

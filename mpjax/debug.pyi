@@ -1,10 +1,10 @@
 """The public names of `mpjax.debug`, and where they come from."""
 
-from ._src.instruments.histogram import gradient_histogram, recommend_loss_scale
-from ._src.instruments.logs import JsonLines, flush_metrics, log_metrics
-from ._src.instruments.tune import tune
-from ._src.training.stalled import warn_if_stalled
-from ._src.watching.watch import WatchedStep, measure_precision
+from ._src.tools.instruments.histogram import gradient_histogram, recommend_loss_scale
+from ._src.tools.instruments.logs import JsonLines, flush_metrics, log_metrics
+from ._src.tools.instruments.tune import tune
+from ._src.tools.watching.stalled import warn_if_stalled
+from ._src.tools.watching.watch import WatchedStep, measure_precision
 
 __all__ = [
     "JsonLines",

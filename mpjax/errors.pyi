@@ -1,6 +1,6 @@
 """The public names of `mpjax.errors`, and where they come from."""
 
-from ._src.base.errors import CompileError, DivergenceError, OutOfMemoryError, PrecisionWarning
+from ._src.core.base.errors import CompileError, DivergenceError, OutOfMemoryError, PrecisionWarning
 
 __all__ = [
     "CompileError",

@@ -1,5 +1,5 @@
 """What devices run fast, and what fits them. See docs/slow.md."""
 
-from mpjax._src.base.lazy import attach as _attach
+from mpjax._src.core.base.lazy import attach as _attach
 
 __getattr__, __dir__, __all__ = _attach(__name__, __file__)

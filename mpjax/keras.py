@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mpjax._src.base.absent import suggesting
-from mpjax._src.frameworks.keras import LossScaleOptimizer, mixed_precision
+from mpjax._src.core.base.absent import suggesting
+from mpjax._src.core.frameworks.keras import LossScaleOptimizer, mixed_precision
 
 __all__ = ["LossScaleOptimizer", "mixed_precision"]
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mpjax._src.base.absent import suggesting
-from mpjax._src.frameworks.linen import TrainState
+from mpjax._src.core.base.absent import suggesting
+from mpjax._src.core.frameworks.linen import TrainState
 
 __all__ = ["TrainState"]
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from mpjax._src.base.absent import suggesting
-from mpjax._src.frameworks.nnx import Optimizer, value_and_grad
+from mpjax._src.core.base.absent import suggesting
+from mpjax._src.core.frameworks.nnx import Optimizer, value_and_grad
 
 __all__ = ["Optimizer", "value_and_grad"]
 

@@ -1,16 +1,16 @@
 """The public names of `mpjax.optim`, and where they come from."""
 
-from ._src.training.masters import (
+from ._src.core.training.masters import (
     MasterWeightsState,
     master_params,
     with_kahan_summation,
     with_master_weights,
 )
-from ._src.training.mixed_precision import MixedPrecision, MixedPrecisionState
-from ._src.training.moments import EightBitMomentsState, with_8bit_moments
-from ._src.training.optimizers import SkipNonfiniteState, skip_nonfinite
-from ._src.training.placement import state_shardings
-from ._src.training.rounding import (
+from ._src.core.training.mixed_precision import MixedPrecision, MixedPrecisionState
+from ._src.core.training.optimizers import SkipNonfiniteState, skip_nonfinite
+from ._src.core.training.placement import state_shardings
+from ._src.optim.moments import EightBitMomentsState, with_8bit_moments
+from ._src.optim.rounding import (
     StochasticRoundingState,
     stochastic_round,
     with_stochastic_rounding,

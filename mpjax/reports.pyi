@@ -1,30 +1,30 @@
 """The public names of `mpjax.reports`, and where they come from."""
 
-from ._src.base.devices import DeviceFacts
-from ._src.hardware.batch_size import BatchTry, LargestBatch
-from ._src.hardware.collectives import CollectiveRow
-from ._src.hardware.devices import DeviceReport
-from ._src.hardware.fit import MemoryFit
-from ._src.hardware.memory import MemoryRow
-from ._src.hardware.report import CompileReport, MatmulRow
-from ._src.hardware.times import KernelRow
-from ._src.hardware.trials import FitTry
-from ._src.instruments.agreement import Agreement, Parting
-from ._src.instruments.compare import Comparison
-from ._src.instruments.explain import CastReport, Row
-from ._src.instruments.histogram import GradientHistogram, HistogramRow, LossScaleAdvice
-from ._src.instruments.kept import Kept
-from ._src.instruments.nonfinite import NonfiniteReport
-from ._src.instruments.ranges import Range
-from ._src.instruments.shadows import CompareRow
-from ._src.instruments.tune import TuneStep, Tuning
-from ._src.lint.report import Finding, LintReport
-from ._src.lint.rule import Rule
-from ._src.training.stalled import Stalled
-from ._src.training.watch import Overflow, Underflow
-from ._src.watching.figures import Figures
-from ._src.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
-from ._src.watching.risk import Risk
+from ._src.core.base.devices import DeviceFacts
+from ._src.tools.hardware.batch_size import BatchTry, LargestBatch
+from ._src.tools.hardware.collectives import CollectiveRow
+from ._src.tools.hardware.devices import DeviceReport
+from ._src.tools.hardware.fit import MemoryFit
+from ._src.tools.hardware.memory import MemoryRow
+from ._src.tools.hardware.report import CompileReport, MatmulRow
+from ._src.tools.hardware.times import KernelRow
+from ._src.tools.hardware.trials import FitTry
+from ._src.tools.instruments.agreement import Agreement, Parting
+from ._src.tools.instruments.compare import Comparison
+from ._src.tools.instruments.explain import CastReport, Row
+from ._src.tools.instruments.histogram import GradientHistogram, HistogramRow, LossScaleAdvice
+from ._src.tools.instruments.kept import Kept
+from ._src.tools.instruments.nonfinite import NonfiniteReport
+from ._src.tools.instruments.ranges import Range
+from ._src.tools.instruments.shadows import CompareRow
+from ._src.tools.instruments.tune import TuneStep, Tuning
+from ._src.tools.lint.report import Finding, LintReport
+from ._src.tools.lint.rule import Rule
+from ._src.tools.watching.figures import Figures
+from ._src.tools.watching.overflows import Overflow, Underflow
+from ._src.tools.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
+from ._src.tools.watching.risk import Risk
+from ._src.tools.watching.stalled import Stalled
 
 __all__ = [
     "Agreement",

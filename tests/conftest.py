@@ -45,9 +45,9 @@ import pytest
 from hypothesis import settings
 from support import chosen_seed, fresh_rng, seed_of_run
 
-from mpjax._src.base import rules
-from mpjax._src.base.called import CALLED, CASTS, SCALES, UNSCALED
-from mpjax._src.planner import rounding
+from mpjax._src.core.base import rules
+from mpjax._src.core.base.called import CALLED, CASTS, SCALES, UNSCALED
+from mpjax._src.core.planner import rounding
 
 # Whatever ran before in a worker. Tests of a process that has called nothing ask for
 # `nothing_called`.

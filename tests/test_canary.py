@@ -62,9 +62,11 @@ def test_canary_names_private_names_that_are_gone():
     status, out = canary_after(gone, "-k", "test_a_name_stack")
     assert status == 1 and "the contract tests did not run" in out
     assert "jax._src.named_sharding.UNSPECIFIED is missing\n" in out
-    assert "mpjax/_src/base/_jax/jits.py:" in out and "mpjax.autocast cannot be imported" in out
+    assert (
+        "mpjax/_src/core/base/_jax/jits.py:" in out and "mpjax.autocast cannot be imported" in out
+    )
     assert "jax._src.source_info_util.Transform is missing\n" in out
-    assert "mpjax/_src/base/_jax/sources.py:" in out
+    assert "mpjax/_src/core/base/_jax/sources.py:" in out
     assert "explain, find_nonfinite, compare and lint" in out
 
 
@@ -74,8 +76,10 @@ def test_canary_names_a_broken_contract():
     status, out = canary_after(change, "-k", "tracing_key")
     assert status == 1 and out.endswith("\nBroken contracts: 1\n")
     assert "the tracing key tells settings apart does not hold\n" in out
-    assert "tests/base/_jax/test_contracts.py::test_the_tracing_key_tells_settings_apart" in out
-    assert "mpjax/_src/base/_jax/programs.py" in out
+    assert (
+        "tests/core/base/_jax/test_contracts.py::test_the_tracing_key_tells_settings_apart" in out
+    )
+    assert "mpjax/_src/core/base/_jax/programs.py" in out
     assert "autocast: a plan is reused although a setting of JAX changed" in out
 
 
@@ -90,7 +94,7 @@ def test_canary_names_matmuls_that_are_not_native():
         assert status == 0 and f"{test} (Skipped: a CPU without bfloat16 instructions)" in out
         return
     assert status == 1 and "compiled matmuls run kernels of the cpu does not hold\n" in out
-    assert "mpjax/_src/base/_jax/cpu_matmuls.py" in out
+    assert "mpjax/_src/core/base/_jax/cpu_matmuls.py" in out
     assert "autocast on CPUs: bfloat16 is slower than float32, and some matmuls fail" in out
 
 

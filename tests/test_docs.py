@@ -23,8 +23,8 @@ QUICK_PAGES = ("README.md", *(f"docs/{name}.md" for name in ("autocast", "concep
 COSTLY_MODULES = {
     f"mpjax._src.{name}"
     for name in (
-        *("instruments.compare", "instruments.tune"),
-        *("training.moments", "training.rounding"),
+        *("tools.instruments.compare", "tools.instruments.tune"),
+        *("optim.moments", "optim.rounding"),
     )
 }
 
@@ -68,8 +68,8 @@ def test_docstring_examples_run(name, table, temporary):
 
 
 def test_docstring_examples_of_a_class_are_found():
-    found = Finder().find(importlib.import_module("mpjax._src.training.loss_scale"))
-    assert "mpjax._src.training.loss_scale.DynamicLossScale" in {
+    found = Finder().find(importlib.import_module("mpjax._src.core.training.loss_scale"))
+    assert "mpjax._src.core.training.loss_scale.DynamicLossScale" in {
         t.name for t in found if t.examples
     }
 

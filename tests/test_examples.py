@@ -185,7 +185,7 @@ def test_demo_draws_tables_and_a_picture(tmp_path, capsys):
     ],
 )
 def test_the_demo_says_what_times_are_of(monkeypatch, flags, said):
-    monkeypatch.setattr("mpjax._src.base._jax.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr("mpjax._src.core.base._jax.cpu_flags", lambda: frozenset(flags))
     assert said in demo.on_times()
 
 

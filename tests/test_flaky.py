@@ -57,7 +57,11 @@ def test_further_seeds_run_the_tests_that_draw(runs, monkeypatch):
 def test_tests_that_draw_are_found():
     command = [sys.executable, "-m", "pytest", "--drawing", "--collect-only", "-q"]
     folder = Path(__file__).parent
-    paths = [folder / "base" / "test_coded.py", folder / "test_sample.py", folder / "test_flaky.py"]
+    paths = [
+        folder / "core" / "base" / "test_coded.py",
+        folder / "test_sample.py",
+        folder / "test_flaky.py",
+    ]
     found = subprocess.run([*command, *paths], capture_output=True, text=True).stdout.splitlines()
     tests = [line for line in found if "::" in line]
     assert tests and all("test_coded.py::" in line for line in tests)

@@ -9,43 +9,44 @@ from pathlib import Path
 
 import pytest
 import surface
-from house import CORE, circle, drawing, graph_of, imports, modules_of
+from house import LEAVES, asked_for, circle, drawing, graph_of, imports, in_core, modules_of
 
 import mpjax
 
 PACKAGE = Path(mpjax.__file__).parent
 INSIDE = PACKAGE / "_src"
 # From the bottom up: a package imports only what stands before. So the core imports none of the
-# tools, which are the rest.
-ORDER = (
-    *(
-        "base",
-        "program",
-        "document",
-        "policy",
-        "planner",
-        "replacements",
-        "autocast",
-        "training",
-        "checkpoint",
-        "frameworks",
-    ),
-    *("hardware", "watching", "lint", "instruments", "cli"),
-)
+# leaves, and neither imports the tools.
+IN_CORE = ("base", "program", "policy", "planner", "autocast", "training", "frameworks")
+TOOLS = ("document", "hardware", "watching", "lint", "instruments", "cli")
+ORDER = (*(f"core/{room}" for room in IN_CORE), *LEAVES, *(f"tools/{room}" for room in TOOLS))
+# What the core imports when a policy or an argument asks for it.
+ASKED_FOR = {
+    "core.autocast.transform": {"replacements.finder.Finder"},
+    "core.training.levels": {
+        "optim.moments.with_8bit_moments",
+        "optim.rounding.with_stochastic_rounding",
+    },
+    "core.training.step": {
+        "tools.watching.overflows.first_overflow",
+        "tools.watching.overflows.observer",
+        "tools.watching.overflows.underflow",
+        "tools.watching.stalled.Stalled",
+        "tools.watching.stalled.stalled",
+    },
+}
 
 RETURN_NOTHING = {"raise_if_diverged", "warn_if_stalled", "save", "save_safetensors"}
 
 
 def modules(room):
-    return (
-        [INSIDE / f"{room}.py"]
-        if (INSIDE / f"{room}.py").exists()
-        else [*(INSIDE / room).rglob("*.py")]
-    )
+    return [*(INSIDE / room).rglob("*.py")]
 
 
 def test_every_package_has_its_place():
-    assert {path.stem for path in INSIDE.iterdir() if path.stem[:2] != "__"} == set(ORDER)
+    folders = [*INSIDE.glob("*"), *INSIDE.glob("core/*"), *INSIDE.glob("tools/*")]
+    rooms = {path.relative_to(INSIDE).as_posix() for path in folders if path.stem[:2] != "__"}
+    assert rooms == {*ORDER, "core", "tools"}
     assert {path.stem for path in PACKAGE.iterdir()} - {"__pycache__"} == {
         "__init__",
         "__main__",
@@ -59,12 +60,13 @@ def test_every_package_has_its_place():
 @pytest.mark.parametrize("room", ORDER)
 def test_imports_point_one_way_between_packages(room):
     for path in modules(room):
-        for name in imports(path):
+        for name in {*imports(path)} - asked_for(path):
             if name.startswith("mpjax._src."):
-                imported = name.split(".")[2]
+                parts = name.split(".")[2:]
+                imported = parts[0] if parts[0] in ORDER else "/".join(parts[:2])
                 assert ORDER.index(imported) <= ORDER.index(room), f"{path} imports {name}"
             elif name.split(".")[0] == "mpjax":
-                assert room == "cli", f"{path} imports {name}: only the command line is a user"
+                assert room == "tools/cli", f"{path} imports {name}: only the command is a user"
 
 
 def test_no_circle_between_modules():
@@ -106,7 +108,7 @@ def test_importing_loads_nothing_of_ours_or_others():
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     new, ours, heavy = out.split("\n")[:3]
     assert set(new.split()) <= {"mpjax", "jax"} and heavy == ""
-    inside = (f"mpjax._src.base{name}" for name in ("", ".contexts", ".lazy"))
+    inside = (f"mpjax._src.core{name}" for name in ("", ".base", ".base.contexts", ".base.lazy"))
     assert ours.split() == ["mpjax", "mpjax._src", *inside]
 
 
@@ -169,13 +171,27 @@ def test_the_architecture_page_draws_the_floors_and_names_every_module():
             assert path.stem == "__init__" or listed, f"{path} is not on the page"
 
 
-def test_the_core_imports_no_tool():
-    assert {*ORDER[: len(CORE)]} == CORE
-    for room in CORE:
-        for path in modules(room):
-            ours = (name for name in imports(path) if name.startswith("mpjax._src."))
-            tools = [name for name in ours if name.split(".")[2] not in CORE]
-            assert not tools, f"{path} imports {tools}"
+def test_the_core_imports_leaves_and_tools_only_where_they_are_asked_for():
+    found = {name: asked_for(path) for name, path in modules_of(PACKAGE.parent).items()}
+    short = lambda names: {name.removeprefix("mpjax._src.") for name in names}  # noqa: E731
+    assert {name: short(names) for name, names in found.items() if names} == ASKED_FOR
+    assert all(in_core(modules_of(PACKAGE.parent)[name]) for name in ASKED_FOR)
+
+
+STEP = """
+import sys, jax, jax.numpy as jnp, mpjax, optax
+loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_float16")
+state, _ = jax.jit(step)(init({"w": jnp.ones((8, 8))}), jnp.ones((4, 8)))
+print(*(name for name in sys.modules if name.startswith("mpjax._src.")))
+"""
+
+
+def test_a_step_loads_the_core_alone():
+    out = subprocess.run([sys.executable, "-c", STEP], check=True, capture_output=True, text=True)
+    loaded = [name.removeprefix("mpjax._src.") for name in out.stdout.split()]
+    assert "core.training.step" in loaded
+    assert not [name for name in loaded if name.split(".")[0] != "core"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import pages
 import pytest
 
-from mpjax._src.base import rules
+from mpjax._src.core.base import rules
 
 PAGE = pages.ROOT / "docs" / "operations.md"
 CALLED = {"custom_jvp_call"}  # its row says "follow", and only its traits count

@@ -53,7 +53,7 @@ def test_the_wheel_is_the_package_and_its_metadata(wheel, tracked):
     needed = {
         "mpjax/py.typed",
         "mpjax/__init__.pyi",
-        "mpjax/_src/document/templates/page.html.jinja",
+        "mpjax/_src/tools/document/templates/page.html.jinja",
     }
     assert needed <= package
 
@@ -65,7 +65,7 @@ def test_the_metadata_says_what_the_project_says(wheel):
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
     assert metadata["Description-Content-Type"] == "text/markdown"
     script = wheel.read(f"{NAME}.dist-info/entry_points.txt").decode()
-    assert "mpjax = mpjax._src.cli.commands:main" in script
+    assert "mpjax = mpjax._src.tools.cli.commands:main" in script
 
 
 def test_the_sdist_is_what_git_tracks_but_for_the_code_host(sdist, tracked):

@@ -7,7 +7,7 @@ import pytest
 import recorded
 
 import mpjax
-from mpjax._src.document.report import Report
+from mpjax._src.tools.document.report import Report
 
 # These run a program in several ways, which takes seconds to compile.
 SLOW = ("compare", "find_nonfinite", "precision")

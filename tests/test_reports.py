@@ -13,10 +13,10 @@ import pytest
 from flax import linen as nn
 
 import mpjax
-from mpjax._src.base.lines import where
-from mpjax._src.document import text
-from mpjax._src.document.report import Report
-from mpjax._src.instruments.nonfinite import Range
+from mpjax._src.core.base.lines import where
+from mpjax._src.tools.document import text
+from mpjax._src.tools.document.report import Report
+from mpjax._src.tools.instruments.nonfinite import Range
 
 PACKAGES = sysconfig.get_paths()["purelib"]
 

@@ -33,7 +33,7 @@ def test_a_differentiated_function_runs_under_the_policy(policy):
 
 def test_function_that_mpjax_differentiates_is_not_planned_again():
     run = strangers.planning(jax.grad, lambda fun: pytest.fail("planned"))
-    ours = {"__name__": "mpjax._src.program.gradient", "run": run}
+    ours = {"__name__": "mpjax._src.core.program.gradient", "run": run}
     exec("def differentiate(fun, x): return run(fun)(x)", ours)
     assert ours["differentiate"](lambda x: x * x, 3.0) == 6
 

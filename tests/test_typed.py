@@ -10,7 +10,7 @@ import pytest
 from pages import BLOCK, ROOT
 
 import mpjax
-from mpjax._src.policy.policy import ALIASES, LEVELS, NAMES, PolicyName
+from mpjax._src.core.policy.policy import ALIASES, LEVELS, NAMES, PolicyName
 
 MYPY = [sys.executable, "-m", "mypy", "--check-untyped-defs", "--ignore-missing-imports"]
 PYRIGHT = ["pyright", "--pythonpath", sys.executable]

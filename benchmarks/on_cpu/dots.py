@@ -17,8 +17,8 @@ from benchmarks.models import training_step
 from benchmarks.on_cpu.paired import measure, timer
 from benchmarks.on_cpu.steps import concrete
 from benchmarks.results import SKIPPED
-from mpjax._src.base.devices import device_facts
-from mpjax._src.hardware.hlo import attribute, parse
+from mpjax._src.core.base.devices import device_facts
+from mpjax._src.tools.hardware.hlo import attribute, parse
 
 POLICY = "mixed_bfloat16"
 SIZES = [{"batch": 1024, "width": width, "layers": 3} for width in (2048, 512)]

@@ -22,9 +22,9 @@ import mpjax
 from benchmarks import HERE
 from benchmarks.models import MODELS, SMALL
 from benchmarks.on_cpu.steps import concrete
-from mpjax._src.instruments.programs import make_program
-from mpjax._src.policy.grammar import get_policy
-from mpjax._src.program.interpret import Plain, interpret
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.program.interpret import Plain, interpret
+from mpjax._src.tools.instruments.programs import make_program
 
 RUNS = ("compiled", "operation by operation", "find_nonfinite", "compare")
 BASES = RUNS[:2]

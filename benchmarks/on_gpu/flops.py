@@ -26,7 +26,7 @@ def mfu(flops: float, seconds: float, peak: float) -> float:
 
 def target_of(kind: str) -> Any:
     """Returns the target of a device by the device's name, or None if there is no such target."""
-    from mpjax._src.hardware.targets import GPUS, find_target
+    from mpjax._src.tools.hardware.targets import GPUS, find_target
 
     known = {name: fields[0] for name, fields in GPUS.items()}
     same = [name for name, called in known.items() if called == kind]

@@ -9,7 +9,7 @@ import mpjax
 from benchmarks.on_gpu.cases import sizes_of
 from benchmarks.on_gpu.flops import target_of
 from benchmarks.on_gpu.jax_rivals import Skip, arrays, compile_step, jitted, precisely, program_of
-from mpjax._src.hardware.hlo_costs import costs
+from mpjax._src.tools.hardware.hlo_costs import costs
 
 # By model and rival: the program, its sizes and its executable.
 COMPILED: dict[tuple[str, str], tuple[Any, dict[str, Any], Any]] = {}

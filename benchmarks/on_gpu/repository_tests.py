@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
 CASE, ALL = "tests", "all"  # the row with the number of files
-SMOKE = ("tests/base/test_dtypes.py",)
+SMOKE = ("tests/core/base/test_dtypes.py",)
 AT_ONCE = 8
 COUNTS = ("tests", "failures", "errors", "skipped")
 

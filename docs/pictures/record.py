@@ -61,9 +61,9 @@ def run():
 
 def alive(hlo):
     """Returns the MiB of temporary arrays at each kernel of a program, by pass."""
-    from mpjax._src.hardware import lifetimes
-    from mpjax._src.hardware.hlo import parse
-    from mpjax._src.hardware.memory import is_backward, op_name
+    from mpjax._src.tools.hardware import lifetimes
+    from mpjax._src.tools.hardware.hlo import parse
+    from mpjax._src.tools.hardware.memory import is_backward, op_name
 
     module, entry = parse(hlo)
     buffers, inside = lifetimes._lives(module, module[entry])

@@ -156,7 +156,7 @@ def test_dots_reading_says_what_is_multiplied_or_why_not(monkeypatch):
     native = "matmuls of the optimized program run in kernels of the CPU's own"
     assert dots.reading({dots.NATIVE: 3}).startswith(f"all 3 {native}")
     assert dots.reading({dots.NATIVE: 3, "bf16": 1}).startswith(f"3 of 4 {native}")
-    monkeypatch.setattr("mpjax._src.base._jax.cpu_flags", frozenset)
+    monkeypatch.setattr("mpjax._src.core.base._jax.cpu_flags", frozenset)
     assert "no bfloat16 instructions were found" in dots.row(dots.SMOKE, 2)["skipped"]
 
 

@@ -10,8 +10,8 @@ from absent import answer
 from benchmarks import RESULTS, Options, expected
 from benchmarks.page import expected as page
 from benchmarks.results import FAILED, Results
-from mpjax._src.hardware.hlo_costs import costs
-from mpjax._src.hardware.targets import PACES, find_target
+from mpjax._src.tools.hardware.hlo_costs import costs
+from mpjax._src.tools.hardware.targets import PACES, find_target
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from absent import report
 
 from benchmarks import Options, fit
 from benchmarks.results import Results
-from mpjax._src.hardware.trials import Steps
+from mpjax._src.tools.hardware.trials import Steps
 
 
 def row(mib, ms):

@@ -77,8 +77,8 @@ def test_gpu_tests_part_counts_tests(results):
     gpu.run(options("tests"), results)
     rows = results.cases["tests"]
     assert rows["all"] == {"files": 1}
-    assert rows["tests/base/test_dtypes.py"]["passed"] > 9
-    assert rows["tests/base/test_dtypes.py"]["failures"] == 0
+    assert rows["tests/core/base/test_dtypes.py"]["passed"] > 9
+    assert rows["tests/core/base/test_dtypes.py"]["failures"] == 0
     assert results.cases["goals"]["the repository's tests that fail"]["met"] is True
 
 

@@ -15,7 +15,8 @@ from support import thorough_but
 import mpjax
 from mpjax import checkpoint
 from mpjax._src.checkpoint.match import can_hold
-from mpjax._src.training import codes, residuals
+from mpjax._src.core.training import residuals
+from mpjax._src.optim import codes
 
 POLICIES = [
     *("float32", "mixed_float16", "mixed_bfloat16"),

@@ -29,8 +29,8 @@ import mpjax
 import mpjax.linen
 import mpjax.nnx
 from mpjax import checkpoint
-from mpjax._src.watching.figures import nothing
-from mpjax._src.watching.report import WatchedTensor
+from mpjax._src.tools.watching.figures import nothing
+from mpjax._src.tools.watching.report import WatchedTensor
 
 OLD = Path(__file__).parent / "old"
 CLASSES = OLD / "classes"

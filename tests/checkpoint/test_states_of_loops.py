@@ -18,7 +18,7 @@ import mpjax.linen
 import mpjax.nnx
 from mpjax import checkpoint
 from mpjax._src.checkpoint.contents import leaves_of
-from mpjax._src.training import residuals
+from mpjax._src.core.training import residuals
 
 POLICIES = [
     *("mixed_float16", "mixed_bfloat16", "O2:float16", "O2:bfloat16", "O2:bfloat16,masters=split"),

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._src.hardware import compiler
-from mpjax._src.hardware import report as aot_report
-from mpjax._src.hardware.collectives import collectives
-from mpjax._src.hardware.targets import find_target
+from mpjax._src.tools.hardware import compiler
+from mpjax._src.tools.hardware import report as aot_report
+from mpjax._src.tools.hardware.collectives import collectives
+from mpjax._src.tools.hardware.targets import find_target
 
-STORED = Path(__file__).parent.parent / "hardware" / "hlo"
+STORED = Path(__file__).parent.parent / "tools" / "hardware" / "hlo"
 
 # A mesh of four by two H100s, whose axes are of the kind that the first argument names.
 EIGHT_GPUS = """
@@ -23,8 +23,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mpjax
-from mpjax._src.base.devices import traced_for
-from mpjax._src.hardware.targets import find_target
+from mpjax._src.core.base.devices import traced_for
+from mpjax._src.tools.hardware.targets import find_target
 
 kind, *axes = sys.argv[1:]
 gpus = topologies.get_topology_desc(

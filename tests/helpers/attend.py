@@ -8,8 +8,8 @@ import pytest
 from support import fresh_rng, normal
 
 import mpjax
-from mpjax._src.autocast import transform
-from mpjax._src.base.devices import traced_for
+from mpjax._src.core.autocast import transform
+from mpjax._src.core.base.devices import traced_for
 from mpjax._src.replacements import fused_kernels
 
 B, T, N, H = 2, 16, 4, 8

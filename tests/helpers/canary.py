@@ -1,11 +1,11 @@
 """Checks that the installed JAX has the internals that mpjax needs, and names what is broken.
 
-    python tests/helpers/canary.py                  # names first, then the tests of tests/base/_jax
+    python tests/helpers/canary.py                  # names first, then tests/core/base/_jax
     python tests/helpers/canary.py -k tracing_key   # further arguments go to pytest
 
-First, each name of JAX in `mpjax/_src/base/_jax` is looked up, without importing mpjax, so that one
-missing name does not hide the others. Then the contract tests run, which check what the names do.
-The exit status is 1 if anything is broken.
+First, each name of JAX in `mpjax/_src/core/base/_jax` is looked up, without importing mpjax, so
+that one missing name does not hide the others. Then the contract tests run, which check what the
+names do. The exit status is 1 if anything is broken.
 """
 
 import ast
@@ -19,14 +19,14 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INSIDE = ROOT / "mpjax" / "_src" / "base" / "_jax"
+INSIDE = ROOT / "mpjax" / "_src" / "core" / "base" / "_jax"
 
 
 class Contract(NamedTuple):
     """What users lose if some private names of JAX change.
 
     Attributes:
-        module: The module of `mpjax/_src/base/_jax` that uses the names.
+        module: The module of `mpjax/_src/core/base/_jax` that uses the names.
         names: Private names. Each covers the names in it too.
         breaks: What no longer works.
     """
@@ -188,7 +188,7 @@ class Use(NamedTuple):
 
     Attributes:
         name: The name with its module, such as "jax._src.core.set_current_trace".
-        place: "module.py:line" in `mpjax/_src/base/_jax`.
+        place: "module.py:line" in `mpjax/_src/core/base/_jax`.
         stops_import: Whether mpjax cannot be imported without it.
     """
 
@@ -245,7 +245,7 @@ def is_private(name: str) -> bool:
 
 
 def contract_of(module: str, name: str) -> Contract | None:
-    """Returns the contract that covers a private name in a module of `mpjax/_src/base/_jax`."""
+    """Returns the contract that covers a private name in a module of `core/base/_jax`."""
     for contract in CONTRACTS:
         covers = any(f"{name}.".startswith(f"{prefix}.") for prefix in contract.names)
         modules = any(f"{prefix}.".startswith(f"{name}.") for prefix in contract.names)
@@ -282,7 +282,7 @@ def missing_names() -> list[str]:
                 breaks = f"mpjax.autocast cannot be imported. It serves {breaks}" if breaks else ""
             told.append(
                 f"{use.name} is missing\n"
-                f"  used in        mpjax/_src/base/_jax/{use.place}\n"
+                f"  used in        mpjax/_src/core/base/_jax/{use.place}\n"
                 f"  what breaks    {breaks or 'mpjax.autocast cannot be imported'}"
             )
     return told
@@ -312,7 +312,7 @@ class Broken:
         modules = sorted(modules_of(ROOT / path, test.partition("[")[0]))
         rows = [c.breaks for c in CONTRACTS if c.module in modules]
         rows += [PUBLIC[m] for m in modules if m in PUBLIC]
-        used = ", ".join(f"mpjax/_src/base/_jax/{m}.py" for m in modules)
+        used = ", ".join(f"mpjax/_src/core/base/_jax/{m}.py" for m in modules)
         self.told.append(
             f"{test.removeprefix('test_').replace('_', ' ') or path} does not hold\n"
             f"  test           {report.nodeid}\n"
@@ -323,7 +323,7 @@ class Broken:
 
 
 def modules_of(path: Path, test: str) -> set[str]:
-    """Returns the modules of `mpjax/_src/base/_jax` whose functions a test, or a whole file, calls.
+    """Returns the modules of `core/base/_jax` whose functions a test, or a whole file, calls.
 
     The module that the file is named after is one of them: a test may look at what JAX makes of it.
     """
@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> int:
     options = ["-q", "--no-header", "--no-summary", "--tb=no", "-p", "no:cacheprovider"]
     options += ["-m", "thorough or not thorough"]
     status = pytest.main(
-        [*options, str(ROOT / "tests" / "base" / "_jax"), *arguments], plugins=[plugin]
+        [*options, str(ROOT / "tests" / "core" / "base" / "_jax"), *arguments], plugins=[plugin]
     )
     told += plugin.told
     if status and not plugin.told:

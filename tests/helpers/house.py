@@ -3,8 +3,10 @@
     python tests/helpers/house.py [ROOT]    prints the totals of this tree, or of another
     python tests/helpers/house.py draw      prints the packages by floors, for docs/architecture.md
 
-A room is a folder or a file at the top of mpjax/_src, or of mpjax itself. An arrow says that one
-imports another, wherever the import stands. A floor is one above the highest room that is imported.
+A room is a folder of mpjax/_src/core or mpjax/_src/tools, another folder of mpjax/_src, or a file
+of mpjax itself. An arrow says that one imports another. Where a function of the core imports a leaf
+or a tool, when a policy or an argument asks for it, there is no arrow: `asked_for` lists these. A
+floor is one above the highest room that is imported.
 Lines of code are neither blank, nor comments, nor docstrings.
 """
 
@@ -72,6 +74,27 @@ def modules_of(root):
     return found
 
 
+def is_core(name):
+    return name.startswith("core.")
+
+
+@functools.cache
+def asked_for(path):
+    """Returns what the functions of a module of the core import of the leaves and tools."""
+    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, FUNCTIONS)]
+    found = {f"{n.module}.{a.name}" for n in within(functions, ast.ImportFrom) for a in n.names}
+    ours = {name.removeprefix("mpjax._src.") for name in found if name.startswith("mpjax._src.")}
+    return {f"mpjax._src.{name}" for name in ours if not is_core(name)} if in_core(path) else set()
+
+
+def in_core(path):
+    return "_src/core/" in path.as_posix()
+
+
+def within(nodes, kind):
+    return (inner for node in nodes for inner in ast.walk(node) if isinstance(inner, kind))
+
+
 def graph_of(modules):
     """Returns the modules that each module imports."""
 
@@ -83,7 +106,8 @@ def graph_of(modules):
         return name if name in modules else name.rpartition(".")[0]
 
     return {
-        name: {module_of(imported) for imported in imports(path)} & {*modules} - {name}
+        name: {module_of(each) for each in imports(path) if each not in asked_for(path)}
+        & {*modules} - {name}
         for name, path in modules.items()
     }
 
@@ -187,27 +211,31 @@ def shared_fields(paths):
 
 # ---- the drawing --------------------------------------------------------------------------------
 
-# The packages that someone needs who trains a model: they import none of the others, the tools.
-CORE = frozenset(
-    (
-        *("base", "program", "document", "policy", "planner", "replacements"),
-        *("autocast", "training", "checkpoint", "frameworks"),
-    )
-)
+# What the core reaches by name alone, when it is asked for.
+LEAVES = ("optim", "replacements", "checkpoint")
 
 
 def drawing(root):
     """Yields the packages by floors, the highest first, those of the core before the tools."""
     graph = between(graph_of(modules_of(root)), room_of)
-    floor = {name: 1 + high for name, high in floors(graph).items() if "mpjax/" not in name}
+    rooms = {n: high for n, high in floors(graph).items() if "mpjax/" not in n}
+    floor = {n: 1 + high for n, high in rooms.items() if n not in ("core", "tools")}
     rows = []
     for high in sorted({*floor.values()}, reverse=True):
         rooms = sorted(name for name in floor if floor[name] == high)
-        wings = [[r for r in rooms if r in CORE], [r for r in rooms if r not in CORE]]
-        rows.append((str(high), *map("  ".join, wings)))
-    width = max(len(core) for _, core, _ in rows) + 4
-    for high, core, tools in (("floor", "core", "tools"), *rows):
-        yield f"{high:>5}   {core:{width}}{tools}".rstrip()
+        core, leaves, tools = (
+            "  ".join(r.removeprefix(f"{wing}.") for r in rooms if wing_of(r) == wing)
+            for wing in ("core", "leaves", "tools")
+        )
+        rows.append((str(high), core, leaves, tools))
+    rows = [("floor", "core", "leaves", "tools"), *rows]
+    wide, wider = (max(len(row[i]) for row in rows) + 4 for i in (1, 2))
+    for high, core, leaves, tools in rows:
+        yield f"{high:>5}   {core:{wide}}{leaves:{wider}}{tools}".rstrip()
+
+
+def wing_of(room):
+    return "leaves" if room in LEAVES else room.partition(".")[0]
 
 
 # ---- totals -------------------------------------------------------------------------------------
@@ -221,7 +249,8 @@ def spread(numbers):
 
 
 def room_of(name):
-    return name.partition(".")[0]
+    top, *inner = name.split(".")
+    return f"{top}.{inner[0]}" if top in ("core", "tools") and inner else top
 
 
 def totals(root):
@@ -229,7 +258,7 @@ def totals(root):
     modules = modules_of(root)
     graph = graph_of(modules)
     yield house("rooms", between(graph, room_of))
-    for room in sorted({room_of(name) for name in modules if "." in name}):
+    for room in sorted({room_of(name) for name in modules if name != room_of(name)}):
         inside = between(graph, lambda name: name if name.startswith(f"{room}.") else None)  # noqa: B023
         yield house(f"modules of {room}", inside)
     yield house("all modules", graph)
@@ -270,7 +299,7 @@ def totals(root):
     graphs = [name for name in modules if name.rpartition(".")[2] == "graph"]
     importers = [name for name, imported in graph.items() if imported & {*graphs}]
     yield f"importers of {' '.join(graphs)}: {len(importers)}"
-    planner = {n: p for n, p in modules.items() if room_of(n) in ("autocast", "program")}
+    planner = {n: p for n, p in modules.items() if room_of(n) in ("core.autocast", "core.program")}
     fields = shared_fields(planner.values())
     writes = {name: len({*writes_of(path, fields)}) for name, path in planner.items()}
     places = {name: count for name, count in writes.items() if count}

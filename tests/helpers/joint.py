@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base import _jax
-from mpjax._src.base._jax import building, held
-from mpjax._src.planner.exceptions import Exceptions
-from mpjax._src.planner.narrowed import narrowed
-from mpjax._src.planner.program import Program
-from mpjax._src.program import trace as programs
-from mpjax._src.program.trace import Flat
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import building, held
+from mpjax._src.core.planner.exceptions import Exceptions
+from mpjax._src.core.planner.narrowed import narrowed
+from mpjax._src.core.planner.program import Program
+from mpjax._src.core.program import trace as programs
+from mpjax._src.core.program.trace import Flat
 
 # Plans as for 16 bits, but rounds nothing: gradients are JAX's own.
 EXACT = F32 = np.dtype("float32")

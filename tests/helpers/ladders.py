@@ -9,8 +9,8 @@ import optax
 from absent import report
 
 import mpjax
-from mpjax._src.hardware import fit, ladder, trials
-from mpjax._src.hardware.targets import find_target
+from mpjax._src.tools.hardware import fit, ladder, trials
+from mpjax._src.tools.hardware.targets import find_target
 
 H100 = find_target("h100")
 BASE = mpjax.get_policy("mixed_bfloat16")

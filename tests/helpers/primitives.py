@@ -1,4 +1,4 @@
-"""A program for each primitive of `mpjax._src.base.rules`, for the tests of that table.
+"""A program for each primitive of `mpjax._src.core.base.rules`, for the tests of that table.
 
 A key is the name of a primitive; if a primitive has two cases, a second word tells them apart.
 For each column the quick tier tries one primitive of each kind, the thorough tier all of them.
@@ -17,7 +17,7 @@ from jax.scipy.linalg import qr_multiply
 from jax.sharding import NamedSharding, PartitionSpec
 from support import equations, thorough_but
 
-from mpjax._src.base import _jax, rules
+from mpjax._src.core.base import _jax, rules
 
 BFLOAT16, FLOAT16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
 LARGEST, SMALLEST = 65504.0, 2.0**-24  # in float16

@@ -21,14 +21,14 @@ import markupsafe
 import numpy as np
 
 import mpjax
-from mpjax._src.base.devices import device_facts
-from mpjax._src.document.text import text_of
-from mpjax._src.hardware import batch_size, fit, ladder, trials
-from mpjax._src.hardware.devices import DeviceReport
-from mpjax._src.hardware.targets import find_target
-from mpjax._src.instruments.nonfinite import Range
-from mpjax._src.instruments.tune import TuneStep
-from mpjax._src.training.watch import Overflow, Underflow
+from mpjax._src.core.base.devices import device_facts
+from mpjax._src.tools.document.text import text_of
+from mpjax._src.tools.hardware import batch_size, fit, ladder, trials
+from mpjax._src.tools.hardware.devices import DeviceReport
+from mpjax._src.tools.hardware.targets import find_target
+from mpjax._src.tools.instruments.nonfinite import Range
+from mpjax._src.tools.instruments.tune import TuneStep
+from mpjax._src.tools.watching.overflows import Overflow, Underflow
 
 FOLDER = Path(__file__).parent.parent / "recorded"
 RECORDED_WITH = "0.10.2"  # the version of JAX: another one has other equations

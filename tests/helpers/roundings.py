@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from evaluation import names
 from jax.extend import core as jex
 
-from mpjax._src.base import _jax
+from mpjax._src.core.base import _jax
 
 ELEMENTWISE = names("add sub mul div max min abs neg select_n clamp sqrt sign add_any")
 COTANGENTS = "add_any"

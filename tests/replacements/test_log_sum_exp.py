@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import assert_near, normal
 
-from mpjax._src.base import _jax
+from mpjax._src.core.base import _jax
 from mpjax._src.replacements.derivatives import log_sum_exp
 
 LONG = 1100

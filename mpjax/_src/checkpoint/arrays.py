@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._src.base.errors import CheckpointError
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
 from mpjax._src.checkpoint.fields import UNVERIFIED
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import is_remote, reason
+from mpjax._src.core.base.errors import CheckpointError
 
 # How many shards are read at once.
 AT_ONCE = 8

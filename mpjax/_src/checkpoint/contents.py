@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from mpjax._src.base.dtypes import FLOAT32, is_narrow
-from mpjax._src.base.errors import brief, misplaced
-from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import NUMBER, is_array_or_shape, is_key
-from mpjax._src.training.loss_scale import has_protocol
-from mpjax._src.training.masters import MasterWeightsState
-from mpjax._src.training.moments import EightBitMomentsState
-from mpjax._src.training.rounding import StochasticRoundingState
+from mpjax._src.core.base.dtypes import FLOAT32, is_narrow
+from mpjax._src.core.base.errors import brief, misplaced
+from mpjax._src.core.base.patterns import path_of
+from mpjax._src.core.base.trees import NUMBER, is_array_or_shape, is_key
+from mpjax._src.core.training.loss_scale import has_protocol
+from mpjax._src.core.training.masters import MasterWeightsState
+from mpjax._src.optim.moments import EightBitMomentsState
+from mpjax._src.optim.rounding import StochasticRoundingState
 
 FORMAT, FORMAT_VERSION = "mpjax.checkpoint", 1
 PARAMS, LOSS_SCALE = "params", "loss_scale"

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.errors import first_of
 from mpjax._src.checkpoint.contents import Leaf, is_beside, is_draws, is_held, shaped
 from mpjax._src.checkpoint.match import Source
-from mpjax._src.training import codes, residuals
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.errors import first_of
+from mpjax._src.core.training import residuals
+from mpjax._src.optim import codes
 
 
 def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import BFLOAT16, DTypeLike, canonical
-from mpjax._src.base.errors import CheckpointError, brief, first_of
-from mpjax._src.base.patterns import path_of
-from mpjax._src.base.trees import cast_leaf, is_array, is_key
 from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import differences, match
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import absolute, reason
-from mpjax._src.training.masters import master_params
+from mpjax._src.core.base.dtypes import BFLOAT16, DTypeLike, canonical
+from mpjax._src.core.base.errors import CheckpointError, brief, first_of
+from mpjax._src.core.base.patterns import path_of
+from mpjax._src.core.base.trees import cast_leaf, is_array, is_key
+from mpjax._src.core.training.masters import master_params
 
 # The dtypes of a safetensors file by their names in it. All readers support `WRITTEN`.
 DTYPES = {

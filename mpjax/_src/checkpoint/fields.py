@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.base.errors import CheckpointError
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.contents import FORMAT, FORMAT_VERSION
+from mpjax._src.core.base.errors import CheckpointError
 
 UNVERIFIED = "verify=False restores it all the same."
 

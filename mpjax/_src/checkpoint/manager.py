@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._src.base.errors import (
+from mpjax._src.checkpoint import store
+from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
+from mpjax._src.core.base.errors import (
     CheckpointError,
     as_float,
     brief,
@@ -24,11 +26,9 @@ from mpjax._src.base.errors import (
     warn_user,
     whole_number,
 )
-from mpjax._src.base.public import public
-from mpjax._src.base.trees import is_array
-from mpjax._src.checkpoint import store
-from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
-from mpjax._src.policy.policy import PolicyLike
+from mpjax._src.core.base.public import public
+from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.policy.policy import PolicyLike
 
 # A non-finite metric counts as the worst value, because NaN has no order.
 WORST = {"min": math.inf, "max": -math.inf}

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import limits_of
-from mpjax._src.base.errors import check_flag, first_of
 from mpjax._src.checkpoint.contents import (
     LOSS_SCALE,
     MASTER,
@@ -29,7 +27,9 @@ from mpjax._src.checkpoint.contents import (
     settings_of,
     shaped,
 )
-from mpjax._src.training import residuals
+from mpjax._src.core.base.dtypes import limits_of
+from mpjax._src.core.base.errors import check_flag, first_of
+from mpjax._src.core.training import residuals
 
 
 class Source(NamedTuple):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpjax._src.base.errors import brief, misplaced
 from mpjax._src.checkpoint.packages import needed
+from mpjax._src.core.base.errors import brief, misplaced
 
 # What orbax appends to the name of a directory that it has not finished. A Manager removes such
 # directories when it starts.

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpjax._src.base.errors import check_flag
-from mpjax._src.base.public import public
 from mpjax._src.checkpoint import store
 from mpjax._src.checkpoint.convert import converted, place_of
 from mpjax._src.checkpoint.match import match
-from mpjax._src.policy.grammar import get_policy
-from mpjax._src.policy.policy import PolicyLike
+from mpjax._src.core.base.errors import check_flag
+from mpjax._src.core.base.public import public
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import PolicyLike
 
 
 @public("mpjax.checkpoint")

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.errors import CheckpointError, brief
-from mpjax._src.base.trees import is_key
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, told
 from mpjax._src.checkpoint.packages import all_needed, needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
+from mpjax._src.core.base.errors import CheckpointError, brief
+from mpjax._src.core.base.trees import is_key
 
 
 def orbax() -> Any:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._src.base import _jax
-from mpjax._src.program.graph import Op, Value
-from mpjax._src.program.views import VIEWS, Axes, after, before, is_view, own_axes
+from mpjax._src.core.base import _jax
+from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.core.program.views import VIEWS, Axes, after, before, is_view, own_axes
 from mpjax._src.replacements import fused, fused_kernels, positions
 from mpjax._src.replacements.flow import REACH, Flow, Found, Unfit, absorbed, leads_to
 from mpjax._src.replacements.forms import MASKED, is_linear, is_number, is_same_along, narrowed

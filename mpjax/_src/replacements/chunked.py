@@ -31,9 +31,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax._src.base import _jax
-from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.base.trees import vary_like
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.trees import vary_like
 from mpjax._src.replacements.derivatives import accumulated, as_one, cast, log_sum_exp, with_tangent
 
 # A block has at least this many rows: then its matmuls take longer than adding to the gradient of

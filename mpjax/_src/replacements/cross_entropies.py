@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.base.dtypes import FLOAT32
-from mpjax._src.program.graph import PLANNED, Op, Value
-from mpjax._src.program.views import is_view, own_axes
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.program.graph import PLANNED, Op, Value
+from mpjax._src.core.program.views import is_view, own_axes
 from mpjax._src.replacements import written
 from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
 from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed, leads_to

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src.base import _jax
+from mpjax._src.core.base import _jax
 
 
 def cast(array: Any, dtype: Any) -> Any:

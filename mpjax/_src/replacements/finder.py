@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mpjax._src.policy.policy import Policy
-from mpjax._src.program.graph import Block, Op
-from mpjax._src.program.respellings import respellings
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program.graph import Block, Op
+from mpjax._src.core.program.respellings import respellings
 from mpjax._src.replacements.attentions import attention, others
 from mpjax._src.replacements.cross_entropies import cross_entropies
 from mpjax._src.replacements.flow import Flow, Found

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._src.base import _jax, rules
-from mpjax._src.program.graph import PLANNED, Block, Op, Value
-from mpjax._src.program.views import is_view
+from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.program.graph import PLANNED, Block, Op, Value
+from mpjax._src.core.program.views import is_view
 
 
 class Unfit(Exception):

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.program.graph import Op, Value
-from mpjax._src.program.views import Axes, before, is_view
+from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.core.program.views import Axes, before, is_view
 from mpjax._src.replacements.flow import Flow
 
 # ---- which values are the same ------------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base.dtypes import FLOAT32
+from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.replacements import fused_kernels
 from mpjax._src.replacements.derivatives import cast
 

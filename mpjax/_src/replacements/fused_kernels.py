@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.base import _jax
-from mpjax._src.base.devices import current_facts
-from mpjax._src.base.dtypes import HALVES
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.devices import current_facts
+from mpjax._src.core.base.dtypes import HALVES
 
 # The least compute capability that cuDNN's fused attention runs on.
 CUDNN = (8, 0)

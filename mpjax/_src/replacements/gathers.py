@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mpjax._src.base._jax import size_of
+from mpjax._src.core.base._jax import size_of
 
 
 def picks_one_per_row(eqn: Any) -> bool:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.program.graph import Op, Value
-from mpjax._src.program.respellings import known_array
-from mpjax._src.program.views import is_view, own_axes
+from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.core.program.respellings import known_array
+from mpjax._src.core.program.views import is_view, own_axes
 from mpjax._src.replacements.chunked import NAN, SHARE
 from mpjax._src.replacements.flow import Flow
 from mpjax._src.replacements.forms import behind_views, is_number, narrowed

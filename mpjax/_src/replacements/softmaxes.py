@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.program.graph import Op, Value
-from mpjax._src.program.views import Axes, before, is_view, own_axes
+from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.core.program.views import Axes, before, is_view, own_axes
 from mpjax._src.replacements.flow import Flow
 from mpjax._src.replacements.forms import (
     CONSTANT,

@@ -1,0 +1,1 @@
+"""What a training step runs: policies, autocast, loss scales, the step, adapters of frameworks."""

@@ -1,0 +1,83 @@
+"""Warnings of programs whose matmuls do not run in 16 bits, although the policy asks for it."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mpjax._src.core.autocast.classify import ELSEWHERE, Rulings
+from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.errors import PrecisionWarning, first_of, warn_user
+from mpjax._src.core.policy.policy import Policy, short_name
+from mpjax._src.core.program.graph import Block, Value
+
+
+def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> None:
+    """Warns if no matmul of a program runs in 16 bits because they ask for a precision.
+
+    A user who asks for float32 by a region, an override or a list knows it.
+    """
+    matmuls = {op: rulings[op] for op in block.walk() if op.spec.need == rules.HALF}
+    asking = [op for op, ruling in matmuls.items() if ruling.precision is not None]
+    planned = any(r.in_force == "half" or r.kind == ELSEWHERE for r in matmuls.values())
+    if not asking or planned:
+        return
+    precisions = {str(p) for op in asking for p in _precisions(rulings[op].precision)}
+    asked = ", ".join(sorted(precisions))
+    names = sorted({op.name for op in asking})
+    half = short_name(policy.compute_dtype)
+    lifts = ", ".join(f'"*{name}": "{half}"' for name in names)
+    warn_user(
+        f"No matmul runs in {policy.compute_dtype.name}: {len(asking)} of {len(matmuls)} ask for "
+        f"precision={asked}, and stay in float32. The first is at {asking[0].source}. Remove "
+        f"precision= from the model, or lift it with policy.override({{{lifts}}}). If float32 is "
+        'meant, use policy="float32".',
+        PrecisionWarning,
+    )
+
+
+FLOAT64 = np.dtype(np.float64)
+NAMED = 3  # how many causes a warning names
+
+
+def warn_if_wide(
+    block: Block, rulings: Rulings, policy: Policy, names: Callable[[], Sequence[str]]
+) -> None:
+    """Warns if most matmul FLOPs are float64: one float64 operand makes float32 ones float64 too.
+
+    ``names`` returns the name of each argument.
+    """
+    matmuls = [op for op in block.walk() if op.spec.need == rules.HALF]
+    wide = [op for op in matmuls if any(map(_is_wide, op.ins))]
+    planned = [op for op in matmuls if rulings[op].in_force == "half" and op not in wide]
+    flops_of_wide, flops = (sum(_jax.flops_of(op.eqn) for op in ops) for ops in (wide, planned))
+    if flops_of_wide <= flops:
+        return
+    causes = [*_wide_sources(block, names())]
+    half = policy.compute_dtype.name
+    warn_user(
+        f"{len(wide)} of {len(matmuls)} matmuls run in float64 and not in {half}, because of "
+        f"{first_of(causes, NAMED)}. The first is at {wide[0].source}. NumPy's numbers are "
+        "float64, and under jax_enable_x64 they make float32 arrays float64. Cast them before the "
+        'call, such as x.astype("float32"), or turn jax_enable_x64 off. If float64 is meant, use '
+        'policy="float32", which changes no dtype.',
+        PrecisionWarning,
+    )
+
+
+def _is_wide(value: Value) -> bool:
+    return getattr(value.aval, "dtype", None) == FLOAT64
+
+
+def _wide_sources(block: Block, names: Sequence[str]) -> Iterator[str]:
+    """Yields what is float64 from the start: arguments, captured arrays, or the first operation."""
+    given = [name for name, v in zip(names, block.invars, strict=True) if _is_wide(v)]
+    yield from (f"the float64 argument {name}" for name in given)
+    arrays = [v for each in block.blocks() for v, _ in each.consts if _is_wide(v)]
+    yield from (f"a captured float64 array of shape {v.aval.shape}" for v in arrays)
+    if not given and not arrays:
+        first = next(op for op in block.walk() if any(map(_is_wide, op.outs)))
+        yield f"a float64 number at {first.source}"
+
+
+def _precisions(precision: object) -> tuple[object, ...]:
+    return precision if isinstance(precision, tuple) else (precision,)

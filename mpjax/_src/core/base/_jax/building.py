@@ -1,0 +1,187 @@
+"""Building jaxprs from equations, and equations of loops from their parts."""
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import config
+from jax._src.core import (
+    InternalMutableArrayEffect,
+    NamedAxisEffect,
+    new_jaxpr_eqn,
+    no_effects,
+    remove_named_axis_effects,
+    unmapped_leading_aval,
+    unshard_aval,
+)
+from jax._src.interpreters.ad import jvp_jaxpr
+from jax._src.interpreters.batching import batch_jaxpr
+from jax._src.lax.lax import optimization_barrier_p as barrier_p
+from jax._src.shard_map import (
+    _all_newly_manual_mesh_names,
+    _as_manual_mesh,
+    _extend_axis_env,
+    use_abstract_mesh,
+)
+from jax._src.state.discharge import discharge_state
+from jax.extend.core import Jaxpr, Var
+from jax.extend.source_info_util import NameStack
+from jax.sharding import PartitionSpec
+
+from mpjax._src.core.base._jax import matmuls, stacks
+from mpjax._src.core.base._jax.programs import close, eval_closed, in_avals, open_jaxpr, trace
+from mpjax._src.core.base._jax.rules import manual_axes
+from mpjax._src.core.base._jax.sources import is_users
+
+NO_EFFECTS = no_effects
+NO_SCOPES = NameStack()
+WHOLE = PartitionSpec()  # what each device of a shard_map has whole
+
+__all__ = ["Var", "barrier_p"]
+
+
+def acts(effects: Any) -> bool:
+    """Returns whether an equation with these effects does something besides its results."""
+    return bool(effects) and any(
+        not isinstance(e, NamedAxisEffect | InternalMutableArrayEffect) for e in effects
+    )
+
+
+def varying(aval: Any) -> Any:
+    """Returns the axes of a shard_map over which values of this type vary."""
+    return getattr(getattr(aval, "mat", None), "varying", getattr(aval, "vma", None))
+
+
+def effects_of(equations: Iterable[Any]) -> Any:
+    """Returns the effects of some equations."""
+    return frozenset(e for eqn in equations for e in eqn.effects) or no_effects
+
+
+def jaxpr_of(
+    constants: Mapping[Any, Any],
+    arguments: Sequence[Any],
+    results: Sequence[Any],
+    equations: Sequence[Any],
+    info: Any,
+) -> Any:
+    """Returns the closed jaxpr of some equations; ``constants`` are values by their variables."""
+    effects = effects_of(equations)
+    high = any(e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in equations)
+    jaxpr = Jaxpr([*constants], [*arguments], [*results], [*equations], effects, info, high)
+    return close(jaxpr, [*constants.values()])
+
+
+def blank() -> Any:
+    """Returns an equation without operands, which has the source and context of this moment."""
+    return new_jaxpr_eqn([], [], barrier_p, {}, no_effects)
+
+
+def marked(eqn: Any) -> Any:
+    """Returns the equation of a matmul with the mark of those that autocast makes."""
+    with eqn.ctx.manager, matmuls.marked():
+        return eqn.replace(ctx=blank().ctx)
+
+
+def stored(eqn: Any) -> Any:
+    """Returns the equation of a matmul with the mark of those whose result is stored as it is."""
+    with eqn.ctx.manager, matmuls.storing():
+        return eqn.replace(ctx=blank().ctx)
+
+
+def stacking(eqn: Any) -> Any:
+    """Returns the equation of a scan with the mark of those that fill no memory with zeros."""
+    with eqn.ctx.manager, stacks.stacking():
+        return eqn.replace(ctx=blank().ctx)
+
+
+def as_closed(jaxpr: Any) -> Any:
+    """Returns an open or closed jaxpr as a closed one."""
+    return close(*open_jaxpr(jaxpr))
+
+
+def without_refs(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr whose own Refs are values: a Ref has no derivative in two parts."""
+    effects = open_jaxpr(jaxpr)[0].effects
+    has_refs = any(isinstance(e, InternalMutableArrayEffect) for e in effects)
+    return discharge_state(jaxpr) if has_refs else jaxpr
+
+
+def anonymous(jaxpr: Any) -> Any:
+    """Returns the debug info of a closed jaxpr for one with other arguments and results."""
+    return open_jaxpr(jaxpr)[0].debug_info.with_unknown_names()
+
+
+def line_of_call(eqn: Any, program: Any) -> Any:
+    """Returns where an equation calls a program, for its equations, if no user wrote them."""
+    return None if is_users(open_jaxpr(program)[0]) else eqn.source_info.traceback
+
+
+def forward_mode(jaxpr: Any, moving: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
+    """Returns the closed jaxpr of arguments and moving tangents, and which results have one."""
+    return jvp_jaxpr(jaxpr, moving, False)
+
+
+def batched(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
+    """Returns the closed jaxpr of batched arguments, and which results are batched."""
+    return batch_jaxpr(jaxpr, axis, which, False)
+
+
+def one_by_one(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
+    """Returns what `batched` does, as a loop over the batch."""
+
+    def run(*args):
+        def turn(_, slices):
+            rest = iter(slices)
+            one = [next(rest) if yes else x for x, yes in zip(args, which, strict=True)]
+            return None, eval_closed(jaxpr, *one)
+
+        slices = [x for x, yes in zip(args, which, strict=True) if yes]
+        return jax.lax.scan(turn, None, slices, axis.size)[1]
+
+    each = zip(in_avals(jaxpr), which, strict=True)
+    avals = [stacked_aval(axis.size, aval) if yes else aval for aval, yes in each]
+    program = trace(run, avals, "one_by_one")
+    return program, [True] * len(open_jaxpr(program)[0].outvars)
+
+
+def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int) -> dict[str, Any]:
+    """Returns the parameters of a scan with another body and other numbers of operands."""
+    name = next(k for k, p in params.items() if hasattr(open_jaxpr(p)[0], "eqns"))
+    if "num_consts" in params:
+        return {**params, name: jaxpr, "num_consts": consts, "num_carry": carry}
+    ft = sys.modules[type(params["ft_in"]).__module__]  # from JAX 0.12 on
+    ys = len(open_jaxpr(jaxpr)[0].outvars) - carry
+    ins, outs = map(ft.nones, (consts, carry, xs)), map(ft.nones, (carry, ys))
+    return {**params, name: jaxpr, "ft_in": ft.pack((*ins,)), "ft_out": ft.pack((*outs,))}
+
+
+def stacked_aval(length: Any, aval: Any) -> Any:
+    """Returns the type of a stack of this many arrays."""
+    return unmapped_leading_aval(length, aval)
+
+
+@contextlib.contextmanager
+def on_each_device(params: dict[str, Any]) -> Iterator[None]:
+    """Enters the body of a shard_map with these parameters."""
+    mesh, axes = params["mesh"], manual_axes(params)
+    manual = use_abstract_mesh(_as_manual_mesh(mesh, axes))
+    with _extend_axis_env(mesh, axes), manual, config._check_vma(params["check_vma"]):
+        yield
+
+
+def spread_specs(params: dict[str, Any], avals: Sequence[Any]) -> list[Any]:
+    """Returns the specs by which a shard_map hands out what its devices keep for themselves."""
+    names = _all_newly_manual_mesh_names(params["mesh"], manual_axes(params))
+    return [aval.nospec(params["mesh"], params["check_vma"], names) for aval in avals]
+
+
+def whole_aval(params: dict[str, Any], spec: Any, aval: Any) -> Any:
+    """Returns the type of an array of which each device of a shard_map has a part."""
+    return unshard_aval(params["mesh"], params["check_vma"], spec, aval)
+
+
+def as_body(params: dict[str, Any], jaxpr: Any) -> Any:
+    """Returns an open jaxpr as the body of a shard_map."""
+    return remove_named_axis_effects(open_jaxpr(jaxpr)[0], params["mesh"].axis_names)

@@ -1,0 +1,77 @@
+"""Calls of jitted functions: reading their programs, and replacing them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src.named_sharding import UNSPECIFIED
+from jax.extend.core.primitives import jit_p
+
+from mpjax._src.core.base._jax.programs import close, hoisted, open_jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class JitCall:
+    """A call of a jitted function."""
+
+    jaxpr: Any  # its program, the same object for each equal call
+    params: dict[str, Any]  # the parameters of the jit: donated arguments, shardings and layouts
+    leaves: list[Any]  # the array arguments
+    out_tree: Any  # the structure of the results
+    traced: Any  # JAX's own record of the call
+
+    def with_places(self) -> dict[str, Any]:
+        """Returns `params` with the result shardings that XLA chose for the original program.
+
+        On several devices XLA might choose other shardings for another program. Results that are
+        fed back to the original one would then cause it to be compiled again.
+        """
+        arrays = [x for x in self.leaves if isinstance(x, jax.Array)]
+        if all(len(x.sharding.device_set) == 1 for x in arrays):
+            return self.params
+        compiled = self.traced.lower().compile()
+        return {**self.params, "out_shardings": tuple(jax.tree.leaves(compiled.output_shardings))}
+
+    def run(self, params: dict[str, Any]) -> list[Any]:
+        """Calls a program with these parameters on the arrays."""
+        return jit_p.bind(*self.leaves, **params)
+
+
+def jit_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> JitCall | None:
+    """Returns the record of a call of a jitted function; None if some arguments are static."""
+    traced = fun.trace(*args, **kwargs)  # type: ignore[attr-defined]
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    if tree != traced.in_tree:
+        return None
+    params = traced._params
+    return JitCall(params["jaxpr"], params, [*traced._consts, *leaves], traced.out_tree, traced)
+
+
+def jit_of(jaxpr: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a jit for a replaced program with more results."""
+    more = len(open_jaxpr(jaxpr)[0].outvars) - len(params["out_shardings"])
+    free = {"out_shardings": UNSPECIFIED, "out_layouts": None}
+    longer = {name: (*params[name], *[value] * more) for name, value in free.items()}
+    return {**params, "jaxpr": jaxpr, **longer}
+
+
+_nothing = jax.jit(lambda: ())
+
+
+def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
+    """Calls a closed jaxpr as one jit, which JAX differentiates, batches and lowers as a whole."""
+    inner, consts = open_jaxpr(jaxpr)
+    if any(isinstance(c, jax.core.Tracer) for c in consts):
+        inner, consts = hoisted(jaxpr)
+        jaxpr, args = close(inner, ()), (*consts, *args)
+    params = _nothing.trace()._params  # in the context around
+    counts = {"in": len(args), "out": len(inner.outvars)}
+    each = {
+        f"{side}_{name}": (value,) * count
+        for side, count in counts.items()
+        for name, value in (("shardings", UNSPECIFIED), ("layouts", None))
+    }
+    donated = {"donated_invars": (False,) * len(args)}
+    name = inner.debug_info.func_name
+    return jit_p.bind(*args, **{**params, **each, **donated, "jaxpr": jaxpr, "name": name})

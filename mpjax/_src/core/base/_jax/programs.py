@@ -1,0 +1,363 @@
+"""Jaxprs: reading, evaluating, tracing and rebuilding them."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import config, util
+from jax._src.core import eval_trace, set_current_trace
+from jax._src.interpreters import partial_eval
+from jax._src.lax.lax import canonicalize_precision
+from jax._src.named_sharding import UnspecifiedValue
+from jax.api_util import debug_info, shaped_abstractify
+from jax.extend import linear_util as lu
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters import ad, mlir
+from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
+
+from mpjax._src.core.base._jax.sources import location, own_lines
+
+
+def primitive_names() -> frozenset[str]:
+    """Returns the names of every primitive that JAX can lower or differentiate."""
+    of_platforms = mlir._platform_specific_lowerings.values()
+    everywhere: tuple[Any, ...] = (mlir._lowerings, ad.primitive_jvps, ad.primitive_transposes)
+    tables = (*everywhere, *of_platforms)
+    return frozenset(primitive.name for table in tables for primitive in table)
+
+
+def is_array(aval: Any) -> bool:
+    """Returns whether an aval is that of an array, and not of a Ref, a token or another value."""
+    return isinstance(aval, jax.core.ShapedArray)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a sub-program's jaxpr and constants. (From 0.12 on the two classes are one.)"""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """Returns the open jaxprs among the parameters of an equation."""
+    return [*jaxprs_in_params(eqn.params)]
+
+
+class Structure:
+    """A tree structure as a key: equal to another if JAX can tell.
+
+    The metadata of a tree may contain arrays. They are compared by value, outside of any trace that
+    is active. Arrays with several elements, or of an outer trace, have no truth value.
+    """
+
+    __slots__ = ("tree",)
+
+    def __init__(self, tree: Any):
+        self.tree = tree
+
+    def __hash__(self) -> int:
+        return hash(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return False
+        try:
+            with set_current_trace(eval_trace):
+                return bool(self.tree == other.tree)
+        except Exception:  # any that the metadata raises
+            return False
+
+
+def equation_key(eqn: Any) -> Any:
+    """Returns a key of an equation's operation and source, comparable by value where possible."""
+    params = tuple(
+        (name, Structure(x) if isinstance(x, jax.tree_util.PyTreeDef) else x)
+        for name, x in sorted(eqn.params.items(), key=lambda item: item[0])
+    )
+    return eqn.primitive, params, eqn.ctx, eqn.source_info.traceback
+
+
+# Calls without any meaning beyond the program that they call.
+_CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
+
+
+def inlined(eqn: Any) -> Any:
+    """Returns the program of an equation that only calls it, or None.
+
+    A jit with shardings, layouts or donated arguments is more than a call.
+    """
+    if eqn.primitive.name in _CALLS:
+        return eqn.params["call_jaxpr"]
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return None
+    p = eqn.params
+    asks = (
+        any(p["donated_invars"])
+        or any(
+            not isinstance(s, UnspecifiedValue) for s in (*p["in_shardings"], *p["out_shardings"])
+        )
+        or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
+    )
+    return None if asks else p["jaxpr"]
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of a scan's constants and carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """Returns the avals of a closed jaxpr's arguments."""
+    return [v.aval for v in open_jaxpr(jaxpr)[0].invars]
+
+
+def aval_of(x: Any) -> Any:
+    """Returns the aval of an array, a NumPy value or a `jax.ShapeDtypeStruct`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return shaped_abstractify(x)
+    return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
+
+
+# The value of a symbolic dimension where sizes are compared: exported batches are usually large.
+SYMBOL = 1 << 20
+
+
+def size_of(shape: Sequence[Any]) -> int:
+    """Returns the number of entries of an array; a symbolic dimension counts as a large one."""
+    size = math.prod(shape)
+    if isinstance(size, int):
+        return size
+    numbers = (
+        d if isinstance(d, int) else d._evaluate(dict.fromkeys(d._get_vars(), SYMBOL))
+        for d in shape
+    )
+    return math.prod(map(int, numbers))
+
+
+def bytes_of(aval: Any, dtype: np.dtype | None = None) -> int:
+    """Returns the bytes of an array in its own or another dtype; 0 for what is none."""
+    stored = getattr(aval, "dtype", None) if dtype is None else dtype
+    return size_of(getattr(aval, "shape", (0,))) * getattr(stored, "itemsize", 0)
+
+
+def retyped(aval: Any, dtype: Any) -> Any:
+    """Returns an aval with another dtype, its sharding and axes kept."""
+    return aval.update(dtype=np.dtype(dtype))
+
+
+def typed_as(aval: Any, x: Any) -> Any:
+    """Returns an array or literal as an array with the dtype and weak type of an aval."""
+    if not is_array(aval) or aval.dtype == jax.dtypes.float0:
+        return x
+    x = jnp.asarray(x, getattr(x, "dtype", aval.dtype))
+    if jax.typeof(x).weak_type == aval.weak_type:
+        return x
+    return convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=aval.weak_type, sharding=None
+    )
+
+
+def eval_closed(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr."""
+    inner, consts = open_jaxpr(jaxpr)
+    return jax.core.eval_jaxpr(inner, consts, *args)
+
+
+def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation's primitive on other operands, with some parameters changed."""
+    params = _with_own_lines(eqn.primitive.name, {**eqn.params, **params})
+    params = eqn.primitive.get_bind_params(params)
+    # JAX casts a literal with NumPy, which warns of overflow; XLA turns -1e30 into -Inf silently.
+    with np.errstate(over="ignore"):
+        outs = eqn.primitive.bind(*args, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr, each equation by itself, so that an error names its line."""
+    inner, consts = open_jaxpr(jaxpr)
+    values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
+    for eqn in inner.eqns:
+        with location(eqn, eqn.source_info.name_stack):
+            run = functools.partial(eval_apart, inlined(eqn)) if inlined(eqn) else None
+            ins = map(read, eqn.invars)
+            values.update(zip(eqn.outvars, run(*ins) if run else bind(eqn, [*ins]), strict=True))
+    return [*map(read, inner.outvars)]
+
+
+# The precision of a matmul that JAX's default setting does not change.
+FASTEST = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
+
+
+def own_precision(params: dict[str, Any]) -> Any:
+    """Returns the precision that a matmul asks for, or None if it takes the fastest."""
+    asked = params.get("precision")
+    each = asked if isinstance(asked, tuple) else (asked,)
+    own = any(p is not None and str(p) not in ("DEFAULT", "Precision.DEFAULT") for p in each)
+    return asked if own else None
+
+
+def default_precision() -> Any:
+    """Returns the precision that JAX writes into matmuls without one, or None."""
+    return canonicalize_precision(None)
+
+
+def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], name: str) -> Any:
+    """Returns the closed jaxpr of a function of flat arguments."""
+    info = debug_info(name, fun, tuple(avals), {})
+    jaxpr, _, consts = trace_to_jaxpr_dynamic(lu.wrap_init(fun, debug_info=info), list(avals))
+    return close(jaxpr, consts)
+
+
+def close(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Returns a jaxpr closed over its constants."""
+    with_consts = getattr(jaxpr, "with_consts", None)
+    return with_consts(consts) if with_consts else ClosedJaxpr(jaxpr, consts)
+
+
+def lowered(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr of what can be compiled: some equations are functions until then.
+
+    They have derivatives of their own, so they stay until a program is compiled.
+    """
+    return partial_eval.lower_jaxpr2(jaxpr) if open_jaxpr(jaxpr)[0].is_high else jaxpr
+
+
+def with_results(jaxpr: Any, outvars: Sequence[Any]) -> Any:
+    """Returns a closed jaxpr with other results, of the equations that they depend on."""
+    inner, consts = open_jaxpr(jaxpr)
+    needed, eqns = {*outvars}, []
+    for eqn in reversed(inner.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+    return close(inner.replace(eqns=eqns[::-1], outvars=list(outvars)), consts)
+
+
+def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Returns an open jaxpr whose constants are its first arguments, and these constants."""
+    inner, consts = open_jaxpr(jaxpr)
+    if not consts:
+        return inner, []
+    return partial_eval.convert_constvars_jaxpr(inner), list(consts)
+
+
+def cleared_with_jax(cache: Any) -> None:
+    """Registers a `functools.lru_cache` to be cleared by `jax.clear_caches`."""
+    util.register_cache(cache, "mpjax")
+
+
+def tracing_key() -> Any:
+    """Returns the settings of JAX that a trace depends on, besides the arguments."""
+    return config.trace_context()
+
+
+def abstract(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns a `jax.ShapeDtypeStruct` for the type of an array, with its sharding."""
+    sharding = aval.sharding if is_explicit(aval) else None
+    return jax.ShapeDtypeStruct(aval.shape, dtype or aval.dtype, sharding=sharding)
+
+
+def is_explicit(x: Any) -> bool:
+    """Returns whether the type of an array or shape contains a sharding."""
+    sharding = _sharding(x)
+    return sharding is not None and bool(not sharding.mesh.empty and sharding.mesh.explicit_axes)
+
+
+def may_be_divided(x: Any) -> bool:
+    """Returns whether the type of an array or shape leaves it to XLA how devices divide it."""
+    sharding = _sharding(x)
+    axes = () if sharding is None or sharding.mesh.empty else sharding.mesh.auto_axes
+    return any(sharding.mesh.shape[axis] > 1 for axis in axes)
+
+
+def is_sharded_along(x: Any, dim: int) -> bool:
+    """Returns whether the type of an array says that a given dimension is sharded."""
+    if not is_explicit(x):
+        return False
+    return (*_sharding(x).spec, *[None] * x.ndim)[: x.ndim][dim] is not None
+
+
+def _sharding(x: Any) -> Any:
+    is_type = isinstance(x, jax.ShapeDtypeStruct | jax.core.AbstractValue)
+    return x.sharding if is_type else jax.typeof(x).sharding
+
+
+def shard_shape(aval: Any) -> tuple[Any, ...]:
+    """Returns the shape of one device's part of an array, as far as the program says."""
+    return aval.sharding.shard_shape(aval.shape) if is_explicit(aval) else aval.shape
+
+
+def numbered(jaxpr: Any, name: str, holds: Callable[[Any], bool]) -> tuple[Any, list[Any]]:
+    """Puts each equation of a closed jaxpr into a scope with a number, inner programs included.
+
+    JAX leaves an equation's scopes on the equations of its derivative, so the number says which
+    equation a derivative belongs to. Equations of a program that is called twice are numbered once.
+    Returns the program, and its equations by their numbers. ``holds`` says of an equation whether
+    the programs in its parameters are its inner programs.
+    """
+    equations: list[Any] = []
+    done: dict[int, tuple[Any, Any]] = {}  # with the programs themselves, so that ids stay theirs
+
+    def program(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(program, x))
+        inner = open_jaxpr(x)[0]
+        if not hasattr(inner, "eqns"):
+            return x
+        if id(x) not in done:
+            new = inner.replace(eqns=[equation(eqn) for eqn in inner.eqns])
+            done[id(x)] = x, (new if inner is x else x.replace(jaxpr=new))
+        return done[id(x)][1]
+
+    def equation(eqn: Any) -> Any:
+        info = eqn.source_info
+        stack = info.name_stack.extend(f"{name}{len(equations)}")
+        equations.append(eqn)
+        params = eqn.params
+        if holds(eqn):
+            inner = {k: program(p) for k, p in params.items()}
+            params = _with_own_lines(eqn.primitive.name, inner)
+        return eqn.replace(params=params, source_info=info.replace(name_stack=stack))
+
+    return program(jaxpr), equations
+
+
+def _with_own_lines(name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation; rules of its author get their own source lines."""
+    if not name.startswith("custom_"):
+        return params
+    return {k: own_lines(p) if isinstance(p, lu.WrappedFun) else p for k, p in params.items()}
+
+
+def called(eqn: Any) -> str:
+    """Returns the name of the function that an equation calls, or that of its primitive."""
+    program = eqn.params.get("call_jaxpr")
+    info = getattr(open_jaxpr(program)[0], "debug_info", None)
+    return getattr(info, "func_name", None) or eqn.primitive.name
+
+
+def flops_of(eqn: Any) -> int:
+    """Returns the number of floating-point operations of a matmul or convolution."""
+    if not eqn.outvars:
+        return 0
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = [eqn.invars[0].aval.shape[d] for d in contracted]
+        return 2 * size_of((*out.shape, *depth))
+    if name == "ragged_dot_general":
+        return 2 * size_of((*out.shape, eqn.invars[0].aval.shape[-1]))
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = eqn.invars[1].aval.shape
+        per_output = [size for d, size in enumerate(kernel) if d != numbers.rhs_spec[0]]
+        return 2 * size_of((*out.shape, *per_output))
+    return 0

@@ -1,0 +1,192 @@
+"""The origin of a program's equations: the scopes around them, and the user's lines."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax._src.api_util import InternalFloatingPointError
+from jax.extend.linear_util import transformation2
+from jax.extend.source_info_util import (
+    SourceInfo,
+    current_name_stack,
+    register_exclusion,
+    user_context,
+)
+
+from mpjax._src.core.base.lines import is_library
+
+JAX = f"{Path(jax.__file__).parent}{os.sep}"
+
+# Lines of mpjax are never the user's.
+register_exclusion(str(Path(__file__).parents[3]))
+OURS = f"{Path(__file__).parents[3]}{os.sep}"
+
+
+def scope_names(stack: Any) -> tuple[str, ...]:
+    """Returns the names of a name stack's scopes, without transformations."""
+    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Scope))
+
+
+def transforms(stack: Any) -> tuple[str, ...]:
+    """Returns the names of a name stack's transformations, such as "jvp" and "transpose"."""
+    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
+
+
+def scopes_named(stack: Any, start: str) -> tuple[list[str], bool]:
+    """Returns the scopes whose names start so, and whether a name stack is of a transpose."""
+    names, transposed = [], False
+    for entry in stack.stack:
+        name = entry.name
+        if name.startswith(start):
+            names.append(name)
+        elif name == "transpose":
+            transposed |= isinstance(entry, source_info_util.Transform)
+    return names, transposed
+
+
+def source_lines(*eqns: Any) -> tuple[str, str]:
+    """Returns "file:line" of the user's code, and of the library that it calls there, or "".
+
+    The equation is followed by the calls around it, because a function that a library jits does
+    not record its caller. The first one with a user's line counts. If all of the code belongs to
+    libraries, the library's line counts as the user's.
+    """
+    library = ""
+    for eqn in eqns:
+        frames = source_info_util.user_frames(eqn.source_info.traceback)
+        innermost = own = next(frames, None)
+        if innermost is None:
+            continue
+        while own and is_library(own.file_name):
+            own = next(frames, None)
+        if own:
+            return _line(own), library or ("" if own is innermost else _line(innermost))
+        library = library or _line(innermost)
+    return library, ""
+
+
+def source_line(*eqns: Any) -> str:
+    """Returns "file:line" of the user's code, for the first equation that has one, or ""."""
+    return source_lines(*eqns)[0]
+
+
+def _line(frame: Any) -> str:
+    return f"{frame.file_name}:{frame.start_line}"
+
+
+def passed_through(eqn: Any, files: Sequence[str]) -> bool:
+    """Returns whether a call in one of some files led to an equation; files are path endings."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    names = (frame.file_name.replace("\\", "/") for frame in frames)
+    return any(name.endswith(tuple(files)) for name in names)
+
+
+# Functions that cast on request. Functions that cast internally, such as a mean, are not listed.
+WRITTEN = frozenset({"astype", "asarray", "array", "convert_element_type"})
+
+
+def is_written_cast(eqn: Any) -> bool:
+    """Returns whether the user asked for a cast, or for the cast that it is the derivative of.
+
+    Users ask by a JAX function that casts, or by a library function with "cast" in its name.
+    """
+    inside, callers = _callers(eqn)
+    if not callers or WRITTEN.isdisjoint(frame.function_name for frame in inside):
+        return False
+    return not is_library(callers[0].file_name) or "cast" in callers[0].function_name
+
+
+def is_promotion(eqn: Any) -> bool:
+    """Returns whether JAX made a cast to promote operands to one dtype, unasked."""
+    inside, _ = _callers(eqn)
+    return WRITTEN.isdisjoint(frame.function_name for frame in inside)
+
+
+def is_called_directly(eqn: Any) -> bool:
+    """Returns whether the user's own line made an equation, by a call of jax.numpy or jax.lax.
+
+    Equations that a library or a function of jax.nn makes do not count.
+    """
+    inside, callers = _callers(eqn)
+    within_nn = any(f"{os.sep}nn{os.sep}" in frame.file_name.removeprefix(JAX) for frame in inside)
+    return bool(callers) and not within_nn and not is_library(callers[0].file_name)
+
+
+def in_one_call(first: Any, second: Any) -> bool:
+    """Returns whether two equations come from one call of a function outside of JAX."""
+    (one, *around), (other, *others) = (_callers(eqn)[1] or [None] for eqn in (first, second))
+    if one is None or other is None or len(around) != len(others):
+        return False
+    same = (one.file_name, one.function_name) == (other.file_name, other.function_name)
+    return same and all(
+        (a.file_name, a.line_num) == (b.file_name, b.line_num)
+        for a, b in zip(around, others, strict=True)
+    )
+
+
+def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the frames of JAX and mpjax that produced an equation, and the frames around them."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else list(traceback.frames)
+    own = (i for i, f in enumerate(frames) if not f.file_name.startswith((JAX, OURS)))
+    start = next(own, len(frames))
+    return frames[:start], frames[start:]
+
+
+def is_users(jaxpr: Any) -> bool:
+    """Returns whether a user wrote the function of an open jaxpr, so that its lines say more than
+    the line that calls it."""
+    return not jaxpr.debug_info.func_src_info.rpartition(" at ")[2].startswith((JAX, OURS))
+
+
+def line_key(eqn: Any) -> Any:
+    """Returns a key that an equation shares with those of its derivative."""
+    return eqn.source_info.traceback
+
+
+@contextlib.contextmanager
+def location(eqn: Any, stack: Any, callers: Callable[[], Sequence[Any]] = tuple):
+    """Returns a context in which traced equations get the source and scopes of an equation.
+
+    Under jax_debug_nans, the error of one that runs says its line. JAX handles its internal error,
+    that of a jit, only where the user's own code calls the jit.
+    """
+    stack = current_name_stack() + stack
+    traceback = eqn.source_info.traceback
+    with user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        try:
+            yield
+        except InternalFloatingPointError as error:
+            what = f"invalid value ({error.ty}) encountered in {eqn.primitive.name}"
+            raise _at_line(FloatingPointError(what), eqn, *callers()) from None
+        except FloatingPointError as error:
+            _at_line(error, eqn, *callers())
+            raise
+
+
+AT = "The operation is at "
+
+
+def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
+    """Adds the line of an equation, or of the calls around it, to an error that names none."""
+    line, library = source_lines(*eqns)
+    if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
+    return error
+
+
+@transformation2
+def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
+    """Gives the equations of a custom rule their own source lines; in JAX they get the call's."""
+    context = source_info_util._source_info_context
+    before = context.context
+    context.context = SourceInfo(None, before.name_stack)
+    try:
+        return fun(*args)
+    finally:
+        context.context = before

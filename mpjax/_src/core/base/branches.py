@@ -1,0 +1,60 @@
+"""Programs without conditionals: every branch runs, and the results are selected."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.higher_order import BRANCH, higher_order
+
+
+def flattened(jaxpr: Any) -> Any:
+    """Returns a closed jaxpr without conditionals and the calls that `_jax.inlined` finds.
+
+    A scalar float in a branch is 1 where the branch is not taken.
+    """
+    return _jax.trace(lambda *args: _evaluated(jaxpr, args), _jax.in_avals(jaxpr), "flattened")
+
+
+def _evaluated(
+    jaxpr: Any, args: Sequence[Any], taken: Callable[[Any], Any] = lambda x: x
+) -> list[Any]:
+    inner, consts = _jax.open_jaxpr(jaxpr)
+    env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, _jax.Literal) else env[atom]  # noqa: E731
+    for eqn in inner.eqns:
+        operands, body = list(map(read, eqn.invars)), _jax.inlined(eqn)
+        if body is not None:
+            outs = _evaluated(body, operands, taken)
+        elif higher_order(eqn.primitive.name).kind == BRANCH:
+            outs = _chosen(eqn, operands, taken)
+        else:
+            outs = list(map(taken, _jax.bind(eqn, operands)))
+        env |= zip(eqn.outvars, outs, strict=True)
+    return list(map(read, inner.outvars))
+
+
+def _chosen(eqn: Any, operands: Sequence[Any], taken: Callable[[Any], Any]) -> list[Any]:
+    """Returns the results of all branches of a conditional, and selects among them."""
+    branches = [inside.program for inside in higher_order(eqn.primitive.name).wire(eqn)]
+    index, *operands = operands
+    if isinstance(eqn.invars[0], _jax.Literal):
+        return _evaluated(branches[int(index)], operands, taken)
+
+    def of(case, x):
+        number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
+        if not number or x.shape:
+            return x
+        return taken(jax.lax.select(index == case, x, jnp.ones_like(x)))
+
+    runs = []
+    for case, branch in enumerate(branches):
+        here = functools.partial(of, case)
+        runs.append(_evaluated(branch, list(map(here, operands)), here))
+    return [
+        jax.lax.select_n(index, *(jnp.asarray(x, v.aval.dtype) for x in cases))
+        for v, *cases in zip(eqn.outvars, *runs, strict=True)
+    ]

@@ -1,0 +1,564 @@
+"""A program as a list of equations on shared values, its calls inlined.
+
+The variables of a jaxpr are its own. Here a result of one program may be an operand of another, so
+the forward and the backward part of a function are one list, which can be cut anywhere and closed
+into jaxprs again.
+"""
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import building
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.higher_order import CALL, REMATS, HigherOrder, higher_order
+from mpjax._src.core.base.rules import Rule, rule_of
+from mpjax._src.core.program.graph import PLANNED, REGION
+
+BARRIER = "optimization_barrier"
+# Their author's rules say how they are differentiated: they stay calls until the end.
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+class Value:
+    """What an argument, a constant or an equation gives.
+
+    Attributes:
+        aval: Its type.
+        const: Its value, if it is a constant.
+        literal: Whether the constant is written into the equations that read it.
+        is_float32: Whether it is a float32 array.
+        shape: Its shape; a symbolic dimension counts as a large one.
+        size: The number of its entries.
+    """
+
+    __slots__ = ("aval", "const", "is_float32", "literal", "shape", "size")
+
+    def __init__(self, aval: Any, const: Any = None, literal: bool = False) -> None:
+        self.aval, self.const, self.literal = aval, const, literal
+        self.is_float32 = getattr(aval, "dtype", None) == FLOAT32 and _jax.is_array(aval)
+        self.shape: tuple[int, ...] = getattr(aval, "shape", ())
+        self.size = math.prod(self.shape)
+        if type(self.size) is not int or not self.size:
+            self.size = _jax.size_of(self.shape)
+            self.shape = tuple(_jax.size_of((n,)) for n in self.shape)
+
+
+class Region(NamedTuple):
+    """What the scopes around an equation ask of it.
+
+    Attributes:
+        dtype: The dtype of the innermost region; "" if there is none.
+        back: Whether the equation is the transpose of another one.
+    """
+
+    dtype: str = ""
+    back: bool = False
+
+
+NOWHERE = Region()
+OURS = "mpjax."  # how the names of the library's scopes begin
+
+
+def region_of(stack: Any, name: str, outer: Region = NOWHERE) -> Region:
+    """Returns what the scopes of a primitive's equation ask for, in a program in a region.
+
+    A region is the scope ``mpjax.precision=DTYPE``. Of a primitive alone it is ``DTYPE:NAME``, and
+    ``DTYPE:NAME:again`` if it runs a second time, in the backward pass.
+    """
+    if not stack.stack:
+        return outer
+    names, back = _jax.scopes_named(stack, OURS)
+    back = back or outer.back
+    if not names:
+        return outer if back == outer.back else Region(outer.dtype, back)
+    if PLANNED in names:  # its author planned it already
+        return Region(FLOAT32.name, back)
+    for scope in reversed(names):
+        if scope.startswith(REGION):
+            dtype, *of = scope.removeprefix(REGION).split(":")
+            if not of or of[0] == name:
+                anywhere = len(of) == 2 or of == ["add_any"]  # which cotangents alone are
+                return Region(dtype, back and not anywhere)
+    return Region(outer.dtype, back)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Equation:
+    """An operation on values."""
+
+    primitive: Any
+    params: dict[str, Any]
+    ins: list[Value]
+    outs: list[Value]
+    like: Any  # the equation of a jaxpr that it came from: its source, context and effects
+    stack: Any  # the scopes around it
+    again: bool = False  # whether a checkpoint computes it again: it waits for cotangents
+    region: Region = NOWHERE
+    # Of its primitive, read in every sweep: the name, and its rows in the tables.
+    name: str = dataclasses.field(init=False)
+    rule: Rule = dataclasses.field(init=False)
+    row: HigherOrder = dataclasses.field(init=False)
+    is_half_matmul: bool | None = dataclasses.field(init=False, default=None)  # once it is known
+
+    def __post_init__(self) -> None:
+        self.name = self.primitive.name
+        self.rule, self.row = rule_of(self.name), higher_order(self.name)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it has an effect, so that it runs even if nobody reads its results."""
+        return bool(self.like.effects) and building.acts(self.like.effects)
+
+    def on(
+        self,
+        ins: Iterable[Value],
+        outs: list[Value] | None = None,
+        params: dict[str, Any] | None = None,
+        like: Any = None,
+        again: bool = False,
+    ) -> "Equation":
+        """Returns it on other operands."""
+        return Equation(
+            self.primitive,
+            self.params if params is None else params,
+            [*ins],
+            self.outs if outs is None else outs,
+            self.like if like is None else like,
+            self.stack,
+            again or self.again,
+            self.region,
+        )
+
+    def reading(self, instead: Mapping[Value, Value]) -> "Equation":
+        """Returns it on what is read instead of some of its operands, or itself."""
+        if instead.keys().isdisjoint(self.ins):
+            return self
+        return self.on(instead.get(v, v) for v in self.ins)
+
+    def enter(self, region: str) -> None:
+        """Puts it into a region."""
+        self.stack = self.stack.extend(f"{REGION}{region}")
+        self.region = region_of(self.stack, self.name, self.region)
+        self.is_half_matmul = None
+
+
+class Call(NamedTuple):
+    """An equation that was inlined, on values, and the places of the equations inside of it."""
+
+    start: int
+    stop: int
+    equation: Equation
+
+
+class Listed(NamedTuple):
+    """A program as a list of equations, before it is closed into a jaxpr."""
+
+    ins: Sequence[Value]
+    equations: Sequence[Equation]
+    outs: Sequence[Value]
+    info: Any
+
+    @classmethod
+    def of(
+        cls, ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], info: Any
+    ) -> "Listed":
+        """Returns the program of the equations that the results need."""
+        return cls(ins, needed(equations, outs), outs, info)
+
+    @property
+    def effects(self) -> Any:
+        """Its effects."""
+        return building.effects_of(e.like for e in self.equations)
+
+    def closed(self) -> Any:
+        """Returns its closed jaxpr."""
+        return closed(*self)
+
+    def written_out(self) -> "Listed":
+        """Returns it with what functions with rules do in place of their calls."""
+        into: list[Equation] = []
+        same: dict[Value, Value] = {}
+        for e in self.equations:
+            e = e.reading(same)
+            if e.name in CUSTOM:
+                flags = {"again": e.again, "stack": _scopes(e), "rules": True}
+                same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
+            else:
+                into.append(e)
+        return self._replace(equations=into, outs=[same.get(v, v) for v in self.outs])
+
+
+def parts(
+    program: Any, rules: bool = False, region: Region = NOWHERE
+) -> tuple[list[Value], list[Equation], list[Value]]:
+    """Returns the arguments, equations and results of a program; the options are `opened`'s."""
+    ins = [Value(aval) for aval in _jax.in_avals(program)]
+    equations: list[Equation] = []
+    outs = opened(program, ins, equations, rules=rules, region=region)
+    return ins, equations, outs
+
+
+def opened(
+    closed: Any,
+    ins: Sequence[Value],
+    into: list[Equation],
+    *,
+    again: bool = False,
+    stack: Any = None,
+    rules: bool = False,
+    region: Region = NOWHERE,
+    calls: list[Call] | None = None,
+    line: Any = None,
+) -> list[Value]:
+    """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
+
+    Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
+    what is written. The ``region`` is that of the equation which holds the program: its scopes are
+    not repeated on those inside.
+    ``calls`` gets what was inlined, the innermost first. ``line`` is where a user calls the
+    program, if no user wrote it.
+    """
+    jaxpr, consts = _jax.open_jaxpr(closed)
+    pairs = zip(jaxpr.constvars, consts, strict=True)
+    env = {var: Value(var.aval, const) for var, const in pairs}
+    env.update(zip(jaxpr.invars, ins, strict=True))
+
+    def read(atom):
+        literal = isinstance(atom, _jax.Literal)
+        return Value(atom.aval, atom.val, literal=True) if literal else env[atom]
+
+    for eqn in jaxpr.eqns:
+        if line is not None:
+            eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=line))
+        operands = [read(atom) for atom in eqn.invars]
+        scopes = eqn.source_info.name_stack
+        scopes = scopes if stack is None else stack + scopes
+        inner = called(eqn, rules)
+        if inner is None:
+            outs = [Value(var.aval) for var in eqn.outvars]
+            here = region_of(scopes, eqn.primitive.name, region)
+            e = Equation(eqn.primitive, eqn.params, operands, outs, eqn, scopes, again, here)
+            into.append(e)
+        else:
+            start, given = len(into), operands
+            once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
+            if once_more:
+                operands = _apart(eqn, operands, into, scopes)
+            flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
+            flags["line"] = building.line_of_call(eqn, inner)
+            outs = opened(inner, operands, into, region=region, **flags)
+            if calls is not None:
+                if eqn.primitive.name in CUSTOM:
+                    outs = _owned(outs, start, into, like=eqn, stack=scopes)
+                call = Equation(eqn.primitive, eqn.params, given, outs, eqn, scopes, again)
+                calls.append(Call(start, len(into), call))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def appended(
+    run: Callable[..., list[Any]],
+    ins: Sequence[Value],
+    into: list[Equation],
+    like: Equation | None = None,
+    outs: Sequence[Value] = (),
+    again: bool = False,
+    traced: dict[Any, Any] | None = None,
+) -> list[Value]:
+    """Appends what a function computes from values, in the region and scopes of an equation.
+
+    Its first results are ``outs``; returned are all. Who appends the same function often gives a
+    dictionary ``traced``, which keeps its programs.
+    """
+    avals, traced, start = [v.aval for v in ins], {} if traced is None else traced, len(into)
+    if (run, *avals) not in traced:
+        traced[run, *avals] = _jax.trace(run, avals, "appended")
+    flags = (
+        {"again": again or like.again, "stack": like.stack, "region": like.region} if like else {}
+    )
+    made = opened(traced[run, *avals], ins, into, **flags)
+    for v, out in zip(made, outs, strict=False):
+        rename(into[start:], v, out)
+    return [*outs, *made[len(outs) :]]
+
+
+def rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
+    """Puts a value in the place of another one, wherever it is made and read."""
+    for e in equations:
+        e.ins, e.outs = ([new if v is old else v for v in values] for values in (e.ins, e.outs))
+
+
+def _owned(
+    outs: Sequence[Value], start: int, into: list[Equation], *, like: Any, stack: Any
+) -> list[Value]:
+    """Returns results of a rule that are values of their own: an identity may have a rule."""
+    made = {v for e in into[start:] for v in e.outs}
+    own: list[Value] = []
+    for v in outs:
+        fresh = v in made and v not in own
+        own += [v] if fresh else barred([v], into, like=like, stack=stack)
+    return own
+
+
+def called(eqn: Any, rules: bool) -> Any:
+    """Returns the closed jaxpr of an equation that is no more than a call of it, or None."""
+    name = eqn.primitive.name
+    if name in REMATS:
+        return building.as_closed(eqn.params["jaxpr"])
+    if name in CUSTOM:
+        return eqn.params[higher_order(name).params[0]] if rules else None
+    return _jax.inlined(eqn) if higher_order(name).kind == CALL else None
+
+
+def _apart(eqn: Any, operands: list[Value], into: list[Equation], stack: Any) -> list[Value]:
+    """Puts the operands of a recomputation behind a barrier, where its author did not forbid it."""
+    which = eqn.params["prevent_cse"]
+    which = which if isinstance(which, tuple) else (which,) * len(operands)
+    chosen = [v for v, yes in zip(operands, which, strict=True) if yes]
+    held = iter(barred(chosen, into, like=eqn, stack=stack))
+    return [next(held) if yes else v for v, yes in zip(operands, which, strict=True)]
+
+
+def barred(values: Sequence[Value], into: list[Equation], *, like: Any, stack: Any) -> list[Value]:
+    """Appends a barrier, which keeps compilers from merging what reads it with what does not."""
+    outs = [Value(v.aval) for v in values]
+    groups = collections.defaultdict(list)
+    for v, out in zip(values, outs, strict=True):  # a barrier's values vary over the same axes
+        groups[building.varying(v.aval)].append((v, out))
+    for pairs in groups.values():
+        ins, results = map(list, zip(*pairs, strict=True))
+        plain = like.replace(effects=building.NO_EFFECTS)
+        into.append(Equation(building.barrier_p, {}, ins, results, plain, stack, again=True))
+    return outs
+
+
+def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equation]:
+    """Returns the equations that the results depend on, and those that have effects."""
+    wanted, found = set(results), []
+    for e in reversed(equations):
+        if not wanted.isdisjoint(e.outs) or e.acts:
+            found.append(e)
+            wanted.update(e.ins)
+    return found[::-1]
+
+
+def once(
+    equations: Iterable[Equation], results: Sequence[Value]
+) -> tuple[list[Equation], list[Value]]:
+    """Returns equations without repetitions, and the results that they give then.
+
+    People write ``exp(x) / exp(x).sum()``; JAX traces both. What a checkpoint computes again stays.
+    """
+    same: dict[Value, Value] = {}
+    seen: dict[Any, Equation] = {}
+    left = []
+    for e in equations:
+        e = e.reading(same)
+        try:
+            twin = seen.setdefault(_key(e), e)
+        except TypeError:  # a parameter that has no hash
+            twin = e
+        if twin is e:
+            left.append(e)
+        else:
+            same.update(zip(e.outs, twin.outs, strict=True))
+    return left, [same.get(v, v) for v in results]
+
+
+def _key(e: Equation) -> Any:
+    """Returns what equal equations have in common; an equation may be like no other."""
+    if e.acts or e.name == BARRIER:
+        return e
+    ins = [(np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins]
+    return e.primitive, *ins, e.again, e.region, tuple(e.params.items())
+
+
+def between(
+    equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
+) -> list[Equation]:
+    """Returns the equations that compute wanted values from known ones."""
+    missing, found = {v for v in wanted if v not in known}, []
+    for e in reversed(equations):
+        if not missing.isdisjoint(e.outs):
+            found.append(e)
+            missing.update(v for v in e.ins if v not in known)
+    return found[::-1]
+
+
+def remade(
+    equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
+) -> list[Equation]:
+    """Returns the equations between values, none of which makes again what is known."""
+    return [of_the_others(e, known) for e in between(equations, wanted, known)]
+
+
+def of_the_others(e: Equation, known: Collection[Value]) -> Equation:
+    """Returns an equation that does not make again what is known."""
+    if not any(v in known for v in e.outs):
+        return e
+    if e.name != BARRIER:
+        return e.on(e.ins, outs=[Value(v.aval) if v in known else v for v in e.outs])
+    pairs = [(v, out) for v, out in zip(e.ins, e.outs, strict=True) if out not in known]
+    return e.on([v for v, _ in pairs], outs=[out for _, out in pairs])
+
+
+def dependents(equations: Iterable[Equation], values: Iterable[Value]) -> set[Value]:
+    """Returns the values, and those that are computed from them."""
+    found = set(values)
+    for e in equations:
+        if e.name == BARRIER:  # each result is one of the operands
+            found.update(out for v, out in zip(e.ins, e.outs, strict=True) if v in found)
+        elif not found.isdisjoint(e.ins):
+            found.update(e.outs)
+    return found
+
+
+def in_order(equations: Iterable[Equation]) -> list[Equation]:
+    """Returns equations in an order in which they can run, as near to the given one as there is."""
+    equations = [*equations]
+    maker = {out: e for e in equations for out in e.outs}
+    found: dict[Equation, None] = {}
+    begun: set[Equation] = set()
+    todo = equations[::-1]
+    while todo:
+        e = todo[-1]
+        missing = [maker[v] for v in e.ins if v in maker and maker[v] not in found]
+        if e in found or not missing:
+            found[todo.pop()] = None
+        elif e in begun:
+            raise AssertionError(f"{e.name} waits for its own result")
+        else:
+            begun.add(e)
+            todo += missing
+    return [*found]
+
+
+def waiting(
+    early: Sequence[Equation], outs: Iterable[Value], values: Iterable[Value]
+) -> tuple[list[Equation], list[Equation]]:
+    """Takes out of a forward part what makes or reads values and is not needed for its results.
+
+    Returns:
+        What is left, and what was taken out, for the backward part.
+    """
+    ahead = {*needed(early, outs)}
+    prepared = [e for e in early if e not in ahead]
+    moved = dependents(prepared, values)
+    later = [e for e in prepared if not moved.isdisjoint(e.outs)]
+    gone = {*later}
+    return [e for e in early if e not in gone], [e.on(e.ins, again=True) for e in later]
+
+
+Makers = Mapping[Value, Equation]  # what makes each value
+
+
+def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
+    """Returns the equations that read each value."""
+    readers: dict[Value, list[Equation]] = collections.defaultdict(list)
+    for e in equations:
+        for v in dict.fromkeys(e.ins):
+            readers[v].append(e)
+    return readers
+
+
+def made_by(v: Value, maker: Makers, through: Callable[[Equation], bool]) -> Iterator[Equation]:
+    """Yields what a value is computed by: what makes it, and what makes the operands of those.
+
+    It goes ``through`` some equations alone.
+    """
+    todo, seen = [v], {v}
+    while todo:
+        e = maker.get(todo.pop())
+        if e is not None:
+            yield e
+        if e is not None and through(e):
+            todo += {*e.ins} - seen
+            seen.update(e.ins)
+
+
+class Order:
+    """Equations in the order in which they run, for walks from values to what is made of them.
+
+    Attributes:
+        readers: The equations that read each value.
+        places: The places of the equations.
+    """
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self.readers = readers_of(equations)
+        self.places = {e: i for i, e in enumerate(equations)}
+
+
+class Ahead:
+    """What reads some values, or values that are added on the way, in the order in which it runs.
+
+    Attributes:
+        queue: The equations that come next, after their places.
+    """
+
+    def __init__(self, order: Order, values: Iterable[Value]) -> None:
+        self._order, self._found = order, set[Equation]()
+        self.queue: list[tuple[int, Equation]] = []
+        self.add(values)
+
+    def add(self, values: Iterable[Value]) -> None:
+        """Adds what reads values."""
+        for e in (e for v in values for e in self._order.readers[v] if e not in self._found):
+            self._found.add(e)
+            heapq.heappush(self.queue, (self._order.places[e], e))
+
+    def __iter__(self) -> Iterator[Equation]:
+        while self.queue:
+            yield heapq.heappop(self.queue)[1]
+
+    def __len__(self) -> int:
+        """Returns the number of equations that were found."""
+        return len(self._found)
+
+
+def closed(
+    ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], info: Any
+) -> Any:
+    """Returns the closed jaxpr of the equations that the results need."""
+    env: dict[Value, Any] = {v: building.Var(v.aval) for v in ins}
+    constants: dict[Any, Any] = {}
+
+    def read(v):
+        if v not in env and v.const is not None:
+            if v.literal:
+                return _jax.Literal(v.const, v.aval)
+            env[v] = building.Var(v.aval)
+            constants[env[v]] = v.const
+        return env[v]
+
+    eqns = []
+    for e in needed(equations, outs):
+        operands = [read(v) for v in e.ins]
+        env.update((out, building.Var(out.aval)) for out in e.outs)
+        source, scopes = e.like.source_info, _scopes(e)
+        if source.name_stack is not scopes:
+            source = source.replace(name_stack=scopes)
+        eqns.append(
+            e.like.replace(
+                invars=operands,
+                outvars=[env[out] for out in e.outs],
+                primitive=e.primitive,
+                params=e.params,
+                source_info=source,
+            )
+        )
+    arguments, results = [env[v] for v in ins], [read(v) for v in outs]
+    return building.jaxpr_of(constants, arguments, results, eqns, info)
+
+
+def _scopes(e: Equation) -> Any:
+    """Returns the scopes of an equation, with its region: it may have moved to another program."""
+    alone = region_of(e.stack, e.name) if e.region.dtype else e.region
+    return e.stack if e.region.dtype == alone.dtype else e.stack.extend(REGION + e.region.dtype)

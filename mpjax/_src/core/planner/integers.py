@@ -1,0 +1,65 @@
+"""Floats that are integers: counts, positions and indices, which 16 bits may merge."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.rules import MOVE
+from mpjax._src.core.planner.equations import Equation, Value
+
+# Whether an array is integers: not, as far as one can tell; of up to 8 bits, as masks; or larger.
+NONE, SMALL, LARGE = range(3)
+MOST = 256  # bfloat16 tells all integers up to this one apart
+
+# Operations whose results are integers if their operands are.
+ELEMENTWISE = ("add", "add_any", "sub", "mul", "neg", "abs", "max", "min", "sign", "clamp")
+KEEPS = (*ELEMENTWISE, "select_n", "convert_element_type")
+SOURCES = ("iota", "convert_element_type")  # these make integers of what are none
+SUMS = ("reduce_sum", "cumsum", "reduce_window_sum", "psum", "scatter-add")
+
+
+def _of_constant(v: Value) -> int:
+    """Returns whether a number that the program contains is an integer."""
+    if isinstance(v.const, _jax.Tracer) or np.ndim(v.const) or not _is_real(v):
+        return NONE
+    size = abs(float(v.const))
+    return NONE if size != np.floor(size) else SMALL if size <= MOST else LARGE
+
+
+def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
+    """Returns whether a result of an equation is integers, if its operands are or are not."""
+    if not _is_real(out):
+        return NONE
+    if out.aval.dtype.kind != "f" and out.aval.dtype.itemsize == 1:
+        return SMALL
+    if e.name == "iota":
+        size = out.aval.shape[e.params["dimension"]]
+        return SMALL if _jax.size_of((size,)) <= MOST else LARGE
+    known = zip(e.ins, ins, strict=True)
+    pairs = [(v, kind if v.const is None else _of_constant(v)) for v, kind in known]
+    if e.name in KEEPS:
+        kinds = [_as_float(v, kind) for v, kind in pairs if _is_real(v) and v is not _choice(e)]
+        return max(kinds) if kinds and NONE not in kinds else NONE
+    if e.name in SUMS:
+        return LARGE if _as_float(*pairs[0]) else NONE
+    if e.rule.need == MOVE:
+        moved = [_as_float(v, kind) for v, kind in pairs if v.aval.dtype == out.aval.dtype]
+        return max(moved) if moved and NONE not in moved else NONE
+    return NONE
+
+
+def _choice(e: Equation) -> Value | None:
+    return e.ins[0] if e.name == "select_n" else None
+
+
+def _as_float(v: Value, kind: int) -> int:
+    """Returns the kind of an operand: integers of an unknown size are large."""
+    if v.aval.dtype.kind == "f":
+        return kind
+    return kind or (SMALL if v.aval.dtype.itemsize == 1 else LARGE)
+
+
+def _is_real(v: Value) -> bool:
+    """Returns whether a value is an array of numbers with an order."""
+    return _jax.is_array(v.aval) and getattr(v.aval.dtype, "kind", "") in ("b", "i", "u", "f")

@@ -1,0 +1,398 @@
+"""What is known of forward values: the roundings that they carry, and levels beside them.
+
+A *level* of a value along an axis is what it has in common there: ``300 + x`` has one along every
+axis, and its rounding is as large as if all of it were signal. Whoever takes the level off, as a
+norm does, is left with the rounding of the level. So a value is rounded without it:
+
+- *Terms* are parts of a sum that are constant along an axis, as biases, position tables and
+  conditioning are. They are small arrays, and stay float32.
+- Of what the planner knows nothing, as an argument or the rows of a table, the mean over the last
+  axis is such a term of every sum that it enters.
+
+What is left of the value is called its *rest*.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax._src.core.base._jax.rounded import ROUNDED
+from mpjax._src.core.planner import kinds
+from mpjax._src.core.planner.equations import BARRIER, Equation, Value
+from mpjax._src.core.planner.kinds import NO_AXES, VIEWS, Axes, axes_of_view, every, is_zero, moved
+from mpjax._src.core.planner.rounding import is_float32
+
+Pieces = frozenset[Axes]
+NO_TERMS: Pieces = frozenset()
+
+# A term has at most this part of the entries of its sum.
+SMALL_TERM = 4
+
+FOLDED: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "convert_element_type": np.float64,
+}
+
+
+class Facts:
+    """What is known of the float32 values of equations.
+
+    Attributes:
+        maker: The equation that makes a value.
+        fixed: Values that are computed from constants alone.
+        roots: What norms multiply by: one divided by the root of a value, times a small array.
+        normed: What they are multiplied with. It has no units any more.
+    """
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self.maker = {out: e for e in equations for out in e.outs}
+        self.kinds = {e: kinds.kind_of(e) for e in equations}
+        self.fixed: set[Value] = set()
+        self._numbers: dict[Value, Any] = {}
+        self._noise: dict[Value, int] = {}
+        self._level: dict[Value, Axes] = {}
+        self._terms: dict[Value, Pieces] = {}
+        self._roots: dict[Value, Value] = {}  # where the terms of parts come from
+        self._positive: set[Value] = set()
+        self._learned: set[Value] = set()
+        self._varied: set[Value] = set()
+        self.roots: set[Value] = set()
+        self._sizes: set[Value] = set()
+        self.normed: set[Value] = set()
+        for e in equations:
+            kind = self.kinds[e]
+            known = all(v.const is not None or v in self.fixed for v in e.ins)
+            if known and kind != kinds.UNKNOWN and not e.acts:
+                self.fixed.update(e.outs)
+            if known and e.name in FOLDED:
+                self._fold(e)
+            for out in e.outs:
+                if not is_float32(out):
+                    continue
+                if self._is_positive(e, kind):
+                    self._positive.add(out)
+                find = FINDERS.get(kind)
+                found = find(self, e, out) if find else (0, every(out), NO_TERMS)
+                self._noise[out], self._level[out], self._terms[out] = found
+                self._trace(e, kind, out)
+                if self._is_varied(e, kind, out):
+                    self._varied.add(out)
+
+    def noise(self, v: Value) -> int:
+        """Returns how large the roundings are that the rest of a value carries already.
+
+        2 is that of each of its entries, 1 that of a part of it, 0 none.
+        """
+        return self._noise.get(v, 0)
+
+    def level(self, v: Value) -> Axes:
+        """Returns the axes along which the rest of a value may have a level."""
+        return self._level.get(v, every(v))
+
+    def terms(self, v: Value) -> Pieces:
+        """Returns along which axes each term of a value is constant; none if it has no terms."""
+        return self._terms.get(v, NO_TERMS)
+
+    def all_levels(self, v: Value) -> Axes:
+        """Returns the axes along which a value may have a level, by its terms too."""
+        return self.level(v).union(*self.terms(v))
+
+    def learned(self, v: Value) -> bool:
+        """Returns whether a value is an argument, in another layout, or all of its terms are."""
+        return v in self._learned or (v not in self.maker and v.const is None)
+
+    def is_varied(self, v: Value) -> bool:
+        """Returns whether a value's large terms are rows of tables, or carry their roundings.
+
+        The rows of a table are parameters: none is another one with the other sign.
+        """
+        return v in self._varied
+
+    def is_positive(self, v: Value) -> bool:
+        """Returns whether no entry is below zero."""
+        if v in self._positive:
+            return True
+        number = v.const if v.literal else self._numbers.get(v)
+        return number is not None and not np.any(np.asarray(number) < 0)
+
+    def is_known(self, v: Value) -> bool:
+        """Returns whether a value is a constant, or computed from constants."""
+        return v.const is not None or v in self.fixed
+
+    def constant_along(self, v: Value, out: Value) -> Axes:
+        """Returns the axes along which an operand is constant, if it is a small array, else none.
+
+        Args:
+            v: The operand.
+            out: The result of the operation that reads it.
+        """
+        whole = out.shape
+        if not v.shape:
+            return frozenset(range(len(whole)))
+        e = self.maker.get(v)
+        spread = e is not None and e.name == "broadcast_in_dim"
+        if len(v.shape) != len(whole) or (v.shape == whole and not spread):
+            return NO_AXES
+        axes = {i for i, (a, b) in enumerate(zip(v.shape, whole, strict=True)) if a == 1 < b}
+        if e is not None and spread:
+            at = dict(zip(e.params["broadcast_dimensions"], e.ins[0].shape, strict=True))
+            axes |= {i for i, n in enumerate(whole) if n > 1 and at.get(i, 1) == 1}
+        few = math.prod(whole[i] for i in axes) < SMALL_TERM
+        return NO_AXES if few else frozenset(axes)
+
+    def mean_of(self, u: Value, v: Value) -> Axes | None:
+        """Returns the axes over which u is the sum, mean, maximum or minimum of v, or None."""
+        e = self.maker.get(u)
+        while e is not None and e.name not in ("reduce_sum", "reduce_max", "reduce_min"):
+            scaled = self.kinds[e] == kinds.MULTIPLIED and any(x.literal for x in e.ins)
+            spread = self.kinds[e] in VIEWS and e.name not in ("transpose", BARRIER)
+            if not scaled and not spread:
+                return None
+            u = next((x for x in e.ins if not x.literal), e.ins[0])
+            e = self.maker.get(u)
+        return frozenset(e.params["axes"]) if e is not None and e.ins[0] is v else None
+
+    def unknown_level(self, v: Value) -> bool:
+        """Returns whether a term of a sum takes its mean over the last axis beside it."""
+        axis = len(v.shape) - 1
+        return (
+            axis > 0
+            and self.noise(v) == 0
+            and axis in self.level(v)
+            and v.shape[axis] >= SMALL_TERM
+        )
+
+    def _trace(self, e: Equation, kind: str, out: Value) -> None:
+        constant = [v for v in e.ins if self.constant_along(v, out)]
+        if kind in VIEWS:
+            parts = e.ins[:1]
+        elif kind in (kinds.ADDED, kinds.MULTIPLIED):
+            parts = [v for v in e.ins if v not in constant] or constant
+        else:
+            parts = []
+        self._trace_norms(e, kind, out, parts, parts == constant)
+        terms = constant if kind == kinds.ADDED else []
+        terms = [*terms, *(v for v in parts if self.terms(v) or kind in VIEWS)]
+        if parts and all(map(self.learned, terms)):
+            self._learned.add(out)
+
+    def _trace_norms(
+        self, e: Equation, kind: str, out: Value, parts: Sequence[Value], small: bool
+    ) -> None:
+        if e.name in ("sqrt", "rsqrt") and not self.is_known(e.ins[0]):
+            (self._sizes if e.name == "sqrt" else self.roots).add(out)
+        elif kind in VIEWS or (e.name == "mul" and any(v in self.roots for v in e.ins)):
+            for found in (self.roots, self._sizes):
+                if any(v in found for v in e.ins) and (small or all(v in found for v in parts)):
+                    found.add(out)
+        elif e.name == "div" and e.ins[1] in self._sizes:
+            (self.roots if small or e.ins[0].literal else self.normed).add(out)
+        if out in self.roots or kind not in (*VIEWS, kinds.ADDED, kinds.MULTIPLIED):
+            return
+        if any(v in self.normed for v in parts) or (
+            e.name == "mul" and any(v in self.roots for v in e.ins)
+        ):
+            self.normed.add(out)
+
+    def _is_positive(self, e: Equation, kind: str) -> bool:
+        floats = [self.is_positive(v) for v in e.ins if is_float32(v)]
+        if e.name in ("exp", "exp2", "logistic", "square", "abs", "sqrt", "rsqrt"):
+            return True
+        if e.name == "integer_pow" and e.params["y"] % 2 == 0:
+            return True
+        if e.name == "mul" and e.ins[0] is e.ins[1]:
+            return True
+        unknown = kind in (kinds.SPECIAL, kinds.UNKNOWN, kinds.MATMUL)
+        if unknown or e.name in ("sub", "neg") or not floats:
+            return False
+        return any(floats) if e.name == "max" else all(floats)
+
+    def _is_varied(self, e: Equation, kind: str, out: Value) -> bool:
+        if self.noise(out) == 2 or (e.name == "gather" and _is_lookup(self, e)):
+            return True
+        if kind not in (*VIEWS, kinds.ADDED):
+            return False
+        floats, adds = self._floats(e), kind == kinds.ADDED
+        large = [v for v in floats if not (adds and self.constant_along(v, out))] or floats
+        return bool(floats) and self._varied.issuperset(large)
+
+    def _fold(self, e: Equation) -> None:
+        """Computes a number from numbers, such as the count of a mean."""
+        numbers = [v.const if v.literal else self._numbers.get(v) for v in e.ins]
+        if all(x is not None and not np.ndim(x) for x in numbers):
+            self._numbers[e.outs[0]] = FOLDED[e.name](*numbers)
+
+    def _floats(self, e: Equation) -> list[Value]:
+        return [v for v in e.ins if is_float32(v) and not is_zero(v)]
+
+    def _least(self, e: Equation) -> int:
+        return min((self.noise(v) for v in self._floats(e)), default=0)
+
+    def _most(self, e: Equation) -> int:
+        return max((self.noise(v) for v in self._floats(e)), default=0)
+
+
+Found = tuple[int, Axes, Pieces]  # noise, level, terms
+
+
+def _view(f: Facts, e: Equation, out: Value) -> Found:
+    v = e.ins[e.outs.index(out)] if e.name == BARRIER else e.ins[0]
+    if not is_float32(v) or out in f.fixed:
+        return 0, every(out), NO_TERMS
+    if e.name == ROUNDED:
+        return 2, f.level(v), NO_TERMS
+    places = axes_of_view(e)
+    if e.name == "broadcast_in_dim":
+        spread = f.constant_along(out, out)
+        return _lost(f, v, moved(f.all_levels(v), places) | spread)
+    groups = {a: {b for b in places if places[b] == places.get(a)} for a in places}
+    terms = f.terms(v)
+    if any(groups.get(a, {a}) - axes for axes in terms for a in axes):
+        return _lost(f, v, moved(f.all_levels(v), places))
+    return f.noise(v), moved(f.level(v), places), frozenset(moved(t, places) for t in terms)
+
+
+def _lost(f: Facts, v: Value, levels: Axes) -> Found:
+    """Returns the facts of what is made of a value and its terms together."""
+    return min(f.noise(v), 1 if f.terms(v) else 2), levels, NO_TERMS
+
+
+def _moved(f: Facts, e: Equation, out: Value) -> Found:
+    floats = [v for v in f._floats(e) if not f.is_known(v)]
+    least = min((f.noise(v) if not f.terms(v) else min(f.noise(v), 1) for v in floats), default=0)
+    if e.name == "gather" and _is_lookup(f, e):
+        return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_TERMS
+    root = _root_of_parts(f, e)
+    if root is not None:
+        f._roots[out] = root
+        return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(root)
+    alike = all(len(v.shape) == len(out.shape) for v in floats) and e.name != "gather"
+    if alike and len(floats) == 1:
+        return least, f.all_levels(floats[0]), NO_TERMS
+    if e.name == "concatenate":
+        return least, NO_AXES.union(*(_of_part(f, e, v) for v in floats)), NO_TERMS
+    return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_TERMS
+
+
+def _root_of_parts(f: Facts, e: Equation) -> Value | None:
+    """Returns a value whose terms are those of parts of it too, put together along their axes."""
+    floats = [v for v in e.ins if is_float32(v)]
+    roots = {f._roots.get(v, v) for v in floats}
+    if e.name not in ("slice", "concatenate", "rev") or len(roots) != 1:
+        return None
+    (root,) = roots
+    before, after = floats[0].shape, e.outs[0].shape
+    axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
+    axes |= (
+        {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
+    )
+    terms = f.terms(root)
+    return root if terms and all(axes - {None} <= term for term in terms) else None
+
+
+def _of_part(f: Facts, e: Equation, v: Value) -> Axes:
+    """Returns the levels that a part of a concatenation brings: a small one fills no axis."""
+    axis = e.params["dimension"]
+    few = v.shape[axis] * SMALL_TERM <= e.outs[0].shape[axis]
+    return f.all_levels(v) - ({axis} if few else NO_AXES)
+
+
+def _is_lookup(f: Facts, e: Equation) -> bool:
+    """Returns whether rows of a table are taken that is an argument: they differ."""
+    table = e.ins[0]
+    whole = tuple(e.params["slice_sizes"]) == (1, *table.shape[1:])
+    return table not in f.maker and table.const is None and len(table.shape) == 2 and whole
+
+
+def _added(f: Facts, e: Equation, out: Value) -> Found:
+    first, second = e.ins
+    own = f.mean_of(second, first) if e.name == "sub" else None
+    if own is not None:  # the terms of the result are those of the operand, less their mean
+        left = frozenset(axes for axes in f.terms(first) if not own <= axes)
+        return f.noise(first), f.level(first) - own, left
+    floats = f._floats(e)
+    constant = {v: f.constant_along(v, out) for v in floats}
+    terms = NO_TERMS.union(axes for axes in constant.values() if axes)
+    large = [v for v in floats if not constant[v]]
+    if not large:
+        return f._most(e), NO_AXES, terms
+    noises = [f.noise(v) for v in large]
+    level, terms = NO_AXES.union(*map(f.level, large)), terms.union(*map(f.terms, large))
+    last = len(out.shape) - 1
+    if any(map(f.unknown_level, large)):
+        terms |= {frozenset([last])}
+        known = [v for v in large if not f.unknown_level(v)]
+        level = level - {last} | NO_AXES.union(*map(f.level, known))
+    return (2 if min(noises) == 2 else min(1, max(noises))), level, terms
+
+
+def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
+    if e.ins[0] is e.ins[1]:
+        return _lost(f, e.ins[0], every(out))
+    constant = {v: f.constant_along(v, out) for v in e.ins}
+    large = [v for v in e.ins if not constant[v]]
+    if not large:
+        both = constant[e.ins[0]] & constant[e.ins[1]]
+        return f._most(e), *((NO_AXES, frozenset([both])) if both else (every(out), NO_TERMS))
+    if len(large) == 1 and (e.name == "mul" or large[0] is e.ins[0]):
+        (v,), (beside,) = large, (axes for axes in constant.values() if axes)
+        terms = frozenset(axes & beside for axes in f.terms(v))
+        return (f.noise(v), f.level(v), terms) if all(terms) else _lost(f, v, f.all_levels(v))
+    levels = (f.all_levels(v) | constant[v] for v in e.ins)
+    return f._most(e), every(out).intersection(*levels), NO_TERMS
+
+
+def _picked(f: Facts, e: Equation, out: Value) -> Found:
+    floats = [v for v in f._floats(e) if not f.is_known(v)]
+    numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != "select_n"]
+    least = min((min(f.noise(v), 1 if f.terms(v) else 2) for v in floats), default=0)
+    levels = every(out) if numbers else NO_AXES.union(*map(f.all_levels, floats))
+    return least, levels, NO_TERMS
+
+
+def _summed(f: Facts, e: Equation, out: Value) -> Found:
+    v, axes = e.ins[0], frozenset(e.params["axes"])
+    few = math.prod(v.shape[axis] for axis in axes) <= SMALL_TERM
+    levels, noise = f.all_levels(v), min(2 if few and not f.terms(v) else 1, f.noise(v))
+    if f.is_positive(v) or levels & axes:
+        return noise, every(out), NO_TERMS
+    return noise, moved(levels, kinds.without_axes(v, axes)), NO_TERMS
+
+
+def _sums(f: Facts, e: Equation, out: Value) -> Found:
+    levels = any(map(f.all_levels, f._floats(e)))
+    return min(1, f._least(e)), every(out) if levels else NO_AXES, NO_TERMS
+
+
+def _simple(f: Facts, e: Equation, out: Value) -> Found:
+    v = e.ins[0]
+    if e.name == "neg":
+        return f.noise(v), f.level(v), f.terms(v)
+    odd = e.name == "integer_pow" and e.params["y"] % 2
+    return _lost(f, v, f.all_levels(v) if odd else every(out))
+
+
+def _special(f: Facts, e: Equation, out: Value) -> Found:
+    odd = e.name in ("tanh", "erf", "sin", "atan", "asinh")
+    return min(1, f._least(e)), f.all_levels(e.ins[0]) if odd else every(out), NO_TERMS
+
+
+FINDERS: dict[str, Callable[[Facts, Equation, Value], Found]] = {
+    kinds.MATMUL: lambda f, e, out: (2, NO_AXES, NO_TERMS),
+    kinds.SAME: _view,
+    kinds.LAYOUT: _view,
+    kinds.MOVED: _moved,
+    kinds.ADDED: _added,
+    kinds.MULTIPLIED: _multiplied,
+    kinds.PICKED: _picked,
+    kinds.SUMMED: _summed,
+    kinds.SUMS: _sums,
+    kinds.EXTREME: lambda f, e, out: _lost(f, e.ins[0], every(out)),
+    kinds.SIMPLE: _simple,
+    kinds.SPECIAL: _special,
+}

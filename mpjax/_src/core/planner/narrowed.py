@@ -1,0 +1,240 @@
+"""Writes the roundings of streams into a float32 program, before it is differentiated.
+
+A stream ``v`` with the level ``L`` becomes ``rounded(v - L) + L`` for all who read it. Derivatives
+do not see the rounding, so all of them, and the program itself, read the same numbers.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax.rounded import rounded_p
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.garbage import collected_later
+from mpjax._src.core.base.rules import LOOKS_UP
+from mpjax._src.core.planner import kinds
+from mpjax._src.core.planner.accumulators import Sent
+from mpjax._src.core.planner.equations import BARRIER, Equation, Value, opened
+from mpjax._src.core.planner.kinds import axes_of_view, is_zero
+from mpjax._src.core.planner.levels import Facts
+from mpjax._src.core.planner.recall import Opened
+from mpjax._src.core.planner.streams import streams
+from mpjax._src.core.planner.walks import NOT_ROUNDED, Walks
+
+NOT_SENT = Sent(gathered=False)
+
+
+@collected_later()
+def narrowed(program: Any, half: np.dtype, small: int | None = None, sent: Sent = NOT_SENT) -> Any:
+    """Returns a float32 program whose streams are rounded; the same one if it has none.
+
+    Args:
+        program: The closed jaxpr.
+        half: The 16-bit dtype; float32 leaves the program as it is.
+        small: The least number of entries of a stream, as for `streams`.
+        sent: What devices send each other in 16 bits.
+    """
+    if half == FLOAT32:
+        return program
+    parts = Opened(program)
+    found, facts = streams(parts.equations, parts.outs, half, small, parts.ruled)
+    found = [v for v in found if parts.is_reached(v)]
+    writer = Narrowing(parts, facts, half)
+    for v in found:
+        writer.choose(v)
+    inside = sent_in_half(parts, facts, half) if sent.gathered else []
+    inside += parts.inside(functools.partial(narrowed, half=half, small=small))
+    if not writer.rounded and not inside:
+        return program
+    values = [*writer.rounded, *writer.levelled, *inside]
+    return parts.changed(values, writer.alias, writer.write)
+
+
+def sent_in_half(parts: Opened, facts: Facts, half: np.dtype) -> list[Value]:
+    """Lets devices exchange tables in 16 bits for lookups, where rows may be rounded."""
+    tables = {v for v in parts.ins if v.is_float32}
+    lookups = [
+        e
+        for e in parts.equations
+        if LOOKS_UP in e.rule.traits and e.ins[0] in tables and not e.region.dtype
+    ]
+    lookups = [e for e in lookups if not parts.is_fixed(e.outs[0])]
+    if not lookups:
+        return []
+    facts = facts if facts.kinds else Facts(parts.equations)
+    walks = Walks(parts.equations, parts.outs, facts, parts.ruled)
+    # Each row is sent by itself: what it is added to does not matter.
+    found = [e for e in lookups if walks.refused(e.outs[0]) in (None, NOT_ROUNDED)]
+    for e in found:
+        e.primitive, e.params = _jax.planned_gather(e.like, half)
+    return [out for e in found for out in e.outs]
+
+
+class Narrowing:
+    """Writes roundings, and the levels that they leave out.
+
+    Attributes:
+        rounded: The values to round.
+        levelled: The values whose terms are read.
+        alias: What is read in the place of a rounded value.
+        terms: The terms of values that were written.
+    """
+
+    def __init__(self, parts: Opened, facts: Facts, half: np.dtype) -> None:
+        self.parts, self.facts, self.half = parts, facts, half
+        self.rounded: dict[Value, None] = {}
+        self.levelled: dict[Value, None] = {}
+        self.alias: dict[Value, Value] = {}
+        self.terms: dict[Value, list[Value]] = collections.defaultdict(list)
+        self._traced: dict[Any, Any] = {}
+
+    def choose(self, v: Value) -> None:
+        """Chooses a value to round, unless its terms are out of reach."""
+        chain: dict[Value, None] = {}
+        todo = [v] if self.facts.terms(v) else []
+        while todo:
+            x = todo.pop()
+            if x in chain or x in self.levelled:
+                continue
+            e = self.facts.maker[x]
+            if self.parts.is_fixed(x) or self._terms_of(e) is None:
+                return
+            chain[x] = None
+            todo += [y for y in e.ins if self.facts.terms(y)]
+        self.levelled |= chain
+        self.rounded[v] = None
+
+    def write(self, v: Value, e: Equation, into: list[Equation]) -> None:
+        """Writes what follows the equation that makes a value."""
+        if v in self.levelled:
+            self._write_terms(v, e, into)
+        if v in self.rounded:
+            run = functools.partial(_rounded, self.half)
+            values = [v, *self.terms[v]]
+            (self.alias[v],) = self._append("rounded", run, values, e, into)
+
+    def _terms_of(self, e: Equation) -> Callable[..., Any] | None:
+        kind = self.facts.kinds[e]
+        if e.name in ("neg", "transpose", "reshape", "squeeze"):
+            return _of_view
+        same = kind in (kinds.SAME, kinds.MOVED) and e.name != BARRIER
+        return _of_view if same else {kinds.ADDED: _of_sum, kinds.MULTIPLIED: _of_product}.get(kind)
+
+    def _write_terms(self, v: Value, e: Equation, into: list[Equation]) -> None:
+        """Writes the terms of a value: small arrays, which are its level together."""
+        find = self._terms_of(e)
+        assert find is not None
+        recipe, values = find(self, e)
+        run = functools.partial(_computed, recipe)
+        self.terms[v] = self._append(recipe, run, values, e, into)
+
+    def _append(
+        self,
+        key: Any,
+        run: Callable[..., Any],
+        values: Sequence[Value],
+        e: Equation,
+        into: list[Equation],
+    ) -> list[Value]:
+        avals = [v.aval for v in values]
+        key = key, *avals
+        if key not in self._traced:
+            self._traced[key] = _jax.trace(run, avals, "level")
+        first = len(into)
+        values = [self.alias.get(v, v) for v in values]
+        outs = opened(self._traced[key], values, into, stack=e.stack)
+        for new in into[first:]:
+            new.like = new.like.replace(source_info=e.like.source_info)
+        return outs
+
+
+def _rounded(half: np.dtype, v: Any, *terms: Any) -> list[Any]:
+    held = [lax.stop_gradient(t) for t in terms]  # what is taken off is added again
+    r = rounded_p.bind(functools.reduce(lambda x, t: x - t, held, v), half=half)
+    return [functools.reduce(lambda x, t: x + t, held, r)]
+
+
+# ---- the terms of a value, by the operation that makes it: how, and of what ----------------------
+
+
+def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
+    f, aval = n.facts, e.outs[0].aval
+    own = f.mean_of(e.ins[1], e.ins[0]) if e.name == "sub" else None
+    if own is not None:
+        return ("centered", tuple(sorted(own))), n.terms[e.ins[0]]
+    steps: list[tuple[str, tuple[int, ...], bool]] = []
+    values: list[Value] = []
+    for i, v in enumerate(e.ins):
+        if is_zero(v):
+            continue
+        constant = tuple(sorted(f.constant_along(v, e.outs[0])))
+        each: list[tuple[str, tuple[int, ...], Value]]
+        each = [("sliced", constant, v)] if constant else [("term", (), t) for t in n.terms[v]]
+        if not constant and f.unknown_level(v):
+            each.append(("mean", (len(aval.shape) - 1,), v))
+        steps += [(how, axes, e.name == "sub" and i == 1) for how, axes, _ in each]
+        values += [x for *_, x in each]
+    return ("sum", len(aval.shape), tuple(steps)), values
+
+
+def _of_product(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
+    aval = e.outs[0].aval
+    constant = [tuple(sorted(n.facts.constant_along(v, e.outs[0]))) for v in e.ins]
+    both = all(constant)
+    whole = 1 if constant[0] and not both else 0  # the operand whose terms are multiplied
+    terms = [e.ins[0]] if both else n.terms[e.ins[whole]]
+    recipe = (e.name, len(aval.shape), constant[0] if both else (), constant[1 - whole])
+    return recipe, [e.ins[1 - whole], *terms]
+
+
+def _of_view(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
+    if e.name in ("reshape", "squeeze"):
+        shapes = e.ins[0].aval.shape, e.outs[0].aval.shape
+        places = tuple((a, *at) for a, at in axes_of_view(e).items())
+        return ("reshape", *shapes, places), n.terms[e.ins[0]]
+    return (e.name, e.params.get("permutation")), n.terms[e.ins[0]]
+
+
+def _computed(recipe: Any, *xs: Any) -> list[Any]:
+    how, *rest = recipe
+    if how == "centered":
+        left = [x for x in xs if any(x.shape[axis] != 1 for axis in rest[0])]
+        return [x - jnp.mean(x, rest[0], keepdims=True) for x in left]
+    if how == "sum":
+        found: dict[Any, Any] = {}
+        for x, (way, axes, negative) in zip(xs, rest[1], strict=True):
+            t = _small(x, rest[0], axes) if way == "sliced" else x
+            t = jnp.mean(t, axes, keepdims=True) if way == "mean" else t
+            t = -t if negative else t
+            found[t.shape] = found[t.shape] + t if t.shape in found else t
+        return [*found.values()]
+    if how in ("mul", "div"):
+        rank, axes, others = rest
+        factor, *terms = xs
+        factor = _small(factor, rank, others)
+        terms = [_small(t, rank, axes) if axes else t for t in terms]
+        return [t * factor if how == "mul" else t / factor for t in terms]
+    if how == "reshape":
+        return [_reshaped(x, *rest) for x in xs]
+    if how == "transpose":
+        return [lax.transpose(x, rest[0]) for x in xs]
+    return [-x if how == "neg" else x for x in xs]
+
+
+def _small(x: Any, rank: int, axes: Sequence[int]) -> Any:
+    """Returns an array with one entry along the axes along which it is constant."""
+    if not x.shape:
+        return lax.reshape(x, (1,) * rank)
+    return functools.reduce(lambda y, axis: lax.slice_in_dim(y, 0, 1, axis=axis), axes, x)
+
+
+def _reshaped(x: Any, before: Any, after: Any, places: Any) -> Any:
+    constant = {a for a, (n, m) in enumerate(zip(x.shape, before, strict=True)) if n == 1 != m}
+    ones = {i for a, *at in places if a in constant for i in at}
+    return lax.reshape(x, [1 if i in ones else n for i, n in enumerate(after)])

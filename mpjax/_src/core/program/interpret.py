@@ -1,0 +1,296 @@
+"""Evaluates a program one operation at a time, for the tools that watch it.
+
+The watcher defines the values that are passed between operations: they may contain more than an
+array (a second array, where it came from). The operations inside jit, scan, while, cond, remat and
+custom rules are run one by one, and so are those in shard_map (`unmapped`); kernels run as one
+operation. A value is freed after its last use.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_half
+from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order, turns_of
+from mpjax._src.core.base.progress import advance
+from mpjax._src.core.program.site import ROOT, Site
+from mpjax._src.core.program.unmapped import unmapped
+
+OPERATION = "operation"  # what progress counts
+
+
+class Watcher(Protocol):
+    """The interface of an instrument that evaluates the operations of a program."""
+
+    def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
+        """Runs one operation on values, and returns its results as values."""
+
+    def entered(self, eqn: Any, ins: list[Any], place: Site) -> None:
+        """Is called before the programs inside an equation run."""
+        return None
+
+    def constant(self, array: Any) -> Any:
+        """Returns the value of an array that is part of the program."""
+
+    def decide(self, value: Any, eqn: Any, place: Site) -> int:
+        """Returns the predicate or index of a branch or loop, as an integer."""
+        return int(value.array)
+
+    def slice(self, value: Any, index: int) -> Any:
+        """Returns a slice along the first axis."""
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        """Returns values stacked along a new first axis."""
+
+
+class Plain(Watcher):
+    """The watcher that watches nothing: its values are arrays."""
+
+    operation = staticmethod(lambda eqn, ins, place: run(eqn, ins))
+    constant = staticmethod(lambda array: array)
+    decide = staticmethod(lambda value, eqn, place: int(value))
+    slice = staticmethod(lambda value, index: take(value, index))
+    stack = staticmethod(lambda values: jnp.stack(values))
+
+
+def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Site = ROOT) -> list[Any]:
+    """Evaluates a jaxpr, closed, or open without constants, under a watcher.
+
+    The list of arguments is emptied, so that each value can be freed after its last use.
+    """
+    inner, consts = _jax.open_jaxpr(jaxpr)
+    last_use: dict[Any, int] = {}
+    for index, eqn in enumerate(inner.eqns):
+        last_use |= {v: index for v in eqn.invars if not isinstance(v, _jax.Literal)}
+    handed_out = {v for v in inner.outvars if not isinstance(v, _jax.Literal)}
+    env = {
+        v: value
+        for v, value in zip(inner.invars, args, strict=True)
+        if v in last_use or v in handed_out
+    }
+    args.clear()
+    env |= {v: watcher.constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
+
+    def read(atom):
+        if not isinstance(atom, _jax.Literal):
+            return env[atom]
+        dtype = getattr(atom.aval, "dtype", None)
+        return watcher.constant(atom.val if dtype is None else np.asarray(atom.val, dtype))
+
+    for index, eqn in enumerate(inner.eqns):
+        ins = [read(atom) for atom in eqn.invars]
+        for v in {v for v in eqn.invars if not isinstance(v, _jax.Literal)}:
+            if last_use[v] == index and v not in handed_out:
+                del env[v]
+        here = place.at(eqn)
+        if enters(eqn):
+            watcher.entered(eqn, ins, here)
+            outs = ENTER[higher_order(eqn.primitive.name).kind](eqn, ins, watcher, here.inside(eqn))
+        else:
+            outs = watcher.operation(eqn, ins, here)
+            advance(OPERATION)
+        for v, value in zip(eqn.outvars, outs, strict=True):
+            if v in last_use or v in handed_out:
+                env[v] = value
+    return [read(atom) for atom in inner.outvars]
+
+
+def operations_in(jaxpr: Any) -> int:
+    """Returns how many operations `interpret` runs: one turn of each while loop is counted."""
+    inner, _ = _jax.open_jaxpr(jaxpr)
+    count = 0
+    for eqn in inner.eqns:
+        kind = higher_order(eqn.primitive.name)
+        if not enters(eqn):
+            count += 1
+            continue
+        programs = [unmapped(eqn)] if kind.kind == MAP else [p.program for p in kind.wire(eqn)]
+        inside = [operations_in(program) for program in programs]
+        count += turns_of(eqn) * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))
+    return count
+
+
+def run(eqn: Any, arrays: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation on arrays, in the context that it was traced in.
+
+    A shard_map that is not entered is compiled whole: JAX itself would compile each operation in
+    it, for all devices.
+    """
+
+    def bind(arrays):
+        return _jax.bind(eqn, arrays, **params)
+
+    whole = higher_order(eqn.primitive.name).kind == MAP
+    with _jax.location(eqn, eqn.source_info.name_stack):
+        return jax.jit(bind)(arrays) if whole else bind(arrays)
+
+
+# ---- programs inside ----------------------------------------------------------------------------
+
+
+def _call(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    (inside,) = higher_order(eqn.primitive.name).wire(eqn)
+    return interpret(inside.program, ins, watcher, place)
+
+
+def _scan(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    row = higher_order(eqn.primitive.name)
+    (inside,) = row.wire(eqn)
+    num_consts, num_carry = inside.consts, len(inside.carry)
+    length, reverse, _ = row.turns(eqn)
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+    xs = ins[num_consts + num_carry :]
+    ins.clear()
+    avals = [v.aval for v in eqn.outvars[num_carry:]]
+    ys: list[list[Any]] = [[None] * length for _ in avals]
+    for i in reversed(range(length)) if reverse else range(length):
+        args = [*consts, *carry, *(watcher.slice(x, i) for x in xs)]
+        carry = []  # the arguments alone hold the last iteration's
+        outs = interpret(inside.program, args, watcher, place.turn(SCAN, i))
+        carry = outs[:num_carry]
+        for stack, y in zip(ys, outs[num_carry:], strict=True):
+            stack[i] = y
+    stacked = []
+    for aval, stack in zip(avals, ys, strict=True):
+        nothing = jnp.zeros(aval.shape, aval.dtype) if not length else None
+        stacked.append(watcher.stack(stack) if length else watcher.constant(nothing))
+        stack.clear()
+    return [*carry, *stacked]
+
+
+def _while(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    cond, body = higher_order(eqn.primitive.name).wire(eqn)
+    cond_consts, body_consts = ([ins[i] for i in p.ins[: p.consts]] for p in (cond, body))
+    carry = ins[cond.consts + body.consts :]
+    ins.clear()
+    i = 0
+    while True:
+        here = place.turn(WHILE, i)
+        (going,) = interpret(cond.program, [*cond_consts, *carry], watcher, here)
+        if not watcher.decide(going, eqn, here):
+            return carry
+        args = [*body_consts, *carry]
+        carry = []
+        carry = interpret(body.program, args, watcher, here)
+        i += 1
+
+
+def _cond(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    branches = [inside.program for inside in higher_order(eqn.primitive.name).wire(eqn)]
+    index = watcher.decide(ins.pop(0), eqn, place)
+    # An index beyond the branches is the nearest one, as in JAX.
+    return interpret(branches[min(max(index, 0), len(branches) - 1)], ins, watcher, place)
+
+
+def _map(eqn: Any, ins: list[Any], watcher: Watcher, place: Site) -> list[Any]:
+    return interpret(unmapped(eqn), ins, watcher, place)
+
+
+# The equations whose programs are entered.
+ENTER: dict[str, Callable[..., list[Any]]] = {
+    CALL: _call,
+    SCAN: _scan,
+    WHILE: _while,
+    BRANCH: _cond,
+    MAP: _map,
+}
+
+
+def enters(eqn: Any) -> bool:
+    """Returns whether `interpret` enters the programs of an equation."""
+    kind = higher_order(eqn.primitive.name).kind
+    return kind in ENTER and (kind != MAP or unmapped(eqn) is not None)
+
+
+def take(array: jax.Array, index: int) -> jax.Array:
+    """Returns a slice along the first axis; one compilation serves every index."""
+    return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+# Parameters that name the dtype of an operation's result.
+DTYPES = ("preferred_element_type", "new_dtype", "dtype", "half")
+
+
+def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
+    """Runs an equation with 16-bit arrays widened to float32, or returns None if it cannot."""
+    if eqn.effects or (eqn.primitive.name in NARROW and touches_half(eqn)):
+        return None  # effects must happen only once
+    wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
+    arrays = [widen(x) for x in arrays]
+    casts = eqn.primitive.name == "convert_element_type" and wide
+    if is_precise(eqn) or (casts and dtype_of(arrays[0]) == FLOAT32):
+        return arrays  # no copy: parameters are cast, and large
+    try:
+        return run(eqn, arrays, **wide)
+    except MISFITS:
+        programs = {name: p for name, p in eqn.params.items() if holds_program(p)}
+    try:  # what sums or maps by a program written for 16 bits
+        return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
+    except MISFITS:
+        return None
+
+
+def is_precise(eqn: Any) -> bool:
+    """Returns whether an equation rounds to the precision that its operand has anyway."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
+
+
+def is_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, open or closed."""
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def holds_program(x: Any) -> bool:
+    """Returns whether a parameter of an equation is a program, or several."""
+    return is_program(x) or (isinstance(x, tuple) and any(map(is_program, x)))
+
+
+def touches_half(eqn: Any) -> bool:
+    """Returns whether an equation has 16-bit operands or results."""
+    return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
+
+
+# Equations that cannot be widened: kernels, the user's host code, and casts of bits.
+NARROW = frozenset({"bitcast_convert_type", "ffi_call", "pallas_call", "pure_callback"})
+
+# The errors of JAX for dtypes that do not match. Others (out of memory) are raised.
+MISFITS = (TypeError, ValueError, NotImplementedError)
+
+
+class Wide(Plain):
+    """The watcher that runs a program in float32."""
+
+    @staticmethod
+    def operation(eqn, ins, place):
+        outs = run_in_float32(eqn, ins)
+        if outs is None:
+            raise NotImplementedError(f"{eqn.primitive} has no float32 form.")
+        return outs
+
+    constant = staticmethod(lambda array: widen(array))
+
+
+def _widened(program: Any) -> Any:
+    """Returns a program with float32 in place of 16 bits."""
+    if not is_program(program):
+        return program
+    avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
+    wide = _jax.trace(lambda *args: interpret(program, list(args), Wide()), avals, "float32")
+    if hasattr(program, "jaxpr"):
+        return wide
+    inner, consts = _jax.open_jaxpr(wide)
+    if consts:
+        raise NotImplementedError("A program with constants is not supported here.")
+    return inner
+
+
+def widen(x: Any) -> Any:
+    """Returns a 16-bit array as float32, and anything else as it is."""
+    return jax.lax.convert_element_type(x, FLOAT32) if is_half(x) else x

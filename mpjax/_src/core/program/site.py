@@ -1,0 +1,111 @@
+"""Where an equation is: in which scopes, loops and calls, and in which pass."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.higher_order import turns_of
+from mpjax._src.core.base.patterns import matches
+from mpjax._src.core.program.graph import AGAIN, KERNEL
+
+# The names of scopes that say which op of a plan, or which equation of a function, an equation
+# comes from, before the number.
+ROW = "mpjax.row="
+NUMBER = "mpjax.equation="
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """The position of an equation in a program."""
+
+    scopes: tuple[str, ...] = ()  # the names of the scopes around it
+    transforms: tuple[str, ...] = ()  # the transformations that produced it: "jvp", "transpose"
+    # The loops around it with their iterations, the outermost first, where it runs.
+    loops: tuple[tuple[str, int], ...] = ()
+    # The equations whose programs it is inside of, the outermost first.
+    callers: tuple[Any, ...] = ()
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to the backward pass."""
+        return "transpose" in self.transforms
+
+    @property
+    def again(self) -> bool:
+        """Whether the backward pass computes again there what the forward pass computed."""
+        return AGAIN in (*self.scopes, *self.transforms)
+
+    @property
+    def op(self) -> int | None:
+        """The number of the plan's op at this place, if ops are numbered."""
+        return row_of(self.scopes)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of the function's equation at this place, after those of the equations around
+        it, if equations are numbered."""
+        names = dict.fromkeys(name for name in self.scopes if name.startswith(NUMBER))
+        return tuple(int(name.removeprefix(NUMBER)) for name in names)
+
+    def at(self, eqn: Any, repeats: bool = True) -> "Site":
+        """Returns the place of an equation in the program at this place.
+
+        An equation in a transposed jit repeats the scopes around it. Without ``repeats``, they
+        count once.
+        """
+        stack = eqn.source_info.name_stack
+        scopes, transforms = _jax.scope_names(stack), _jax.transforms(stack)
+        once = not repeats and scopes[: len(self.scopes)] == self.scopes
+        return dataclasses.replace(
+            self,
+            scopes=scopes if once else self.scopes + scopes,
+            transforms=self.transforms + transforms,
+        )
+
+    def inside(self, eqn: Any) -> "Site":
+        """Returns the place of the inner programs of an equation at this place."""
+        return dataclasses.replace(self, callers=(*self.callers, eqn))
+
+    def turn(self, loop: str, iteration: int) -> "Site":
+        """Returns the place of an iteration of a loop at this place."""
+        return dataclasses.replace(self, loops=(*self.loops, (loop, iteration)))
+
+    def lines(self, eqn: Any) -> tuple[str, str]:
+        """Returns "file:line" of an equation here, or of the nearest caller that has
+        one: the user's line, and that of the library that it calls there, or ""."""
+        return _jax.source_lines(eqn, *reversed(self.callers))
+
+
+ROOT = Site()  # of a whole program
+
+
+def equations(jaxpr: Any, site: Site = ROOT, times: int = 1) -> Iterator[tuple[Any, Site, int]]:
+    """Yields every equation of an open jaxpr and of the programs inside, where it is, and how
+    often it runs, as far as that is known."""
+    for eqn in jaxpr.eqns:
+        here = site.at(eqn)
+        yield eqn, here, times
+        for inner in _jax.inner_jaxprs(eqn):
+            yield from equations(inner, here.inside(eqn), times * turns_of(eqn))
+
+
+def row_of(scopes: Sequence[str]) -> int | None:
+    """Returns the number of the plan's op in the innermost of some scopes, if ops are numbered."""
+    numbers = [name for name in scopes if name.startswith(ROW)]
+    return int(numbers[-1].removeprefix(ROW)) if numbers else None
+
+
+def shown(scopes: Sequence[str]) -> list[str]:
+    """Returns the names of scopes without those that mpjax itself adds, and JAX's own."""
+    return [name for name in scopes if not name.startswith("mpjax.") and name != AGAIN]
+
+
+def overriding(
+    overrides: Iterable[tuple[str, Any]], scopes: Sequence[str], name: str, paths: Iterable[str]
+) -> list[tuple[str, Any]]:
+    """Returns the overrides that match an operation of a primitive, in scopes, on parameters."""
+    scopes = [scope for scope in scopes if not scope.startswith((ROW, NUMBER))]
+    user_scopes = (scope for scope in scopes if not scope.startswith(KERNEL))
+    places = ["/".join(scopes), "/".join((*scopes, name)), "/".join(user_scopes), *paths]
+    return [o for o in overrides if any(matches(o[0], place) for place in places)]

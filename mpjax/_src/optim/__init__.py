@@ -1,0 +1,1 @@
+"""Optimizer state in fewer bytes: 8-bit moments, split masters, stochastic rounding."""

@@ -1,3 +1,0 @@
-"""Policies: their grammar, and which one suits a device."""
-
-from mpjax._src.policy.policy import Policy as Policy  # old pickles name it here

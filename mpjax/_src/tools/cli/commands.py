@@ -1,0 +1,572 @@
+"""The command line: ``mpjax doctor``, ``explain``, ``compile``, ``fit``, ``compare`` and ``lint``.
+
+Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
+line, for an error in the user's module or function, and for a result that cannot be written.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import jax
+
+import mpjax
+from mpjax._src.tools.cli import options, printing
+from mpjax._src.tools.cli.load import TargetError, describe, load, load_maker, running
+from mpjax._src.tools.hardware.report import CompileReport, document_of
+from mpjax._src.tools.hardware.trials import takes_checkpoint
+
+FINDING, WRONG = 1, 2
+
+api: Any = mpjax
+
+
+class UserError(click.ClickException):
+    """An error in the user's code: one line on stderr."""
+
+    exit_code = WRONG
+
+
+class Command(click.Command):
+    """A command that tells the user's errors in one line, or whole with ``--traceback``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TargetError as error:
+            if ctx.params.get("show_traceback"):
+                traceback.print_exception(error.__cause__ or error)
+            raise UserError(str(error)) from None
+
+
+class Group(click.Group):
+    command_class = Command
+
+
+@click.group(cls=Group, epilog=options.EXIT_CODES, context_settings={"max_content_width": 100})
+@click.version_option(mpjax.__version__, prog_name="mpjax", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Mixed precision for JAX: test what a machine can do, and inspect what a program does.
+
+    TARGET is MODULE:FUNCTION or path/to/file.py:FUNCTION. FUNCTION takes no arguments and returns
+    (fun, args): a function, and the tuple of arguments to call it with. Commands that do not run
+    the function also accept jax.ShapeDtypeStruct as arguments. For fit, FUNCTION takes a policy.
+
+    \b
+    Examples:
+      mpjax doctor
+      mpjax explain train.py:loss --argnums 0
+      mpjax compile train:step --target v100,h100 --policy mixed_float16
+      mpjax fit train:step --target a100
+      mpjax compare train:loss --argnums 0 --tolerance 0.05 --json
+      mpjax lint train:step --sarif
+    """
+
+
+@cli.command()
+@options.platform
+@options.as_json
+def doctor(platform: tuple[str, ...], as_json: bool) -> None:
+    """Show versions and devices, and test 16-bit computation.
+
+    Also lists XLA flags that are worth trying, and known problems of the installed jaxlib. Takes
+    about two seconds for each 16-bit dtype. Exits with 1 if a test failed.
+    """
+    from mpjax._src.tools.cli.doctor import examine, shown
+
+    with printing.waiting("testing float16 and bfloat16"):
+        results = examine(platform)
+    printing.json_to_stdout(results) if as_json else printing.show(shown(results))
+    if not results["ok"]:
+        _finding("a self-test failed: 16-bit computation does not work correctly here.")
+
+
+@cli.command()
+@options.target
+@options.policy("mixed_bfloat16")
+@options.argnums(None)
+@options.has_aux
+@click.option(
+    "--rows", type=click.IntRange(0), default=0, metavar="N", help="List the first N operations."
+)
+@click.option("--all", "all_rows", is_flag=True, help="List all operations.")
+@click.option(
+    "--fail-under",
+    type=options.Number(0, 1),
+    metavar="SHARE",
+    help="Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
+)
+@click.option(
+    "--target",
+    "device",
+    metavar="NAME",
+    help="Plan attention for this accelerator, such as h100. This machine need not have it.",
+)
+@options.html
+@options.as_json
+@options.show_traceback
+def explain(
+    target: str,
+    policy: Any,
+    argnums: Any,
+    has_aux: bool,
+    rows: int,
+    all_rows: bool,
+    fail_under: float | None,
+    device: str | None,
+    html: Path | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Show what autocast would do to a function, without running it.
+
+    \b
+    Examples:
+      mpjax explain train:loss                      the forward pass
+      mpjax explain train:loss --argnums 0 --all    with gradients, op by op
+      mpjax explain train:loss --fail-under 0.9     for a script
+      mpjax explain train:loss --html map.html      a map of the program
+    """
+    fun, args = load(target)
+    _check_argnums(argnums, args)
+    with running(f"explaining {target}"):
+        report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
+        page = report.to_html(f"{target} under {policy}") if html else None
+    if as_json:
+        printing.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
+    else:
+        click.echo(f"{target} under {policy}")
+        printing.show(report.document(len(report.rows) if all_rows else rows))
+    _write(html, page, as_json)
+    if fail_under is not None and report.half_flops < fail_under:
+        _finding(
+            f"{report.half_flops:.2%} of the matmul FLOPs run in 16 bits, below {fail_under:.2%}"
+        )
+
+
+@cli.command("compile")
+@options.target
+@click.option(
+    "--target",
+    "devices",
+    type=options.NAMES,
+    required=True,
+    metavar="NAMES",
+    help="Accelerators, such as v100,h100 or 'h100 x 8'. This machine need not have them.",
+)
+@options.policy(
+    None, "Autocast the function first. Without it, the function is compiled as written."
+)
+@options.html
+@options.as_json
+@options.show_traceback
+def compile_(
+    target: str,
+    devices: Sequence[str],
+    policy: Any,
+    html: Path | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Compile a function for accelerators that you do not have.
+
+    Shows memory, the dtypes of matmuls, a lower bound on the run time and where it goes, side by
+    side. For several devices, shows what one of them uses and what it sends to the others. Exits
+    with 1 if the program does not fit on a device, or if its compiler refuses it.
+
+    \b
+    Examples:
+      mpjax compile train:step --target v100,h100
+      mpjax compile train:step --target v5e --policy mixed_bfloat16 --json
+    """
+    _use_cpu()
+    fun, args = load(target)
+    fun = fun if policy is None else mpjax.autocast(fun, policy)
+    reports: list[CompileReport] = []
+    pages: dict[str, str] = {}
+    results = [_compiled(name, fun, args, reports, pages if html else None) for name in devices]
+    result = {"target": target, "policy": policy and str(policy), "results": results}
+    if as_json:
+        printing.json_to_stdout(result)
+    elif any(each["status"] != "error" for each in results):
+        click.echo(f"{target} {f'under {policy}' if policy else 'as written'}")
+        if reports:
+            printing.show(document_of(reports))
+        for each in results:
+            if "error" in each:
+                click.echo(f"{each['target']}: {each['error']}")
+    for name, page in pages.items():
+        several = f"-{name.replace(' ', '')}" if len(devices) > 1 else ""  # a file for each
+        _write(html and html.with_stem(html.stem + several), page, as_json)
+    wrong = [each for each in results if each.get("status") == "error"]
+    if wrong:
+        raise TargetError("\n".join(_grouped(wrong)))
+    bad = [each["target"] for each in results if not each.get("fits", False)]
+    if bad:
+        _finding(f"does not fit, or was refused: {', '.join(bad)}")
+
+
+@cli.command()
+@options.target
+@click.option(
+    "--target",
+    "device",
+    required=True,
+    metavar="NAME",
+    help="An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.",
+)
+@options.policy("mixed_bfloat16", "The policy to which settings are added.")
+@click.option("--every", is_flag=True, help="Compile all settings, for the whole frontier.")
+@click.option(
+    "--reserve",
+    type=options.Number(0, 1, max_open=True),
+    metavar="SHARE",
+    help="The share of the memory to leave free: by default 0.25 on GPUs, which JAX does not give "
+    "to programs, and 0.05 on TPUs.",
+)
+@options.plot
+@options.html
+@options.as_json
+@options.show_traceback
+def fit(
+    target: str,
+    device: str,
+    policy: Any,
+    every: bool,
+    reserve: float | None,
+    plot: Path | None,
+    html: Path | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Find the fastest setting with which a training step fits a device.
+
+    Compiles the step with few of the settings that save memory, and prints the policy to copy.
+    FUNCTION takes a policy, and returns (fun, args) with the step under that policy. If it also
+    takes checkpoint=, a function to put around the loss or a layer, jax.checkpoint is compared.
+    Exits with 1 if nothing fits.
+
+    \b
+    Examples:
+      mpjax fit train:step --target a100
+      mpjax fit train:step --target v100 --policy mixed_float16
+      mpjax fit train:step --target a100 --every --plot frontier.png
+    """
+    _use_cpu()
+    make = load_maker(target)
+    with running(f"fitting {target} to {device}"):
+        make_step, args = _stepping(make, policy)
+        found = api.hardware.fit_memory(
+            device, make_step, *args, policy=policy, every=every, reserve=reserve
+        )
+        if plot:
+            found.plot(plot)
+        page = found.to_html(f"{target} on {device}") if html else None
+    if as_json:
+        result = found.to_dict()
+        printing.json_to_stdout({"target": target, "policy": str(policy), "result": result})
+    else:
+        click.echo(f"{target} under {policy} and settings that save memory")
+        printing.show(found.document())
+        if plot:
+            click.echo(f"\nPicture written to {plot}")
+    _write(html, page, as_json)
+    if not found.fits:
+        _finding(f"nothing fits {found.target}")
+
+
+def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function from a policy to the step, and the arguments of the step."""
+    if takes_checkpoint(make):
+        args = make(policy, checkpoint=lambda fun: fun)[1]
+        return lambda policy, checkpoint: make(policy, checkpoint=checkpoint)[0], args
+    return lambda policy: make(policy)[0], make(policy)[1]
+
+
+@cli.command()
+@options.target
+@options.policy("mixed_bfloat16")
+@options.argnums(0)
+@options.has_aux
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Number of rows to list, worst first.",
+)
+@click.option(
+    "--tolerance",
+    type=options.Number(0, min_open=True),
+    metavar="ERROR",
+    help="Exit with 1 if the error of the value or of a gradient is above this, or is NaN.",
+)
+@click.option(
+    "--loss-scale",
+    type=options.LOSS_SCALE,
+    default="auto",
+    show_default=True,
+    metavar="SCALE",
+    help="The loss scale: a number, none, or auto (1, unless something computes in float16).",
+)
+@options.plot
+@options.html
+@options.as_json
+@options.show_traceback
+def compare(
+    target: str,
+    policy: Any,
+    argnums: Any,
+    has_aux: bool,
+    top: int,
+    tolerance: float | None,
+    loss_scale: float | str,
+    plot: Path | None,
+    html: Path | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """Compare a function in 16-bit precision with float32.
+
+    Shows the error that each operation adds, and the error that it inherits. If the function
+    returns a scalar loss, its gradient is compared too.
+
+    This runs the function: the args that FUNCTION returns must be arrays.
+
+    \b
+    Examples:
+      mpjax compare train:loss --policy mixed_float16
+      mpjax compare train:loss --tolerance 0.05 --plot errors.png
+    """
+    fun, args = load(target)
+    _check_argnums(argnums, args)
+    _check_arrays(target, args)
+    with running(f"comparing {target}"):
+        comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
+        drawn = plot is not None and bool(comparison.rows)
+        if drawn:
+            comparison.plot(plot)
+        title = f"{target}: {policy} against float32"
+        page = comparison.to_html(title) if html else None
+    if as_json:
+        printing.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
+    else:
+        click.echo(f"{target}: {policy} against float32")
+        printing.show(comparison.document(top))
+        if len(comparison.rows) > top:
+            click.echo(f"--top {len(comparison.rows)} shows all rows.")
+        if drawn:
+            click.echo(f"\nPicture written to {plot}")
+    _write(html, page, as_json)
+    if tolerance is not None:
+        _judge(comparison.worst_results(), tolerance, target)
+
+
+def _check_arrays(target: str, args: Any) -> None:
+    with running(f"reading the args of {target}"):
+        leaves = jax.tree.leaves(args)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TargetError(
+            f"{target}() returned a jax.ShapeDtypeStruct among its args, but compare runs the "
+            "function: return arrays."
+        )
+
+
+def _judge(results: Sequence[tuple[str, float]], tolerance: float, target: str) -> None:
+    """Makes a finding of a worst result that is above the tolerance, or NaN."""
+    if not results:
+        raise TargetError(
+            f"{target} has nothing to compare with --tolerance: the function returns no "
+            "floating-point array."
+        )
+    name, error = results[0]
+    if not error <= tolerance:
+        _finding(f"the error of the {name} is {error:.3g}, above {tolerance:g}")
+
+
+@cli.command()
+@click.argument("target", metavar="[TARGET]", required=False)
+@options.argnums(None)
+@options.has_aux
+@click.option(
+    "--select",
+    type=options.RULES,
+    default=(),
+    metavar="RULES",
+    help="Run only these rules: names or globs, such as half-sum,half-*.",
+)
+@click.option("--ignore", type=options.RULES, default=(), metavar="RULES", help="Skip these rules.")
+@click.option(
+    "--no-run",
+    is_flag=True,
+    help="Do not run the function. Rules that need its values are skipped.",
+)
+@click.option(
+    "--target",
+    "device",
+    metavar="NAME",
+    help="Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
+    "Rules that read HLO need it.",
+)
+@options.as_json
+@click.option("--sarif", is_flag=True, help="Print SARIF, for code scanning, and nothing else.")
+@click.option("--rules", "list_rules", is_flag=True, help="List the rules and what each one needs.")
+@options.show_traceback
+def lint(
+    target: str | None,
+    argnums: Any,
+    has_aux: bool,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    no_run: bool,
+    device: str | None,
+    as_json: bool,
+    sarif: bool,
+    list_rules: bool,
+    show_traceback: bool,
+) -> None:
+    """Find silent precision faults in a training step or a loss.
+
+    The comment "# mpjax: ignore[RULE]" silences a rule at its line. Exits with 1 if something was
+    found, and with 2 if the compiler of --target is not installed.
+
+    \b
+    Examples:
+      mpjax lint train:step
+      mpjax lint train:loss --argnums 0 --ignore half-collective
+      mpjax lint train:step --target h100 --sarif > lint.sarif
+      mpjax lint --rules
+    """
+    from mpjax._src.tools.hardware.aot import CPU
+    from mpjax._src.tools.hardware.compiler import require
+    from mpjax._src.tools.hardware.targets import find_target
+    from mpjax._src.tools.lint.rule import HLO
+    from mpjax._src.tools.lint.table import as_data, chosen, listed
+
+    if as_json and sarif:
+        raise click.UsageError("--json and --sarif exclude each other: choose one.")
+    if list_rules:
+        rules = _valid(lambda: chosen(select, ignore))
+        printing.json_to_stdout(as_data(rules)) if as_json else printing.show(listed(rules))
+        return
+    if target is None:
+        raise click.UsageError("Missing argument 'TARGET'.")
+    fun, args = load(target)
+    _check_argnums(argnums, args)
+    look = _valid(
+        lambda: api.lint(
+            fun, argnums, has_aux, select=select, ignore=ignore, run=not no_run, target=device
+        )
+    )
+    if device not in (None, CPU) and any(r.needs == HLO for r in chosen(select, ignore)):
+        with running(f"compiling for {device}"):
+            require(find_target(device))
+    with running(f"linting {target}"):
+        report = look(*args)
+    if as_json or sarif:
+        printing.json_to_stdout(report.to_sarif() if sarif else report.to_dict())
+    else:
+        printing.show(report.document())
+    if report:
+        click.get_current_context().exit(FINDING)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line, and exits."""
+    if sys.stderr is None:  # closed by the caller
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        _unwritable("stdout is closed")
+    try:
+        cli(argv, prog_name="mpjax")
+    except OSError as error:  # `running` reports errors of the user's own code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python still flushes stdout when it exits
+        _unwritable(error.strerror or str(error))
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _use_cpu() -> None:
+    """Keeps JAX off accelerators for commands that run nothing: off their memory and their plugins.
+
+    A plugin for hardware that is not there prints a long complaint.
+    """
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _write(file: Path | None, page: str | None, quiet: bool) -> None:
+    """Writes the page to the file of ``--html``."""
+    if file is not None and page is not None:
+        file.write_text(page, "utf-8")
+        if not quiet:
+            click.echo(f"\nPage written to {file}")
+
+
+def _compiled(
+    name: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    reports: list[CompileReport],
+    pages: dict[str, str] | None,
+) -> dict[str, Any]:
+    """Returns the report of one target as plain data, or its error; adds report and page."""
+    try:
+        with running(f"compiling for {name}"), printing.waiting(f"compiling for {name}"):
+            report = api.compile_for(name, fun, *args, progress=False)
+            if pages is not None:
+                pages[name] = report.to_html()
+            reports.append(report)
+            return {"status": "compiled", **report.to_dict()}
+    except TargetError as error:
+        cause = error.__cause__
+        # A program that the compiler refuses is a finding; an unknown target or a broken function
+        # is an error.
+        refused = isinstance(cause, RuntimeError | MemoryError | TimeoutError)
+        refused = refused and not isinstance(cause, RecursionError | NotImplementedError)
+        text = describe(cause) if cause else str(error)
+        return {"target": name, "status": "refused" if refused else "error", "error": text}
+
+
+def _grouped(wrong: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns errors as lines. Errors that differ only in the target's name share a line."""
+    same: dict[str, list[dict[str, Any]]] = {}
+    for each in wrong:
+        same.setdefault(each["error"].replace(repr(each["target"]), "NAME"), []).append(each)
+    return [
+        f"{', '.join(each['target'] for each in group)}: {group[0]['error']}"
+        for group in same.values()
+    ]
+
+
+def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
+    for number in argnums if isinstance(argnums, tuple) else (argnums,):
+        if number is not None and not -len(args) <= number < len(args):
+            raise click.BadParameter(
+                f"there is no argument {number}: fun has {len(args)}, counted from 0.",
+                param_hint="'--argnums'",
+            )
+
+
+def _valid(ask: Callable[[], Any]) -> Any:
+    """Returns the result of a function; its ValueError becomes a usage error."""
+    try:
+        return ask()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _unwritable(why: str) -> NoReturn:
+    click.echo(f"Error: the result could not be written: {why}.", err=True)
+    sys.exit(WRONG)
+
+
+def _finding(message: str) -> None:
+    click.echo(message, err=True)
+    click.get_current_context().exit(FINDING)

@@ -1,0 +1,230 @@
+"""Loads the function that the command line names as MODULE:FUNCTION, and reports errors in it.
+
+FUNCTION is called without arguments and returns ``(fun, args)``: a function and the tuple of its
+arguments, which may be `jax.ShapeDtypeStruct`.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mpjax._src.core.base.errors import did_you_mean
+from mpjax._src.core.base.lines import is_library
+
+FORM = (
+    "FUNCTION takes no arguments and returns (fun, args): a function, and the tuple of arguments "
+    "to call it with."
+)
+
+FORM_OF_FIT = (
+    "For fit, FUNCTION takes a policy, and returns (fun, args): the training step under that "
+    "policy, and the tuple of its arguments."
+)
+
+# Advice in the library's messages, and the same advice for the command line.
+OPTIONS = {
+    "pass has_aux=True": "pass --has-aux",
+    "has_aux=True": "--has-aux",
+    "pass argnums=None": "pass --argnums none",
+}
+
+GONE = "a directory that no longer exists"
+
+
+class TargetError(Exception):
+    """MODULE:FUNCTION cannot be used; the message is for the user."""
+
+
+def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function and the arguments that MODULE:FUNCTION or FILE.py:FUNCTION names.
+
+    Raises:
+        TargetError: If there is no such function, or it does not return this form.
+    """
+    with running(f"reading {target}"):
+        thing = _named(target, FORM)
+        _check_takes(thing, target, FORM)
+        return _called(thing, target, FORM)
+
+
+def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Returns the function of a policy that MODULE:FUNCTION names, which returns (fun, args).
+
+    Its result takes ``checkpoint=`` if the named function does.
+
+    Raises:
+        TargetError: If there is no such function, or it does not take a policy.
+    """
+    with running(f"reading {target}"):
+        thing = _named(target, FORM_OF_FIT)
+        _check_takes(thing, target, FORM_OF_FIT, "policy")
+
+        @functools.wraps(thing)
+        def make(*policy: Any, **checkpoint: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            call = functools.partial(thing, *policy, **checkpoint)
+            return _called(call, target, FORM_OF_FIT)
+
+        return make
+
+
+@contextlib.contextmanager
+def running(what: str) -> Iterator[None]:
+    """Turns an exception into a `TargetError`: one line with the user's file and line number."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # prints are not part of a command's result
+            yield
+    except TargetError:
+        raise
+    except SystemExit as error:
+        raise TargetError(
+            f"{what} ended the program ({describe(error)}). Put code that runs as a script under "
+            "if __name__ == '__main__'."
+        ) from error
+    except Exception as error:
+        raise TargetError(f"{what} failed: {_as_options(describe(error))}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Returns an exception as one line: its type, its message, the user's file and line number."""
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # a user's exception may fail to convert to a string
+        lines = []
+    message = next((line.strip() for line in lines if line.strip()), "")
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{text} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _named(target: str, form: str) -> Any:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise TargetError(
+            f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {form}"
+        )
+    return _attribute(_module(place), place, name, form)
+
+
+def _is_part(missing: str | None, place: str) -> bool:
+    """Returns whether the missing module is the named one or a package of it, no import in it."""
+    return bool(missing) and f"{place}.".startswith(f"{missing}.")
+
+
+def _module(place: str) -> ModuleType:
+    if place.endswith(".py") or os.sep in place:
+        return _from_file(Path(place))
+    here = _here()
+    if here and not {"", here} & {*sys.path}:
+        sys.path.insert(0, here)
+    try:
+        with running(f"importing {place}"):
+            return importlib.import_module(place)
+    except TargetError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and _is_part(cause.name, place):
+            raise TargetError(
+                f"there is no module {cause.name!r} in {here or GONE} or among the installed "
+                "packages. To name a file, give its path: path/to/file.py:FUNCTION."
+            ) from cause
+        raise
+
+
+def _here() -> str:
+    """Returns the current directory, or "" if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(f"there is no file {str(path)!r} (from {_here() or GONE}).")
+    sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{str(path)!r} must be a Python file: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with running(f"importing {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(thing: Any, place: str, name: str, form: str) -> Any:
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            public = [each for each in dir(thing) if not each.startswith("_")]
+            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
+        thing = getattr(thing, part)
+        place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
+    return thing
+
+
+def _check_takes(thing: Any, target: str, form: str, *given: str) -> None:
+    """Refuses what cannot be called with these arguments, and a ``checkpoint`` if it takes one."""
+    if not callable(thing):
+        raise TargetError(f"{target} is {_kind(thing)}, not a function. {form}")
+    with contextlib.suppress(ValueError):  # some built-in callables have no signature
+        signature = inspect.signature(thing)
+        more = {"checkpoint": None} if given and "checkpoint" in signature.parameters else {}
+        try:
+            signature.bind(*given, **more)
+        except TypeError as error:
+            what = f"with {' and '.join(given)}" if given else "without arguments"
+            advice = "" if given else " Write a function that returns yours and its arguments."
+            raise TargetError(
+                f"{target} cannot be called {what}: {error}. {form}{advice}"
+            ) from None
+
+
+def _called(
+    thing: Callable[[], Any], target: str, form: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    with running(f"{target}()"):
+        result = thing()
+    if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):
+        raise TargetError(f"{target}() returned {_kind(result)}. {form}")
+    fun, args = result
+    if not isinstance(args, tuple | list):
+        raise TargetError(
+            f"{target}() returned {_kind(args)} for args, which must be a tuple. For a single "
+            "argument, write (fun, (argument,))."
+        )
+    return fun, tuple(args)
+
+
+def _kind(thing: Any) -> str:
+    if isinstance(thing, tuple):
+        return f"a tuple of {', '.join(type(each).__name__ for each in thing) or 'nothing'}"
+    if hasattr(thing, "dtype"):
+        return "an array"
+    return f"{'an' if type(thing).__name__[0] in 'aeiou' else 'a'} {type(thing).__name__}"
+
+
+def _as_options(message: str) -> str:
+    """Returns a message of the library with arguments replaced by command-line options."""
+    for argument, option in OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
+
+
+def _is_users(filename: str) -> bool:
+    """Returns whether a file is the user's, not mpjax's, Python's or a library's."""
+    ours = (str(Path(__file__).parents[3]), "<string>")
+    return not filename.startswith(ours) and not is_library(filename)

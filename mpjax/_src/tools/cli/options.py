@@ -1,0 +1,129 @@
+"""Options that several commands share."""
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.training.loss_scale import resolve_loss_scale
+from mpjax._src.tools.cli.advice import PLATFORMS
+
+EXIT_CODES = (
+    "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was exceeded, a "
+    "program that does not fit, a fault that lint reports); 2 for a wrong command line, an error "
+    "in your own code, or a result that cannot be written."
+)
+
+
+class _Parsed(click.ParamType):
+    """An option whose text a function parses; the message of its ValueError is shown."""
+
+    def __init__(self, name: str, parse: Any):
+        self.name, self.parse = name, parse
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number within limits. NaN is refused: it compares as false with every limit."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
+
+
+def _numbers(text: str) -> int | tuple[int, ...] | None:
+    if text == "none":
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} must be integers, such as 0 or 0,1, or none.") from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, (part.strip() for part in text.split(","))))
+    if not names:
+        raise ValueError(f"{text!r} must be names, such as v100,h100.")
+    return names
+
+
+def _rules(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+def _loss_scale(text: str) -> float | str:
+    scale: float | str = text
+    with contextlib.suppress(ValueError):
+        scale = float(text)
+    resolve_loss_scale(scale, False)
+    return scale
+
+
+LOSS_SCALE = _Parsed("loss scale", _loss_scale)
+NAMES = _Parsed("names", _names)
+RULES = _Parsed("rules", _rules)
+
+target = click.argument("target", metavar="TARGET")
+has_aux = click.option("--has-aux", is_flag=True, help="fun returns (loss, aux).")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
+platform = click.option(
+    "--platform",
+    multiple=True,
+    type=click.Choice(PLATFORMS),
+    help="Also advise for this platform, which this machine need not have.",
+)
+html = click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write the report to this file, as an HTML page with a map of the program.",
+)
+plot = click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also draw the result to this file, a PNG.",
+)
+show_traceback = click.option(
+    "--traceback",
+    "show_traceback",
+    is_flag=True,
+    help="Show the full traceback of an error in your code.",
+)
+
+
+def argnums(default: int | None) -> Any:
+    """Returns the option ``--argnums``."""
+    return click.option(
+        "--argnums",
+        type=_Parsed("numbers", _numbers),
+        default="none" if default is None else str(default),
+        show_default=True,
+        metavar="0[,1]",
+        help="Include the gradient of fun, a scalar loss, by these arguments; none leaves it out.",
+    )
+
+
+def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy.") -> Any:
+    """Returns the option ``--policy``."""
+    return click.option(
+        "--policy",
+        type=_Parsed("policy", get_policy),
+        default=default,
+        show_default=default is not None,
+        metavar="POLICY",
+        help=text,
+    )

@@ -1,0 +1,58 @@
+"""Prints documents, with rich tables on a terminal, and JSON."""
+
+import contextlib
+import json
+import shutil
+import sys
+from typing import Any
+
+import click
+
+from mpjax._src.tools.document.model import Document, Table
+from mpjax._src.tools.document.report import plain
+from mpjax._src.tools.document.text import text_of
+
+# The style of a cell, by its text.
+STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
+
+
+def json_to_stdout(data: Any) -> None:
+    """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
+    # Python writes these as NaN and Infinity, and reads them back as what it is told.
+    data = json.loads(json.dumps(plain(data)), parse_constant=lambda name: str(float(name)))
+    click.echo(json.dumps(data, indent=1, allow_nan=False))
+
+
+def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context that shows, on a terminal's stderr, what is running."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"{what} ...")
+
+
+def show(document: Document) -> None:
+    """Prints a document: with rich tables on a terminal, and else in lines of any length."""
+    if sys.stdout.isatty():
+        click.echo(text_of(document, shutil.get_terminal_size().columns, _rich))
+    else:
+        click.echo(text_of(document, sys.maxsize))
+
+
+def _rich(table: Table, width: int) -> list[str]:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    out = RichTable(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in table.columns:
+        justify = "left" if name in table.words else "right"
+        out.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in table.rows[: table.most]:
+        out.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    console = Console()
+    with console.capture() as capture:
+        console.print(out)
+    return capture.get().splitlines()

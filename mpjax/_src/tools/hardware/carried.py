@@ -1,0 +1,79 @@
+"""Finds out what a collective carries, by the sources and the uses of its operands."""
+
+from collections.abc import Callable, Sequence
+
+from mpjax._src.tools.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Flow, Leaf, reached
+from mpjax._src.tools.hardware.hlo import Computation, Op, Shape, parameters, parse
+
+SUMS = ("all-reduce", "reduce-scatter")
+
+
+def _trainable_in(
+    leaves: Sequence[Leaf], shapes: Sequence[Shape], others: Sequence[Shape]
+) -> list[Leaf]:
+    """Returns the leaves whose shape is also one of the other side."""
+    there = {shape.dims for shape in others if trainable(shape)}
+    pairs = zip(leaves, shapes, strict=True)
+    return [leaf for leaf, shape in pairs if trainable(shape) and shape.dims in there]
+
+
+def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
+    """Returns a function that finds `CollectiveRow.carries` for an operand of a collective.
+
+    An argument is trained if a result has its shape: its new value or its gradient. Single numbers
+    do not count, because a loss is one too. Second-order optimizers may multiply gradients as
+    matrices, and a mean of BatchNorm becomes a result as well. They differ in one respect:
+    statistics are repeated before they reach a matmul, and gradients are not. Shapes of whole
+    arrays are in ``asked``, the HLO before the program was partitioned.
+    """
+    arguments, results = _signature(asked)
+    # What may be trained is a result of the shape of an argument, and the other way round.
+    kept = _trainable_in(flow.results, results, arguments)
+    trained = _trainable_in(flow.arguments, arguments, results)
+    targets: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
+    mixed = set()
+    for source, steps in flow.after.items():
+        for target, kind in steps:
+            if kind in targets:
+                targets[kind].add(target)
+            if kind == MIXED:
+                mixed.add(source)
+    to_result = reached(flow.before, kept, SPREAD)
+    to_matmul = reached(flow.before, mixed, SPREAD)
+    by_matmul = reached(flow.after, targets[MIXED], MAPPED)
+    computed = reached(flow.after, targets[MIXED] | targets[SUMMED], SPREAD)
+    of_argument = reached(flow.after, trained, MAPPED)
+
+    def carried(computation: Computation, op: Op, index: int) -> str:
+        operand = computation.name, op.operands[index], 0
+        result = computation.name, op.name, index
+        becomes = to_result.get(result, MIXED)  # what reaches no trained result is as if multiplied
+        if op.opcode.removesuffix("-start") in SUMS:
+            if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
+                return "gradients"
+            # One number that decides about all new values, such as whether gradients are finite.
+            if becomes == SPREAD and result not in to_matmul:
+                return "verdict"
+            return "activations" if operand in by_matmul else "statistics"
+        # What is not summed is gathered or moved: arguments as they are, or what was computed from
+        # them.
+        if operand not in computed:
+            return "parameters" if operand in of_argument else "data"
+        if becomes <= MAPPED:
+            return "parameters" if operand in of_argument else "gradients"
+        return "activations"
+
+    return carried
+
+
+def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+    """Returns the shapes of a module's arguments and results."""
+    module, entry = parse(asked)
+    first = module[entry]
+    arguments = tuple(shape for op in parameters(first) for shape in op.shapes)
+    return arguments, first.ops[first.root].shapes
+
+
+def trainable(shape: Shape) -> bool:
+    """Returns whether a shape may be that of a parameter: a floating array, not a single number."""
+    return shape.size > 1 and "f" in shape.dtype

@@ -1,0 +1,222 @@
+"""The arrays that devices exchange, read from the optimized HLO of one device."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mpjax._src.core.base.lines import short
+from mpjax._src.core.base.public import public
+from mpjax._src.tools.hardware.bundles import unbundled
+from mpjax._src.tools.hardware.carried import carried_by
+from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
+from mpjax._src.tools.hardware.hlo import (
+    Computation,
+    Op,
+    bits,
+    called_by,
+    custom_target,
+    jax_name,
+    parse,
+    runs,
+    source_lines,
+)
+from mpjax._src.tools.hardware.targets import size
+
+# The bytes that each of n devices in a ring sends, as a multiple of the bytes of its operand, which
+# is the convention of NCCL's tests for bandwidths.
+SENT: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+    "collective-broadcast": lambda n: 1,
+}
+# "[4,2]<=[8]" means four groups of two devices, "{{0,1},{2,3}}" two groups of two. On
+# "mesh['x'=4,'y'=2]", "{'x'}" means two groups of four, and "{'x':(1)2}" groups of two along x.
+IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=")
+LISTED = re.compile(r"\breplica_groups=\{\{([\d,]+)\}")
+MESH = re.compile(r"\breplica_groups=(?:@\w+ *)?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
+PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+# TPU compilers write a reduce-scatter as a kernel with an all-reduce and a slice.
+SCATTERS = "all-reduce-scatter"
+# The calls at the roots of the TPU kernels that start and end an exchange.
+STARTS, ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+# The columns of the table; those in WORDS are aligned to the left.
+COLUMNS = (*("carries", "collective", "dtype", "over", "arrays", "runs", "sent", "share", "line"),)
+WORDS = ("carries", "collective", "dtype", "line")
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class CollectiveRow:
+    """One array that devices exchange.
+
+    Attributes:
+        carries: The content of the array: "parameters" (a trained argument or its new value),
+            "gradients" (sums that become results of the shape of a trained argument),
+            "activations" (operands and results of matmuls, and their cotangents), "statistics"
+            (sums over a batch, such as those of BatchNorm and the loss), "verdict" (a number that
+            all results depend on, such as whether gradients are finite; printed as "finite check")
+            or "data" (any other argument).
+        kind: The collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
+            "collective-permute" and so on.
+        dtype: The dtype of the array, spelled as in HLO: "bf16", "f16", "f32".
+        shape: The shape of one device's operand.
+        devices: The number of devices in a group that exchange it.
+        wire_bytes: The bytes that one device sends in one run, if the devices of a group form a
+            ring.
+        runs: The number of executions; a collective in a loop counts once per iteration.
+        name: The name of the JAX operation that it comes from.
+        source: The user's line, as "file:line", or "".
+        exchange: The HLO instruction that sends it. Arrays with the same one are sent together.
+    """
+
+    carries: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    devices: int
+    wire_bytes: float
+    runs: int
+    name: str
+    source: str
+    exchange: str
+
+
+def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
+    """Returns the arrays that an optimized HLO module exchanges, the most bytes first.
+
+    ``text`` is the module of one device, and ``asked`` the one before partitioning.
+    """
+    module, entry = parse(text)
+    module = unbundled(module)
+    line_of = source_lines(text)
+    header = PARTITIONS.search(text[: text.find("\n")])
+    everyone = int(header[1]) if header else 1
+    callers = {
+        name: (op,)
+        for computation in module.values()
+        for op in computation.ops.values()
+        for name in called_by(op)
+    }
+    flow = flow_of(module, entry)
+    carried = carried_by(flow, asked)
+    rows = []
+    for computation, op, times, scope in exchanges(module, entry, flow):
+        kind = op.opcode.removesuffix("-start")
+        devices = _group(op, everyone)
+        if devices == 1:
+            continue
+        if kind == "all-reduce" and computation.name.startswith(SCATTERS):
+            kind = "reduce-scatter"
+        for index, operand in enumerate(op.operands[: VALUES.get(kind)]):
+            shape = computation.ops[operand].shapes[0]
+            sent = SENT[kind](devices) * math.prod(shape.dims) * bits(shape.dtype) / 8
+            before = _before(module, computation, operand)
+            near = itertools.chain((op,), before, callers.get(computation.name, ()))
+            maker = next(filter(line_of, near), op)
+            rows.append(
+                CollectiveRow(
+                    carried(computation, op, index),
+                    kind,
+                    shape.dtype,
+                    shape.dims,
+                    devices,
+                    sent,
+                    times,
+                    jax_name(maker, scope),
+                    line_of(maker),
+                    op.name,
+                )
+            )
+    return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.runs))
+
+
+def exchanges(
+    module: dict[str, Computation], entry: str, flow: Flow
+) -> Iterator[tuple[Computation, Op, int, str]]:
+    """Yields (computation, collective, number of runs, scope), each exchange once.
+
+    An exchange is an instruction, and not a channel: all collectives of `jax.shard_map` have
+    channel 1. A computation that is called from several places is one, with the sum of the runs.
+    """
+    merged: dict[tuple[str, str], tuple[Computation, Op, int, str]] = {}
+    for computation, op, times, _, scope in runs(module, entry):
+        if op.opcode.removesuffix("-start") in SENT:
+            *_, earlier, first = merged.get(
+                (computation.name, op.name), (computation, op, 0, scope)
+            )
+            merged[computation.name, op.name] = computation, op, earlier + times, first
+    # TPU compilers start an exchange in one kernel, and name it again in each kernel during which
+    # it goes on and in the one that ends it: there its operand is what the first kernel returned.
+    # What it received is returned too, but a new exchange reads that from the kernel that ends it.
+    before = {
+        leaf: steps
+        for leaf, steps in flow.before.items()
+        if custom_target(module[leaf[0]].ops[leaf[1]]) != ENDS
+    }
+    for computation, op, times, scope in merged.values():
+        operands = ((computation.name, operand, 0) for operand in op.operands)
+        sources = (module[room].ops[name] for room, name, _ in reached(before, operands, MOVED))
+        if STARTS not in map(custom_target, sources):
+            yield computation, op, times, scope
+
+
+def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
+    """Returns the cells of a table with `COLUMNS`. Rows that differ only in shape are merged."""
+    groups: dict[tuple[Any, ...], list[CollectiveRow]] = {}
+    for row in rows:
+        key = row.carries, row.kind, row.dtype, row.devices, row.source
+        groups.setdefault(key, []).append(row)
+    total = sent_by(rows)
+    cells: list[tuple[str, ...]] = []
+    for (carries, kind, dtype, devices, source), group in groups.items():
+        sent = sent_by(group)
+        numbers = (
+            f"{devices}",
+            f"{len(group)}",
+            f"{sum({row.exchange: row.runs for row in group}.values())}",
+            size(sent),
+        )
+        share = f"{sent / total if total else 1:.1%}"
+        said = "finite check" if carries == "verdict" else carries
+        cells.append((said, kind, dtype, *numbers, share, short(source)))
+    return cells
+
+
+def sent_by(rows: Sequence[CollectiveRow]) -> float:
+    """Returns the bytes that one device sends for some rows in one run of the program."""
+    return sum(row.wire_bytes * row.runs for row in rows)
+
+
+def _group(op: Op, everyone: int) -> int:
+    """Returns how many devices take part in one exchange."""
+    if match := IOTA.search(op.attributes):
+        return int(match[1])
+    if match := LISTED.search(op.attributes):
+        return len(match[1].split(","))
+    if match := MESH.search(op.attributes):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        return math.prod(int(part or sizes[axis]) for axis, part in AXIS.findall(match[2]))
+    return everyone
+
+
+def _before(module: dict[str, Computation], computation: Computation, operand: str) -> Iterator[Op]:
+    """Yields the instructions that a value comes from, nearest first; some of them have no line."""
+    seen, queue = {operand}, [operand]
+    while queue:
+        near = computation.ops[queue.pop(0)]
+        yield near
+        if near.opcode == "fusion":
+            kernel = module[called_by(near)[0]]
+            yield from reversed(kernel.ops.values())
+        fresh = [name for name in near.operands if name not in seen]
+        seen.update(fresh)
+        queue += fresh

@@ -1,0 +1,63 @@
+"""The child process that compiles for targets; `compiler` starts it.
+
+It reads JSON requests from a connection, writes JSON answers, and ends when the parent does. While
+it compiles it may ask the parent a question and wait for the answer.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Answers requests. The last two arguments are the parent's id and a file descriptor."""
+    os.dup2(2, 1)  # the compiler's output goes to stderr
+    connection = Connection(int(sys.argv[-1]))
+    threading.Thread(target=_end_with, args=(int(sys.argv[-2]),), daemon=True).start()
+
+    def ask(question: dict[str, Any]) -> dict[str, Any]:
+        connection.send_bytes(json.dumps({"question": question}).encode())
+        return json.loads(connection.recv_bytes())
+
+    from mpjax._src.core.base import _jax
+
+    _jax.ask_elsewhere(ask)
+    while True:
+        try:
+            request = json.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        # Only a signal can end a compiler that hangs.
+        signal.alarm(int(request["timeout"]) + 10)
+        connection.send_bytes(json.dumps(_answer(request)).encode())
+        signal.alarm(0)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    from mpjax._src.core.base import _jax
+
+    program = Path(request["program"]).read_bytes()
+    try:
+        return _jax.compile_only(
+            request["platform"],
+            request["topology"],
+            request["config"],
+            request["devices"],
+            program,
+            request["options"],
+        )
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}

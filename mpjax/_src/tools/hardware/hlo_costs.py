@@ -1,0 +1,274 @@
+"""The cost of a program, from its optimized HLO: matmuls and their dtypes, FLOPs, bytes.
+
+XLA's own cost analysis counts the body of a loop once and a call of cuBLAS or cuDNN as -1 FLOP.
+This module counts every iteration of a loop, and counts library calls as matmuls.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+from mpjax._src.tools.hardware.collectives import SENT
+from mpjax._src.tools.hardware.hlo import (
+    PLACES,
+    Computation,
+    Op,
+    Shape,
+    bits,
+    custom_target,
+    jax_name,
+    parse,
+    runs,
+    trip_count,
+)
+from mpjax._src.tools.hardware.traffic import bytes_moved, host_bytes, is_kernel
+
+ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
+PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
+# In the configuration of cuDNN's attention: the shape of the scores, and its own mask.
+SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
+CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
+# Instructions that count as one FLOP per element of the result.
+ARITHMETIC = {
+    *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "power"),
+    *("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "sqrt"),
+    *("rsqrt", "cbrt", "sine", "cosine", "tan", "erf", "atan2", "remainder", "sign", "floor"),
+    *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
+}
+# Custom calls that multiply nothing.
+NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
+# What multiplies: matmuls, convolutions and cuDNN's attention. Libraries' calls begin like this.
+DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
+LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
+EIGHT = 8  # tensor cores load as many 16-bit operands at once
+TILE = 16  # they multiply tiles of as many rows and columns; smaller matrices are bound by memory
+DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul or convolution of an HLO module."""
+
+    name: str  # the name of the JAX operation that it comes from
+    operands: str  # the wider dtype of its two operands, spelled as in HLO
+    precision: str  # "default", "high" or "highest"
+    algorithm: str  # the dtype in which an explicit algorithm multiplies, or ""
+    passes: int  # the number of products in which an explicit algorithm computes one
+    library: bool  # whether cuBLAS or cuDNN runs it instead of a kernel that XLA wrote
+    times: int  # how often it runs
+    flops: float  # of one run, of one pass
+    kind: str = DOT  # one of `DOT`, `CONVOLUTION` and `ATTENTION`
+    # Of 16-bit operands, a free or contracted axis that is no multiple of 8; none is below `TILE`.
+    odd: int = 0
+
+
+@dataclasses.dataclass
+class Kernel:
+    """One kernel of an HLO module, or one call of a library, with what it runs."""
+
+    computation: Computation  # that it stands in
+    op: Op
+    name: str  # the name of the JAX operation that it comes from
+    times: int  # how often it runs
+    bytes: float  # what one run reads from and writes to main memory
+    codes: set[str] = dataclasses.field(default_factory=set)  # the opcodes of what it runs
+    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
+    other_flops: float = 0.0  # of one run
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost of one run of an HLO module."""
+
+    matmuls: tuple[Matmul, ...]  # every matmul and convolution
+    other_flops: float  # the FLOPs of everything else: one per element of an arithmetic result
+    # The bytes read from and written to main memory, assuming that no cache keeps arrays between
+    # two kernels.
+    bytes: float
+    host_bytes: tuple[float, float]  # the bytes sent to the host's memory, and those read from it
+    constant_bytes: float  # the bytes of the arrays that are part of the program
+    unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
+    unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
+    # What runs one after the other: all kernels except those that devices and the host exchange.
+    kernels: tuple[Kernel, ...] = dataclasses.field(compare=False)
+
+
+def costs(text: str) -> Costs:
+    """Returns the cost of one run of an optimized HLO module."""
+    module, entry = parse(text)
+    groups: list[Kernel] = []  # each instruction with what it runs, if that is fused
+    constants = sent = received = 0.0
+    loops, calls = 0, dict[str, None]()
+    for computation, op, times, fused, scope in runs(module, entry):
+        if not fused:
+            moved = bytes_moved(module, computation, op)
+            groups.append(Kernel(computation, op, jax_name(op, scope), times, moved))
+            sent += times * host_bytes(op, to_host=True)
+            received += times * host_bytes(op, to_host=False)
+        group = groups[-1]
+        group.codes.add(op.opcode)
+        product = matmul(computation, op, times, scope)
+        if product:
+            group.matmuls.append(product)
+        elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
+            calls[custom_target(op)] = None
+        elif op.opcode in ARITHMETIC:
+            group.other_flops += op.shapes[0].size
+        elif op.opcode in ("reduce", "reduce-window"):
+            group.other_flops += computation.ops[op.operands[0]].shapes[0].size
+        elif op.opcode == "while":
+            loops += trip_count(module, computation, op) is None
+        elif op.opcode == "constant" and not fused:
+            constants += op.bytes
+    return Costs(
+        tuple(product for group in groups for product in group.matmuls),
+        sum(group.times * group.other_flops for group in groups),
+        sum(group.times * group.bytes for group in groups),
+        (sent, received),
+        constants,
+        loops,
+        tuple(calls),
+        tuple(group for group in groups if is_kernel(group.op) and not _exchanges(group.op)),
+    )
+
+
+def _exchanges(op: Op) -> bool:
+    """Returns whether an instruction sends to other devices or to the host, beside kernels."""
+    hosted = host_bytes(op, to_host=True) or host_bytes(op, to_host=False)
+    return bool(hosted) or op.opcode.removesuffix("-start") in SENT
+
+
+def asked(text: str) -> dict[str, collections.Counter[str]]:
+    """Counts the operand dtypes of a module's matmuls, by the names of their JAX operations."""
+    module, entry = parse(text)
+    dtypes: dict[str, collections.Counter[str]] = {}
+    for computation, op, times, _, scope in runs(module, entry):
+        product = matmul(computation, op, times, scope)
+        if product:
+            dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
+    return dtypes
+
+
+# ---- matmuls ------------------------------------------------------------------------------------
+
+
+def _precision(op: Op, library: bool) -> str:
+    """Returns the highest precision that an operand asks for."""
+    attributes = op.attributes.replace('"', "").lower()
+    match = PRECISION.search(attributes)
+    if library:  # its configuration is JSON
+        match = match or re.search(r"operand_precision:\[([^\]]*)\]", attributes)
+    levels = match[1].split(",") if match else []
+    return next((level for level in ("highest", "high") if level in levels), "default")
+
+
+def is_matmul(op: Op) -> bool:
+    library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
+    return library or op.opcode in (DOT, CONVOLUTION)
+
+
+def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+    if not is_matmul(op):
+        return None
+    left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
+    algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
+    operands, library = max(left.dtype, right.dtype, key=bits), op.opcode == "custom-call"
+    kind, odd = CONVOLUTION, 0
+    if custom_target(op).startswith("__cudnn$fmha"):
+        kind = ATTENTION
+    elif op.opcode == "dot" or custom_target(op).startswith("__cublas"):
+        kind, axes = DOT, _matmul_axes(op, left, right)
+        if bits(operands) == 16 and min(axes) >= TILE:
+            odd = next((axis for axis in axes if axis % EIGHT), 0)
+    return Matmul(
+        jax_name(op, scope),
+        operands,
+        _precision(op, library),
+        algorithm[1] if algorithm else "",
+        int(algorithm[2] or 1) if algorithm else 1,
+        library,
+        times,
+        _flops(op, left, right),
+        kind,
+        odd,
+    )
+
+
+def _matmul_axes(op: Op, left: Shape, right: Shape) -> tuple[int, int, int]:
+    """Returns the sizes of a matmul: the free entries of both operands, and the contracted ones."""
+    contracted = math.prod(left.dims[axis] for axis in _dimensions(op, "contracting"))
+    shared = contracted * math.prod(left.dims[axis] for axis in _dimensions(op, "batch"))
+    return left.size // (shared or 1), right.size // (shared or 1), contracted
+
+
+def _dimensions(op: Op, which: str) -> list[int]:
+    """Returns the axes of the left operand that a matmul contracts, or takes one by one."""
+    if op.opcode == "dot":
+        match = re.search(rf"\blhs_{which}_dims=\{{([\d,]*)\}}", op.attributes)
+    else:  # a library's configuration is JSON
+        match = re.search(rf'"lhs_{which}_dimensions":\[([^\]]*)\]', op.attributes)
+    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+
+
+def _flops(op: Op, left: Shape, right: Shape) -> float:
+    result, target = op.shapes[0], custom_target(op)
+    if op.opcode == "dot" or target.startswith("__cublas"):
+        return 2.0 * result.size * _matmul_axes(op, left, right)[2]
+    if target.startswith("__cudnn$fmha"):
+        return _attention_flops(op, left.dims[-1])
+    # cuDNN's gradients are described by the forward convolution's window and dimension labels.
+    roles = (left, right, result)
+    if target == "__cudnn$convBackwardInput":
+        roles = (result, right, left)
+    elif target == "__cudnn$convBackwardFilter":
+        roles = (left, result, right)
+    return _convolution_flops(op.attributes, *(shape.dims for shape in roles))
+
+
+def _attention_flops(op: Op, width: int) -> float:
+    """Counts the entries of the scores that a mask leaves, in 2 products, or 5 of the gradients."""
+    scores = SCORES.search(op.attributes)
+    *heads, queries, keys = map(int, re.findall(r"\d+", scores[1])) if scores else (0, 0)
+    entries = queries * keys
+    if CAUSAL.search(op.attributes):
+        entries = sum(min(query + 1, keys) for query in range(queries))
+    return 2.0 * (5 if "Backward" in custom_target(op) else 2) * width * math.prod(heads) * entries
+
+
+def _convolution_flops(
+    attributes: str, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
+) -> float:
+    """Counts as XLA does: a multiply and an add wherever the window meets an input entry."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if not labels:
+        return 0.0
+    groups = re.search(r"\bfeature_group_count=(\d+)", attributes)
+    batch_groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    parts = dict(part.split("=") for part in window[1].split()) if window else {}
+    total = 2.0 * inputs[labels[1].index("b")] * inputs[labels[1].index("f")]
+    total *= kernel[labels[2].index("o")]
+    total /= (int(groups[1]) if groups else 1) * (int(batch_groups[1]) if batch_groups else 1)
+    for axis in range(len(parts.get("size", "").split("x")) if parts else 0):
+        label = str(axis)
+        total *= _meetings(
+            inputs[labels[1].index(label)],
+            kernel[labels[2].index(label)],
+            outputs[labels[3].index(label)],
+            *(int(parts[k].split("x")[axis]) if k in parts else 1 for k in DILATIONS),
+            int(parts["pad"].split("x")[axis].split("_")[0]) if "pad" in parts else 0,
+        )
+    return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _meetings(
+    size: int, kernel: int, outputs: int, stride: int, spread: int, dilation: int, pad: int
+) -> int:
+    """Counts the pairs of window and kernel positions along an axis that meet an input entry."""
+    at = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None, :] * dilation
+    return int(((at >= 0) & (at < (size - 1) * spread + 1) & (at % spread == 0)).sum())

@@ -1,0 +1,310 @@
+"""The contents of a compiled program's memory, by kind: parameters, moments, activations and so on.
+
+Arguments are recognized by their names in the program, which JAX takes from the function's
+arguments and the fields of its pytrees. Temporary arrays are recognized by the values that they
+come from and lead to.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mpjax._src.core.base.public import public
+from mpjax._src.tools.hardware.carried import trainable
+from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
+from mpjax._src.tools.hardware.hlo import OP_NAME, Computation, Op, Shape, parameters, parse
+from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once, shared_results
+
+PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
+GRADIENTS, ARGUMENTS = "gradients", "other arguments"
+COPIES, KEPT, WORKSPACE = "copies of parameters", "kept activations", "workspace"
+CODES = "kept 8-bit codes"
+RESULTS, PADDING, CODE = "results", "padding of arguments", "program and constants"
+UNKNOWN = "temporary, not known"
+
+# In the order of the bar.
+KINDS = (
+    *(PARAMETERS, MASTERS, MOMENTS, GRADIENTS, ARGUMENTS, PADDING),
+    *(COPIES, KEPT, CODES, WORKSPACE, UNKNOWN, RESULTS, CODE),
+)
+
+# Fields of optimizer states (optax's and mpjax's) that hold an array for each parameter.
+MOMENT_FIELDS = {
+    *("mu", "nu", "nu_max", "trace", "momentum", "velocity", "sum_of_squares", "v", "v_row"),
+    *("v_col", "m", "ema", "e_g", "e_x", "z", "y", "diag_preconditioners", "scales", "codes"),
+}
+# Keys of an argument's path that tell its kind, and whether the key must be a field of a class,
+# because the keys of a dictionary are the user's own.
+NAMES = (
+    (("masters", "master_params", "master_weights"), False, MASTERS),
+    (tuple(sorted(MOMENT_FIELDS)), True, MOMENTS),
+    (("opt_state", "optimizer_state"), False, MOMENTS),
+    (("grads", "gradients"), False, GRADIENTS),
+    (("params",), False, PARAMETERS),
+)
+# Instructions that compute nothing, whatever their names say.
+PASSES_ON = {
+    *("while", "call", "conditional", "tuple", "get-tuple-element", "bitcast", "parameter"),
+    *("opt-barrier", "copy"),
+}
+# HLO's 8-bit numbers, not its booleans.
+EIGHT = {"s8", "u8", "f8e4m3fn", "f8e5m2"}
+KEY = re.compile(r"\.(?P<field>\w+)|\['(?P<name>[^']*)'\]|\[(?P<index>\d+)\]|^(?P<arg>\w+)")
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """The memory of one kind that one array or one scope uses.
+
+    Attributes:
+        kind: One of ``parameters``, ``masters``, ``moments``, ``gradients``, ``other arguments``,
+            ``padding of arguments``, ``copies of parameters``, ``kept activations``,
+            ``kept 8-bit codes``, ``workspace``, ``temporary, not known``, ``results``,
+            ``program and constants``.
+        bytes: Its size in bytes.
+        name: The path of an argument, or the scope that computed a temporary array; else "".
+        leaf: Its position in the HLO: (computation, instruction, index of the result), or None.
+    """
+
+    kind: str
+    bytes: float
+    name: str = ""
+    leaf: Leaf | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The compiler's own sizes of the memory, in bytes."""
+
+    arguments: float
+    results: float
+    temporary: float
+    code: float
+
+
+def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
+    """Returns the contents of the memory of an optimized HLO module, as rows that add up to all.
+
+    ``sizes.results`` counts results that do not share the memory of an argument.
+    """
+    module, entry = parse(text)
+    flow = flow_of(module, entry)
+    arguments = _with_trained(list(_arguments(module[entry])), module, entry, flow)
+    spare = sizes.arguments - sum(row.bytes for row in arguments)
+    if spare < 0:  # the compiler put some arguments elsewhere, such as in the host's memory
+        arguments, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
+    results = _results(text, module[entry], flow, sizes.results)
+    ordered = is_scheduled(text)
+    between = _temporary(module, entry, flow, arguments, sizes.temporary) if ordered else []
+    rest = sizes.temporary - sum(row.bytes for row in between)
+    kind = WORKSPACE if ordered else UNKNOWN
+    if rest < 0 <= results[-1].bytes + rest:
+        # The memory of results that are not computed yet holds temporary arrays until then.
+        results[-1] = dataclasses.replace(results[-1], bytes=results[-1].bytes + rest)
+        rest = 0.0
+    elif rest < 0:  # the schedule has more than the compiler: what is alive is not known then
+        between, rest, kind = [], sizes.temporary, UNKNOWN
+    tail = [MemoryRow(kind, rest)]
+    padding, code = MemoryRow(PADDING, spare), MemoryRow(CODE, sizes.code)
+    rows = (*arguments, padding, *between, *tail, *results, code)
+    return tuple(sorted((r for r in rows if r.bytes), key=lambda row: KINDS.index(row.kind)))
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _arguments(entry: Computation) -> Iterator[MemoryRow]:
+    arguments = []
+    for op in parameters(entry):
+        path = op_name(op).replace("\\'", "'")
+        pairs = zip(leaves(entry.name, op), op.shapes, strict=True)
+        arguments += [(path, leaf, shape) for leaf, shape in pairs]
+    kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in arguments}
+    owners = {*_owners(arguments, kinds)}
+    for path, leaf, shape in arguments:
+        kind = PARAMETERS if leaf in owners else kinds[leaf][0]
+        yield MemoryRow(kind, shape.bytes, path, leaf)
+
+
+def _owners(
+    arguments: Sequence[tuple[str, Leaf, Shape]], kinds: Mapping[Leaf, tuple[str, tuple[str, ...]]]
+) -> Iterator[Leaf]:
+    """Yields the arguments that a moment, master or gradient belongs to.
+
+    Each is a parameter, whatever its name. It is the only argument of the same shape and the same
+    end of the path.
+    """
+    for _, leaf, shape in arguments:
+        kind, tail = kinds[leaf]
+        if kind in (MASTERS, MOMENTS, GRADIENTS):
+            like = [
+                other
+                for path, other, its in arguments
+                if its.dims == shape.dims and _keys(path)[-len(tail) or len(path) :] == tail
+                if kinds[other][0] in (ARGUMENTS, PARAMETERS)
+            ]
+            if len(like) == 1:
+                yield like[0]
+
+
+def _with_trained(
+    rows: list[MemoryRow], module: dict[str, Computation], entry: str, flow: Flow
+) -> list[MemoryRow]:
+    """Returns the arguments, with kind parameters for those to which a gradient is added."""
+    ops = module[entry].ops
+    open_rows = {row.leaf: i for i, row in enumerate(rows) if row.kind == ARGUMENTS and row.leaf}
+    shapes = {leaf: ops[leaf[1]].shapes[leaf[2]] for leaf in open_rows}
+    wanted = {shape.dims for shape in shapes.values() if trainable(shape)}
+    for result, new in zip(flow.results, ops[module[entry].root].shapes, strict=True):
+        if not trainable(new) or new.dims not in wanted:
+            continue
+        made_of = reached(flow.before, [result], MAPPED)
+        if any(is_backward(op_name(module[room].ops[name])) for room, name, _ in made_of):
+            old = [x for x in open_rows if x in made_of and shapes[x].dims == new.dims]
+            if len(old) == 1:
+                place = open_rows[old[0]]
+                rows[place] = dataclasses.replace(rows[place], kind=PARAMETERS)
+    return rows
+
+
+def _kind(path: str, is_trainable: bool) -> tuple[str, tuple[str, ...]]:
+    """Returns the kind of an argument by its path, and the rest of the path after the key."""
+    for names, must_be_field, kind in NAMES:
+        for key in KEY.finditer(path):
+            name = key["field"] or ("" if must_be_field else key["name"] or key["arg"])
+            if name in names and (is_trainable or kind == PARAMETERS):
+                return kind, _keys(path[key.end() :])
+    return ARGUMENTS, ()
+
+
+def _keys(path: str) -> tuple[str, ...]:
+    return tuple(key[key.lastgroup or 0] for key in KEY.finditer(path))
+
+
+# ---- temporary arrays ----------------------------------------------------------------------------
+
+
+def _temporary(
+    module: dict[str, Computation],
+    entry: str,
+    flow: Flow,
+    arguments: Sequence[MemoryRow],
+    whole: float,
+) -> list[MemoryRow]:
+    """Returns the arrays that are alive when memory use is highest."""
+    tell = _teller(module, entry, flow, arguments)
+    rows = []
+    for buffer in most_at_once(module, entry):
+        kind, scope = tell(buffer.leaves)
+        rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
+    if sum(row.bytes for row in rows) <= whole:
+        return rows
+    # The compiler finds room for some workspace in a way that the schedule does not show.
+    return [row for row in rows if row.kind != WORKSPACE]
+
+
+def _teller(
+    module: dict[str, Computation], entry: str, flow: Flow, arguments: Sequence[MemoryRow]
+) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
+    """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
+    shapes = {
+        module[c].ops[name].shapes[i].dims
+        for row in arguments
+        if row.leaf and row.kind in (PARAMETERS, MASTERS, MOMENTS, ARGUMENTS)
+        for c, name, i in [row.leaf]
+        if trainable(module[c].ops[name].shapes[i])
+    }
+    results = zip(flow.results, module[entry].ops[module[entry].root].shapes, strict=True)
+    new = [leaf for leaf, shape in results if trainable(shape) and shape.dims in shapes]
+    updates = reached(flow.before, new, MAPPED)
+    kinds = (PARAMETERS, MASTERS)
+    copies = reached(flow.after, (r.leaf for r in arguments if r.leaf and r.kind in kinds), MOVED)
+    names = {
+        (name, op.name): "" if op.opcode in PASSES_ON else op_name(op)
+        for name, computation in module.items()
+        for op in computation.ops.values()
+    }
+    read_backward = {
+        source
+        for source, steps in flow.after.items()
+        if not is_backward(names[source[:2]])
+        and any(is_backward(names[target[:2]]) for target, _ in steps)
+    }
+    # What the backward pass reads of the forward pass, through moves and casts.
+    kept = reached(flow.before, read_backward, MOVED)
+
+    def tell(parts: Sequence[Leaf]) -> tuple[str, str]:
+        makers = [names[x[:2]] for x in reached(flow.before, parts, MOVED)]
+        # An instruction that XLA made has no name: then the longest, as it says the most.
+        scope = scope_of(names[parts[0][:2]]) or max(map(scope_of, makers), key=len)
+        if any(map(is_backward, makers)):
+            # A gradient becomes a new value entry by entry; cotangents of activations do not.
+            return (GRADIENTS if any(x in updates for x in parts) else WORKSPACE), scope
+        if parts[0] in copies:
+            return COPIES, scope
+        if any(x in kept for x in parts):
+            room, name, index = parts[0]
+            return (CODES if module[room].ops[name].shapes[index].dtype in EIGHT else KEPT), scope
+        return WORKSPACE, scope
+
+    return tell
+
+
+def op_name(op: Op) -> str:
+    """Returns the name that JAX gave an instruction, or the first of several."""
+    match = OP_NAME.search(op.attributes)
+    return match[1].split(";")[0] if match else ""
+
+
+def is_backward(name: str) -> bool:
+    """Returns whether an instruction's name says that it belongs to a backward pass."""
+    return "transpose(" in name
+
+
+# Parts that JAX adds to names: transformations around scopes, and nested programs.
+WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
+ADDED = re.compile(
+    r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
+    r"rematted_computation|checkpoint|remat2?|custom_\w+_call\w*|core_call|shmap_body|"
+    r"mpjax\.autocast|)$"
+)
+
+
+def scope_of(name: str) -> str:
+    """Returns the scopes in the name of an instruction, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
+    parts = []
+    for part in name.split("/")[:-1]:
+        while wrapped := WRAPPED.match(part):
+            part = wrapped[1]
+        if not ADDED.match(part):
+            parts.append(part)
+    return "/".join(parts)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
+    """Returns the results that have their own memory: gradients and other results."""
+    shared = shared_results(text)
+    argument_shapes = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}
+    outs = zip(flow.results, entry.ops[entry.root].shapes, strict=True)
+    rows = []
+    for index, (leaf, shape) in enumerate(outs):
+        if index not in shared and shape.dims in argument_shapes and trainable(shape):
+            made_by = reached(flow.before, [leaf], MOVED)
+            names = (op_name(entry.ops[name]) for room, name, _ in made_by if room == entry.name)
+            if any(map(is_backward, names)):
+                rows.append(MemoryRow(GRADIENTS, shape.bytes, leaf=leaf))
+    rest = total - sum(row.bytes for row in rows)
+    return [*rows, MemoryRow(RESULTS, rest)] if rest >= 0 else [MemoryRow(RESULTS, total)]
+
+
+def by_kind(rows: Sequence[MemoryRow]) -> dict[str, float]:
+    """Returns the bytes of each kind."""
+    totals: dict[str, float] = collections.defaultdict(float)
+    for row in rows:
+        totals[row.kind] += row.bytes
+    return dict(totals)

@@ -1,0 +1,199 @@
+"""The times of a program's kernels: by the roofline, and as measured steps let expect."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from mpjax._src.core.base.public import public
+from mpjax._src.tools.document.model import Table
+from mpjax._src.tools.hardware.hlo import bits
+from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul
+from mpjax._src.tools.hardware.kernels import (
+    ATTENTION,
+    CONVOLUTIONS,
+    FLOAT32,
+    MATMULS,
+    ODD,
+    kinds_of,
+)
+from mpjax._src.tools.hardware.memory import scope_of
+from mpjax._src.tools.hardware.targets import PACES, Target
+
+# Kernels whose bytes and FLOPs take less time than this mostly cost what it takes to start them.
+SHORT = 2e-6
+
+# An odd axis is named if its matmuls have this share of all bounds, and so many of them.
+WORTH, MOST = 0.01, 3
+
+# The field of `targets.Pace` for the kernels of a kind; of all other kinds, "bandwidth".
+PACE_OF = {
+    ATTENTION: "attention",
+    CONVOLUTIONS: "convolutions",
+    ODD: "odd",
+    FLOAT32: "matmuls",
+    MATMULS: "matmuls",
+}
+COLUMNS = ("kind", "kernels", "< 2 us", "GB", "GFLOP", "at least", "expected")
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """The kernels of a program that do the same kind of work, library calls included.
+
+    Attributes:
+        kind: ``matmuls``, ``matmuls with an odd axis`` (of 16-bit operands, an axis that is no
+            multiple of 8, and none below 16), ``float32 matmuls``, ``convolutions``,
+            ``fused attention``, ``norms and reductions``, ``elementwise``, ``copies and casts``,
+            ``gathers and scatters``, ``logits and loss``, ``updates`` (of donated arguments) or
+            ``other calls``. The guide has the rules that tell them apart.
+        instructions: The number of kernels in the program.
+        runs: The number of executions; a kernel in a loop counts once per iteration.
+        short: The number of executions whose bytes and FLOPs take less than 2 microseconds.
+        bytes: The bytes that they read from and write to the device's memory.
+        flops: The FLOPs of their matmuls and convolutions.
+        bound_ms: The sum over executions of the time of the bytes at the datasheet's bandwidth, or
+            of the FLOPs at its peak rate if that is longer, in milliseconds.
+        expected_ms: The time that measured steps let expect, with what it takes to start the
+            kernels, in milliseconds; None if no constants are known for the device.
+    """
+
+    kind: str
+    instructions: int
+    runs: int
+    short: int
+    bytes: float
+    flops: float
+    bound_ms: float
+    expected_ms: float | None
+
+
+def unit(target: Target, matmul: Matmul) -> tuple[str, float]:
+    """Returns the dtype that a target's matrix units multiply for a matmul, and their FLOP/s."""
+    dtype, passes = matmul.operands, matmul.passes
+    if matmul.algorithm:
+        dtype = matmul.algorithm
+    elif target.platform == "tpu" and dtype == "f32":
+        dtype, passes = "bf16", {"default": 1, "high": 3, "highest": 6}[matmul.precision]
+    elif dtype == "f32" and "tf32" in target.peaks and _may_round(matmul):
+        dtype = "tf32"
+    kind = "f8" if dtype.startswith("f8") else dtype
+    if target.platform == "tpu" and bits(kind) < 32:
+        peak = target.peaks.get(kind, target.peaks["bf16"])
+    else:
+        peak = target.peaks.get(kind, target.peaks["f32"])
+    return f"{dtype} x{passes}" if passes > 1 else dtype, peak / passes
+
+
+def _may_round(matmul: Matmul) -> bool:
+    """Returns whether XLA may round float32 operands to TF32 at the matmul's precision.
+
+    XLA's PTX for A100 and H100 uses ``mma`` on tf32 at the default precision, and ``fma`` on f32 at
+    "high" and "highest". It permits cuBLAS and cuDNN to use TF32 at "high" too.
+    """
+    return matmul.precision == "default" or (matmul.library and matmul.precision == "high")
+
+
+def compute_seconds(target: Target, costs: Costs) -> float:
+    """Returns the time of the FLOPs in seconds, on the matrix or vector units, the longer one."""
+    matrix = vector = 0.0
+    for matmul in costs.matmuls:
+        runs_as, peak = unit(target, matmul)
+        seconds = matmul.times * matmul.flops / peak
+        if target.platform == "cuda" and runs_as == "f32":
+            vector += seconds
+        else:
+            matrix += seconds
+    if target.platform == "cuda":  # the peak rate of a TPU's vector units is not published
+        vector += costs.other_flops / target.peaks["f32"]
+    return max(matrix, vector)
+
+
+# ---- kernel by kernel ----------------------------------------------------------------------------
+
+
+def kernel_rows(target: Target, text: str, costs: Costs) -> tuple[KernelRow, ...]:
+    """Returns the kernels of a program on a GPU by kind, those that take the longest first.
+
+    A TPU runs copies beside its kernels, so that a sum over kernels says nothing there.
+    """
+    if target.platform != "cuda":
+        return ()
+    kinds: dict[str, list[Kernel]] = {}
+    kind_of = kinds_of(text)
+    for kernel in costs.kernels:
+        kinds.setdefault(kind_of(kernel), []).append(kernel)
+    rows = (_row(target, kind, kernels) for kind, kernels in kinds.items())
+    return tuple(sorted(rows, key=lambda row: -(row.expected_ms or row.bound_ms)))
+
+
+def _row(target: Target, kind: str, kernels: Sequence[Kernel]) -> KernelRow:
+    seconds = [_least(target, kernel) for kernel in kernels]
+    runs = sum(kernel.times for kernel in kernels)
+    bound = sum(k.times * least for k, least in zip(kernels, seconds, strict=True))
+    pace, expected = PACES.get(target.chip), None
+    if pace:
+        factor = getattr(pace, PACE_OF.get(kind, "bandwidth"))
+        expected = 1e3 * (factor * bound + pace.start * runs)
+    return KernelRow(
+        kind,
+        len(kernels),
+        runs,
+        sum(k.times for k, least in zip(kernels, seconds, strict=True) if least < SHORT),
+        sum(k.times * k.bytes for k in kernels),
+        sum(k.times * m.flops for k in kernels for m in k.matmuls),
+        1e3 * bound,
+        expected,
+    )
+
+
+def _least(target: Target, kernel: Kernel) -> float:
+    """Returns the least time of one run of a kernel in seconds."""
+    matrix = sum(matmul.flops / unit(target, matmul)[1] for matmul in kernel.matmuls)
+    return max(kernel.bytes / target.bandwidth, matrix, kernel.other_flops / target.peaks["f32"])
+
+
+def table_of(name: str, rows: Sequence[KernelRow]) -> Table:
+    """Returns the table of a target's kernels by kind."""
+    columns = COLUMNS if all(row.expected_ms is not None for row in rows) else COLUMNS[:-1]
+    cells = []
+    for row in rows:
+        numbers = (row.bytes / 1e9, row.flops / 1e9, row.bound_ms, row.expected_ms or 0.0)
+        counts = (f"{row.runs:,}", f"{row.short:,}")
+        cells.append((row.kind, *counts, *map(figure, numbers))[: len(columns)])
+    title = f"Where the time goes on {name}, in ms"
+    return Table(title, columns, tuple(cells), columns[:1])
+
+
+def figure(value: float) -> str:
+    """Returns a number with at least three significant digits."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+def notes_on_kernels(target: Target, costs: Costs, rows: Sequence[KernelRow]) -> Iterator[str]:
+    """Yields what the times of a target's kernels rest on, and what an odd axis costs."""
+    if not rows:
+        return
+    pace = PACES.get(target.chip)
+    yield (
+        pace.source
+        if pace
+        else (
+            f"No step was timed on {target.chip}: the times of its kernels are lower bounds only."
+        )
+    )
+    bound = {row.kind: row.bound_ms for row in rows}
+    if bound.get(ODD, 0.0) < WORTH * sum(bound.values()):
+        return
+    axes: dict[int, str] = {}
+    for kernel in costs.kernels:
+        for matmul in (m for m in kernel.matmuls if m.odd):
+            scopes = (axes.get(matmul.odd, ""), scope_of(matmul.name), scope_of(kernel.name))
+            axes[matmul.odd] = max(scopes, key=len)
+    largest = sorted(axes.items(), reverse=True)[:MOST]
+    named = ", ".join(f"{axis} in {scope}" if scope else str(axis) for axis, scope in largest)
+    gain = f", about {bound[ODD] * (pace.odd - pace.matmuls):.2f} ms here" if pace else ""
+    yield (
+        f"Matmuls with an odd axis ({named}) are slower than others{gain}: tensor cores load "
+        f"{EIGHT} 16-bit operands at once. Make the axis a multiple of {EIGHT}, or of 64 if it is "
+        "large, as mpjax.autocast does: pad the weight with zeros, and slice the result."
+    )

@@ -1,0 +1,278 @@
+"""The settings of `fit_memory`, tried: each is traced and compiled once, and compared."""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._src.core.base.errors import CompileError, OutOfMemoryError, brief
+from mpjax._src.core.base.progress import advance
+from mpjax._src.core.base.public import public
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.tools.hardware.aot import Program, compile_program, lower
+from mpjax._src.tools.hardware.compiler import Options, compilers
+from mpjax._src.tools.hardware.ladder import Setting, checkpoints, each_alone, rungs
+from mpjax._src.tools.hardware.report import CompileReport
+from mpjax._src.tools.hardware.targets import Target
+
+TRY = "compiled"  # what progress counts
+
+# What settings after the first may raise, when the first does not: they are then no choice.
+REFUSALS = (CompileError, NotImplementedError, TypeError, ValueError)
+
+EQUAL = 1e-3  # memory and times that differ by no more than this share count as equal
+
+TOO_LARGE = "the compiler refuses it as too large"
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class FitTry:
+    """One setting that `fit_memory` compiled.
+
+    Attributes:
+        setting: Its name: what it adds to the policy that was given.
+        policy: The policy, as a string.
+        checkpoint: The name in ``jax.checkpoint_policies`` of what ``jax.checkpoint`` keeps; "" if
+            there is none.
+        total_bytes: The memory of the program in bytes; None if it was refused.
+        roofline_ms: The roofline of the program in milliseconds; infinite if it was refused.
+        bound: The longest part of the roofline.
+        bytes_accessed: The bytes that it moves.
+        fits: Whether its memory is available.
+        frontier: Whether no other setting takes less memory in no more time, or less time in no
+            more memory; 0.1% counts as equal.
+        same_as: The name of an earlier setting that produces the same program; "" if there is none.
+        refused: The reason why the program was refused; "" if it was not.
+        seconds: The time for tracing and compiling, in seconds.
+    """
+
+    setting: str
+    policy: str
+    checkpoint: str
+    total_bytes: int | None
+    roofline_ms: float
+    bound: str
+    bytes_accessed: float
+    fits: bool
+    frontier: bool = False
+    same_as: str = ""
+    refused: str = ""
+    seconds: float = 0.0
+
+    @property
+    def remark(self) -> str:
+        """What a table says besides the numbers."""
+        if self.refused or self.same_as:
+            return "refused" if self.refused else f"= {self.same_as}"
+        return "frontier" if self.frontier else ""
+
+
+def checked_policy(policy: Any) -> Policy:
+    """Returns a policy, or raises a ValueError if settings of storage do not apply to it."""
+    base = get_policy(policy)
+    if base.casting != "op":
+        raise ValueError(
+            f"policy={brief(str(policy))} casts parameters and inputs once, but the settings that "
+            "save memory need op-level casting. Use 'mixed_bfloat16', 'mixed_float16' or an O2 "
+            "policy, or add casting=op."
+        )
+    return base
+
+
+def takes_checkpoint(make_step: Callable[..., Any]) -> bool:
+    """Returns whether a function has a parameter ``checkpoint``."""
+    try:
+        return "checkpoint" in inspect.signature(make_step).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+
+
+class Steps:
+    """The training steps of settings, each program of which is compiled once."""
+
+    def __init__(
+        self, target: Target, make_step: Callable[..., Any], timeout: float, options: Options
+    ):
+        self.target, self.make_step = target, make_step
+        self.timeout, self.options = timeout, options
+        self.wraps = takes_checkpoint(make_step)
+        _check_takes_policy(make_step, {"checkpoint": None} if self.wraps else {})
+        self._traced: dict[Setting, tuple[Sequence[Any], Program, str]] = {}
+        self._compiled: dict[str, CompileReport | None] = {}
+
+    def ladder(self, policy: Policy, args: Sequence[Any]) -> list[Setting]:
+        """Returns the ladder of a policy, without settings that do not change the program."""
+        return rungs(policy, lambda one, other: self._differ(one, other, args))
+
+    def beside(self, ladder: Sequence[Setting], args: Sequence[Any]) -> list[Setting]:
+        """Returns the settings that are not on a ladder: each alone, and ``jax.checkpoint``."""
+        given = ladder[0]
+        alone = [s for s in each_alone(given.policy) if self._differ(given, s, args)]
+        return [*alone, *(checkpoints(ladder) if self.wraps else ())]
+
+    def compiled(self, setting: Setting, args: Sequence[Any]) -> CompileReport | None:
+        """Returns the report, or None if the compiler refused the program as too large."""
+        program, text = self._lowered(setting, args)
+        if text not in self._compiled:
+            advance(TRY, f"compiling {setting.name}", by=0)
+            self._compiled[text] = self._report(program)
+            advance(TRY)
+        return self._compiled[text]
+
+    def _differ(self, one: Setting, other: Setting, args: Sequence[Any]) -> bool:
+        """Returns whether two settings give two programs, or one of them, as a table says, none."""
+        try:
+            return self._lowered(one, args)[1] != self._lowered(other, args)[1]
+        except REFUSALS:
+            return True
+
+    def _lowered(self, setting: Setting, args: Sequence[Any]) -> tuple[Program, str]:
+        """Returns a program, and its text without lines of code, which caches of JAX change."""
+        known = self._traced.get(setting)
+        if known is None or known[0] is not args:
+            advance(TRY, f"tracing {setting.name}", by=0)
+            program = lower(self.target, self._step(setting), args)
+            known = self._traced[setting] = args, program, program.lowered.as_text()
+        return known[1:]
+
+    def _report(self, program: Program) -> CompileReport | None:
+        # A process for each program: a compiler that crashes must not take others with it.
+        with compilers(self.target) as child:
+            try:
+                return compile_program(child, self.target, program, self.timeout, self.options)
+            except OutOfMemoryError:
+                return None
+
+    def _step(self, setting: Setting) -> Callable[..., Any]:
+        wanted = {"checkpoint": setting.checkpoint} if self.wraps else {}
+        made = self.make_step(setting.policy, **wanted)
+        step = getattr(made, "step", None)
+        if isinstance(made, tuple) and callable(step):
+            return jax.jit(step, donate_argnums=0)  # of what build_train_step returns
+        if not callable(made):
+            raise TypeError(
+                f"make_step({str(setting.policy)!r}) returned a {type(made).__name__}, but it must "
+                "return the training step, which is a function."
+            )
+        return made
+
+
+class Trials:
+    """The settings that were compiled, and whether each fits."""
+
+    def __init__(self, compile_setting: Callable[[Setting], CompileReport | None], available: int):
+        self.compile_setting, self.available = compile_setting, available
+        self.tries: dict[Setting, FitTry] = {}
+        self.reports: dict[Setting, CompileReport | None] = {}
+
+    def all_of(self, settings: Iterable[Setting]) -> None:
+        """Compiles settings."""
+        for setting in settings:
+            self.measure(setting)
+
+    def climb(self, ladder: Sequence[Setting]) -> bool:
+        """Finds the first setting that fits by bisection; returns whether there is one.
+
+        Memory falls along the ladder. Time need not rise, so what follows is compiled as long as it
+        is no slower.
+        """
+        bad, good = 0, len(ladder) - 1
+        if self.measure(ladder[0]).fits:
+            good = 0
+        elif not self.measure(ladder[-1]).fits:
+            return False
+        while good - bad > 1:
+            middle = (bad + good) // 2
+            bad, good = (bad, middle) if self.measure(ladder[middle]).fits else (middle, good)
+        for slower, faster in zip(ladder[good:], ladder[good + 1 :], strict=False):
+            if cost(self.measure(faster)) > cost(self.measure(slower)):
+                break
+        return True
+
+    def measure(self, setting: Setting) -> FitTry:
+        """Returns the results of a setting, which is compiled if it was not yet."""
+        if setting not in self.tries:
+            start = time.perf_counter()
+            found = self._measured(setting)
+            seconds = round(time.perf_counter() - start, 2)
+            self.tries[setting] = dataclasses.replace(found, seconds=seconds)
+        return self.tries[setting]
+
+    def _measured(self, setting: Setting) -> FitTry:
+        named = setting.name, str(setting.policy), setting.keeping
+        try:
+            report = self.reports[setting] = self.compile_setting(setting)
+        except REFUSALS as error:
+            if not self.tries:
+                raise
+            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return FitTry(*named, None, math.inf, "", math.inf, False, refused=text)
+        if report is None:
+            return FitTry(*named, None, math.inf, "", math.inf, False, refused=TOO_LARGE)
+        same = next((s for s, r in self.reports.items() if r is report and s != setting), None)
+        fits = report.total_bytes <= self.available
+        return FitTry(
+            *named,
+            report.total_bytes,
+            report.roofline_ms,
+            report.bound,
+            report.bytes_accessed,
+            fits,
+            same_as=same.name if same else "",
+        )
+
+    def best(self) -> Setting | None:
+        """Returns the fastest setting that fits; of equally fast ones, the one that moves least."""
+        fitting = {s: cost(t) for s, t in self.tries.items() if t.fits}
+        return min(fitting, key=lambda s: fitting[s], default=None)
+
+    def smallest(self) -> Setting | None:
+        """Returns the setting that takes the least memory, or None if all were refused."""
+        sizes = {s: t.total_bytes for s, t in self.tries.items() if t.total_bytes is not None}
+        return min(sizes, key=lambda s: sizes[s], default=None)
+
+
+def with_frontier(tries: Sequence[FitTry]) -> list[FitTry]:
+    """Returns settings, those marked that no other one beats in memory or time."""
+    return [dataclasses.replace(t, frontier=not _beaten(t, tries)) for t in tries]
+
+
+def memory_of(one: FitTry) -> float:
+    """Returns the bytes of a setting, infinite if it was refused."""
+    return math.inf if one.total_bytes is None else one.total_bytes
+
+
+def cost(one: FitTry) -> tuple[float, float]:
+    """Returns what is compared for speed: the roofline, and between equal ones the bytes moved."""
+    return one.roofline_ms, one.bytes_accessed
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _check_takes_policy(make_step: Callable[..., Any], more: dict[str, Any]) -> None:
+    with contextlib.suppress(ValueError):  # builtins have no signature
+        signature = inspect.signature(make_step)
+        try:
+            signature.bind("policy", **more)
+        except TypeError as error:
+            raise TypeError(
+                f"make_step{signature} cannot be called with a policy: {error}. It returns the "
+                "training step under a policy, such as functools.partial(mpjax.build_train_step, "
+                "loss_fn, optimizer)."
+            ) from None
+
+
+def _beaten(one: FitTry, tries: Iterable[FitTry]) -> bool:
+    """Returns whether a setting is beaten by another one, or is an earlier one again."""
+    if one.same_as or one.refused:
+        return True
+    ratios = ((memory_of(t) / memory_of(one), t.roofline_ms / one.roofline_ms) for t in tries)
+    return any(max(pair) <= 1 + EQUAL and min(pair) < 1 - EQUAL for pair in ratios)

@@ -1,0 +1,492 @@
+"""`compare`: the error that each operation adds to a program, relative to float32.
+
+Every value of the program under the policy has a shadow: the result of the same operations in
+float32. An operation's own error is its difference from float32 on the same operands; the rest of
+its error is inherited from its operands.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+
+from mpjax._src.core.base.contexts import constants_as_casts, unchecked
+from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.base.errors import check_callable, check_flag, did_you_mean
+from mpjax._src.core.base.lines import short, where
+from mpjax._src.core.base.progress import progress_bar
+from mpjax._src.core.base.public import public
+from mpjax._src.core.base.rules import HALF, rule_of
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import PolicyLike
+from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in
+from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.tools.document import plots
+from mpjax._src.tools.document.model import (
+    DTYPE,
+    DTYPES,
+    PASS,
+    WORST,
+    Color,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+    size,
+)
+from mpjax._src.tools.document.report import Report
+from mpjax._src.tools.document.text import table
+from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
+from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_moved, size_of_terms
+from mpjax._src.tools.instruments.nonfinite import check_concrete
+from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
+from mpjax._src.tools.instruments.ranges import turns_of
+from mpjax._src.tools.instruments.rows import computed_in
+from mpjax._src.tools.instruments.shadows import (
+    BROKEN,
+    Comparer,
+    CompareRow,
+    Shadowed,
+    badness,
+    capped,
+    norm,
+    stats_of,
+)
+
+# The columns of the table, and those that hold words.
+COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
+WORDS = COLUMNS[4:]
+
+ADDED = WORST(
+    "added error",
+    "The relative error that each operation adds, by rounding or by amplifying operands' errors.",
+)
+ERROR = WORST(
+    "error",
+    "The relative error of each operation's result, including the error of its operands.",
+)
+BYTES = Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
+
+# The note on a result that is only rounding error in float32 too.
+ZERO = "only rounding error in float32; relative to the terms that cancel"
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class Comparison(Report):
+    """A report on the errors of a program under a policy. ``print`` it, or read ``rows``.
+
+    Attributes:
+        rows: One `CompareRow` per operation that adds or inherits an error, the worst first. Rows
+            of equal error are in the order of the program.
+        results: The relative error of each result of the program, by name. If a result is only
+            rounding error in float32, its error is relative to the terms that cancel.
+        loss_scale: The scale that the loss was multiplied by, in both runs.
+        diverged: The lines where the float32 run would have taken another branch, or left a loop
+            after another number of iterations. It was made to follow the run under the policy.
+        order: The position in the program of each row.
+        noise: The results that are only rounding error in float32, such as the gradient of a bias
+            before BatchNorm, which is zero in exact arithmetic.
+        unscaled: The relative error of each gradient without a loss scale, by name; empty if there
+            is no scale or no gradient.
+    """
+
+    rows: tuple[CompareRow, ...]
+    results: dict[str, float]
+    loss_scale: float = 1.0
+    diverged: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
+    noise: tuple[str, ...] = ()
+    unscaled: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def worst_results(self) -> list[tuple[str, float]]:
+        """Returns the results by name with their errors, the worst first."""
+        return sorted(self.results.items(), key=lambda item: -capped(item[1]))
+
+    def table(self, count: int | None = 12) -> str:
+        """Returns the worst rows as a table of text."""
+        return "\n".join(table(COLUMNS, map(_cells, self.rows[:count]), WORDS))
+
+    def named(self, count: int | None = 5) -> list[tuple[str, str]]:
+        """Returns the worst results as text: the error, and the name of the result."""
+        return [
+            (percent(error), f"{name} ({ZERO})" if name in self.noise else name)
+            for name, error in self.worst_results()[:count]
+        ]
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Plots the error of every operation in program order, and the part that it adds itself.
+
+        Args:
+            path: The path of a PNG file to write, or None.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            ImportError: If matplotlib is not installed (the extra ``plot``).
+            ValueError: If no operation rounds, so that there is nothing to plot.
+
+        Example:
+            >>> import jax.numpy as jnp, mpjax
+            >>> compared = mpjax.compare(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")
+            >>> figure = compared(jnp.full((3, 2), 0.1), jnp.ones((4, 3))).plot()
+        """
+        return plots.plot_compare(self, path)
+
+    def document(self, most: int = 12) -> Document:
+        """Returns what the report shows, with at most so many of its rows."""
+        worst, count = self.worst_results()[:1], len(self.rows)
+        told = [f"The worst result is {name}: error {percent(error)}." for name, error in worst]
+        blamed = self.rows[0] if self.rows and not self.rows[0].noise else None
+        place = blamed and (short(blamed.source) or blamed.scope or "no line")
+        told += [
+            f"{blamed.primitive} at {place} adds the most."
+            if blamed
+            else "No operation adds an error."
+        ]
+        lines = [
+            *([self._of_scale()] if self.loss_scale != 1 else []),
+            *(f"float32 would have taken another path at {line}" for line in self.diverged),
+            *(
+                "no float32 form, so its own error is unknown: "
+                f"{row.primitive}  {short(row.source)}"
+                for row in self.rows
+                if not row.compared
+            ),
+        ]
+        results = Table(
+            "Error of the results, relative to float32",
+            ("error", "result"),
+            tuple(self.named(None)),
+            ("result",),
+            most=8,
+        )
+        rows = tuple(map(_cells, self.rows[:most]))
+        more = f"and {count - most} more" if count > most else ""
+        worst_rows = Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
+        return Document(
+            "The error that each operation adds",
+            " ".join(told),
+            tuple(lines),
+            (results, worst_rows),
+            drawing=self._drawing,
+        )
+
+    def _of_scale(self) -> str:
+        """Returns the worst errors of the gradients with the loss scale and without."""
+        text = f"loss scale {self.loss_scale:g}"
+        if not self.unscaled:
+            return text
+        with_it = max(map(self.results.__getitem__, self.unscaled), key=capped)
+        name, without = max(self.unscaled.items(), key=lambda item: capped(item[1]))
+        return (
+            f"with the {text}: the gradients' worst error is {percent(with_it)}; "
+            f"without: {percent(without)} ({name})"
+        )
+
+    def _drawing(self) -> Drawing:
+        order = self.order or range(len(self.rows))
+        rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
+        return Drawing(
+            operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
+            colors=(ADDED, ERROR, DTYPE, BYTES, PASS),
+        )
+
+
+@overload
+def compare(
+    fun: Callable[..., Any],
+    policy: "PolicyLike" = "mixed_bfloat16",
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
+    progress: bool = True,
+) -> Callable[..., Comparison]: ...
+@overload
+def compare(
+    fun: Callable[..., Any],
+    policy: Callable[..., Any],
+    *,
+    results: str = "auto",
+    progress: bool = True,
+) -> Callable[..., Agreement]: ...
+def compare(
+    fun: Callable[..., Any],
+    policy: Any = "mixed_bfloat16",
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScale | str | float | None = "auto",
+    results: str = "auto",
+    progress: bool = True,
+) -> Any:
+    """Compares a function under a policy with float32, or with another function.
+
+    Given a policy, the program that trains (the loss and its gradient) runs once under it, one
+    operation at a time. Each operation also runs in float32, on the same operands and on those of a
+    parallel float32 run. Values are freed after their last use. If the 16-bit run takes another
+    branch or leaves a loop at another iteration than float32 would, the float32 run follows it, and
+    the report says so.
+
+    Given a function, the two functions should agree: training and rollout, a model and its port,
+    two versions of a model. Both run as they are, each with a parallel float32 run. If only
+    rounding makes them differ, the results of one line of code after another are replaced by
+    float32 ones; the cause is the line that leaves the least difference. If they differ in float32
+    too, the report names the first operations whose results the other program does not have. All
+    values stay in memory, so use a small batch.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared
+            too.
+        policy: A policy or its name; or a function of the same arguments as ``fun``. Two functions
+            must each return one floating array, of the same shape.
+        argnums: The arguments to differentiate; None for the forward pass only.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        loss_scale: The loss scale, as for `build_train_step`. With "auto", float16 uses the scale
+            that a dynamic loss scale would reach: its initial one, or the next lower one at which
+            the gradients are finite.
+        results: The meaning of the results of two functions: "log_probs" of given tokens, "logits"
+            of all tokens along the last axis, or "values" of any other meaning. "auto" means
+            "logits" if they are normalized, "log_probs" if none is positive, and else "values".
+        progress: Whether to show a progress bar if stderr is a terminal.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a `Comparison`,
+        or for two functions an `Agreement`.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, an array is abstract or being traced, or an option
+            does not apply to the kind of comparison.
+        ValueError: If there are no arrays, or nothing to differentiate; if two functions return
+            different shapes, or more than one floating array.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp",))
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.exp(x * w) * 0.125)
+        >>> compared = mpjax.compare(loss, policy)(jnp.full(3, 5.1), jnp.ones(3))
+        >>> compared.rows[0].primitive
+        'exp'
+        >>> def train(w, x):
+        ...     return jax.nn.log_softmax(x @ w)
+        >>> def rollout(w, x):
+        ...     return jax.nn.log_softmax((x @ w).astype("bfloat16")).astype("float32")
+        >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+        >>> report = mpjax.compare(train, rollout)(w, x)
+        >>> report.by_formula, report.partings[0].left < 0.5
+        (False, True)
+
+    Shadow values come from NSan (Courbet, 2021). Paddle's compare_accuracy compares two dumps. The
+    rounding mismatch of training and rollout is studied by Qi et al. 2025, "Defeating the
+    Training-Inference Mismatch via FP16".
+    """
+    check_callable(fun, "compare: fun")
+    check_flag("progress", progress)
+    if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
+        _check_agreement(results, argnums, has_aux, loss_scale)
+
+        @functools.wraps(fun)
+        @unchecked()
+        def both(*args, **kwargs):
+            with progress_bar(progress, "compare", OPERATION):
+                return agreement((fun, policy), results, args, kwargs)
+
+        return both
+    if results != "auto":
+        raise TypeError(
+            f"compare: results={results!r} applies only to two functions, but policy={policy!r} is "
+            "a policy. Leave results out."
+        )
+    policy = get_policy(policy)
+    resolve_loss_scale(loss_scale, False)
+
+    @functools.wraps(fun)
+    @unchecked()
+    def wrapped(*args, **kwargs):
+        with constants_as_casts():
+            program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
+        arrays = check_concrete("compare", program.arrays)
+        scale = training_scale(program, arrays, policy, loss_scale)
+        with progress_bar(progress, "compare", OPERATION, operations_in(program.jaxpr)):
+            return compare_program(program, arrays, scale)
+
+    return wrapped
+
+
+def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
+    """Raises if an option does not apply to two functions."""
+    if results not in ("auto", *MEANINGS):
+        valid = ", ".join(map(repr, ("auto", *MEANINGS)))
+        raise ValueError(
+            f"results={results!r} is unknown. Choose one of "
+            f"{valid}.{did_you_mean(results, MEANINGS)}"
+        )
+    options = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
+    wrong = [name for name, is_given in options.items() if is_given]
+    if wrong:
+        raise TypeError(
+            f"compare: {', '.join(wrong)} applies only to a function and a policy. Two functions "
+            "are compared by their results; to compare gradients, let both functions return them."
+        )
+
+
+def _cells(row: CompareRow) -> tuple[str, ...]:
+    place = [
+        where(row.source, row.library),
+        *("backward" for _ in range(row.backward)),
+        row.scope,
+        row.path,
+        *(f"{loop} {i}" for loop, i in row.iteration),
+        *("zero in exact arithmetic" for _ in range(row.noise)),
+    ]
+    errors = (row.added, row.error, row.inherited)
+    return (
+        *("noise" if row.noise else percent(error) for error in errors),
+        percent(row.underflow) if row.underflow else "",
+        row.primitive,
+        row.dtypes,
+        "  ".join(filter(None, place)),
+    )
+
+
+def _operation(row: CompareRow, number: int) -> Operation:
+    measured = row.compared and not row.noise
+    ran = DTYPES[computed_in(row.dtypes)]
+    return Operation(
+        label=row.primitive,
+        scope=box_of(row.scope, row.source),
+        facts=facts(
+            why=_why(row),
+            adds=percent(row.added) if measured else "",
+            error_of_the_result=percent(row.error) if measured else "",
+            inherited=percent(row.inherited) if measured else "",
+            error_of_the_operands=percent(row.operands) if measured else "",
+            underflow=f"{percent(row.underflow)} of the entries became zero" * bool(row.underflow),
+            overflow=f"{percent(row.overflow)} of the entries overflowed" * bool(row.overflow),
+            magnitudes=f"{row.low:.3g} to {row.high:.3g}",
+            computed_in=ran,
+            dtypes=row.dtypes,
+            **place_of(row),
+            parameters=row.path,
+            worst_in=turns_of(row.iteration),
+            ran=f"{row.times} times" if row.times > 1 else "",
+            bytes=size(row.bytes),
+            row_of_explain=row.op,
+        ),
+        colors={
+            "added error": row.added if measured else None,
+            "error": (row.error if row.error < BROKEN else math.inf) if measured else None,
+            "dtype": ran,
+            "bytes": row.bytes * row.times,
+            "pass": "backward" if row.backward else "forward",
+        },
+        number=number,
+        backward=row.backward,
+        large=rule_of(row.primitive).need == HALF,
+    )
+
+
+def _why(row: CompareRow) -> str:
+    if not row.compared:
+        return "It has no float32 form, so its own error is unknown."
+    if row.noise:
+        return f"{ZERO}."
+    if row.overflow:
+        return "Its result overflows its dtype, but would not overflow float32."
+    if row.new > row.inherited:
+        return "Most of its error is its own rounding."
+    return "Most of its error comes from its operands."
+
+
+def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
+    """Compares a program with float32, for `compare`."""
+    program.ran()
+    comparer = Comparer(program.lines)
+    paths = [*program.names, ""]
+    args = [
+        dataclasses.replace(comparer.constant(x), path=path)
+        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
+    ]
+    results = interpret(program.jaxpr, args, comparer)
+    first = comparer.order
+    keys = sorted(first, key=lambda key: (*badness(comparer.rows[key]), -first[key]), reverse=True)
+    named = {
+        name: v
+        for name, v in zip(program.results, results, strict=True)
+        if is_float(v.array) and np.size(v.array)
+    }
+    pairs = {name: (v.array, v.shadow) for name, v in named.items()}
+    errors = _errors(pairs, {})
+    terms = _terms_of_noise(program, arrays, scale, named, errors)
+    errors |= _errors({name: pairs[name] for name in terms}, terms)
+    unscaled = {}
+    if scale != 1 and any(program.gradients):
+        outs = program.compiled(*arrays, jnp.float32(1))
+        gradients = itertools.compress(zip(program.results, outs, strict=True), program.gradients)
+        unscaled = {name: (out, named[name].shadow) for name, out in gradients if name in named}
+    return Comparison(
+        tuple(comparer.rows[key] for key in keys),
+        errors,
+        scale,
+        tuple(comparer.diverged),
+        tuple(comparer.order[key] for key in keys),
+        tuple(terms),
+        _errors(unscaled, terms),
+    )
+
+
+def _errors(pairs: dict[str, tuple[Any, Any]], terms: dict[str, float]) -> dict[str, float]:
+    """Returns the relative errors of results, of those that are noise relative to their terms."""
+
+    def error(name: str, one: Any, exact: Any) -> float:
+        if name in terms:
+            return float(jnp.linalg.norm(jnp.ravel(one - exact))) / terms[name]
+        return float(stats_of(one, exact, exact)[0])
+
+    return {name: error(name, *pair) for name, pair in pairs.items()}
+
+
+def _terms_of_noise(
+    program: Program,
+    arrays: Sequence[jax.Array],
+    scale: float,
+    named: dict[str, Shadowed],
+    errors: dict[str, float],
+) -> dict[str, float]:
+    """Returns the size of the canceled terms of each result that is only float32 rounding."""
+    suspects = [
+        name
+        for name, error in errors.items()
+        if error > SUSPICIOUS and math.isfinite(float(norm(named[name].array)))
+    ]
+    if not suspects:
+        return {}
+    program.ran()
+    results = results_of_moved(program.jaxpr, arrays, jnp.float32(scale))
+    again = dict(zip(program.results, results, strict=True)) if results else {}
+    sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects if again}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def percent(share: float) -> str:
+    """Returns a relative error as text."""
+    if share == 0:
+        return "0"
+    if not share < BROKEN:
+        return "Inf"
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"

@@ -1,0 +1,448 @@
+"""`explain`: reports what autocast does to each operation of a function, without running it."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._src.core.autocast.transform import Traced, call, trace
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.contexts import unchecked
+from mpjax._src.core.base.devices import check_name, traced_for
+from mpjax._src.core.base.dtypes import FLOAT32, HALVES
+from mpjax._src.core.base.errors import check_callable
+from mpjax._src.core.base.public import public
+from mpjax._src.core.base.rules import HALF, rule_of
+from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import PolicyLike
+from mpjax._src.core.program.gradient import check_loss, check_result, differentiated, pull_back
+from mpjax._src.core.program.graph import ATTENTION, LOSS
+from mpjax._src.core.program.site import equations
+from mpjax._src.tools.document.model import (
+    DTYPE,
+    DTYPES,
+    PASS,
+    Bar,
+    Color,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+    shares,
+    size,
+)
+from mpjax._src.tools.document.report import Report
+from mpjax._src.tools.instruments import planned
+from mpjax._src.tools.instruments.kept import Kept, kept_by
+from mpjax._src.tools.instruments.rows import (
+    BACKWARD,
+    COMPUTES,
+    Row,
+    is_frame,
+    name_of,
+    reads_floats,
+    signature,
+)
+
+# The summary of a report names this many of the arrays kept for the backward pass.
+LARGEST = 8
+
+# The columns of a row in tables.
+COLUMNS = ("row", "operation", "written", "planned", "where", "why")
+
+BYTES = Color(
+    "bytes",
+    "The bytes of each operation's operands and results under the plan, which it would move if it "
+    "ran alone. XLA fuses small operations, which then move less.",
+    unit="bytes",
+)
+KEPT = Color(
+    "kept",
+    "The bytes of each operation's results that are stored for the backward pass.",
+    unit="bytes",
+)
+
+CASTS = frozenset({"convert_element_type"})
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class CastReport(Report):
+    """The report of `explain`: what autocast does to a function. ``print`` it, or read ``rows``.
+
+    Attributes:
+        rows: One row per equation, including the equations of nested programs, followed by one row
+            per equation of the backward pass if ``argnums`` was given. `compare` and
+            `find_nonfinite` number operations by their position in this tuple.
+        half_flops: The share of matmul and convolution FLOPs that run on 16-bit operands, from 0 to
+            1.
+        casts: The number of casts that autocast inserts.
+        cast_bytes: The bytes that these casts read and write.
+        stored_before: The bytes that the original program stores from the forward to the backward
+            pass. None without gradients.
+        stored_after: The same under the plan. None without gradients.
+        kept: The arrays that make up ``stored_after``, the largest first.
+        wide: Pairs (path, row) of the differentiated arguments that an operation reads in float32,
+            with the index of the first row that does. Devices that each have a part of such an
+            argument exchange it in float32. Empty without gradients.
+    """
+
+    rows: tuple[Row, ...]
+    half_flops: float
+    casts: int
+    cast_bytes: int
+    stored_before: int | None = None
+    stored_after: int | None = None
+    kept: tuple[Kept, ...] = ()
+    wide: tuple[tuple[str, int], ...] = ()
+
+    def calls(self) -> dict[str, dict[str, int]]:
+        """Returns the number of equations by primitive and compute dtype.
+
+        Returns:
+            ``{"dot_general": {"f16": 0, "bf16": 4, "f32": 1, "other": 0}, ...}``
+        """
+        by_primitive: dict[str, dict[str, int]] = {}
+        for row in self.rows:
+            counts = by_primitive.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
+            counts[row.computes_in] += 1
+        return by_primitive
+
+    def counts(self) -> list[tuple[str, ...]]:
+        """Returns `calls` as rows of text, without primitives that compute nothing in a float."""
+        return [
+            (name, *(str(cells[dtype] or "") for dtype in COMPUTES))
+            for name, cells in sorted(self.calls().items())
+            if sum(cells.values()) > cells["other"] and not is_frame(name)
+        ]
+
+    def shortfalls(self) -> list[Row]:
+        """Returns the rows of matmuls that run in float32 and of operations left unchanged.
+
+        Operations that read no floating array, such as one that computes floats from random bits,
+        have nothing to cast and are left out.
+        """
+        return [row for row in self.rows if _falls_short(row)]
+
+    def summary(self) -> list[str]:
+        """Returns the report's totals as lines of text."""
+        used = {row.computes_in for row in self.rows if row.flops}
+        halves = " and ".join(DTYPES[name] for name in ("bf16", "f16") if name in used)
+        lines = [
+            f"{self.half_flops:.1%} of matmul FLOPs run in {halves or '16 bits'}; "
+            f"{self.casts} casts inserted, moving {size(self.cast_bytes)}"
+        ]
+        scopes = dict.fromkeys(scope for row in self.rows for scope in row.scope.split("/"))
+        for name, mark in (("attention", ATTENTION), ("loss", LOSS)):
+            taken = [s.removeprefix(mark) for s in scopes if s.startswith(mark)]
+            taken += [told for row in self.rows if (told := getattr(row, name))]
+            lines += [f"{name}: {told}" for told in dict.fromkeys(taken)]
+        if self.stored_before is not None and self.stored_after is not None:
+            lines.append(
+                f"stored for the backward pass: {size(self.stored_before)} as written, "
+                f"{size(self.stored_after)} under the plan"
+            )
+        else:
+            lines.append("with argnums: the backward pass too, and what is stored for it")
+        return lines
+
+    def document(self, most: int = 0) -> Document:
+        """Returns what the report shows, with so many of its rows."""
+        sentence, *lines = self.summary()
+        rows = [*enumerate(self.rows)]
+        wide = self.wide if jax.device_count() > 1 else ()
+        frames = sum(is_frame(row.primitive) for row in self.rows)
+        note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
+        tables = (
+            Table(
+                "Read in float32, and exchanged between devices in float32",
+                ("row", "operation", "array", "why"),
+                tuple((str(i), self.rows[i].primitive, p, self.rows[i].reason) for p, i in wide),
+                ("operation", "array", "why"),
+            ),
+            Table(
+                "Stored for the backward pass",
+                ("size", "array", "row", "operation", "where"),
+                tuple(map(self._kept, self.kept)),
+                ("array", "operation", "where"),
+                most=LARGEST,
+            ),
+            Table(
+                "Operations by compute dtype",
+                ("operation", *COMPUTES),
+                tuple(self.counts()),
+                ("operation",),
+                note=note,
+            ),
+            Table(
+                "Matmuls in float32, and operations left unchanged",
+                COLUMNS,
+                tuple(_cells(i, row) for i, row in rows if _falls_short(row)),
+                COLUMNS[1:],
+            ),
+            Table("Rows", COLUMNS, tuple(_cells(i, row) for i, row in rows[:most]), COLUMNS[1:]),
+        )
+        return Document("What autocast does", sentence, tuple(lines), tables, drawing=self._drawing)
+
+    def _kept(self, array: Kept) -> tuple[str, ...]:
+        shape = ",".join(map(str, array.shape))
+        row = None if array.row is None else self.rows[array.row]
+        made_by = (str(array.row), row.primitive, row.where) if row else ("", "", "")
+        return (size(array.bytes), f"{array.dtype}[{shape}]", *made_by)
+
+    def _drawing(self) -> Drawing:
+        kept: collections.Counter[int | None] = collections.Counter()
+        for array in self.kept:
+            kept[array.row] += array.bytes
+        scopes: collections.Counter[str] = collections.Counter()
+        for index in sorted(kept, key=lambda i: -1 if i is None else i):
+            row = None if index is None else self.rows[index]
+            scopes[box_of(row.scope, row.source) if row else "of no row"] += kept[index]
+        words = "Grouped by the scope of the operation that computed it."
+        bar = Bar("Stored from the forward to the backward pass", shares(scopes), words=words)
+        return Drawing(
+            bars=(bar,) if kept else (),
+            operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
+            colors=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
+        )
+
+
+def _falls_short(row: Row) -> bool:
+    if rule_of(row.primitive).need == HALF and row.computes_in == "f32":
+        return True
+    return row.left_alone and reads_floats(row.before)
+
+
+def _cells(index: int, row: Row) -> tuple[str, ...]:
+    place = "  ".join(filter(None, (row.where, row.path)))
+    why = "; ".join(filter(None, (row.reason, row.storage)))
+    return (str(index), row.primitive, row.before, row.after, place, why)
+
+
+def _operation(index: int, row: Row, kept: int) -> Operation:
+    return Operation(
+        label=row.primitive,
+        scope=box_of(row.scope, row.source),
+        facts=facts(
+            why=row.reason,
+            stored=row.storage,
+            kept_for_the_backward_pass=size(kept) if kept else "",
+            attention=row.attention,
+            loss=row.loss,
+            computes_in=DTYPES[row.computes_in],
+            dtypes_as_written=row.before,
+            dtypes_under_the_plan=row.after,
+            **place_of(row),
+            parameters=row.path,
+            bytes=size(row.bytes) if row.bytes else "",
+            FLOPs=f"{row.flops:,}" if row.flops else "",
+            runs=f"{row.times} times" if row.times > 1 else "",
+            forward_row="" if row.forward is None else f"#{row.forward}",
+        ),
+        colors={
+            "dtype": DTYPES[row.computes_in],
+            "bytes": row.bytes * row.times,
+            "kept": kept,
+            "pass": "backward" if row.backward else "forward",
+        },
+        number=index,
+        backward=row.backward,
+        large=row.flops > 0,
+    )
+
+
+def explain(
+    fun: Callable[..., Any],
+    policy: "PolicyLike" = "mixed_bfloat16",
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    target: str | None = None,
+) -> Callable[..., CastReport]:
+    """Reports what `autocast` does to each operation of a function, without running it.
+
+    Args:
+        fun: The function, as for `autocast`.
+        policy: The policy, as for `autocast`.
+        argnums: The positions of the arguments to differentiate, as for `jax.value_and_grad`. If
+            given, the report covers ``jax.value_and_grad(autocast(fun), argnums)``, and each row of
+            the backward pass names the forward row it comes from. If None, the report covers the
+            forward pass alone.
+        has_aux: Whether ``fun`` returns a pair ``(loss, aux)``, as for `jax.value_and_grad`.
+        target: The device for which attention is planned, as for `recommend_policy`: "h100" or
+            "v5e", for example. It need not exist, and nothing is compiled. None for the local one.
+
+    Returns:
+        A function that takes the arguments of ``fun`` and returns a `CastReport`. The arguments may
+        be `jax.ShapeDtypeStruct`, which need no memory.
+
+    Raises:
+        TypeError: If ``fun`` is not a function; with ``argnums``, if it does not return a scalar
+            loss.
+        ValueError: If the policy or the target is invalid, if a pattern of its overrides matches
+            nothing, or if ``argnums`` are not positions of floating arguments.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> explained = mpjax.explain(loss, "mixed_bfloat16", argnums=0)
+        >>> report = explained(jnp.ones((8, 32)), jnp.ones((3, 8)))
+        >>> report.half_flops
+        1.0
+        >>> [row.reason.split(",")[0] for row in report.rows if row.primitive == "dot_general"][0]
+        '16-bit list'
+        >>> x, fused = jnp.ones((1, 64, 4, 32)), "mixed_bfloat16,fused_attention=true"
+        >>> attention = lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        >>> print(mpjax.explain(attention, fused, target="h100")(x))  # doctest: +ELLIPSIS
+        100.0% of matmul FLOPs run in bfloat16; ...
+        attention: cudnn, causal
+        ...
+    """
+    check_callable(fun, "explain: fun")
+    policy = get_policy(policy)
+    if target is not None:
+        check_name("target", target)
+
+    @functools.wraps(fun)
+    @unchecked()
+    def wrapped(*args, **kwargs):
+        with traced_for(target) if target else contextlib.nullcontext():
+            return report(args, kwargs)
+
+    def report(args, kwargs):
+        traced = trace(fun, policy, args, kwargs)
+        if argnums is None:
+            written = _jax.open_jaxpr(traced.jaxpr)[0]
+            check_result("explain", traced.returned(), written.outvars)
+            new = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
+            runs = _jax.open_jaxpr(new)[0]
+            return CastReport(
+                tuple(planned.rows_of(traced, runs)),
+                _half_share(runs),
+                *_totals(_casts(runs) - _casts(written)),
+            )
+        active = differentiated("explain", args, kwargs, argnums)
+        check_loss(traced.returned(), has_aux, "explain")
+        return _with_gradients(traced, active, has_aux)
+
+    return wrapped
+
+
+def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> CastReport:
+    """Returns the report with the backward pass of ``value_and_grad``."""
+
+    def new(*arrays):
+        return traced.rebuild(call(traced, list(arrays), rows=True))
+
+    def old(*arrays):
+        return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))
+
+    def gradient(run, avals):
+        def flat(*arrays):
+            pulled = pull_back(run, active, arrays, has_aux)
+            return [pulled.loss, *pulled.gradients()]
+
+        return _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
+
+    def stored(run, avals):
+        def flat(*arrays):
+            residuals = pull_back(run, active, arrays, has_aux).residuals
+            return [x for x in jax.tree.leaves(residuals) if is_array(x)]
+
+        return kept_by(_jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0])
+
+    written = _jax.in_avals(traced.jaxpr)
+    after, before = gradient(new, traced.avals), gradient(old, written)
+    as_written, kept = stored(old, written), stored(new, traced.avals)
+    forward = [*planned.rows_of(traced, after, kept)]
+    backward = [*_backward_rows(after, forward)]
+    wide = planned.read_wide(traced, forward, active)
+    return CastReport(
+        (*forward, *backward),
+        _half_share(after),
+        *_totals(_casts(after) - _casts(before)),
+        sum(array.bytes for array in as_written),
+        sum(array.bytes for array in kept),
+        tuple(kept),
+        tuple(wide.items()),
+    )
+
+
+def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
+    rounded = planned.rounded_for(jaxpr)
+    for eqn, site, times, back in planned.running(jaxpr):
+        if not back or planned.is_told(eqn):
+            continue
+        index = site.op
+        origin = forward[index] if index is not None else None
+        dtypes = signature(
+            [name_of(v.aval) for v in eqn.invars], [name_of(v.aval) for v in eqn.outvars]
+        )
+        values = () if _jax.inner_jaxprs(eqn) else (*eqn.invars, *eqn.outvars)
+        where = f"of row {index}, {origin.primitive}" if origin else "of no row"
+        again = origin is not None and site.again and eqn.primitive.name == origin.primitive
+        lines = (origin.source, origin.library) if origin else _jax.source_lines(eqn)
+        yield Row(
+            eqn.primitive.name,
+            origin.scope if origin else "",
+            origin.path if origin else "",
+            lines[0],
+            _as_written(eqn.primitive.name, dtypes, origin),
+            dtypes,
+            BACKWARD + where + ", computed again" * again,
+            _jax.flops_of(eqn),
+            times,
+            index,
+            storage=planned.for_readers(rounded.get(id(eqn), 0)),
+            library=lines[1],
+            bytes=sum(_jax.bytes_of(v.aval) for v in values),
+        )
+
+
+def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
+    """Returns the dtypes of a backward equation without autocast: 16-bit if the program says so."""
+    own = origin.before if origin else ""
+    for half in ("bf16", "f16"):
+        dtypes = dtypes if half in own else dtypes.replace(half, "f32")
+    ins, _, outs = dtypes.partition("->")
+    if ins == outs and primitive in CASTS:
+        return ""
+    return signature(ins.split(","), outs.split(","))
+
+
+# ---- totals -------------------------------------------------------------------------------------
+
+
+def _half_share(jaxpr: Any) -> float:
+    total = half = 0
+    for eqn, _, times in equations(jaxpr):
+        if rule_of(eqn.primitive.name).need == HALF:
+            flops = _jax.flops_of(eqn) * times
+            total += flops
+            dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}
+            half += flops if dtypes <= set(HALVES) else 0
+    return half / total if total else 1.0
+
+
+def _casts(jaxpr: Any) -> "collections.Counter[int]":
+    """Counts a program's casts between float32 and 16 bits, by the bytes that each one moves."""
+    casts: collections.Counter[int] = collections.Counter()
+    for eqn, _, times in equations(jaxpr):
+        if eqn.primitive.name in CASTS:
+            old, new = eqn.invars[0].aval, eqn.outvars[0].aval
+            dtypes = {old.dtype, new.dtype}
+            if FLOAT32 in dtypes and dtypes & set(HALVES):
+                casts[(_jax.bytes_of(old) + _jax.bytes_of(new)) * times] += 1
+    return casts
+
+
+def _totals(casts: "collections.Counter[int]") -> tuple[int, int]:
+    return sum(casts.values()), sum(size * count for size, count in casts.items())

@@ -1,0 +1,694 @@
+"""`find_nonfinite`: finds the operation that produced the first NaN or Inf, and says what to do."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.core.base import rules
+from mpjax._src.core.base.contexts import unchecked
+from mpjax._src.core.base.dtypes import FLOAT32, is_half
+from mpjax._src.core.base.errors import check_callable
+from mpjax._src.core.base.lines import where
+from mpjax._src.core.base.public import public
+from mpjax._src.core.base.rules import rule_of
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program.interpret import (
+    Watcher,
+    interpret,
+    run,
+    run_in_float32,
+    take,
+    touches_half,
+)
+from mpjax._src.core.program.site import Site, shown
+from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.tools.document.model import (
+    DTYPE,
+    DTYPES,
+    PASS,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    box_of,
+    facts,
+    place_of,
+)
+from mpjax._src.tools.document.report import Report
+from mpjax._src.tools.instruments.derivative import Made, derivative_at
+from mpjax._src.tools.instruments.places import Places
+from mpjax._src.tools.instruments.programs import (
+    LEAST_EXPONENT,
+    Program,
+    largest_finite_scale,
+    make_program,
+)
+from mpjax._src.tools.instruments.ranges import (
+    Range,
+    counts,
+    is_number,
+    largest_finite,
+    range_of,
+    turns_of,
+)
+
+# The most parts of the program that a tried override moves to float32.
+ROUNDS = 4
+
+KINDS = {
+    "overflow": "its dtype is too narrow for the result",
+    "undefined": "the result is non-finite in float32 too",
+}
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport(Report):
+    """The report of `find_nonfinite`. ``print`` it; it is true if a NaN or Inf was found.
+
+    Attributes:
+        found: Whether a result of the program is NaN or Inf.
+        kind: "overflow" (the result is finite in float32, but not in 16 bits), "undefined" (it is
+            non-finite in float32 too), "argument" (an argument was non-finite), "compiled" (only
+            the compiled program returns non-finite values), or "" if nothing was found.
+        made: "NaN" or "Inf".
+        backward: Whether the operation belongs to the backward pass.
+        primitive: The name of the operation. If it is part of a derivative, it is the operation
+            that JAX computes the derivative with, such as "div" for that of "sqrt".
+        source: "file:line" of the user's code.
+        scope: The named scopes around the operation, joined with "/".
+        path: The paths of the parameters among its operands, or among those of the corresponding
+            forward operation, joined with ", "; for an argument, its own path.
+        loops: The loops around the operation with their iterations, counted from 0, the outermost
+            loop first.
+        inputs: The ranges of its operands; those of ``derivative_of`` if it is a derivative.
+        result: The range of its result; that of ``expression`` if it is a derivative.
+        largest: The largest magnitude of the result in float32 if it is finite there, else None.
+        reaches: The non-finite results of the program.
+        loss_scale: The scale that the loss was multiplied by.
+        curable: Whether a lower loss scale prevents it; None if nothing was found.
+        safe_loss_scale: The largest power of two at which the compiled program is finite, or None.
+        advice: What to do.
+        op: The number of this operation in the plan, or of the forward operation that it is the
+            derivative of.
+        given: The paths of arguments that are infinite and reach its operands.
+        library: "file:line" of the library code that ``source`` calls, or "".
+        overrides: A dict for ``policy.override``, from pattern to dtype, that prevents it by moving
+            few operations to float32. With it, the program was run and is finite. Empty if none is
+            known.
+        float32_flops: The share of the matmul FLOPs that these overrides move, from 0 to 1.
+        derivative_of: The name of the operation whose derivative is non-finite, such as "sqrt", if
+            the operation found is part of this derivative, and "" otherwise. JAX writes a
+            derivative with other operations, and computes some of them in the forward pass.
+        derivative: What this derivative is: "Inf", "-Inf" or "NaN", or "".
+        expression: How JAX computes it, with the numbers, such as "0.5 / sqrt(0)"; "" if there is
+            no derivative, or if it is not computed entry by entry.
+    """
+
+    found: bool
+    kind: str = ""
+    made: str = ""
+    backward: bool = False
+    primitive: str = ""
+    source: str = ""
+    scope: str = ""
+    path: str = ""
+    loops: tuple[tuple[str, int], ...] = ()
+    inputs: tuple[Range, ...] = ()
+    result: Range | None = None
+    largest: float | None = None
+    reaches: tuple[str, ...] = ()
+    loss_scale: float = 1.0
+    curable: bool | None = None
+    safe_loss_scale: float | None = None
+    advice: str = ""
+    op: int | None = None
+    given: tuple[str, ...] = ()
+    library: str = ""
+    overrides: dict[str, str] = dataclasses.field(default_factory=dict)
+    float32_flops: float | None = None
+    derivative_of: str = ""
+    derivative: str = ""
+    expression: str = ""
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def document(self) -> Document:
+        title, advice = "The first NaN or Inf", tuple(self.advice.splitlines())
+        if not self.found:
+            return Document(title, self.advice)
+        values = [("" if i else "inputs", str(operand)) for i, operand in enumerate(self.inputs)]
+        if self.result is not None:
+            values.append(("slope" if self.derivative_of else "result", str(self.result)))
+        if self.largest is not None:
+            narrow = self.result and self.result.dtype == "f16"
+            most = "; float16's is 65504" if narrow else ""
+            values.append(("float32", f"its largest magnitude would be {self.largest:.4g}{most}"))
+        rows = (
+            ("scope", self.scope),
+            ("path", self.path),
+            ("iteration", turns_of(self.loops)),
+            *values,
+            ("reaches", ", ".join(self.reaches)),
+        )
+        told = tuple(row for row in rows if row[1])
+        return Document(
+            title,
+            self.headline,
+            advice,
+            (Table("Where, and of what", ("", ""), told, ("",)),),
+            drawing=self._drawing,
+        )
+
+    def _drawing(self) -> Drawing:
+        if not self.primitive:
+            return Drawing()
+        verb = f"produced {self.made}:"
+        if self.derivative_of:
+            verb = f"its derivative is {self.derivative}:"
+        operation = Operation(
+            label=self.derivative_of or self.primitive,
+            scope=box_of(self.scope, self.source),
+            facts=facts(
+                why=f"{verb} {KINDS.get(self.kind, self.kind)}",
+                derivative=self.expression,
+                **place_of(self),
+                parameters=self.path,
+                iteration=turns_of(self.loops),
+                row_of_explain=self.op,
+            ),
+            colors={
+                "dtype": DTYPES.get(self.result.dtype if self.result else "", DTYPES["other"]),
+                "pass": "backward" if self.backward else "forward",
+            },
+            backward=self.backward,
+        )
+        return Drawing(operations=(operation,), colors=(DTYPE, PASS))
+
+    @property
+    def headline(self) -> str:
+        """The first sentence of the report: what is non-finite, and where."""
+        place = where(self.source, self.library)
+        if not self.found:
+            return self.advice
+        if self.kind == "argument":
+            return f"The argument {self.path} contains {self.made} before anything is computed"
+        if self.kind == "compiled":
+            return f"{self.made} in the compiled program only"
+        if self.derivative_of:
+            computed = f" ({self.expression})" if self.expression else ""
+            what = f"The derivative of {self.derivative_of} is {self.derivative}"
+            finite = all(name.startswith("gradient of ") for name in self.reaches)
+            return f"{what} at {place}{computed}" + "; the loss itself is finite" * finite
+        which = "backward" if self.backward else "forward"
+        return f"{self.primitive} produced {self.made} in the {which} pass, {place}"
+
+
+def find_nonfinite(
+    fun: Callable[..., Any],
+    policy: Any = None,
+    *,
+    loss_scale: LossScale | str | float | None = None,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+) -> Callable[..., NonfiniteReport]:
+    """Finds the operation that produced the first NaN or Inf that reaches a result.
+
+    The function under the policy, and the gradient of its scaled loss, run one operation at a time
+    and uncompiled, including the operations inside jit, scan, while, cond, remat and custom rules.
+    Infinities that the program masks out later, as in an attention mask, are ignored.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is checked
+            too.
+        policy: A policy or its name: the function runs under `autocast`. None runs it as it is.
+        loss_scale: The loss scale: a number, a loss scale object such as ``state.loss_scale``,
+            "dynamic", or None for no scaling.
+        argnums: The arguments to differentiate; None for the forward pass only.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a
+        `NonfiniteReport`: the operation, its source line, scope, parameter path and iteration, the
+        ranges of its operands, whether a lower loss scale prevents it, and what to do.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
+        ValueError: If there are no arrays, or nothing to differentiate.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.exp(x @ w) * 0.5)
+        >>> report = mpjax.find_nonfinite(loss)(jnp.full((2,), 100.0), jnp.ones((3, 2)))
+        >>> report.primitive, report.made, report.backward, report.curable
+        ('exp', 'Inf', False, False)
+
+    In comparison, jax.debug_nans stops at a compiled function, and jax.experimental.checkify must
+    be built into the program.
+    """
+    check_callable(fun, "find_nonfinite: fun")
+    policy = get_policy("float32" if policy is None else policy)
+    scale = resolve_loss_scale(loss_scale, False)
+
+    @functools.wraps(fun)
+    @unchecked()
+    def wrapped(*args, **kwargs):
+        name = "find_nonfinite"
+        make = functools.partial(
+            make_program,
+            name,
+            fun,
+            args=args,
+            kwargs=kwargs,
+            argnums=argnums,
+            has_aux=has_aux,
+            numbers=True,
+        )
+        program = make(policy=policy)
+        arrays = check_concrete("find_nonfinite", program.arrays)
+        report = _search(program, arrays, float(scale.loss_scale))
+        return _advised(report, program, arrays, policy, make)
+
+    return wrapped
+
+
+def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Returns JAX arrays. Raises if one has no concrete values."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{tool} runs the function and inspects its values, so it needs concrete arrays, "
+                f"but was given {x}. Call it outside of jit, with concrete arguments."
+            )
+    return [jnp.asarray(x) for x in arrays]
+
+
+# ---- the search ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watched:
+    """An array, and the events that its NaN and Inf come from."""
+
+    array: Any
+    bad: bool = False  # holds NaN or Inf
+    origins: frozenset[int] = frozenset()  # the events; empty for an infinite argument
+    given: frozenset[str] = frozenset()  # the arguments whose infinities it holds
+    path: str = ""  # its path, if it is a parameter or argument
+
+
+class _Finder(Watcher):
+    """The watcher: an event is an operation that produces NaN or Inf of finite operands."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.parameters = frozenset(program.parameters)
+        self.events: list[NonfiniteReport] = []
+        self.made: list[Made | None] = []  # the operations of the events; None for an argument
+        self._read: dict[int, list[str]] = {}  # the parameters that an equation reads, by number
+
+    def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
+        arrays = [v.array for v in ins]
+        outs = run(eqn, arrays)
+        carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
+        origins = frozenset().union(*(v.origins for v in ins if v.bad))
+        arguments = frozenset().union(*(v.given for v in ins if v.bad))
+        infinite = any(v.bad for v in ins)
+        paths = [v.path for v in ins if v.path in self.parameters]
+        for number in place.numbers[-1:]:
+            self._read.setdefault(number, []).extend(paths)
+        results = []
+        for index, out in enumerate(outs):
+            nans, infs = counts(out)
+            blame = origins
+            # Infinite operands may only hand on their Inf: then it is new where they are finite.
+            made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
+            # What follows from bad operands is no event of its own: they are blamed for it.
+            if made and not origins:
+                blame = frozenset({self._event(eqn, ins, arrays, index, out, arguments, place)})
+            path = ins[0].path if carries and ins else ""
+            results.append(Watched(out, bool(nans or infs), blame, arguments, path))
+        return results
+
+    def _event(self, eqn, ins, arrays, index, out, arguments, place) -> int:
+        wide = run_in_float32(eqn, arrays) if touches_half(eqn) else None
+        in_float32 = None if wide is None else wide[index]
+        finite = in_float32 is not None and sum(counts(in_float32)) < sum(counts(out))
+        nans, _ = counts(out)
+        paths = [v.path for v in ins if v.path in self.parameters]
+        own = [path for number in place.numbers[-1:] for path in self._read.get(number, ())]
+        paths = paths or own or [v.path for v in ins if v.path]
+        source, library = self.program.lines(eqn, place)
+        numbers = [v for v in ins if is_number(v.array)]
+        inputs = tuple(range_of(v.array) for v in numbers)
+        result = range_of(out)
+        self.events.append(
+            NonfiniteReport(
+                found=True,
+                kind="overflow" if finite else "undefined",
+                made="NaN" if nans else "Inf",
+                backward=place.backward and not place.again,
+                primitive=eqn.primitive.name,
+                source=source,
+                library=library,
+                scope="/".join(shown(place.scopes)),
+                path=", ".join(dict.fromkeys(paths)),
+                loops=place.loops,
+                op=place.op,
+                given=tuple(sorted(arguments)),
+                inputs=tuple(
+                    dataclasses.replace(operand, path=v.path)
+                    for operand, v in zip(inputs, numbers, strict=True)
+                ),
+                result=result,
+                largest=largest_finite(in_float32) if finite else None,
+            )
+        )
+        here = dataclasses.replace(place, callers=())
+        lines = source, library
+        self.made.append(Made(eqn.primitive.name, inputs, result, here, lines))
+        return len(self.events) - 1
+
+    def argument(self, array: Any, path: str) -> Watched:
+        nans, infs = counts(array)
+        if not nans:
+            names = frozenset({path} if infs else ())
+            return Watched(array, bool(infs), given=names, path=path)
+        result = range_of(array)
+        self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=result))
+        self.made.append(None)
+        return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
+
+    def constant(self, array: Any) -> Watched:
+        return Watched(array, any(counts(array)))
+
+    def slice(self, value: Watched, index: int) -> Watched:
+        array = take(value.array, index)
+        return dataclasses.replace(value, array=array, bad=value.bad and any(counts(array)))
+
+    def stack(self, values: Sequence[Watched]) -> Watched:
+        bad = any(v.bad for v in values)
+        origins = frozenset().union(*(v.origins for v in values if v.bad))
+        names = frozenset().union(*(v.given for v in values if v.bad))
+        return Watched(jnp.stack([v.array for v in values]), bad, origins, names, values[0].path)
+
+
+def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+    """Returns the first event that reaches a result, or a report that there is none."""
+    finder = _Finder(program)
+    paths = [*program.names, ""]
+    args = [
+        finder.argument(x, path)
+        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
+    ]
+    results = interpret(program.jaxpr, args, finder)
+    # An infinite constant that the program returns is intended.
+    bad = [
+        (name, v)
+        for name, v in zip(program.results, results, strict=True)
+        if v.bad and (v.origins or v.given)
+    ]
+    reaches = tuple(name for name, _ in bad)
+    if not bad:
+        meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
+        return _in_compiled_alone(program, arrays, scale, meant)
+    # If the loss is non-finite, so are its gradients: only the loss is followed.
+    blamed = bad[:1] if program.follows_gradient and bad[0][0] == "loss" else bad
+    guilty = frozenset().union(*(v.origins for _, v in blamed))
+    if not guilty:  # an infinite argument that reaches the result
+        paths = sorted(frozenset().union(*(v.given for _, v in bad)))
+        event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
+    else:
+        # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
+        first = min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))
+        event = _as_derivative(finder.events[first], finder.made[: first + 1], program, arrays)
+    return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
+
+
+def _as_derivative(
+    event: NonfiniteReport, makers: Sequence[Made | None], program: Program, arrays: list[jax.Array]
+) -> NonfiniteReport:
+    """Returns an event as that of the operation whose derivative it belongs to, if it does.
+
+    ``makers`` are the operations of the events up to this one.
+    """
+    *before, last = makers
+    derivative = last and derivative_at(program, arrays, last, before)
+    if not derivative:
+        return event
+    return dataclasses.replace(
+        event,
+        derivative_of=derivative.of,
+        derivative=derivative.value,
+        expression=derivative.expression,
+        inputs=derivative.inputs,
+        result=derivative.result,
+        largest=derivative.largest,
+    )
+
+
+def _is_pole(event: NonfiniteReport) -> bool:
+    return (
+        rules.POLE in rule_of(event.primitive).traits
+        and event.kind == "undefined"
+        and event.made == "Inf"
+    )
+
+
+def _in_compiled_alone(
+    program: Program, arrays: list[jax.Array], scale: float, meant: set[str]
+) -> NonfiniteReport:
+    outs = program.compiled(*arrays, jnp.float32(scale))
+    pairs = zip(program.results, outs, strict=True)
+    reaches = tuple(name for name, out in pairs if name not in meant and any(counts(out)))
+    what = "loss and gradients are" if program.follows_gradient else "every result is"
+    if not reaches:
+        return NonfiniteReport(False, loss_scale=scale, advice=f"Nothing found: {what} finite.")
+    return NonfiniteReport(
+        True,
+        "compiled",
+        "NaN or Inf",
+        reaches=reaches,
+        loss_scale=scale,
+        advice="If operations run one by one, every result is finite. In the compiled program it "
+        "is not, because XLA fuses operations. Look for expressions whose order of evaluation "
+        "matters.",
+    )
+
+
+# ---- cause and advice ---------------------------------------------------------------------------
+
+
+def _advised(
+    event: NonfiniteReport,
+    program: Program,
+    arrays: list[jax.Array],
+    policy: Policy,
+    make: Callable[..., Program],
+) -> NonfiniteReport:
+    """Completes a report: whether a lower loss scale or an override helps, and the advice."""
+    if not event.found:
+        return event
+    gradients = {
+        n for n, is_grad in zip(program.results, program.gradients, strict=True) if is_grad
+    }
+    safe = None
+    if event.kind not in ("argument", "compiled") and set(event.reaches) <= gradients:
+        safe = largest_finite_scale(program, arrays, math.ceil(math.log2(event.loss_scale)))
+    event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
+    if event.kind == "compiled":
+        return event
+    op = None if event.op is None else program.ops[event.op]
+    own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
+    tried: list[str] = []
+    if not event.curable and not own and _in_half(event):
+        tried, cured = _moved_to_float32(event, program, arrays, policy, make)
+        if cured:
+            places = Places(program.plan)
+            moved = frozenset().union(*(places.place(pattern).ops for pattern in tried))
+            overrides = dict.fromkeys(tried, FLOAT32.name)
+            event = dataclasses.replace(
+                event, overrides=overrides, float32_flops=places.flops(moved)
+            )
+    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own, tried)))
+
+
+def _in_half(event: NonfiniteReport) -> bool:
+    return any(r.dtype in ("f16", "bf16") for r in (*event.inputs, event.result) if r)
+
+
+def _moved_to_float32(
+    event: NonfiniteReport,
+    program: Program,
+    arrays: list[jax.Array],
+    policy: Policy,
+    make: Callable[..., Program],
+) -> tuple[list[str], bool]:
+    """Moves the operation to float32, and then the next one that overflows in 16 bits, and so on.
+
+    Returns:
+        The patterns, and whether the compiled program is finite with them.
+    """
+    patterns: list[str] = []
+    for _ in range(ROUNDS):
+        if event.op is None:
+            break
+        around = Places(program.plan).around(program.ops[event.op])
+        fresh = [place.pattern for place in around if place.ops and place.pattern not in patterns]
+        if not fresh:
+            break
+        patterns.append(fresh[0])
+        program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
+        outs = program.compiled(*arrays, jnp.float32(event.loss_scale))
+        pairs = zip(program.results, outs, strict=True)
+        if not any(name in event.reaches and any(counts(out)) for name, out in pairs):
+            return patterns, True
+        event = _search(program, arrays, event.loss_scale)
+        if not (event.found and _in_half(event)):
+            break
+    return patterns, False
+
+
+def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]):
+    if event.kind == "argument":
+        yield "Lowering the loss scale does not help: the argument itself is NaN or Inf."
+        yield (
+            "If it is a parameter, training diverged before this step: go back to a checkpoint "
+            "and lower the learning rate. If it is data, check the code that loads and normalizes "
+            "it."
+        )
+        return
+    if event.curable:
+        yield from _lower_scale(event)
+        return
+    if set(event.reaches) <= gradients:
+        yield (
+            "Lowering the loss scale does not help: gradients are still NaN or Inf at "
+            f"2^{LEAST_EXPONENT}."
+        )
+    elif gradients:
+        yield (
+            f"Lowering the loss scale does not help: the {event.made} appears in the forward pass."
+        )
+    if any(r.infs for r in event.inputs):
+        names = ", ".join(event.given) or "an operand"
+        yield (
+            f"{names} was already infinite. That is valid only in a mask, and a fully masked row "
+            "computes inf - inf = NaN. Use a large finite number such as -1e9, or check the data."
+        )
+    if event.kind == "overflow":
+        yield from _against_overflow(event, own, tried)
+    else:
+        yield from _against_undefined(event, tried)
+
+
+def _lower_scale(event: NonfiniteReport):
+    assert event.safe_loss_scale is not None
+    yield (
+        f"Use a lower loss scale: the compiled program is finite at "
+        f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
+        f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale finds it automatically: "
+        "it skips one step for each halving."
+    )
+    if event.safe_loss_scale < 1:
+        yield "A scale below 1 loses small gradients. Use bfloat16 for this backward pass."
+
+
+def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
+    if event.derivative_of:
+        yield _guard(event)
+    else:
+        yield UNDEFINED.get(event.primitive, "The result is non-finite in float32 too.")
+    if any(r.dtype in ("f16", "bf16") for r in event.inputs):
+        # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
+        yield (
+            "A zero may be a small number that was flushed in 16 bits, such as an epsilon: in "
+            "float16 use 1e-4 or more, or compute the operation in float32."
+        )
+        yield from _override(event, tried)
+
+
+def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
+    if own:
+        yield (
+            "The function itself casts to 16 bits here, and a policy cannot undo that. Remove the "
+            "cast, so that the policy decides, or cast to bfloat16, which has float32's range."
+        )
+        return
+    if event.result is not None and event.result.dtype == "f16":
+        yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
+    yield from _override(event, tried)
+    yield _guard(event) if event.derivative_of else SMALLER
+
+
+def _guard(event: NonfiniteReport) -> str:
+    """Returns how to avoid the point where a derivative is non-finite."""
+    return INFINITE_DERIVATIVE.get(event.derivative_of, GUARD)
+
+
+def _override(event: NonfiniteReport, tried: Sequence[str]):
+    """Yields the override that prevents it, as far as that is known."""
+    call = f"policy.override({dict.fromkeys(tried, 'float32')!r})"
+    if event.overrides:
+        yield (
+            f"Compute {'this part' if len(tried) == 1 else 'these parts'} in float32 (tried: the "
+            f"program is then finite). It moves {event.float32_flops:.1%} of the matmul FLOPs: "
+            f"{call}."
+        )
+    elif tried:
+        yield f"Float32 for this part alone does not help (tried): {call}."
+    else:
+        yield "Or compute this part in float32, inside `with mpjax.precision('float32'):`."
+
+
+SMALLER = "Or make its operands smaller: normalize them, or scale before the product, not after."
+GUARD = (
+    "Add an epsilon to the operand, or guard it with jnp.where before the operation, not after it."
+)
+REPEATED = "It exists only if these values differ: do not differentiate repeated ones."
+SINGULAR = "It exists only for a nonsingular matrix: add an epsilon to its diagonal."
+RANGED = "Clip the operand to a slightly smaller range before the operation."
+INFINITE_DERIVATIVE = {
+    **dict.fromkeys(("asin", "acos", "acosh", "atanh", "erf_inv"), RANGED),
+    **dict.fromkeys(("eig", "eigh", "svd"), REPEATED),
+    **dict.fromkeys(("cholesky", "lu", "qr", "triangular_solve"), SINGULAR),
+}
+
+UNDEFINED = {
+    "div": "A division by zero: add an epsilon, or guard the operand with jnp.where before the "
+    "operation, not after it.",
+    "log": "The logarithm of 0 or a negative number: add an epsilon, or use log_softmax, "
+    "log1p or logaddexp.",
+    "log1p": "The operand is -1 or less.",
+    "sqrt": "The root of a negative number, perhaps from cancellation: clamp it at 0.",
+    "rsqrt": "The operand is zero or negative: add an epsilon to a variance.",
+    "pow": "A negative base with a fractional power, or 0 with a negative power.",
+    "integer_pow": "Zero to a negative power, or a result beyond float32.",
+    "exp": "The operand is above 88, where exp overflows float32: subtract the maximum first.",
+    "sub": "inf - inf: a row that is fully masked, or a sum that overflowed.",
+    "mul": "0 * inf: an infinite derivative under a mask. Guard the operand with jnp.where before "
+    "the operation, not after it.",
+}
+
+
+def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
+    """Returns whether an elementwise operation produced infinities from finite operands."""
+    name = eqn.primitive.name
+    if rule_of(name).need not in (rules.FOLLOW, rules.FULL) and name != "convert_element_type":
+        return False
+    same = [x for x in arrays if np.shape(x) == out.shape and is_number(x)]
+    if len(same) + sum(np.ndim(x) == 0 for x in arrays) < len(arrays):
+        return False
+    fresh = jnp.isinf(out)
+    for x in same:
+        fresh &= jnp.isfinite(x)
+    return bool(same) and bool(jnp.any(fresh))

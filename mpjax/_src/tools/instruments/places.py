@@ -1,0 +1,127 @@
+"""Places: the operations that the pattern of an override moves to float32, and their cost."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from mpjax._src.core.autocast.classify import Outline, Ruling
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.patterns import matches
+from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.site import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The ops that one override pattern moves to float32, by their numbers."""
+
+    pattern: str
+    ops: frozenset[int]
+
+
+class Places:
+    """The ops of a plan that an override can move, and the patterns that move them."""
+
+    def __init__(self, plan: Outline):
+        self._pairs = pairs = plan.numbered
+        rulings = plan.rulings
+        self.rows = plan.rows
+        self.movable = [op for op, _ in pairs if is_movable(op, rulings[op])]
+        self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
+        self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
+        self._spots = {self.rows[op]: spots(op) for op in self.movable}
+
+    def place(self, pattern: str) -> Place:
+        """Returns the place of a pattern."""
+        hit = (n for n, each in self._spots.items() if any(matches(pattern, s) for s in each))
+        return Place(pattern, frozenset(hit))
+
+    def around(self, op: Op) -> list[Place]:
+        """Returns the places that contain an op, the smallest first."""
+        near = [op] if op in self.movable else self._readers(op)
+        places = {self.place(pattern): None for each in near for pattern in patterns(each)}
+        return sorted(places, key=lambda place: (self.flops(place.ops), len(place.ops)))
+
+    def _readers(self, op: Op) -> list[Op]:
+        """Returns the first movable ops that read what an op makes."""
+        made, found = {*op.outs}, []
+        for other, _ in self._pairs:
+            if made.isdisjoint(other.ins):
+                continue
+            if other in self.movable:
+                found.append(other)
+            else:
+                made.update(other.outs)
+        return found
+
+    def finest(self) -> list[Place]:
+        """Returns the smallest places that patterns can name; together they move everything."""
+        places: dict[str, Place] = {}
+        finest: dict[frozenset[int], Place] = {}
+        for op in self.movable:
+            scoped = "/".join(shown(op.scopes))
+            for pattern in patterns(op):
+                if pattern not in places:
+                    places[pattern] = self.place(pattern)
+            best = min(
+                (places[pattern] for pattern in patterns(op)),
+                key=lambda p: (len(p.ops), not p.pattern.startswith(scoped), len(p.pattern)),
+            )
+            finest.setdefault(best.ops, best)
+        return list(finest.values())
+
+    def flops(self, ops: Iterable[int]) -> float:
+        """Returns the share of the matmul FLOPs of some ops."""
+        return sum(self._flops[i] for i in ops) / (sum(self._flops.values()) or 1)
+
+    def cost(self, ops: Iterable[int]) -> tuple[int, int]:
+        """Returns the work of some ops: matmul FLOPs, and entries computed."""
+        ops = tuple(ops)
+        return sum(self._flops[i] for i in ops), sum(self._entries[i] for i in ops)
+
+    def merged(self, moved: frozenset[int], places: Iterable[Place]) -> list[Place]:
+        """Returns the fewest places that move exactly these ops; scopes replace their parts."""
+        if all(self.rows[op] in moved for op in self.movable):
+            return [Place("*", moved)]
+        wider = {p.ops: p for p in places}
+        for op in self.movable:
+            if self.rows[op] in moved:
+                for pattern in patterns(op):
+                    place = self.place(pattern)
+                    if place.ops <= moved:
+                        wider.setdefault(place.ops, place)
+        chosen: list[Place] = []
+        left = set(moved)
+        while left:
+            ops = max(wider, key=lambda c: (len(c & left), -len(c)))
+            chosen.append(wider[ops])
+            left -= ops
+        return chosen
+
+
+def is_movable(op: Op, ruling: Ruling) -> bool:
+    return ruling.in_force == "half" and op.has_float32
+
+
+def spots(op: Op) -> list[str]:
+    """Returns the names of an op that the pattern of an override may match."""
+    return ["/".join(op.scopes), "/".join((*op.scopes, op.name)), *_paths(op)]
+
+
+def _paths(op: Op) -> list[str]:
+    return [path for v in op.ins for path in v.paths if path]
+
+
+def patterns(op: Op) -> list[str]:
+    """Returns patterns that move an op, exact ones first."""
+    scopes = shown(op.scopes)
+    exact = [_escape(path) for path in _paths(op)]
+    exact.append(_escape("/".join((*scopes, op.name))))
+    return [*exact, *(_escape("/".join(scopes[:i])) + "/*" for i in range(len(scopes), 0, -1))]
+
+
+def _escape(path: str) -> str:
+    return path.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
+
+
+def _entries(op: Op) -> int:
+    return sum(v.size for v in op.outs if v.is_f32)

@@ -1,0 +1,257 @@
+"""The program that trains (a function and its gradients) as one flat jaxpr, for the instruments."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.core.autocast import transform
+from mpjax._src.core.autocast.classify import Outline
+from mpjax._src.core.autocast.transform import call, called, trace
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.dtypes import at_least_float32
+from mpjax._src.core.base.errors import warn_at
+from mpjax._src.core.base.patterns import path_of
+from mpjax._src.core.base.trees import all_finite
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program.gradient import (
+    check_result,
+    differentiated,
+    is_loss,
+    is_pair_of_loss,
+    pull_back,
+)
+from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.interpret import enters
+from mpjax._src.core.program.site import NUMBER, Site
+from mpjax._src.core.program.trace import Flat, parameters_of
+from mpjax._src.core.training.loss_scale import LossScale, get_loss_scale
+
+# The least exponent that is tried as a loss scale: that of float16's smallest number.
+LEAST_EXPONENT = -24
+
+# The factor that the instruments keep between a loss scale and overflow.
+ROOM = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function, or its value and gradients, as a program of flat arrays."""
+
+    # The closed jaxpr. Its last argument is the loss scale, a float32 scalar.
+    jaxpr: Any
+    arrays: tuple[Any, ...]  # the other arguments, as given
+    names: tuple[str, ...]  # the names of these arguments: their paths
+    results: tuple[str, ...]  # the names of the results: "loss", "gradient of w", "result"
+    gradients: tuple[bool, ...]  # which results are gradients
+    # The names of the differentiated arguments; of all arguments without gradients.
+    parameters: tuple[str, ...]
+    # The plan of the function. Its ops are numbered, and the equations of an op are in a scope with
+    # its number.
+    plan: Outline
+    ran: Callable[[], None] = lambda: None  # is called before every run of the program
+    # The function alone, without a backward pass, as a closed jaxpr of the arrays. Its equations
+    # are numbered, and so are those of the program that come from them.
+    alone: Any = None
+    # The equations of ``alone`` by their numbers; empty if they are not numbered.
+    equations: Sequence[Any] = ()
+
+    @functools.cached_property
+    def ops(self) -> list[Op]:
+        """The ops of the plan, by their numbers."""
+        return [op for op, _ in self.plan.numbered]
+
+    def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
+        """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
+        and that of the library that it calls there, or ""."""
+        lines = _jax.source_lines(eqn)
+        if not lines[0] and place.op is not None:
+            lines = self.ops[place.op].lines
+        return lines if lines[0] else place.lines(eqn)
+
+    @property
+    def follows_gradient(self) -> bool:
+        """Whether the backward pass is part of the program."""
+        return any(self.gradients)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., list[jax.Array]]:
+        """The program compiled as a whole: a function of the arrays and the loss scale."""
+        jitted = jax.jit(functools.partial(_jax.eval_closed, self.jaxpr))
+
+        def run(*arrays):
+            self.ran()
+            return jitted(*arrays)
+
+        return run
+
+    def has_finite_gradients(self, arrays: Sequence[Any], scale: float) -> bool:
+        """Returns whether every gradient of the compiled program is finite at a loss scale."""
+        outs = self.compiled(*arrays, jnp.float32(scale))
+        grads = [out for out, is_gradient in zip(outs, self.gradients, strict=True) if is_gradient]
+        return bool(all_finite(grads))
+
+
+def make_program(
+    tool: str,
+    fun: Callable[..., Any],
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None,
+    has_aux: bool,
+    ran: Callable[[], None] = lambda: None,
+    numbers: bool = False,
+) -> Program:
+    """Traces a function, or its value and gradients, to one program.
+
+    The program includes gradients if ``argnums`` is given and the function returns a scalar loss.
+    They are gradients of the scaled loss, unscaled again. The arguments are those of the public
+    instruments; ``tool`` is the name of the instrument, for errors. ``ran`` is called before every
+    run. With ``numbers``, the program says which equation of the function a derivative belongs to.
+    """
+    leaves = Flat.of((args, kwargs))
+    _check_arrays(tool, leaves)
+    names = leaves.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
+    with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
+        traced = trace(fun, policy, args, kwargs)
+    outs = traced.returned()
+    check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
+
+    def evaluate(*arrays):
+        return call(traced, list(arrays), rows=True)
+
+    alone: Any = None
+    equations: Sequence[Any] = ()
+    if numbers:
+        jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
+        numbered = dataclasses.replace(traced, jaxpr=jaxpr)
+        evaluate = functools.partial(_on_arrays, call, numbered)
+        alone = _jax.trace(functools.partial(_on_arrays, called, numbered), traced.avals, tool)
+
+    def run(*arrays):
+        return traced.rebuild(evaluate(*arrays))
+
+    follows = argnums is not None and is_loss(outs, has_aux, tool)
+    if argnums is not None and not has_aux and is_pair_of_loss(outs):
+        _warn_of_pair(tool, fun)
+    if follows:
+        active = differentiated(tool, args, kwargs, argnums)
+        flat, results = _gradients(run, active, names, has_aux)
+    else:
+        active = [False] * len(names)
+        flat, results = _forward(evaluate, traced.out)
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    note = f"{tool} follows the gradient: for the forward pass alone, pass argnums=None."
+    with _noted(note) if follows else contextlib.nullcontext():
+        jaxpr = _jax.trace(flat, [*traced.avals, _jax.aval_of(scale)], tool)
+    count = len(_jax.open_jaxpr(jaxpr)[0].outvars)
+    grads = sum(active)
+    gradients = (False,) * (count - grads) + (True,) * grads
+    parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
+    return Program(
+        *(jaxpr, leaves.arrays, names, tuple(results), gradients, parameters),
+        *(traced.outline, ran, alone, equations),
+    )
+
+
+def _on_arrays(run: Callable[..., Any], traced: transform.Traced, *arrays: Any) -> Any:
+    return run(traced, list(arrays))
+
+
+def _check_arrays(tool: str, given: Flat) -> None:
+    if not given.arrays:
+        raise ValueError(
+            f"{tool}: the arguments contain no arrays: there is nothing to run. It is called like "
+            f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
+        )
+
+
+def _warn_of_pair(tool: str, fun: Callable[..., Any]) -> None:
+    warn_at(
+        fun,
+        f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
+        "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
+        "argnums=None says that the forward pass is what you want.",
+    )
+
+
+def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> float | None:
+    """Returns the largest power of two below 2**high at which every gradient is finite."""
+
+    def finite(exponent: int) -> bool:
+        return program.has_finite_gradients(arrays, 2.0**exponent)
+
+    # Bisection: what is finite at one scale is so at every smaller one. 1 is tried before scales
+    # below it, which few programs need.
+    low = min(0, high - 1)
+    if not finite(low):
+        low = LEAST_EXPONENT
+        if not finite(low):
+            return None
+    while high - low > 1:
+        middle = (high + low) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return 2.0**low
+
+
+def training_scale(
+    program: Program, arrays: Sequence[Any], policy: Policy, loss_scale: LossScale | str | float
+) -> float:
+    """Returns the loss scale that an instrument uses for a program.
+
+    "auto" is the scale that a step would train with: none, or if something computes in float16, the
+    dynamic scale, lowered until the gradients are finite. Some headroom is added, because a program
+    that runs one operation at a time rounds values to 16 bits that the compiled one keeps in
+    float32.
+    """
+    scale = float(get_loss_scale(policy, loss_scale).loss_scale)
+    chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")
+    if chosen or scale == 1 or not program.follows_gradient:
+        return scale
+    if program.has_finite_gradients(arrays, scale * ROOM):
+        return scale
+    largest = largest_finite_scale(program, arrays, round(math.log2(scale * ROOM)))
+    return 1.0 if largest is None else min(scale, largest / ROOM)
+
+
+@contextlib.contextmanager
+def _noted(note: str):
+    """Adds a note to an error of the user's function, which stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def _forward(evaluate, out: Flat) -> tuple[Callable[..., Any], list[str]]:
+    def flat(*arrays):
+        return evaluate(*arrays[:-1])
+
+    return flat, [f"result {path_of(keys)}".strip() for keys in out.keys]
+
+
+def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[str]]:
+    results: list[str] = []
+
+    def flat(*inputs):
+        *arrays, scale = inputs
+        pulled = pull_back(run, active, arrays, has_aux, lambda loss: _wide(loss) * scale)
+        results[:] = ["loss", *(f"aux {path}".strip() for path in pulled.aux)]
+        results.extend(
+            f"gradient of {name}" for name, moves in zip(names, active, strict=False) if moves
+        )
+        grads = [_wide(g) / scale for g in pulled.gradients()]
+        return [pulled.loss, *pulled.aux.values(), *grads]
+
+    return flat, results
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(at_least_float32(x.dtype))

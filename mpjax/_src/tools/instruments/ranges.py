@@ -1,0 +1,112 @@
+"""Looks at arrays: how many entries are NaN or Inf, and the range of the others."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.core.base.dtypes import at_least_float32, short_name
+from mpjax._src.core.base.public import public
+from mpjax._src.tools.document.model import Document
+from mpjax._src.tools.document.report import Report
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class Range(Report):
+    """The range of an array: its least and greatest finite values, and its counts of NaN and Inf.
+
+    Attributes:
+        dtype: The short name of the dtype, such as "f16".
+        shape: The shape of the array.
+        low: The least finite value, or NaN if there is none.
+        high: The greatest finite value, or NaN if there is none.
+        nans: The number of NaN entries.
+        infs: The number of Inf and -Inf entries.
+        path: The path of the parameter or argument, or "" for any other array.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    nans: int
+    infs: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        text = f"{self.dtype}[{shape}]  "
+        text += "no finite value" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
+        for count, name in ((self.nans, "NaN"), (self.infs, "Inf")):
+            text += f", {count} x {name}" if count else ""
+        return f"{text}  {self.path}".rstrip()
+
+    def document(self) -> Document:
+        return Document("The range of an array", str(self))
+
+
+def turns_of(loops: Sequence[tuple[str, int]]) -> str:
+    """Returns the iterations of loops as text."""
+    return ", ".join(f"{loop} {i}" for loop, i in loops)
+
+
+def is_number(x: Any) -> bool:
+    """Returns whether a value is an array of numbers, and not of keys or booleans."""
+    array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return array and bool(jnp.issubdtype(x.dtype, jnp.number))
+
+
+def counts(x: Any) -> tuple[int, int]:
+    """Returns how many entries are NaN, and how many are Inf."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not np.size(x):
+        return 0, 0
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0, 0
+    if isinstance(x, np.ndarray | np.generic):
+        x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
+        return int(np.isnan(x).sum()), int(np.isinf(x).sum())
+    if _all_finite(x):
+        return 0, 0
+    nans, infs = np.asarray(_counts(x))
+    return int(nans), int(infs)
+
+
+@jax.jit
+def _all_finite(x):
+    return jnp.all(jnp.isfinite(x))
+
+
+@jax.jit
+def _counts(x):
+    return jnp.stack([jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x))])
+
+
+@jax.jit
+def _ends(x):
+    finite = jnp.isfinite(x)
+    low = jnp.min(jnp.where(finite, x, jnp.inf), initial=jnp.inf)
+    high = jnp.max(jnp.where(finite, x, -jnp.inf), initial=-jnp.inf)
+    return low, high
+
+
+def range_of(x: Any, path: str = "") -> Range:
+    """Returns the range of an array; that of the magnitudes if it is complex."""
+    dtype, shape = jnp.result_type(x), tuple(np.shape(x))
+    name = short_name(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = jnp.abs(x)
+    low, high = (float(end) for end in _ends(jnp.asarray(x, at_least_float32(x.dtype))))
+    if low > high:
+        low = high = math.nan
+    return Range(name, shape, low, high, *counts(x), path)
+
+
+def largest_finite(x: Any) -> float:
+    """Returns the largest magnitude among the finite entries of an array."""
+    return float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)))

@@ -1,0 +1,216 @@
+"""Rules of loss scales and guards: hidden overflow, and loss scales without a limit."""
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpjax._src.core.base import rules
+from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, shown
+from mpjax._src.core.base.higher_order import BRANCH
+from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.tools.lint.program import CASTS, MOVES, Program
+from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+
+# The least constant factor of a gradient that is a loss scale.
+SCALE = 128
+LOGIC = frozenset({"and", "or", "not", "xor"}) | MOVES | CASTS
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
+LIMITS = frozenset({"min", "clamp"})
+
+
+def hidden_nonfinite(program: Program) -> Iterator[Hit]:
+    """Finds gradients whose non-finite entries are replaced by a number."""
+    for op in program.named("select_n"):
+        which, *cases = op.ins
+        numbers = [program.number(case) for case in cases]
+        if len(cases) != 2 or sum(n is not None for n in numbers) != 1:
+            continue
+        value = cases[numbers.index(None)]
+        number = next(n for n in numbers if n is not None)
+        if not is_float(value) or not np.isfinite(number):
+            continue
+        same = set(program.back(value, MOVES | CASTS))
+        asked = any(_asks_finite(program, test, same) for test in program.makers(which, LOGIC))
+        if asked and is_gradient(program, value):
+            message = f"Non-finite entries of a gradient, {shown(value)}, become {number:g}."
+            yield Hit(message, op)
+
+
+def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
+    """Returns whether an operation tests each entry for being finite, NaN or infinite."""
+    if test.name not in ("is_finite", "ne", "eq"):
+        return False
+    first = set(program.back(test.ins[0], MOVES | CASTS | {"abs"}))
+    if first.isdisjoint(same):
+        return False
+    if test.name == "is_finite":
+        return True
+    # |x| == Inf asks for infinities, and x != x for NaN.
+    number = program.number(test.ins[1])
+    if number is not None:
+        return not np.isfinite(number)
+    return not same.isdisjoint(program.back(test.ins[1], MOVES | CASTS))
+
+
+def is_gradient(program: Program, value: Value) -> bool:
+    """Returns whether a value is a gradient, followed by elementwise arithmetic at most."""
+    return any(map(program.is_backward, program.makers(value, _entry_by_entry)))
+
+
+def _entry_by_entry(op: Op) -> bool:
+    return op.spec.need in (rules.FOLLOW, rules.MOVE) or op.name.startswith("psum")
+
+
+def late_scales(program: Program) -> Iterator[Hit]:
+    """Finds float16 gradients that are multiplied by a loss scale after the backward pass.
+
+    A scale is a constant of 128 or more, or a number that the product is divided by again. The
+    factors of an optimizer and of clipping are neither.
+    """
+    for op in program.named("mul"):
+        if program.is_backward(op):
+            continue
+        for gradient, scale in (op.ins, op.ins[::-1]):
+            source = _half_gradient(program, gradient)
+            if source and _is_scale(program, op, scale) and not _is_scaled(program, source):
+                yield Hit(
+                    f"A gradient that was computed in {shown(source.outs[0])} is multiplied by a "
+                    "loss scale here, after the backward pass.",
+                    op,
+                )
+                break
+
+
+def _half_gradient(program: Program, value: Value) -> Op | None:
+    """Returns the operation of the backward pass that produced a gradient in float16, or None."""
+    of_backward = filter(program.is_backward, program.makers(value, MOVES | CASTS))
+    return next((op for op in of_backward if dtype_of(op.outs[0]) == FLOAT16), None)
+
+
+def _is_scale(program: Program, op: Op, value: Value) -> bool:
+    number = program.number(value)
+    if number is not None:
+        return number >= SCALE
+    same = {v for v in program.back(value, MOVES | CASTS) if v.is_one}
+    if not same:
+        return False
+    ahead = program.forward(op.outs[0], MOVES | CASTS | {"select_n", "add", "add_any"})
+    divisors = (r.ins[1] for v in ahead for r in program.readers(v) if r.name == "div")
+    return any(not same.isdisjoint(program.back(v, MOVES | CASTS)) for v in divisors)
+
+
+def _is_scaled(program: Program, gradient: Op) -> bool:
+    """Returns whether a number multiplies the cotangents of a gradient, as a loss scale does."""
+    return any(
+        op.name == "mul"
+        and op.outs[0].is_one
+        and program.is_backward(op)
+        and any((program.number(v) or 0) >= SCALE or program.argument(v) for v in op.ins)
+        for op in program.makers(gradient.outs[0], program.is_backward)
+    )
+
+
+NONE: frozenset[Value] = frozenset()
+
+
+def endless_scales(program: Program) -> Iterator[Hit]:
+    """Finds numbers that grow by a factor on a condition, without an upper limit."""
+    arguments = {v for v in program.block.invars if is_float(v) and v.is_one}
+    results = {v for v in program.block.outvars if is_float(v) and v.is_one}
+    for op in program.named("mul", "div"):
+        factor = _factor(program, op)
+        if factor is None or not op.outs[0].is_one:
+            continue
+        number, grown = factor
+        source = set(program.back(grown, MOVES | CASTS | {"select_n", "max"}))
+        if source.isdisjoint(arguments):
+            continue
+        passes = functools.partial(_passes_on, program, {*op.outs, *op.ins})
+        kept = set(program.forward(op.outs[0], passes))
+        if _is_chosen(program, op, kept) and not kept.isdisjoint(results):
+            names = [program.argument(v) for v in source & arguments]
+            yield Hit(
+                f"{next(filter(None, names), 'A number')} is multiplied by {number:g} each time "
+                "its condition holds, and nothing limits it.",
+                op,
+            )
+
+
+def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
+    """Returns the factor above 1 that an operation multiplies by, and the other operand."""
+    left, right = op.ins
+    number = _largest(program, right)
+    if number:
+        number = number if op.name == "mul" else 1 / number
+        return (number, left) if number > 1 else None
+    number = _largest(program, left) if op.name == "mul" else None
+    return (number, right) if number and number > 1 else None
+
+
+def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) -> float | None:
+    """Returns the number of a constant value, or the largest of those that it is selected from."""
+    if value in before:  # carried by a loop, and selected from itself
+        return None
+    for maker in program.makers(value, MOVES | CASTS):
+        if maker.name == "select_n":
+            numbers = [_largest(program, case, before | {value}) for case in maker.ins[1:]]
+            return None if None in numbers else max(n for n in numbers if n is not None)
+    return program.number(value)
+
+
+def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
+    """Returns whether a number grows on a condition: a select after or before it, or a branch."""
+    near = {maker.name for each in op.ins for maker in program.makers(each, MOVES | CASTS)}
+    near |= {reader.name for value in kept for reader in program.readers(value)}
+    return "select_n" in near or any(each.inside.kind == BRANCH for each in program.around[op])
+
+
+def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
+    """Returns whether an operation passes a grown scale on without a limit."""
+    if op.name in MOVES | CASTS | {"max"}:
+        return True
+    if op.name != "select_n":
+        return False
+    return not any(
+        test.name in COMPARISONS
+        and any(not about.isdisjoint(program.back(v, MOVES | CASTS)) for v in test.ins)
+        for test in program.makers(op.ins[0], LOGIC)
+    )
+
+
+RULES = (
+    Rule(
+        "hidden-nonfinite",
+        JAXPR,
+        "gradients whose non-finite entries are replaced",
+        "A non-finite gradient says that the loss scale is too large, or that the program has a "
+        "bug. If its entries are replaced by a number, the step is applied with a wrong gradient, "
+        "no counter moves, and the run diverges later or learns less.",
+        "Skip the step instead: update parameters and optimizer state only if all gradients are "
+        "finite, and lower the loss scale otherwise. mpjax.build_train_step does both, "
+        "optax.apply_if_finite the first. mpjax.find_nonfinite names the operation.",
+        hidden_nonfinite,
+    ),
+    Rule(
+        "late-scale",
+        JAXPR,
+        "a loss scale that multiplies float16 gradients after the backward pass",
+        "Scaling protects cotangents from underflow in the backward pass. Afterwards, entries "
+        "below 6e-8 are 0 already, and a scale brings none of them back.",
+        "Multiply the loss by the scale, differentiate that, and divide the gradients by it in "
+        "float32: mpjax.scaled_value_and_grad.",
+        late_scales,
+    ),
+    Rule(
+        "endless-scale",
+        JAXPR,
+        "a loss scale that grows without limit",
+        "While gradients stay finite, the scale doubles until it is inf. Half of inf is inf, so "
+        "the scale never recovers: every later step is skipped or divides by inf, and training "
+        "stops.",
+        "Set a limit: jnp.minimum(scale * factor, 2.0**24), or use mpjax.DynamicLossScale, which "
+        "has one.",
+        endless_scales,
+    ),
+)

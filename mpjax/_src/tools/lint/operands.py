@@ -1,0 +1,166 @@
+"""Rules of the operands of matmuls and kernels: operands of two dtypes."""
+
+import collections
+from collections.abc import Iterator
+
+import jax
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
+from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.tools.lint.program import CASTS, MOVES, Program
+from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+KERNELS = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call", "tpu_custom_call")
+CHOSEN = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+
+
+def mixed_matmuls(program: Program) -> Iterator[Hit]:
+    """Finds matmuls of a 16-bit operand and a float32 operand.
+
+    A 16-bit matmul with a float32 result has such a matmul in its derivative, because the cotangent
+    is float32. It is found only if the user wrote the matmul, because the user cannot change the
+    inside of a library's function. A matmul with an explicit algorithm is not found: the algorithm
+    says how both operands are rounded.
+    """
+    for op in program.named("dot_general"):
+        left, right = op.ins
+        if {is_half(left), is_half(right)} != {True, False} or not _is_matmul(op):
+            continue
+        if FLOAT32 not in (dtype_of(left), dtype_of(right)):
+            continue
+        if isinstance(op.params["precision"], CHOSEN):
+            continue
+        derived = program.is_backward(op)
+        if derived and not _jax.is_called_directly(op.eqn):
+            continue
+        yield Hit(f"{_what(op, derived)}{_result(op)}", op)
+
+
+def _is_matmul(op: Op) -> bool:
+    """Returns whether an operation is a matmul that sums; an outer product does not."""
+    (contracted, _), _ = op.params["dimension_numbers"]
+    return any(op.ins[0].aval.shape[axis] > 1 for axis in contracted)
+
+
+def _what(op: Op, derived: bool) -> str:
+    left, right = map(shown, op.ins)
+    half = short_name(dtype_of(next(v for v in op.ins if is_half(v))))
+    if derived:
+        return (
+            f"This {half} matmul returns float32, so a matmul in its backward pass multiplies "
+            f"{left} by {right}: both are read as float32."
+        )
+    return f"A matmul multiplies {left} by {right}: both are read as float32."
+
+
+def _result(op: Op) -> str:
+    if not is_half(op.outs[0]):
+        return ""
+    half = short_name(dtype_of(op.outs[0]))
+    return f" Its result is {half}, and so is the float32 operand's gradient before it is cast."
+
+
+def recomputed_matmuls(program: Program) -> Iterator[Hit]:
+    """Finds matmuls that the backward pass recomputes with another result dtype.
+
+    JAX recomputes in the same dtypes; a custom rule of the user may not. Two matmuls are the same
+    if their operands are, apart from casts and moves, and their results have the same size.
+    """
+    forward: dict[Value, list[Op]] = collections.defaultdict(list)
+    for op in program.named(*MATMULS):
+        if not program.is_backward(op):
+            for value in program.back(op.ins[0], MOVES | CASTS):
+                forward[value].append(op)
+    for again in program.named(*MATMULS):
+        if not program.is_backward(again):
+            continue
+        sources = [set(program.back(v, MOVES | CASTS)) for v in again.ins[:2]]
+        near = {op: None for each in sources for value in each for op in forward.get(value, ())}
+        for op in near:
+            if _same_matmul(program, op, again, sources):
+                yield Hit(
+                    f"The forward pass computes {shown(op.outs[0])} here, and the backward pass "
+                    f"recomputes the same matmul as {shown(again.outs[0])}.",
+                    op,
+                )
+
+
+def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]]) -> bool:
+    first, second = op.outs[0], again.outs[0]
+    if dtype_of(first) == dtype_of(second) or first.size != second.size:
+        return False
+    own = [set(program.back(v, MOVES | CASTS)) for v in op.ins[:2]]
+    return any(
+        not (own[0].isdisjoint(one) or own[1].isdisjoint(other))
+        for one, other in (sources, sources[::-1])
+    )
+
+
+def mixed_kernels(program: Program) -> Iterator[Hit]:
+    """Finds kernels with operands of one kind in two dtypes, or with one that was 16-bit before.
+
+    Operands are of one kind if they are matrices with the same last axis: query, key and value.
+    Float32 operands such as maxima, logarithms of sums and scales have other shapes.
+    """
+    for op in program.named(*KERNELS):
+        if program.is_backward(op):
+            continue
+        wide = [v for v in op.ins if dtype_of(v) == FLOAT32 and len(v.aval.shape) > 1]
+        half = [v for v in op.ins if is_half(v) and len(v.aval.shape) > 1]
+        for value in wide:
+            last = value.aval.shape[-1]
+            other = next((v for v in half if last > 1 and v.aval.shape[-1] == last), None)
+            if other is not None:
+                yield Hit(f"{op.name} has the operands {shown(value)} and {shown(other)}.", op)
+                break
+            widened = _widened(program, value)
+            if widened:
+                yield Hit(
+                    f"{op.name} has the operand {shown(value)}, which is {widened} cast up.", op
+                )
+                break
+
+
+def _widened(program: Program, value: Value) -> str:
+    """Returns as text the 16-bit array that a float32 value was cast from, or ""."""
+    widened = (op.ins[0] for op in program.makers(value) if op.name in CASTS)
+    return next((shown(half) for half in widened if is_half(half)), "")
+
+
+RULES = (
+    Rule(
+        "mixed-matmul",
+        JAXPR,
+        "a matmul of a 16-bit operand and a float32 one",
+        "XLA widens the 16-bit operand. On a GPU the matmul then runs in float32 or TF32, at an "
+        "eighth to a half of the 16-bit speed; a TPU rounds both operands to bfloat16. The "
+        "precision differs between devices, and between the forward and the backward pass.",
+        "Cast both operands to one dtype. If you want a float32 result of 16-bit operands, pass "
+        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) in addition to "
+        "preferred_element_type: the backward pass then reads 16 bits as well.",
+        mixed_matmuls,
+    ),
+    Rule(
+        "recomputed-dtype",
+        JAXPR,
+        "a matmul that the backward pass recomputes in another dtype",
+        "The forward pass derived values from the rounded result (a maximum, the logarithm of a "
+        "sum). They do not match the result that the backward pass recomputes: a softmax made of "
+        "both does not sum to 1, and the error grows with the logits.",
+        "Use the same operand dtypes and the same preferred_element_type in both matmuls.",
+        recomputed_matmuls,
+    ),
+    Rule(
+        "kernel-dtypes",
+        JAXPR,
+        "a fused kernel that mixes float32 and 16-bit operands, or reads ones that were cast up",
+        "Fused kernels are written for 16-bit operands. With two dtypes, one operand is widened in "
+        "every tile. With float32, the memory traffic doubles and the kernel runs at a fraction of"
+        " the speed. Some kernels do not compile for such operands, or return NaN.",
+        "Cast all operands of the kernel to the same 16-bit dtype before the call, and cast the "
+        "result after it.",
+        mixed_kernels,
+    ),
+)

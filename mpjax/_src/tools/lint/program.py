@@ -1,0 +1,331 @@
+"""The program that the linter's rules check: its operations, and the flow of its values.
+
+It is the graph that `autocast` plans on, of the program as it is written: inner jits are inlined;
+loops, branches and other calls are separate blocks. This module adds the connections between the
+blocks, so that a rule can follow a value into a loop and out of it.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.contexts import LINTED
+from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.base.higher_order import BRANCH, SCAN, turns_of
+from mpjax._src.core.base.trees import is_key
+from mpjax._src.core.program.gradient import check_loss, differentiated, pull_back
+from mpjax._src.core.program.graph import CONSTANT_LIMIT, Block, Op, Value, build
+from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
+from mpjax._src.core.program.trace import Flat, Traced, parameters_of, trace
+
+# Operations that return the entries of their first operand, or a part of them, in its dtype.
+MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
+CASTS = frozenset({"convert_element_type"})
+
+Ways = collections.defaultdict[Value, list[Value]]
+Readers = collections.defaultdict[Value, list[Op]]
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A function as a program."""
+
+    fun: Callable[..., Any]  # the function
+    args: tuple[Any, ...]  # its positional arguments, as given
+    kwargs: dict[str, Any]  # its keyword arguments, as given
+    call: Flat  # the arguments that are traced: ``args`` and ``kwargs``, modules as their arrays
+    traced: Traced  # the program of the arrays of ``call``
+    names: tuple[str, ...]  # the name of each of them: "state.params['w']"
+    results: tuple[str, ...]  # the name of each result: "result[0].params['w']"
+    block: Block  # the graph
+    ops: tuple[Op, ...] = ()  # all operations in program order, including those of inner programs
+    # The loops, branches and calls around each operation, the outermost first.
+    around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
+    _constants: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
+    _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _counters: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    _backward: set[Op] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._enter(self.block, (), False)
+        self.ops = tuple(self.around)
+
+    def _enter(self, block: Block, around: tuple[Op, ...], backward: bool) -> None:
+        self._constants |= dict(block.consts)
+        for op in block.ops:
+            self.around[op] = around
+            # All of a program inside a transposed call is backward, whatever its own names say.
+            behind = backward or "transpose" in _jax.transforms(op.stack)
+            if behind:
+                self._backward.add(op)
+            for value in op.ins:
+                self._read[value].append(op)
+            for value in op.outs:
+                self._made[value] = op
+            for sub in op.subs:
+                self._wire(op, sub)
+                self._enter(sub.program, (*around, op), behind)
+
+    def _wire(self, op: Op, sub: Any) -> None:
+        """Joins what an inner program reads and returns with what is the same outside of it."""
+        inner = sub.program
+        for value, place in zip(inner.invars, sub.ins, strict=True):
+            self._same(op.ins[place], value)
+        for value, out in zip(inner.outvars, sub.outs, strict=True):
+            if out is not None:
+                self._same(value, op.outs[out])
+        for result, argument in sub.carry:
+            if op.inside.kind == SCAN:
+                self._counters[inner.invars[argument]] = op, sub, result
+            self._same(inner.outvars[result], inner.invars[argument])
+
+    def _same(self, source: Value, target: Value) -> None:
+        self._from[target].append(source)
+        self._to[source].append(target)
+
+    # ---- queries of rules ----
+
+    @functools.cached_property
+    def place(self) -> str:
+        """The "file:line" where the function is defined, or "" of one that has none."""
+        code = getattr(inspect.unwrap(self.fun), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+    @functools.cached_property
+    def name(self) -> str:
+        fun = inspect.unwrap(self.fun)
+        return getattr(fun, "__qualname__", type(fun).__name__).replace("<locals>.", "")
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether some argument is a shape alone, so that nothing can be run."""
+        return any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((self.args, self.kwargs))
+        )
+
+    def named(self, *names: str) -> Iterator[Op]:
+        """Yields the operations of some primitives."""
+        return (op for op in self.ops if op.name in names)
+
+    def is_backward(self, op: Op) -> bool:
+        """Returns whether an operation belongs to the backward pass that JAX derived."""
+        return op in self._backward
+
+    def turns(self, op: Op) -> int:
+        """Returns the number of times that an operation runs, as far as it is known."""
+        return int(np.prod([turns_of(each.eqn) for each in self.around[op]], dtype=np.int64))
+
+    def maker(self, value: Value) -> Op | None:
+        """Returns the operation that produces a value, or None for a loop, branch or call."""
+        op = self._made.get(value)
+        return None if op is None or op.subs else op
+
+    def makers(
+        self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES
+    ) -> list[Op]:
+        """Returns the operations that produce a value and those that it comes from, as `back`."""
+        return [op for v in self.back(value, through) if (op := self.maker(v))]
+
+    def number(self, value: Value) -> float | None:
+        """Returns the number that a constant value equals, moved or cast at most, or None."""
+        for array in map(self.constant, self.back(value, MOVES | CASTS)):
+            if array is not None and array.size == 1 and _is_real(array):
+                return float(array.reshape(()))
+        return None
+
+    def branch(self, value: Value) -> Op | None:
+        """Returns the conditional whose result a value is, or None."""
+        op = self._made.get(value)
+        return op if op is not None and op.inside.kind == BRANCH else None
+
+    def chooses(self, value: Value) -> Iterator[Op]:
+        """Yields the conditionals that a value is the predicate of."""
+        return (op for op in self._read[value] if op.inside.kind == BRANCH and op.ins[0] is value)
+
+    @functools.cached_property
+    def live(self) -> set[Op]:
+        """The operations that a result depends on, or that have effects."""
+        ends = [*self.block.outvars, *(v for op in self.ops if op.eqn.effects for v in op.ins)]
+        ends += [  # the predicates of loops
+            value
+            for op in self.ops
+            for sub in op.subs
+            for value, out in zip(sub.program.outvars, sub.outs, strict=True)
+            if out is None
+        ]
+        values: set[Value] = set()
+        for end in ends:
+            values |= {*self._reached_back(end, values)}
+        makers = {op for value in values if (op := self._made.get(value))}
+        return makers | {op for op in self.ops if op.eqn.effects}
+
+    def _reached_back(self, end: Value, seen: set[Value]) -> list[Value]:
+        def before(value: Value) -> Iterator[Value]:
+            op = self._made.get(value)
+            sources = self._from[value] if op is None or op.subs else op.ins
+            # Predicates, and values that are only read inside of a branch or loop.
+            decides = op.ins if op is not None and op.subs else ()
+            return (v for v in (*sources, *decides) if v not in seen)
+
+        return [] if end in seen else _reached(end, before)
+
+    def sources(self, value: Value) -> Sequence[Value]:
+        """Returns the values outside or inside of a program that a value represents (`Inside`)."""
+        return tuple(self._from.get(value, ()))
+
+    def constant(self, value: Value) -> Any:
+        """Returns the array of a literal or a captured constant, or None."""
+        if value.literal:
+            return np.asarray(value.const)
+        array = self._constants.get(value)
+        known = array is not None and not isinstance(array, jax.core.Tracer) and not is_key(array)
+        return np.asarray(array) if known and value.size <= CONSTANT_LIMIT else None
+
+    def counts(self, value: Value) -> tuple[float, float] | None:
+        """Returns the first and last number of a counter that a scan carries, or None."""
+        around = self._counters.get(value)
+        if around is None:
+            return None
+        loop, inside, result = around
+        op = self.maker(inside.program.outvars[result])
+        start = self.constant(loop.ins[inside.ins[inside.program.invars.index(value)]])
+        if op is None or op.name != "add" or value not in op.ins or start is None:
+            return None
+        (step,) = [self.constant(v) for v in op.ins if v is not value] or [None]
+        if step is None or np.size(step) != 1 or np.size(start) != 1:
+            return None
+        ends = float(start), float(start) + float(step) * (turns_of(loop.eqn) - 1)
+        return min(ends), max(ends)
+
+    def readers(self, value: Value) -> list[Op]:
+        """Returns the operations that read a value, directly or inside of inner programs."""
+        same = self.forward(value, ())
+        return [op for v in same for op in self._read[v] if not op.subs]
+
+    def ends(self, value: Value, through: Collection[str] = MOVES) -> list[Op]:
+        """Returns the operations that read a value, moved at most, and do more than move it."""
+        moved = self.forward(value, through)
+        return [op for v in moved for op in self.readers(v) if op.name not in through]
+
+    def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+        """Returns a value and all values that it comes from, the nearest first.
+
+        Operations ``through`` which it came, some primitives or those of a predicate, are followed
+        from their results to their operands. The boundaries of loops, branches and calls are always
+        followed; a loop's carry comes from its initial value and from the iteration.
+        """
+        goes = through if callable(through) else lambda op: op.name in through
+        return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
+
+    def forward(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+        """Returns a value and all values that are computed from it; the reverse of `back`."""
+        goes = through if callable(through) else lambda op: op.name in through
+
+        def ahead(v: Value) -> Iterator[Value]:
+            yield from self._to[v]
+            for op in self._read[v]:
+                if not op.subs and goes(op):
+                    yield from op.outs
+
+        return _reached(value, ahead)
+
+    def _operands(self, value: Value, goes: Callable[[Op], bool]) -> Sequence[Value]:
+        op = self.maker(value)
+        if op is None or not goes(op):
+            return ()
+        return op.ins[1:] if op.name == "select_n" else op.ins
+
+    def argument(self, value: Value) -> str:
+        """Returns the name of the argument that a value was moved or cast from, or ""."""
+        names = dict(zip(self.block.invars, self.names, strict=True))
+        origins = (names.get(v) for v in self.back(value, MOVES | CASTS))
+        return next((name for name in origins if name), "")
+
+
+def _is_real(x: Any) -> bool:
+    """Returns whether an array is one of real numbers, not of complex ones or of tangents."""
+    return is_float(x) or x.dtype.kind in "biu"
+
+
+def _reached(start: Value, following: Callable[[Value], Any]) -> list[Value]:
+    seen = {start: None}
+    waiting = collections.deque([start])
+    while waiting:
+        for value in following(waiting.popleft()):
+            if value not in seen:
+                seen[value] = None
+                waiting.append(value)
+    return [*seen]
+
+
+# ---- tracing ------------------------------------------------------------------------------------
+
+
+def make_program(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+) -> Program:
+    """Traces a function, with its gradients where ``argnums`` is given."""
+    with LINTED(True):  # a cached trace would hold rounded numbers
+        parameters = parameters_of(fun, args)
+        if argnums is not None or not has_modules((args, kwargs)):
+            call = Flat.of((args, kwargs))
+            flat = call.on(fun)
+            if argnums is not None:
+                active = differentiated("lint", args, kwargs, argnums)
+                flat = _with_gradients(flat, active, call.names(parameters), has_aux)
+            return _program(fun, args, kwargs, call, flat, parameters)
+        programs: list[Program] = []
+
+        def run(*states, **more):
+            call = Flat.of((states, more))
+            flat = call.on(on_arrays(fun))
+            programs.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
+            return None, None, None
+
+        call_on_arrays(run, *jax.tree.map(_stands_for, (args, kwargs)))
+        return programs[0]
+
+
+def _stands_for(x: Any) -> Any:
+    """Returns an array without memory in place of a shape, because Flax needs arrays."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    return x
+
+
+def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
+    def derived(*arrays):
+        check_loss(jax.eval_shape(flat, *arrays), has_aux, "lint")
+        pulled = pull_back(flat, active, arrays, has_aux)
+        moving = itertools.compress(names, active)
+        gradients = dict(zip(moving, pulled.gradients(), strict=True))
+        return {"loss": pulled.loss, "aux": pulled.aux, "gradients": gradients}
+
+    return derived
+
+
+def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
+    with _jax.casts_of_numbers():
+        traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
+    return Program(
+        *(fun, args, kwargs, call, traced),
+        call.names(parameters),
+        tuple(f"result{jax.tree_util.keystr(keys)}" for keys in traced.out.keys),
+        build(*_jax.open_jaxpr(traced.jaxpr)),
+    )

@@ -1,0 +1,94 @@
+"""Contract: tracebacks show who asked for a cast and who wrote a matmul."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from support import equations
+
+from mpjax._src.core.base import _jax
+
+HALF, WIDE = jnp.bfloat16, jnp.float32
+X = jax.ShapeDtypeStruct((4, 4), WIDE)
+H = jax.ShapeDtypeStruct((4, 4), HALF)
+
+
+NORM = nn.LayerNorm(dtype=HALF, use_bias=False, use_scale=False)
+
+
+def made(fun, *args, name="convert_element_type"):
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == name]
+
+
+def in_a_tree(x):
+    return jax.tree.map(lambda leaf: leaf.astype(HALF), [x])
+
+
+WRITTEN = {
+    "astype": (lambda x: x.astype(HALF), X),
+    "asarray": (lambda x: jnp.asarray(x, HALF), X),
+    "a dtype that is called": (lambda x: HALF(x), X),
+    "lax": (lambda x: jax.lax.convert_element_type(x, HALF), X),
+    "a tree": (in_a_tree, X),
+    "within jit": (jax.jit(lambda x: x.astype(HALF)), X),
+    "a derivative": (jax.grad(lambda h: jnp.vdot(h.astype(WIDE), jnp.ones((4, 4)))), H),
+}
+NOT_WRITTEN = {
+    "a mean": (jnp.mean, H),
+    "a softmax": (jax.nn.softmax, H),
+    "promotion": (lambda h, x: h * x, H, X),
+    "a layer": (lambda x: NORM.apply({}, x), X),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_is_written_cast_is_true_for_casts_that_were_asked_for(name):
+    fun, *args = WRITTEN[name]
+    eqns = made(fun, *args)
+    assert eqns and all(map(_jax.is_written_cast, eqns))
+
+
+@pytest.mark.parametrize("name", NOT_WRITTEN)
+def test_is_written_cast_is_false_for_other_casts(name):
+    fun, *args = NOT_WRITTEN[name]
+    eqns = made(fun, *args)
+    assert eqns and not any(map(_jax.is_written_cast, eqns))
+
+
+def test_is_called_directly_tells_matmuls_of_the_users_line():
+    def own(x):
+        return jnp.sum(jnp.einsum("ij,jk->ik", x, x))
+
+    def theirs(x):
+        return jnp.sum(jax.nn.dot_product_attention(*[x.reshape(1, 4, 1, 4)] * 3))
+
+    def layer(x):
+        return nn.Dense(4, use_bias=False).apply({"params": {"kernel": x}}, x)
+
+    for fun, direct in ((own, True), (jax.grad(own), True), (theirs, False), (layer, False)):
+        eqns = made(fun, X, name="dot_general")
+        assert eqns and {_jax.is_called_directly(eqn) for eqn in eqns} == {direct}
+
+
+def test_in_one_call_tells_equations_of_one_call():
+    def half(x):
+        y = x.astype(HALF)
+        return y.astype(WIDE)
+
+    def twice(x):
+        x = half(x)
+        return half(x)
+
+    (down, up), (first, _, _, last) = made(half, X), made(twice, X)
+    assert _jax.in_one_call(down, up) and not _jax.in_one_call(first, last)
+
+
+def test_errors_of_debug_nans_name_the_line_of_the_equation_that_runs():
+    jitted = jax.jit(lambda x: jnp.log(x))
+    for fun in (lambda x: jax.lax.log(x), lambda x: jitted(x)):
+        eqn = jax.make_jaxpr(fun)(jnp.float32(1)).jaxpr.eqns[-1]
+        place, wrong = _jax.location(eqn, eqn.source_info.name_stack), [jnp.float32(-1)]
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as told, place:
+            _jax.bind(eqn, wrong)
+        assert any("test_sources.py" in note for note in told.value.__notes__)

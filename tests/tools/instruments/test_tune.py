@@ -1,0 +1,273 @@
+import functools
+import itertools
+import json
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import normal, thorough_but
+
+import mpjax
+from mpjax._src.tools.instruments import tune as tuning
+from mpjax._src.tools.instruments.places import Place
+from mpjax._src.tools.instruments.tune import tune
+
+LAYERS, WIDTH = 3, 16
+
+
+def error(fun, policy, *args, wrap=lambda fun: fun):
+    """Returns the largest relative error of the loss and of a gradient, against float32."""
+    want = jax.tree.leaves(wrap(jax.value_and_grad(fun))(*args))
+    got = jax.tree.leaves(wrap(jax.value_and_grad(mpjax.autocast(fun, policy)))(*args))
+    return max(
+        float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w)) for g, w in zip(got, want, strict=True)
+    )
+
+
+def flops_in_half(fun, policy, *args):
+    return mpjax.explain(fun, policy)(*args).half_flops
+
+
+def layers(params, x, sharp=(1,)):
+    """A network of named layers; what sharp ones compute, rounding spoils."""
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer{i}"):
+            x = x @ w
+            x = jnp.sin(x * 40) if i in sharp else jnp.tanh(x)
+    return jnp.mean(x**2) + jnp.mean(x)
+
+
+@pytest.fixture
+def model(rng):
+    params = [
+        jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)
+        for _ in range(LAYERS)
+    ]
+    return params, jnp.asarray(rng.normal(size=(8, WIDTH)), jnp.float32)
+
+
+class TestSearch:
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("sharp", [(1,), (0,), (0, 2), ()])
+    def test_tune_needs_no_more_float32_than_brute_force_over_layers(self, model, sharp):
+        def loss(params, x):
+            return layers(params, x, sharp)
+
+        tolerance = 0.02
+        policy = mpjax.get_policy("mixed_bfloat16")
+        tuned = tune(loss, policy, tolerance)(*model)
+        assert tuned.met
+        assert error(loss, tuned.policy, *model) <= tolerance
+
+        # With every layer's matmul in float32 or not, the fewest that are enough:
+        names = [f"layer{i}/dot_general" for i in range(LAYERS)]
+        for count in range(LAYERS + 1):
+            passing = [
+                some
+                for some in itertools.combinations(names, count)
+                if error(loss, policy.override(dict.fromkeys(some, "float32")), *model) <= tolerance
+            ]
+            if passing:
+                break
+        else:
+            return  # matmuls alone are not enough
+        assert flops_in_half(loss, tuned.policy, *model) >= 1 - count / LAYERS - 1e-6
+
+    def test_tune_returns_a_policy_that_meets_the_tolerance_as_it_is(self, model):
+        tuned = tune(layers, "mixed_float16", 1.0)(*model)
+        assert tuned.met and tuned.steps == () and tuned.least and not tuned.cut_short
+        assert tuned.policy == mpjax.get_policy("mixed_float16")
+        assert tuned.runs >= 3  # float32, at least one for the loss scale, and the policy
+
+    @pytest.mark.thorough
+    def test_tune_cures_an_unsafe_op_of_an_op_list(self, rng):
+        def loss(w, x):
+            y = jnp.tanh(x @ w)
+            return jnp.mean(jnp.exp(y * 12)) + jnp.mean(jnp.sin(y))
+
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("exp", "sin", "reduce_sum"))
+        args = normal(0, 8, 4, scale=0.4), normal(1, 16, 8)
+        tolerance = error(loss, policy, *args) / 2
+        tuned = tune(loss, policy, tolerance)(*args)
+        assert tuned.met and tuned.steps
+        assert error(loss, tuned.policy, *args) <= tolerance
+
+    @pytest.mark.thorough
+    def test_tune_names_parameters_without_scopes_by_their_paths(self, rng):
+        def loss(params, x):
+            h = jnp.sin((x @ params["risky"]["w"]) * 60)
+            return jnp.mean(h @ params["safe"]["w"]) ** 2
+
+        args = (
+            {"risky": {"w": normal(0, 8, 8, scale=0.5)}, "safe": {"w": normal(1, 8, 4)}},
+            normal(2, 16, 8),
+        )
+        tuned = tune(loss, "mixed_bfloat16", 0.05)(*args)
+        assert tuned.met
+        assert any("risky" in pattern for pattern in dict(tuned.policy.overrides))
+        assert not any("safe" in pattern for pattern in dict(tuned.policy.overrides))
+
+    @pytest.mark.thorough
+    def test_tune_reports_a_tolerance_that_no_float32_reaches(self, rng):
+        def loss(w, x):
+            return jnp.sum((x @ w).astype(jnp.bfloat16).astype(jnp.float32))
+
+        # The reference is the same function: its own casts are not the policy's.
+        def drifting(w, x):
+            return jnp.sum(jnp.sin(jax.lax.fori_loop(0, 20, lambda i, h: h @ w, x) * 1e3)) * 1e-3
+
+        tuned = tune(drifting, "mixed_bfloat16", 1e-12, argnums=None)(
+            normal(0, 8, 8, scale=0.5), normal(1, 4, 8)
+        )
+        assert not tuned.met or tuned.error <= 1e-12
+        assert tune(loss, "mixed_bfloat16", 1e-6)(jnp.eye(4), normal(1, 4, 4)).met
+
+    @pytest.mark.parametrize(
+        ("policy", "limits"),
+        thorough_but(
+            [
+                ("mixed_bfloat16", (6, 100)),
+                ("mixed_bfloat16", (2,)),
+                ("mixed_float16", (2, 9)),
+            ],
+            ("mixed_bfloat16", (6, 100)),
+        ),
+    )
+    def test_tune_counts_every_run_and_stops_at_max_runs(self, model, policy, limits):
+        def loss(params, x):
+            jax.debug.callback(lambda: count.append(1))
+            return layers(params, x)
+
+        for max_runs in limits:
+            count = []
+            tuned = tune(loss, policy, 0.004, max_runs=max_runs)(*model)
+            jax.effects_barrier()
+            for _ in range(500):  # the barrier waits for the last run of a device alone
+                if len(count) >= tuned.runs:
+                    break
+                time.sleep(0.01)
+            assert len(count) == tuned.runs <= max_runs
+            assert tuned.cut_short == (max_runs < 100)
+            assert ("stopped at max_runs" in str(tuned)) == tuned.cut_short
+            assert "*" not in dict(tuned.policy.overrides) or not tuned.cut_short
+            if tuned.results:
+                # Operation by operation, which rounds otherwise than the compiled program.
+                found = error(layers, tuned.policy, *model)
+                assert found <= 0.006 if tuned.met else found > 0.0025
+            assert tuned.cut_short or (tuned.met and tuned.least)
+            assert tuned.needed <= tuned.places
+            alone = [step.alone for step in tuned.steps if step.alone is not None]
+            assert not tuned.met or all(error > 0.004 for error in alone)
+
+    def test_tune_holds_rounding_error_to_its_terms(self, rng):
+        def loss(params, x):
+            with jax.named_scope("norm"):
+                h = x @ params["w"] + params["b"]
+                h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
+            return jnp.mean(jnp.tanh(h) @ params["out"]) ** 2
+
+        params = {"w": normal(0, 8, 8), "b": normal(1, 8), "out": normal(2, 8, 4)}
+        tuned = tune(loss, "mixed_bfloat16", 0.5)(params, normal(3, 32, 8))
+        assert tuned.met and not tuned.steps
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("seed", range(4))
+    def test_tune_needs_at_most_one_place_more_than_exhaustive_search(self, seed):
+        keys = jax.random.split(jax.random.key(seed), 8)
+        params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[:6]]
+        gains = jnp.exp(2 * jax.random.normal(keys[6], (6,)))
+
+        def loss(params, x):
+            for i, w in enumerate(params):
+                with jax.named_scope(f"layer{i}"):
+                    x = jnp.sin(x @ w * gains[i])
+            return jnp.mean(x**2) + jnp.mean(x)
+
+        args = params, jax.random.normal(keys[7], (8, WIDTH))
+        policy = mpjax.get_policy("mixed_bfloat16")
+        # Compiled, as the search measures: rounding grows so in this loss that eager runs differ.
+        measured = functools.partial(error, wrap=jax.jit)
+        tolerance = measured(loss, policy, *args) / 4
+        tuned = tune(loss, policy, tolerance)(*args)
+        assert tuned.met and measured(loss, tuned.policy, *args) <= tolerance
+        names = [f"layer{i}/dot_general" for i in range(6)]
+        fewest = next(
+            count
+            for count in range(7)
+            for some in itertools.combinations(names, count)
+            if measured(loss, policy.override(dict.fromkeys(some, "float32")), *args) <= tolerance
+        )
+        assert sum(step.operations for step in tuned.steps) <= fewest + 1
+
+    @pytest.mark.thorough
+    def test_tune_takes_scans_aux_and_forward_functions(self, rng):
+        def loss(params, x):
+            def layer(h, w):
+                return jnp.tanh(h @ w), None
+
+            h, _ = jax.lax.scan(layer, x, params["stack"])
+            with jax.named_scope("head"):
+                logits = jnp.cos(h @ params["head"] * 30)
+            return jnp.mean(logits**2), {"logits": logits}
+
+        args = {"stack": normal(0, 3, 8, 8, scale=0.4), "head": normal(1, 8, 4)}, normal(2, 4, 8)
+        tuned = tune(loss, "mixed_float16", 4e-3, has_aux=True)(*args)
+        assert tuned.met and "aux logits" not in tuned.results
+        forward = tune(lambda p, x: loss(p, x)[1], "mixed_float16", 0.5)(*args)
+        assert forward.met and set(forward.results) == {"result logits"}
+
+
+def test_tune_prunes_the_costliest_place_first():
+    """Where errors cancel, less float32 can be enough though the search found that more is not."""
+    small, large, needed = (Place("abc"[i], frozenset({i})) for i in range(3))
+    cost = {0: 1, 1: 5, 2: 9}
+    enough = [{0, 1, 2}, {0, 2}, {1, 2}]  # and {2} alone is not
+    trial = types.SimpleNamespace(
+        places=types.SimpleNamespace(cost=lambda ops: sum(cost[i] for i in ops)),
+        _without=lambda place, kept: (
+            1.0 if {i for p in kept if p is not place for i in p.ops} in enough else 3.0
+        ),
+    )
+    assert tuning._Trial._pruned(trial, [small, large, needed], 2.0) == [small, needed]
+
+
+class TestReport:
+    def test_tune_report_says_what_each_step_bought(self, model):
+        tuned = tune(layers, "mixed_bfloat16", 0.02)(*model)
+        assert tuned.steps
+        assert tuned.steps[0].error_before > 0.02 >= tuned.steps[-1].error
+        for before, after in itertools.pairwise(tuned.steps):
+            assert before.error == after.error_before
+        assert {s.pattern for s in tuned.steps} == set(dict(tuned.policy.overrides))
+        data = json.loads(json.dumps(tuned.to_dict()))
+        assert mpjax.get_policy(data["policy"]) == tuned.policy
+        assert 1 <= tuned.needed <= tuned.places == len(tuned.steps)
+        text = "".join(str(tuned).split())
+        for part in (
+            "meets the tolerance of 0.02",
+            str(tuned.policy),
+            "left out",
+            f"in float32: {tuned.places}; ",
+        ):
+            assert "".join(part.split()) in text
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("tolerance", [0, -1.0, float("nan"), float("inf"), "1e-2", None])
+    def test_tune_refuses_bad_tolerances(self, tolerance):
+        with pytest.raises(ValueError, match="tolerance="):
+            tune(layers, "mixed_bfloat16", tolerance)
+
+    def test_tune_refuses_other_bad_arguments(self, model):
+        with pytest.raises(ValueError, match="max_runs=0"):
+            tune(layers, "mixed_bfloat16", 0.1, max_runs=0)
+        with pytest.raises(ValueError, match="max_runs=1 .* >= 2"):
+            tune(layers, "mixed_bfloat16", 0.1, max_runs=1)
+        with pytest.raises(TypeError, match="tune: fun=3"):
+            tune(3, "mixed_bfloat16", 0.1)(jnp.ones(2))
+        with pytest.raises(ValueError, match="no arrays"):
+            tune(lambda: 1.0, "mixed_bfloat16", 0.1)()
+        with pytest.raises(TypeError, match="needs concrete arrays"):
+            tune(jnp.sum, "mixed_bfloat16", 0.1)(jax.ShapeDtypeStruct((2,), jnp.float32))
