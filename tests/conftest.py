@@ -61,9 +61,9 @@ PROFILES = {"quick": 10, "thorough": 50}
 # The kinds besides ``unit``, by the beginnings of the paths of their files.
 KINDS = {
     "sound": (
-        "autocast/test_sound_",
-        "autocast/test_autocast_random",
-        "base/test_rules_",
+        "core/autocast/test_sound_",
+        "core/autocast/test_autocast_random",
+        "core/base/test_rules_",
     ),
     "docs": (
         "site/",
@@ -75,7 +75,6 @@ KINDS = {
     "processes": (
         "benchmarks/test_main",
         "checkpoint/test_kills",
-        "pages/test_browser",
         "test_canary",
         "test_docker",
         "test_multihost",
@@ -263,7 +262,7 @@ def free():
 
 
 # Tests of what is rounded, whose programs are small.
-SHOWN_SMALL = ("autocast/", "instruments/test_planned", "planner/", "replacements/")
+SHOWN_SMALL = ("core/autocast/", "core/planner/", "replacements/", "tools/instruments/test_planned")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,16 +2,14 @@
 
     python tests/checkpoint/test_old_states.py    writes old/NAME.zip of each state that has none
 
-A pickle names modules and classes, so a class that moves must still be found at its old place. A
-file is never written again: it holds what a version wrote that somebody may have used. The leaves
-of each state are filled with 1, 2, 3 and so on. Of reports, which anybody may pickle, old/classes
-has the places of the classes alone.
+A pickle names the public places of classes, so what they name inside may move. A file is never
+written again: it holds what a version wrote that somebody may have used. The leaves of each state
+are filled with 1, 2, 3 and so on.
 """
 
 import dataclasses
 import pickle
 import pickletools
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -33,7 +31,6 @@ from mpjax._src.tools.watching.figures import nothing
 from mpjax._src.tools.watching.report import WatchedTensor
 
 OLD = Path(__file__).parent / "old"
-CLASSES = OLD / "classes"
 PARAMS = {"kernel": np.full((3, 2), np.float32(0.1)), "bias": np.zeros(2, np.float32)}
 ADAM = optax.adam(1e-3)
 
@@ -160,16 +157,6 @@ def test_an_old_checkpoint_is_restored(name, tmp_path):
     assert_same(checkpoint.restore(tmp_path / "ours", like), want)
 
 
-def found(place):
-    """Returns what a pickle gets that names a module and a class."""
-    return pickle.loads("c{}\n{}\n.".format(*place.split()).encode())
-
-
-def test_classes_are_found_where_old_pickles_look():
-    for place in CLASSES.read_text().splitlines():
-        assert found(place).__name__ == place.split()[1], place
-
-
 def test_every_class_of_a_state_is_in_an_old_pickle():
     public = {n for n in (*mpjax.__all__, *mpjax.optim.__all__) if n.endswith(("State", "Scale"))}
     of_reports = {"Overflow", "Underflow", "Stalled", "GradientHistogram", "Policy"}
@@ -196,21 +183,6 @@ def record(name, state):
                 archive.write(file, file.relative_to(path))
 
 
-def classes():
-    """Returns where the public classes are, and those of what the recorded reports hold."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "helpers"))
-    import recorded
-    import surface
-
-    places = set()
-    for report in (make() for make in recorded.REPORTS.values()):
-        texts = [arg for _, arg, _ in pickletools.genops(pickle.dumps(report, 2)) if arg]
-        places |= {text for text in texts if str(text).startswith("mpjax.")}
-    public = (thing for thing in surface.PUBLIC.values() if isinstance(thing, type))
-    places |= {f"{c.__module__} {c.__qualname__}" for c in public}
-    return {place for place in places if isinstance(found(place), type)}  # not the linter's rules
-
-
 if __name__ == "__main__":
     OLD.mkdir(exist_ok=True)
     made = {name: lambda make=make: numbered(make()) for name, make in STATES.items()}
@@ -218,5 +190,3 @@ if __name__ == "__main__":
         if not (OLD / f"{name}.zip").exists():
             record(name, make())
             print("recorded", name)
-    known = {*CLASSES.read_text().splitlines()} if CLASSES.exists() else set()
-    CLASSES.write_text("\n".join(sorted(known | classes())) + "\n")
