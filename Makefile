@@ -82,7 +82,7 @@ newest-python:
 
 # Each rival has its own virtual environment.
 $(RIVALS:%=test-%): test-%: $(VENV)/ready $(VENV)-%/ready
-	$(VENV)/bin/python -m pytest $(EVERYTHING) tests/test_coming_from.py -k $*
+	$(VENV)/bin/python -m pytest $(EVERYTHING) tests/test_coming_from.py tests/benchmarks/test_gpu_figures.py -k $*
 
 # The plugins look for a GPU and a TPU when they start, and print less on the CPU platform.
 test-aot: $(AOT)/ready

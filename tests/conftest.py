@@ -125,6 +125,14 @@ def pytest_collection_modifyitems(config, items):
         if " at 0x" in item.nodeid:  # another one in each worker
             raise pytest.UsageError(f"The name of {item.nodeid} contains an address.")
         item.add_marker(kind_of(item.path))
+    away = {*filter(is_elsewhere, items)}
+    config.hook.pytest_deselected(items=[*away])
+    items[:] = [item for item in items if item not in away]
+
+
+def is_elsewhere(item):
+    """Returns whether another target runs a test, which has what it needs: it is no skipped one."""
+    return any(mark.args[1] for mark in item.iter_markers("elsewhere"))
 
 
 # What JAX says to a mesh, and to pmap, for which one device, such as a GPU, is too few.

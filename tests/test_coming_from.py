@@ -4,15 +4,14 @@ Theirs runs in an interpreter that has their framework: in .venv-torch and so on
 test-torch` makes, or in this one. Without it these tests are skipped.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pages
 import pytest
+from support import python_of
 
 import mpjax
 
@@ -67,11 +66,8 @@ for overflows in OVERFLOWS:
 
 def interpreter(framework: str) -> str:
     """Returns a Python that has a framework, or skips the test."""
-    own = pages.ROOT / f".venv-{framework}" / "bin" / "python"
-    if own.exists():
-        return str(own)
-    if importlib.util.find_spec(framework):
-        return sys.executable
+    if python := python_of(framework):
+        return python
     pytest.skip(f"{framework} is not installed: make test-{framework}")
 
 

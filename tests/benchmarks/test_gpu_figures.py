@@ -1,10 +1,13 @@
 """Figures made of times: ratios, intervals, FLOPs, differences of memory, goals, counts."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from support import python_of
 
 from benchmarks.models import MODELS
 from benchmarks.on_gpu import cases, energy, flops, goals, memory, quality, worker
@@ -213,14 +216,25 @@ def test_counted_reads_a_junit_report():
     }
 
 
+# In a process without JAX, which PyTorch's environment lacks.
+THEIRS = """
+import importlib.util, json, sys, torch
+spec = importlib.util.spec_from_file_location("torch_models", sys.argv[1])
+models = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(models)
+with torch.device("meta"):
+    built = [models.build(sys.argv[2], sizes) for sizes in json.loads(sys.argv[3])]
+print(json.dumps([sum(p.numel() for p in model.parameters()) for model in built]))
+"""
+TORCH = python_of("torch")
+
+
+@pytest.mark.elsewhere("test-torch", TORCH is None)
 @pytest.mark.parametrize("case", cases.SIZES)
 def test_torch_s_models_have_as_many_parameters(case):
-    torch = pytest.importorskip("torch")
-    from benchmarks.on_gpu import torch_models
-
-    for sizes in (cases.SIZES[case], cases.SMOKE[case]):
-        with torch.device("meta"):
-            theirs = torch_models.build(case, sizes)
-        _, params, *_ = MODELS[case](**sizes)
-        ours = sum(leaf.size for leaf in jax.tree.leaves(params))
-        assert sum(p.numel() for p in theirs.parameters()) == ours
+    sizes = [cases.SIZES[case], cases.SMOKE[case]]
+    path = Path(cases.__file__).with_name("torch_models.py")
+    command = [TORCH, "-c", THEIRS, path, case, json.dumps(sizes)]
+    theirs = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    ours = [sum(x.size for x in jax.tree.leaves(MODELS[case](**each)[1])) for each in sizes]
+    assert theirs == ours

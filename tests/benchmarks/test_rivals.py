@@ -1,10 +1,10 @@
 """Rivals: each trains a small model, with the same state after a step as before."""
 
 import inspect
+import itertools
 
 import jax
 import pytest
-from support import thorough_but
 
 from benchmarks.models import MODELS, SMALL
 from benchmarks.rivals import LADDER, NEEDS, RIVALS, lacks, program
@@ -17,13 +17,18 @@ def described(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-@pytest.mark.parametrize("model", ["bert", pytest.param("resnet50", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("rival", thorough_but(RIVALS, *(RIVALS.keys() - {*RUNGS})))
+def cases():
+    """Yields each rival with each model that it is for."""
+    for rival, model in itertools.product(RIVALS, ("bert", "resnet50")):
+        attends = "wide_softmax" in inspect.signature(MODELS[model]).parameters
+        if attends or "softmax" not in rival:
+            marks = [pytest.mark.elsewhere("bench", bool(lacks(rival)))]
+            marks += [pytest.mark.thorough] * (model == "resnet50" or rival in RUNGS)
+            yield pytest.param(rival, model, marks=marks)
+
+
+@pytest.mark.parametrize(("rival", "model"), [*cases()])
 def test_a_rival_s_step_keeps_its_state(rival, model):
-    if reason := lacks(rival):
-        pytest.skip(reason)
-    if "softmax" in rival and "wide_softmax" not in inspect.signature(MODELS[model]).parameters:
-        pytest.skip("a model without attention")
     model = "gpt2" if rival in RUNGS else model
     found = program(model, rival, "float16", **SMALL[model])
     after, _ = jax.eval_shape(found.step, found.state, found.batch)

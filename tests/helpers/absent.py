@@ -47,11 +47,11 @@ def shape(*dims, dtype=jnp.float32):
 
 
 def compiles(*targets):
-    """Skips a test if the compiler of a target is not installed."""
+    """Leaves a test to `make test-aot` if the compiler of a target is not installed."""
     missing = {m for t in targets for m in compiler.missing_for(find_target(t).platform)}
     if "v100" in targets and compiler._version("jax-cuda13-plugin"):  # begins with Turing
         missing.add("CUDA 12")
-    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'mpjax[aot]'")
+    return pytest.mark.elsewhere("test-aot", bool(missing))
 
 
 def both(*targets):

@@ -2,10 +2,12 @@
 
 import collections
 import functools
+import importlib.util
 import os
 import secrets
 import struct
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,14 @@ import mpjax
 
 HALVES = ("bfloat16", "float16")
 BOTH = functools.partial(jax.grad, argnums=(0, 1))
+
+
+def python_of(framework: str) -> str | None:
+    """Returns a Python that has a framework: that of `make test-FRAMEWORK`, this one, or None."""
+    own = Path(__file__).parents[2] / f".venv-{framework}" / "bin" / "python"
+    if own.exists():
+        return str(own)
+    return sys.executable if importlib.util.find_spec(framework) else None
 
 
 def thorough_but(cases, *quick):

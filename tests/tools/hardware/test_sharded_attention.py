@@ -23,7 +23,7 @@ print(*sorted(set(re.findall(names, hlo))))
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(bool(missing_for("cuda")), reason="needs mpjax[aot-cuda]")
+@pytest.mark.elsewhere("test-aot", bool(missing_for("cuda")))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", [("data",), ("data", "-", "model")], ids=["batch", "heads"])
 def test_attention_by_hand_over_batches_or_heads_gathers_nothing(kind, axes):

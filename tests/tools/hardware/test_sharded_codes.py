@@ -33,7 +33,7 @@ for storage in ("lean", "8bit"):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(bool(missing_for("cuda")), reason="needs mpjax[aot-cuda]")
+@pytest.mark.elsewhere("test-aot", bool(missing_for("cuda")))
 @pytest.mark.parametrize(
     "sharding", [("Auto",), ("Explicit",), ("Auto", "model")], ids=["batch", "explicit", "features"]
 )
