@@ -49,8 +49,8 @@ ALIASES = {
     "jax.jaxlib._jax.Array": "jax.Array",
     "jaxlib._jax.Device": "jax.Device",
     "contextlib._GeneratorContextManager[None]": "contextlib.AbstractContextManager",
-    "jmp._src.core.policy.": "jmp.",
-    "optax._src.core.base.": "optax.",
+    "jmp._src.policy.": "jmp.",
+    "optax._src.base.": "optax.",
     "flax.nnx.transforms.autodiff.": "flax.nnx.",
     "~P": "...",
 }
