@@ -40,13 +40,13 @@ class Returned(NamedTuple):
     Attributes:
         equations: Its equations, with the moves and sums of accumulators.
         outs: Its results.
-        of: The accumulator of each matmul's result that is needed unrounded.
+        accumulators: The accumulator of each matmul's result that is needed unrounded.
         inside: For each loop, branch or map, which of its results are unrounded inside.
     """
 
     equations: list[Equation]
     outs: list[Value]
-    of: dict[Value, Value]
+    accumulators: dict[Value, Value]
     inside: dict[Equation, list[bool]]
 
 
@@ -68,7 +68,7 @@ def unrounded(
             continue
         ins = [twins.get(v, v) for v in e.ins]
         if e in wide:
-            found.of[e.outs[0]] = twins[e.outs[0]] = Value(e.outs[0].aval)
+            found.accumulators[e.outs[0]] = twins[e.outs[0]] = Value(e.outs[0].aval)
         elif ins != e.ins:
             fresh = [Value(v.aval) for v in e.outs]
             found.equations.append(e.on(ins, outs=fresh))

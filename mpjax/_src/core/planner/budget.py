@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.rules import FOLLOW, FULL, HALF, MOVE, RANKS
-from mpjax._src.core.planner.equations import BARRIER, Equation, Value, remade
+from mpjax._src.core.planner.equations import BARRIER, Equation, Value, recomputation
 from mpjax._src.core.planner.partition import Handed, lightest_of, runs_again
 from mpjax._src.core.planner.rounding import Price, returns_half
 from mpjax._src.core.planner.timeline import UNREAD, Again, Rest, Step, Timeline
@@ -101,7 +101,7 @@ class Budget:
         self._free = self._numbers(free)
         self._steps: list[Step] = []
         for e, step in zip(early, timeline.early, strict=True):
-            cost, alone = self._costs.get(e, 0), _alone(e) if e.name == BARRIER else ()
+            cost, alone = self._costs.get(e, 0), _value_by_value(e) if e.name == BARRIER else ()
             self._steps += [x._replace(cost=cost) for x in timeline.steps(alone) or [step]]
         self._rests: dict[frozenset[int], tuple[set[int], Rest]] = {}
         self._plans: dict[frozenset[int], Plan] = {}
@@ -130,13 +130,13 @@ class Budget:
         return self._handed({self.timeline.values[v] for v in best.kept})
 
     def _handed(self, kept: Collection[Value]) -> tuple[Handed, list[Equation]]:
-        again = remade(self.early, self.crossing, {*kept, *self.lean, *self.free})
+        again = recomputation(self.early, self.crossing, {*kept, *self.lean, *self.free})
         read = {*self.crossing, *(v for e in again for v in e.ins)}
         lean = [v for v in self.lean if v in read]
-        before = remade(self.early, lean, {*kept, *self.free})
+        before = recomputation(self.early, lean, {*kept, *self.free})
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in kept]
-        return Handed(saved, again), _on_own(before, self.lean)
+        return Handed(saved, again), _with_own_results(before, self.lean)
 
     def _cuts(self) -> Iterator[set[int]]:
         """Yields what is kept at rates, from the last one on, as long as that differs."""
@@ -152,11 +152,11 @@ class Budget:
         others = frozenset(kept - self._lean)
         if others not in self._rests:
             known = kept | self._lean | self._free
-            steps = _remade(self._steps, self._crossing, known)
+            steps = _recomputed(self._steps, self._crossing, known)
             read = self._crossing.union(*(step.ins for step in steps))
             self._rests[others] = read, self.timeline.rest(steps)
         read, rest = self._rests[others]
-        before = _remade(self._steps, self._lean & read, kept | self._free)
+        before = _recomputed(self._steps, self._lean & read, kept | self._free)
         saved = frozenset(kept & read.union(*(step.ins for step in before)))
         if saved not in self._plans:
             again = self.timeline.again(saved, before, rest)
@@ -222,13 +222,13 @@ class Budget:
         return waist
 
 
-def _alone(e: Equation) -> Iterator[Equation]:
+def _value_by_value(e: Equation) -> Iterator[Equation]:
     """Yields a barrier for each value: none needs the others."""
     return (e.on([v], outs=[out]) for v, out in zip(e.ins, e.outs, strict=True))
 
 
-def _remade(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
-    """Returns the steps that compute wanted values from known ones, as `remade` does."""
+def _recomputed(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
+    """Returns the steps that compute wanted values from known ones, as `recomputation` does."""
     missing, found = {*wanted} - known, []
     for step in reversed(steps):
         if not missing.isdisjoint(step.outs):
@@ -239,7 +239,7 @@ def _remade(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[St
     return found[::-1]
 
 
-def _on_own(equations: Sequence[Equation], values: Collection[Value]) -> list[Equation]:
+def _with_own_results(equations: Sequence[Equation], values: Collection[Value]) -> list[Equation]:
     """Returns equations whose results are values of their own, but for some.
 
     What else the backward part reads of them, it computes once more where it does.

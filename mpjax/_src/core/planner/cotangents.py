@@ -8,7 +8,7 @@ for all of them where that adds no error of another kind:
    one makes the error larger by a factor.
 2. No other float32 copy of what it is made of meets it again in a sum, where common parts could
    cancel and leave the rounding; nor does it meet itself, moved or scaled, if entries share errors
-   (`Lone`). Independent errors do not cancel there either.
+   (`Roundable`). Independent errors do not cancel there either.
 3. It is not added to the result of another matmul that sums an operand of those that it is made of
    along the same axes: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
 4. It is not summed over all axes over which a mean was subtracted from it: such a sum is zero, and
@@ -177,7 +177,7 @@ def rounded_once(both: Parts) -> list[Value]:
     late, noise = both.late, noise_of([*both.early, *both.late])
     written = written.intersection(dependents(late, both.cotangents)).difference(both.results)
     shared = [v for e in late for v in e.outs if v in written and noise.get(v) in (WHOLE, EACH)]
-    return Lone(late, noise).of(shared) if shared else []
+    return Roundable(late, noise).of(shared) if shared else []
 
 
 def _written(both: Parts) -> set[Value]:
@@ -198,7 +198,7 @@ LONGEST = 1000
 NO_SUMS: frozenset[int] = frozenset()
 
 
-class Asked(NamedTuple):
+class Demands(NamedTuple):
     """What the readers of a value ask of it.
 
     Attributes:
@@ -211,19 +211,19 @@ class Asked(NamedTuple):
     sums: frozenset[int] = frozenset()
     each: bool = False
 
-    def also(self, other: "Asked | None") -> "Asked | None":
+    def also(self, other: "Demands | None") -> "Demands | None":
         """Returns what this and others ask; None is more than any value can be."""
         if other is None:
             return None
         each = self.each or other.each
-        return Asked(self.apart | other.apart, self.sums | other.sums, each)
+        return Demands(self.apart | other.apart, self.sums | other.sums, each)
 
-    def summed(self, axes: int) -> "Asked":
+    def summed(self, axes: int) -> "Demands":
         """Returns what is asked of a value if all this is asked of its sum over some axes."""
         return self._replace(sums=frozenset(s | axes for s in self.sums)) if axes else self
 
 
-class Lone:
+class Roundable:
     """Which cotangents meet no other copy of what they are made of."""
 
     def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
@@ -231,7 +231,7 @@ class Lone:
         self.maker = {out: e for e in late for out in e.outs}
         self.order = Order([e for e in late if not is_half_matmul(e)])
         self.operands, self.means = self._operands(), self._means()
-        self.behind: dict[Value, Asked | None] = {}
+        self.behind: dict[Value, Demands | None] = {}
 
     def _operands(self) -> dict[Value, int]:
         """Returns a bit for each array that the matmuls sum along some axes of which it is made."""
@@ -285,9 +285,9 @@ class Lone:
         """Returns those of the values, in the order in which they are computed, that are alone."""
         alone: set[Value] = set()
         for v in values:
-            if self._may_be_read(v):
+            if self._meets_demands(v):
                 before = self._before(v, alone)
-                if len(before) < LONGEST and not self._meets(v, before):
+                if len(before) < LONGEST and not self._meets_a_copy(v, before):
                     alone.add(v)
         return [v for v in values if v in alone]
 
@@ -306,7 +306,7 @@ class Lone:
                         ahead.append(x)
         return before - {v}
 
-    def _meets(self, v: Value, other: set[Value]) -> bool:
+    def _meets_a_copy(self, v: Value, other: set[Value]) -> bool:
         """Returns whether something reads what is made of a value beside what others make."""
         own, readers = {v}, self.order.readers
         theirs, ahead = {e for x in other for e in readers[x]}, Ahead(self.order, [v, *other])
@@ -324,42 +324,42 @@ class Lone:
             ahead.add(e.outs)
         return False
 
-    def _may_be_read(self, v: Value) -> bool:
+    def _meets_demands(self, v: Value) -> bool:
         """Returns whether a value is all that is asked of it."""
-        asked = self._asked(v)
+        asked = self._demands(v)
         if asked is None or asked.apart & self.operands[v]:
             return False
         if any(mean & ~axes == 0 for mean in self.means[v] for axes in asked.sums):
             return False
         return not asked.each or self.noise[v] == EACH
 
-    def _asked(self, v: Value) -> Asked | None:
+    def _demands(self, v: Value) -> Demands | None:
         """Returns what the readers of a value ask of it, and of what they make of it.
 
         All that follows often goes through one value: it is gone through once.
         """
-        parts: list[tuple[Value, Asked | None, int]] = []
+        parts: list[tuple[Value, Demands | None, int]] = []
         then: Value | None = v
         while then is not None and then not in self.behind:
             asked, after, axes = self._part(then)
             parts.append((then, asked, axes))
             then = after
-        asked = self.behind[then] if then is not None else Asked()
+        asked = self.behind[then] if then is not None else Demands()
         for x, own, axes in reversed(parts):
             self.behind[x] = asked = own and own.also(asked and asked.summed(axes))
         return asked
 
-    def _part(self, v: Value) -> tuple[Asked | None, Value | None, int]:
+    def _part(self, v: Value) -> tuple[Demands | None, Value | None, int]:
         """Returns what is asked before all goes through one value, it, and its sums' axes."""
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
         over = {v: 0}  # the axes over which it is summed
-        asked = Asked()
+        asked = Demands()
         ahead = Ahead(self.order, [v])
         for e in ahead:
             mine = [x for x in e.ins if x in own]
             scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
             axes = functools.reduce(operator.or_, (over[x] for x in mine))
-            asks = self._asks(e, mine)
+            asks = self._demands_of(e, mine)
             both = asked if scales else asked.also(asks and asks.summed(axes))
             if both is None or len(ahead) > LONGEST:
                 return None, None, 0
@@ -372,14 +372,14 @@ class Lone:
             ahead.add(e.outs)
         return asked, None, 0
 
-    def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:
+    def _demands_of(self, e: Equation, mine: Sequence[Value]) -> Demands | None:
         """Returns what an equation asks of a value, if it reads others that are made of it."""
         if rounding.programs(e) or e.rule.need == PROGRAM:
-            return Asked() if e.name == "convert_element_type" else None
+            return Demands() if e.name == "convert_element_type" else None
         adds, sums = _adds(e), is_sum(e)
         beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]
         mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
-        return Asked(
+        return Demands(
             functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
             frozenset([self._over(e)]) if sums else NO_SUMS,
             mixes and len(mine) > 1,

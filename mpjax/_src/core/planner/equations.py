@@ -250,7 +250,7 @@ def opened(
             start, given = len(into), operands
             once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
             if once_more:
-                operands = _apart(eqn, operands, into, scopes)
+                operands = _behind_barrier(eqn, operands, into, scopes)
             flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
             flags["line"] = building.line_of_call(eqn, inner)
             outs = opened(inner, operands, into, region=region, **flags)
@@ -317,7 +317,9 @@ def called(eqn: Any, rules: bool) -> Any:
     return _jax.inlined(eqn) if higher_order(name).kind == CALL else None
 
 
-def _apart(eqn: Any, operands: list[Value], into: list[Equation], stack: Any) -> list[Value]:
+def _behind_barrier(
+    eqn: Any, operands: list[Value], into: list[Equation], stack: Any
+) -> list[Value]:
     """Puts the operands of a recomputation behind a barrier, where its author did not forbid it."""
     which = eqn.params["prevent_cse"]
     which = which if isinstance(which, tuple) else (which,) * len(operands)
@@ -349,7 +351,7 @@ def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equa
     return found[::-1]
 
 
-def once(
+def deduplicated(
     equations: Iterable[Equation], results: Sequence[Value]
 ) -> tuple[list[Equation], list[Value]]:
     """Returns equations without repetitions, and the results that they give then.
@@ -392,14 +394,14 @@ def between(
     return found[::-1]
 
 
-def remade(
+def recomputation(
     equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
 ) -> list[Equation]:
     """Returns the equations between values, none of which makes again what is known."""
-    return [of_the_others(e, known) for e in between(equations, wanted, known)]
+    return [without_known(e, known) for e in between(equations, wanted, known)]
 
 
-def of_the_others(e: Equation, known: Collection[Value]) -> Equation:
+def without_known(e: Equation, known: Collection[Value]) -> Equation:
     """Returns an equation that does not make again what is known."""
     if not any(v in known for v in e.outs):
         return e
@@ -440,7 +442,7 @@ def in_order(equations: Iterable[Equation]) -> list[Equation]:
     return [*found]
 
 
-def waiting(
+def deferred(
     early: Sequence[Equation], outs: Iterable[Value], values: Iterable[Value]
 ) -> tuple[list[Equation], list[Equation]]:
     """Takes out of a forward part what makes or reads values and is not needed for its results.

@@ -69,7 +69,7 @@ class Exceptions:
         overrides: Its overrides.
         sent: What devices send each other in 16 bits.
         done: The programs with regions, by the programs that they were.
-        told: Why operations are in regions, by their numbers, if they are numbered.
+        reasons: Why operations are in regions, by their numbers, if they are numbered.
         around: The context in which JAX runs the rules of a program.
     """
 
@@ -79,7 +79,7 @@ class Exceptions:
     overrides: Sequence[tuple[str, Any]] = ()
     sent: Sent = SENT
     done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    told: dict[int, str] = dataclasses.field(default_factory=dict)
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @classmethod
@@ -120,7 +120,7 @@ class Exceptions:
             if asks and not _is_planned(e):
                 region, why = self._asked(e, ins, names, e in decide)
                 if why and (row := row_of(_jax.scope_names(e.stack))) is not None:
-                    self.told.setdefault(row, why)
+                    self.reasons.setdefault(row, why)
                 if region and e.region.dtype != region.split(":")[0]:
                     e.enter(region)
                 self._lift(e)

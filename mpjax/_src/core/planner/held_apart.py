@@ -59,10 +59,10 @@ def held_apart(
         return [], [*results]
     late = dependents(equations, cotangents)
     before = needed(before, [v for e in equations for v in e.ins])
-    remade = [v for e in before for v in e.outs]
+    recomputed = [v for e in before for v in e.outs]
     both = [*before, *equations]
 
-    def apart(values: Sequence[Value], readers: Sequence[Equation]) -> dict[Value, Value]:
+    def behind_barriers(values: Sequence[Value], readers: Sequence[Equation]) -> dict[Value, Value]:
         groups = _in_turns(values, readers, late, results) if in_turns else {None: values}
         fresh: dict[Value, Value] = {}
         for ahead, those in groups.items():
@@ -73,23 +73,25 @@ def held_apart(
         return fresh
 
     into: list[Equation] = []
-    first = apart(_read([*saved, *_of_arguments(before, saved)], before), both) if before else {}
-    first = {v: x for v, x in first.items() if v not in late}
-    held = dict.fromkeys(v for v in (*saved, *remade) if v not in padded)
-    alone, equations = for_matmuls(equations, results, late, held)
-    values = _apart([*saved, *remade], equations, late)
-    second = apart([v for v in values if v not in padded], equations)
-    third = apart(_read(held, alone), [*alone, *equations]) if alone else {}
+    ready = _read_by([*saved, *_of_arguments(before, saved)], before)
+    for_before = behind_barriers(ready, both) if before else {}
+    for_before = {v: x for v, x in for_before.items() if v not in late}
+    held = dict.fromkeys(v for v in (*saved, *recomputed) if v not in padded)
+    copies, equations = for_matmuls(equations, results, late, held)
+    values = _sources_of_recomputation([*saved, *recomputed], equations, late)
+    for_rest = behind_barriers([v for v in values if v not in padded], equations)
+    read = _read_by(held, copies)
+    for_copies = behind_barriers(read, [*copies, *equations]) if copies else {}
     times = _times_one([v for v in values if v in padded], cotangents, both[0], into)
-    if not into and not alone:
+    if not into and not copies:
         return [*equations], [*results]
     again = (e.reading(times) if late.isdisjoint(e.outs) else e for e in equations)
     body = [
-        *(e.reading(first) for e in before),
-        *(e.reading(second) for e in again),
-        *(e.reading(third) for e in alone),
+        *(e.reading(for_before) for e in before),
+        *(e.reading(for_rest) for e in again),
+        *(e.reading(for_copies) for e in copies),
     ]
-    return in_order([*into, *body]), [second.get(v, v) for v in results]
+    return in_order([*into, *body]), [for_rest.get(v, v) for v in results]
 
 
 def _times_one(
@@ -105,7 +107,9 @@ def _times_one(
     return {v: appended(times, [v, one], into, like, again=True)[0] for v in values}
 
 
-def _apart(values: Sequence[Value], equations: Sequence[Equation], late: set[Value]) -> list[Value]:
+def _sources_of_recomputation(
+    values: Sequence[Value], equations: Sequence[Equation], late: set[Value]
+) -> list[Value]:
     """Returns the values from which something as large is computed again, before cotangents."""
     again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
     read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
@@ -124,7 +128,7 @@ def stored(
         The equations of the forward part; and what is handed over in rows that are padded, so that
         a barrier would copy it.
     """
-    apart = _apart(saved, later, dependents(later, cotangents))
+    apart = _sources_of_recomputation(saved, later, dependents(later, cotangents))
     made: dict[Value, Value] = {}
     for e in early:
         if rounding.is_half_matmul(e):
@@ -140,7 +144,7 @@ def stored(
     ], padded
 
 
-def _read(values: Iterable[Value], equations: Sequence[Equation]) -> list[Value]:
+def _read_by(values: Iterable[Value], equations: Sequence[Equation]) -> list[Value]:
     read = {v for e in equations for v in e.ins}
     return [v for v in values if v in read]
 

@@ -14,7 +14,7 @@ MOST = 256  # bfloat16 tells all integers up to this one apart
 
 # Operations whose results are integers if their operands are.
 ELEMENTWISE = ("add", "add_any", "sub", "mul", "neg", "abs", "max", "min", "sign", "clamp")
-KEEPS = (*ELEMENTWISE, "select_n", "convert_element_type")
+KEEP_INTEGERS = (*ELEMENTWISE, "select_n", "convert_element_type")
 SOURCES = ("iota", "convert_element_type")  # these make integers of what are none
 SUMS = ("reduce_sum", "cumsum", "reduce_window_sum", "psum", "scatter-add")
 
@@ -38,7 +38,7 @@ def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
         return SMALL if _jax.size_of((size,)) <= MOST else LARGE
     known = zip(e.ins, ins, strict=True)
     pairs = [(v, kind if v.const is None else _of_constant(v)) for v, kind in known]
-    if e.name in KEEPS:
+    if e.name in KEEP_INTEGERS:
         kinds = [_as_float(v, kind) for v, kind in pairs if _is_real(v) and v is not _choice(e)]
         return max(kinds) if kinds and NONE not in kinds else NONE
     if e.name in SUMS:

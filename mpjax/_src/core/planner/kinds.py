@@ -33,7 +33,7 @@ LAYOUT = "layout"  # a view whose axes are others
 MOVED = "moved"  # a view whose entries stand elsewhere
 ADDED = "added"  # a sum of two operands
 MULTIPLIED = "multiplied"
-PICKED = "picked"  # one of its operands, entry by entry
+SELECTED = "selected"  # one of its operands, entry by entry
 SUMMED = "summed"  # over axes
 SUMS = "sums"  # other sums: over windows, devices, segments
 EXTREME = "extreme"  # the largest entry, or the smallest one
@@ -50,7 +50,7 @@ KINDS = {
     **dict.fromkeys(("stop_gradient", "sharding_constraint", "convert_element_type"), SAME),
     **dict.fromkeys(("transpose", "reshape", "squeeze", "broadcast_in_dim"), LAYOUT),
     **dict.fromkeys(("add", "sub", "add_any"), ADDED),
-    **dict.fromkeys(("max", "min", "select_n", "clamp"), PICKED),
+    **dict.fromkeys(("max", "min", "select_n", "clamp"), SELECTED),
     **dict.fromkeys(("reduce_max", "reduce_min"), EXTREME),
     **dict.fromkeys(("scatter-add", "psum", "psum_invariant"), SUMS),
     "reduce_sum": SUMMED,

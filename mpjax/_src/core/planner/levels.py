@@ -249,16 +249,16 @@ def _view(f: Facts, e: Equation, out: Value) -> Found:
     places = axes_of_view(e)
     if e.name == "broadcast_in_dim":
         spread = f.constant_along(out, out)
-        return _lost(f, v, moved(f.all_levels(v), places) | spread)
+        return _of_whole(f, v, moved(f.all_levels(v), places) | spread)
     groups = {a: {b for b in places if places[b] == places.get(a)} for a in places}
     terms = f.terms(v)
     if any(groups.get(a, {a}) - axes for axes in terms for a in axes):
-        return _lost(f, v, moved(f.all_levels(v), places))
+        return _of_whole(f, v, moved(f.all_levels(v), places))
     return f.noise(v), moved(f.level(v), places), frozenset(moved(t, places) for t in terms)
 
 
-def _lost(f: Facts, v: Value, levels: Axes) -> Found:
-    """Returns the facts of what is made of a value and its terms together."""
+def _of_whole(f: Facts, v: Value, levels: Axes) -> Found:
+    """Returns the facts of what is made of a whole value: its rest and its terms together."""
     return min(f.noise(v), 1 if f.terms(v) else 2), levels, NO_TERMS
 
 
@@ -333,7 +333,7 @@ def _added(f: Facts, e: Equation, out: Value) -> Found:
 
 def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
     if e.ins[0] is e.ins[1]:
-        return _lost(f, e.ins[0], every(out))
+        return _of_whole(f, e.ins[0], every(out))
     constant = {v: f.constant_along(v, out) for v in e.ins}
     large = [v for v in e.ins if not constant[v]]
     if not large:
@@ -342,12 +342,12 @@ def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
     if len(large) == 1 and (e.name == "mul" or large[0] is e.ins[0]):
         (v,), (beside,) = large, (axes for axes in constant.values() if axes)
         terms = frozenset(axes & beside for axes in f.terms(v))
-        return (f.noise(v), f.level(v), terms) if all(terms) else _lost(f, v, f.all_levels(v))
+        return (f.noise(v), f.level(v), terms) if all(terms) else _of_whole(f, v, f.all_levels(v))
     levels = (f.all_levels(v) | constant[v] for v in e.ins)
     return f._most(e), every(out).intersection(*levels), NO_TERMS
 
 
-def _picked(f: Facts, e: Equation, out: Value) -> Found:
+def _selected(f: Facts, e: Equation, out: Value) -> Found:
     floats = [v for v in f._floats(e) if not f.is_known(v)]
     numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != "select_n"]
     least = min((min(f.noise(v), 1 if f.terms(v) else 2) for v in floats), default=0)
@@ -374,7 +374,7 @@ def _simple(f: Facts, e: Equation, out: Value) -> Found:
     if e.name == "neg":
         return f.noise(v), f.level(v), f.terms(v)
     odd = e.name == "integer_pow" and e.params["y"] % 2
-    return _lost(f, v, f.all_levels(v) if odd else every(out))
+    return _of_whole(f, v, f.all_levels(v) if odd else every(out))
 
 
 def _special(f: Facts, e: Equation, out: Value) -> Found:
@@ -389,10 +389,10 @@ FINDERS: dict[str, Callable[[Facts, Equation, Value], Found]] = {
     kinds.MOVED: _moved,
     kinds.ADDED: _added,
     kinds.MULTIPLIED: _multiplied,
-    kinds.PICKED: _picked,
+    kinds.SELECTED: _selected,
     kinds.SUMMED: _summed,
     kinds.SUMS: _sums,
-    kinds.EXTREME: lambda f, e, out: _lost(f, e.ins[0], every(out)),
+    kinds.EXTREME: lambda f, e, out: _of_whole(f, e.ins[0], every(out)),
     kinds.SIMPLE: _simple,
     kinds.SPECIAL: _special,
 }

@@ -72,8 +72,8 @@ def _recurrences(whole: Opened, maker: Makers) -> Iterator[tuple[Value, tuple[An
             continue
         bound: dict[Value, Value] = {}
         (h,) = e.outs
-        (a, b), makers, result = _written(h.aval.shape, axis)
-        if _is_same(result, h, makers, maker, bound) and bound[a].aval.shape == h.aval.shape:
+        (a, b), our_makers, result = _as_jax_writes_it(h.aval.shape, axis)
+        if _is_same(result, h, our_makers, maker, bound) and bound[a].aval.shape == h.aval.shape:
             taken.update(bound.values())
             yield h, (bound[a], bound[b], axis)
 
@@ -89,7 +89,7 @@ def _interleaved(e: Equation, maker: Makers) -> int | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _written(shape: tuple[int, ...], axis: int) -> tuple[list[Value], Makers, Value]:
+def _as_jax_writes_it(shape: tuple[int, ...], axis: int) -> tuple[list[Value], Makers, Value]:
     """Returns a linear recurrence of a shape as JAX writes it."""
     x = jax.ShapeDtypeStruct(shape, FLOAT32)
     ins, equations, (out,) = parts(jax.make_jaxpr(functools.partial(_jax.scanned, axis=axis))(x, x))
@@ -106,26 +106,27 @@ def _traced(aval: Any, axis: int, half: Any) -> Any:
 
 
 def _is_same(
-    ours: Value, theirs: Value, makers: Makers, maker: Makers, bound: dict[Value, Value]
+    ours: Value, theirs: Value, our_makers: Makers, their_makers: Makers, bound: dict[Value, Value]
 ) -> bool:
     """Returns whether a value is computed as ours is, and notes which values correspond."""
     if ours.literal or ours in bound:
         same = ours.literal and theirs.literal and np.array_equal(ours.const, theirs.const)
         return same or bound.get(ours) is theirs
     bound[ours] = theirs
-    e, other = makers.get(ours), maker.get(theirs)
+    e, other = our_makers.get(ours), their_makers.get(theirs)
     if e is None:  # an argument
         return rounding.is_float32(theirs)
     if other is None or _kind(e) != _kind(other):
         return False
     ins = other.ins
-    if e.name in COMMUTE and not _begins_alike(e.ins[0], ins[0], makers, maker):
+    if e.name in COMMUTE and not _begins_alike(e.ins[0], ins[0], our_makers, their_makers):
         ins = ins[::-1]
-    return all(_is_same(x, y, makers, maker, bound) for x, y in zip(e.ins, ins, strict=True))
+    pairs = zip(e.ins, ins, strict=True)
+    return all(_is_same(x, y, our_makers, their_makers, bound) for x, y in pairs)
 
 
-def _begins_alike(ours: Value, theirs: Value, makers: Makers, maker: Makers) -> bool:
-    one, other = makers.get(ours), maker.get(theirs)
+def _begins_alike(ours: Value, theirs: Value, our_makers: Makers, their_makers: Makers) -> bool:
+    one, other = our_makers.get(ours), their_makers.get(theirs)
     return one is None or (other is not None and _kind(one) == _kind(other))
 
 

@@ -26,8 +26,8 @@ from mpjax._src.core.planner.equations import (
     Value,
     appended,
     closed,
+    deduplicated,
     dependents,
-    once,
     opened,
     parts,
     readers_of,
@@ -168,7 +168,7 @@ class Body:
         returned = [self.outs[i] for i in pair.public]
         both = [*self.first, *self.second]
         joined(both, new, free, [*returned, *self.back_outs], half, storage)
-        self.second, self.back_outs = once(self.second, self.back_outs)
+        self.second, self.back_outs = deduplicated(self.second, self.back_outs)
         self.first, self.second = apart(self.first), apart(self.second)
         parts_of = Parts(self.first, self.second, returned, self.back_outs, new, half)
         self.first, second, *_ = changed = rewritten(parts_of)
@@ -306,28 +306,28 @@ def _cond(pair: Pair) -> None:
     slots, taken = _slots([[v for v in b.saved if v not in b.ins] for b in bodies])
     read = [i for i in range(len(operands)) if any(b.read([b.ins[i]]) for b in bodies)]
     own = bodies[0].own
-    ahead, behind = [], []
+    fore_programs, back_programs = [], []
     for body, mine in zip(bodies, taken, strict=True):
         equations = [*body.first]
         filled = [
             mine[i] if i in mine else zeros_like(aval, equations) for i, aval in enumerate(slots)
         ]
         results = [*(body.outs[i] for i in public), *filled]
-        ahead.append(closed(body.ins, equations, results, rounding.info_of(fore)))
+        fore_programs.append(closed(body.ins, equations, results, rounding.info_of(fore)))
         passed = [mine[i] if i in mine else Value(aval) for i, aval in enumerate(slots)]
         ins = [*(body.back_ins[i] for i in own), *passed, *(body.ins[i] for i in read)]
-        behind.append(closed(ins, body.second, body.back_outs, rounding.info_of(back)))
+        back_programs.append(closed(ins, body.second, body.back_outs, rounding.info_of(back)))
     shared = [Value(aval) for aval in slots]
     fore.outs = [*(fore.outs[i] for i in public), *shared]
     row = fore.row
-    fore.params = {**fore.params, **row.holding(ahead)}
+    fore.params = {**fore.params, **row.holding(fore_programs)}
     back.ins = [
         back.ins[0],
         *(back.ins[1 + i] for i in own),
         *shared,
         *(operands[i] for i in read),
     ]
-    back.params = {**back.params, **row.holding(behind)}
+    back.params = {**back.params, **row.holding(back_programs)}
 
 
 def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, Value]]]:

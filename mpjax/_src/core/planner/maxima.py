@@ -23,8 +23,8 @@ from mpjax._src.core.planner.equations import (
     Equation,
     Value,
     appended,
+    deferred,
     needed,
-    waiting,
 )
 from mpjax._src.core.planner.kinds import is_zero
 from mpjax._src.core.planner.partition import Handed, Parts, Placed, from_one_array
@@ -123,7 +123,7 @@ def masks(both: Parts) -> Parts:
     ahead = {*forward}
     prepared = [e for e in early if e not in ahead and _is_mask(e) and e.ins[0] in results]
     found = {e.outs[0]: results[e.ins[0]] for e in prepared}
-    first, second = waiting(early, outs, found)
+    first, second = deferred(early, outs, found)
     masked = [e.on([found[e.outs[0]], e.ins[1]]) if e.outs[0] in found else e for e in second]
     return both._replace(early=first, late=[*masked, *late])
 
