@@ -40,8 +40,10 @@ def for_matmuls(
     others = [v for v in [*read, *results] if v not in read_in_half]
     for_others = {*between(recomputed, others, known)}
     chains = {v: from_one_array(v, maker, known) or [] for v in read if v in read_in_half}
+    # A chain of which others need nothing dear is computed by one kernel as it is.
     shared = {v: c for v, c in chains.items() if any(_is_dear(e) and e in for_others for e in c)}
     needed = {e for chain in shared.values() for e in chain}
+    # Whole chains are copied, so that no value inside of one is written for both kernels.
     copies, instead = _copied([e for e in recomputed if e in needed], shared)
     return copies, [e if e in ours else e.reading(instead) for e in equations]
 

@@ -34,6 +34,7 @@ def recurrent(program: Any, half: np.dtype = FLOAT32) -> Any:
     """
     if not _interleaves(_jax.open_jaxpr(program)[0]):
         return program
+    # To take a program apart costs time, and few have such scans.
     whole = Opened(program)
     maker = {out: e for e in whole.equations for out in e.outs}
     found = {h: of for h, of in _recurrences(whole, maker) if not whole.is_fixed(h)}
@@ -66,6 +67,7 @@ def _interleaves(jaxpr: Any) -> bool:
 def _recurrences(whole: Opened, maker: Makers) -> Iterator[tuple[Value, tuple[Any, ...]]]:
     """Yields results of recurrences, with their factors, what is added, and the axis."""
     taken: set[Value] = set()
+    # From the end: the levels of a scan are shorter recurrences, which belong to the longest.
     for e in reversed(whole.equations):
         axis = _interleaved(e, maker)
         if axis is None or e.outs[0] in taken:
@@ -73,6 +75,7 @@ def _recurrences(whole: Opened, maker: Makers) -> Iterator[tuple[Value, tuple[An
         bound: dict[Value, Value] = {}
         (h,) = e.outs
         (a, b), our_makers, result = _as_jax_writes_it(h.aval.shape, axis)
+        # An argument matches a value of any shape, so that of the factors is asked for here.
         if _is_same(result, h, our_makers, maker, bound) and bound[a].aval.shape == h.aval.shape:
             taken.update(bound.values())
             yield h, (bound[a], bound[b], axis)
@@ -84,6 +87,7 @@ def _interleaved(e: Equation, maker: Makers) -> int | None:
     pads = [x.params["padding_config"] for x in makers if x is not None and x.name == "pad"]
     if len(pads) < 2 or not rounding.is_float32(e.outs[0]):
         return None
+    # JAX puts entries in turns by padding both arrays with gaps of one, and adding them.
     gaps = [axis for axis, (*_, inner) in enumerate(pads[0]) if inner == 1]
     return gaps[0] if len(gaps) == 1 else None
 
@@ -112,6 +116,7 @@ def _is_same(
     if ours.literal or ours in bound:
         same = ours.literal and theirs.literal and np.array_equal(ours.const, theirs.const)
         return same or bound.get(ours) is theirs
+    # Noted before it is compared: levels share operands, which are compared once.
     bound[ours] = theirs
     e, other = our_makers.get(ours), their_makers.get(theirs)
     if e is None:  # an argument
@@ -119,6 +124,7 @@ def _is_same(
     if other is None or _kind(e) != _kind(other):
         return False
     ins = other.ins
+    # A user's function may write its sums and products in either order.
     if e.name in COMMUTE and not _begins_alike(e.ins[0], ins[0], our_makers, their_makers):
         ins = ins[::-1]
     pairs = zip(e.ins, ins, strict=True)
