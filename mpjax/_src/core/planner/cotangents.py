@@ -244,7 +244,7 @@ class Roundable:
         self.maker = {out: e for e in late for out in e.outs}
         self.order = Order([e for e in late if not is_half_matmul(e)])
         self.operands, self.means = self._operands(), self._means()
-        self.behind: dict[Value, Demands | None] = {}
+        self.demanded: dict[Value, Demands | None] = {}
 
     def _operands(self) -> dict[Value, int]:
         """Returns a bit for each array that the matmuls sum along some axes of which it is made."""
@@ -359,13 +359,13 @@ class Roundable:
         parts: list[tuple[Value, Demands | None, int]] = []
         then: Value | None = v
         # To walk to the end from each value would be quadratic in the depth of a model.
-        while then is not None and then not in self.behind:
+        while then is not None and then not in self.demanded:
             asked, after, axes = self._part(then)
             parts.append((then, asked, axes))
             then = after
-        asked = self.behind[then] if then is not None else Demands()
+        asked = self.demanded[then] if then is not None else Demands()
         for x, own, axes in reversed(parts):
-            self.behind[x] = asked = own and own.also(asked and asked.summed(axes))
+            self.demanded[x] = asked = own and own.also(asked and asked.summed(axes))
         return asked
 
     def _part(self, v: Value) -> tuple[Demands | None, Value | None, int]:

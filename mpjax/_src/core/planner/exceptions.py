@@ -128,8 +128,8 @@ class Exceptions:
                 self._lift(e)
                 e.params = self._inside(e, ins, names)
             # The user's region may ask for the other 16-bit dtype.
-            elif e.region.dtype and self._own(e.region.dtype) != e.region.dtype:
-                e.enter(self._own(e.region.dtype))
+            elif e.region.dtype and self._region_name(e.region.dtype) != e.region.dtype:
+                e.enter(self._region_name(e.region.dtype))
             if e.name in SOURCES or (known and not known.keys().isdisjoint(e.ins)):
                 facts = zip(e.outs, _results(e, ins), strict=True)
                 known.update((v, fact) for v, fact in facts if fact is not NOTHING)
@@ -146,7 +146,7 @@ class Exceptions:
         if kind == SOLVER:
             return FLOAT32.name, SOLVES
         if e.region.dtype:
-            return self._own(e.region.dtype), ""
+            return self._region_name(e.region.dtype), ""
         pattern, override = self._override(e, ins, names) if self.overrides else ("", None)
         listed = self.listed.get(e.name)
         why = f"{listed}_ops of the policy" if override is None else f'override "{pattern}"'
@@ -154,11 +154,11 @@ class Exceptions:
             # What is no matmul computes in float32 anyway, and needs no region for that.
             return FLOAT32.name if matmul or override == FLOAT32 else "", why
         if listed == "half" and not matmul:
-            return f"{self._own((override or self.half).name)}:{e.name}", why
+            return f"{self._region_name((override or self.half).name)}:{e.name}", why
         if listed == "follow" and not matmul:
             return f"{rounding.FOLLOWING}:{e.name}", why
         if matmul and (override is not None or listed == "half"):
-            return self._own((override or self.half).name), why
+            return self._region_name((override or self.half).name), why
         pairs = zip(e.ins, ins, strict=True)
         integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
         # After the lists: who names the operation knows better than this guess.
@@ -168,8 +168,8 @@ class Exceptions:
             return FLOAT32.name, ALL_FULL if self.all_full else COUNTED
         return "", ""
 
-    def _own(self, dtype: str) -> str:
-        """Returns a region of a dtype, which may be the 16-bit dtype that is not the program's."""
+    def _region_name(self, dtype: str) -> str:
+        """Returns the name of a dtype's region; the program has one 16-bit dtype of the two."""
         foreign = dtype in rounding.HALF_NAMES and self.half not in (FLOAT32, np.dtype(dtype))
         return rounding.OTHER + dtype if foreign else dtype
 

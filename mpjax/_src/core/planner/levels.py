@@ -45,8 +45,8 @@ class Facts:
     Attributes:
         maker: The equation that makes a value.
         fixed: Values that are computed from constants alone.
-        roots: What norms multiply by: one divided by the root of a value, times a small array.
-        normed: What they are multiplied with. It has no units any more.
+        inverse_roots: What norms multiply by: one over the root of a value, times a small array.
+        normed: The products. They have no units any more.
     """
 
     def __init__(self, equations: Sequence[Equation]) -> None:
@@ -57,12 +57,12 @@ class Facts:
         self._noise: dict[Value, int] = {}
         self._level: dict[Value, Axes] = {}
         self._terms: dict[Value, Pieces] = {}
-        self._roots: dict[Value, Value] = {}  # where the terms of parts come from
+        self._wholes: dict[Value, Value] = {}  # where the terms of parts come from
         self._positive: set[Value] = set()
         self._learned: set[Value] = set()
         self._varied: set[Value] = set()
-        self.roots: set[Value] = set()
-        self._sizes: set[Value] = set()
+        self.inverse_roots: set[Value] = set()
+        self._square_roots: set[Value] = set()
         self.normed: set[Value] = set()
         for e in equations:
             kind = self.kinds[e]
@@ -194,18 +194,18 @@ class Facts:
     ) -> None:
         if e.name in ("sqrt", "rsqrt") and not self.is_known(e.ins[0]):
             # Norms are written as ``x * rsqrt(v)``, ``x / sqrt(v)`` or ``x * (1 / sqrt(v))``.
-            (self._sizes if e.name == "sqrt" else self.roots).add(out)
-        elif kind in VIEWS or (e.name == "mul" and any(v in self.roots for v in e.ins)):
-            for found in (self.roots, self._sizes):
+            (self._square_roots if e.name == "sqrt" else self.inverse_roots).add(out)
+        elif kind in VIEWS or (e.name == "mul" and any(v in self.inverse_roots for v in e.ins)):
+            for found in (self.inverse_roots, self._square_roots):
                 if any(v in found for v in e.ins) and (small or all(v in found for v in parts)):
                     found.add(out)
-        elif e.name == "div" and e.ins[1] in self._sizes:
-            (self.roots if small or e.ins[0].literal else self.normed).add(out)
+        elif e.name == "div" and e.ins[1] in self._square_roots:
+            (self.inverse_roots if small or e.ins[0].literal else self.normed).add(out)
         # What is made of a norm has no units either, in another layout or with a bias added.
-        if out in self.roots or kind not in (*VIEWS, kinds.ADDED, kinds.MULTIPLIED):
+        if out in self.inverse_roots or kind not in (*VIEWS, kinds.ADDED, kinds.MULTIPLIED):
             return
         if any(v in self.normed for v in parts) or (
-            e.name == "mul" and any(v in self.roots for v in e.ins)
+            e.name == "mul" and any(v in self.inverse_roots for v in e.ins)
         ):
             self.normed.add(out)
 
@@ -284,10 +284,10 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
     if e.name == "gather" and _is_lookup(f, e):
         return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_TERMS
     # Halves that change places, as for a rotation, have the terms of the whole.
-    root = _root_of_parts(f, e)
-    if root is not None:
-        f._roots[out] = root
-        return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(root)
+    whole = _whole_of_parts(f, e)
+    if whole is not None:
+        f._wholes[out] = whole
+        return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(whole)
     # Where the number of axes stays, each is what it was, except for a gather.
     alike = all(len(v.shape) == len(out.shape) for v in floats) and e.name != "gather"
     if alike and len(floats) == 1:
@@ -297,21 +297,21 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
     return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_TERMS
 
 
-def _root_of_parts(f: Facts, e: Equation) -> Value | None:
+def _whole_of_parts(f: Facts, e: Equation) -> Value | None:
     """Returns a value whose terms are those of parts of it too, put together along their axes."""
     floats = [v for v in e.ins if is_float32(v)]
-    roots = {f._roots.get(v, v) for v in floats}
-    if e.name not in ("slice", "concatenate", "rev") or len(roots) != 1:
+    wholes = {f._wholes.get(v, v) for v in floats}
+    if e.name not in ("slice", "concatenate", "rev") or len(wholes) != 1:
         return None
-    (root,) = roots
+    (whole,) = wholes
     before, after = floats[0].shape, e.outs[0].shape
     axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
     axes |= (
         {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
     )
-    terms = f.terms(root)
+    terms = f.terms(whole)
     # Along the axis of the cut, each term must be the same in all parts.
-    return root if terms and all(axes - {None} <= term for term in terms) else None
+    return whole if terms and all(axes - {None} <= term for term in terms) else None
 
 
 def _of_part(f: Facts, e: Equation, v: Value) -> Axes:
