@@ -10,10 +10,10 @@ from mpjax._src.core.planner.equations import (
     Value,
     between,
     closed,
+    deduplicated,
     dependents,
     in_order,
     needed,
-    once,
     opened,
     parts,
 )
@@ -108,7 +108,7 @@ def test_equal_equations_are_one():
         return jnp.exp(x) / jnp.exp(x).sum(), signs
 
     _, equations, outs = parts(jax.make_jaxpr(fun)(jnp.ones(4)))
-    left, results = once(equations, outs)
+    left, results = deduplicated(equations, outs)
     assert [e.name for e in left].count("exp") == 1
     assert len({*results}) == 3
 
@@ -117,7 +117,7 @@ def test_what_is_computed_again_is_no_repetition():
     x, equations = Value(jax.typeof(jnp.ones(4))), []
     program = jax.make_jaxpr(jnp.sin)(jnp.ones(4))
     outs = [opened(program, [x], equations, again=again)[0] for again in (False, True)]
-    assert once(equations, outs) == (equations, outs)
+    assert deduplicated(equations, outs) == (equations, outs)
 
 
 def test_equations_run_in_the_order_of_what_they_read():

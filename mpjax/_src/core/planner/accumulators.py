@@ -40,13 +40,13 @@ class Returned(NamedTuple):
     Attributes:
         equations: Its equations, with the moves and sums of accumulators.
         outs: Its results.
-        of: The accumulator of each matmul's result that is needed unrounded.
+        accumulators: The accumulator of each matmul's result that is needed unrounded.
         inside: For each loop, branch or map, which of its results are unrounded inside.
     """
 
     equations: list[Equation]
     outs: list[Value]
-    of: dict[Value, Value]
+    accumulators: dict[Value, Value]
     inside: dict[Equation, list[bool]]
 
 
@@ -58,6 +58,7 @@ def unrounded(
 ) -> Returned:
     """Finds the accumulators that a program returns; ``returned`` says which results may be."""
     asked = {v for v, yes in zip(outs, returned, strict=True) if yes and rounding.is_float32(v)}
+    # With ``reduce="half"``, devices send gradients in 16 bits, which accumulators are not.
     wide = {e for e in equations if _accumulates(e) and not (sent.sums and e.region.back)}
     cone, inside = _cone(equations, wide, asked, {*outs} - asked)
     found = Returned([], [], {}, inside)
@@ -66,9 +67,11 @@ def unrounded(
         found.equations.append(e)
         if e not in cone or e in inside:
             continue
+        # Moves and sums run on both forms, for other readers get the rounded bits. What nobody
+        # reads of the first form is dropped when the program is closed.
         ins = [twins.get(v, v) for v in e.ins]
         if e in wide:
-            found.of[e.outs[0]] = twins[e.outs[0]] = Value(e.outs[0].aval)
+            found.accumulators[e.outs[0]] = twins[e.outs[0]] = Value(e.outs[0].aval)
         elif ins != e.ins:
             fresh = [Value(v.aval) for v in e.outs]
             found.equations.append(e.on(ins, outs=fresh))
@@ -106,6 +109,7 @@ def _cone(
         elif rounding.programs(e):
             _, start, end = rounding.places(e)
             carries = end - start  # a sum over turns averages the roundings of its terms
+            # A loop returns one form of each result: another reader would get unrounded numbers.
             flags = [
                 i >= carries and rounding.is_float32(v) and alone(v) for i, v in enumerate(e.outs)
             ]
@@ -131,6 +135,7 @@ def adds_or_moves(e: Equation) -> bool:
         or not any(map(rounding.is_float32, e.outs))
     ):
         return False
+    # A scalar divisor scales, as the count of a mean; a scalar divided by an array does not.
     factors = e.ins if e.name == "mul" else e.ins[1:] if e.name == "div" else ()
     scaled = any(v.const is not None and not v.aval.shape for v in factors)
     return scaled or e.name in SUMS or (rounding.is_view(e) and rounding.commutes(e))

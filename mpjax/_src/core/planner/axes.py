@@ -41,12 +41,14 @@ class Axes:
         """Returns the classes of some axes of a value, as bits; an axis of length one has none."""
         bits = 0
         for d in axes:
+            # Along an axis of length one, an array is spread over axes that have nothing in common.
             if _shape(v)[d] != 1:
                 bits |= 1 << self._numbers.setdefault(self._find((v, d)), len(self._numbers))
         return bits
 
     def _find(self, axis: Axis) -> Axis:
         while (above := self._above.get(axis)) is not None:
+            # Each search halves the path to the root, so all of them together are almost linear.
             self._above[axis] = further = self._above.get(above, above)
             axis = further
         return axis
@@ -54,6 +56,7 @@ class Axes:
     def _join(self, axes: Sequence[Axis]) -> None:
         classes = [self._find((v, d)) for v, d in axes if _shape(v)[d] != 1]
         for other in classes[1:]:
+            # Joining an earlier one may have joined this one, too.
             if (other := self._find(other)) != classes[0]:
                 self._above[other] = classes[0]
 
@@ -61,11 +64,13 @@ class Axes:
 def summed(e: Equation) -> tuple[Value, Iterable[int]]:
     """Returns the value that an equation sums entries of, and over which axes."""
     if e.name.startswith("scatter"):
+        # The axes of a window say where entries go; along the others, updates of a place add up.
         v, window = e.ins[-1], e.params["dimension_numbers"].update_window_dims
         return v, [d for d in range(len(_shape(v))) if d not in window]
     v = e.ins[0]
     if e.name == "cumsum":
         return v, [e.params["axis"]]
+    # Other sums, as over windows or devices, count as sums over all axes: that refuses more.
     return v, e.params["axes"] if e.name == "reduce_sum" else range(len(_shape(v)))
 
 
@@ -90,6 +95,7 @@ def _same_axes(e: Equation) -> Pairs:
     aligned = all(_shape(v) == () or _fits(_shape(v), _shape(out)) for v in ins)
     if e.name in IN_PLACE or (e.rule.cost in (FUSED, DEAR) and aligned):
         return _by_place(ins, e.outs)
+    # Too few classes refuse a rounding (`cotangents`); too many would allow one that cancels.
     return [[(v, d) for v in (*ins, *e.outs) for d in range(len(_shape(v)))]]
 
 

@@ -1,4 +1,4 @@
-"""A number as storage: how much is kept, between the fewest bytes that are possible and `lean`.
+"""A number as storage: how much is stored, between the fewest bytes that are possible and `lean`.
 
 Below `lean`, matmuls and reductions run again too, each at the price of a roofline: the bytes that
 it moves, or those moved in the time of its FLOPs, if they are more. The minimum cut then weighs
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.rules import FOLLOW, FULL, HALF, MOVE, RANKS
-from mpjax._src.core.planner.equations import BARRIER, Equation, Value, remade
+from mpjax._src.core.planner.equations import BARRIER, Equation, Value, recomputation
 from mpjax._src.core.planner.partition import Handed, lightest_of, runs_again
 from mpjax._src.core.planner.rounding import Price, returns_half
 from mpjax._src.core.planner.timeline import UNREAD, Again, Rest, Step, Timeline
@@ -40,6 +40,7 @@ def _may_run_again(e: Equation) -> bool:
 
     The order of entries may be another one where a compiler computes them otherwise.
     """
+    # What `runs_again` allows costs the cut nothing, so it needs no price.
     if e.acts or runs_again(e) or e.row.kind or e.name in COMMUNICATES:
         return False
     return e.rule.need in (HALF, FULL, FOLLOW, MOVE) and RANKS not in e.rule.traits
@@ -52,13 +53,13 @@ def _price(e: Equation, price: Price) -> int:
 
 
 class Plan(NamedTuple):
-    """What is kept, and what is computed again from it.
+    """What is stored, and what is recomputed from it.
 
     Attributes:
-        kept: What is kept.
-        before: What computes more of what `lean` keeps from that.
-        again: When that is, and which memory it takes.
-        moved: The bytes that it moves, with FLOPs in bytes.
+        kept: What is stored.
+        before: The steps that recompute, from that, what else `lean` stores.
+        again: When they run, and which memory they take.
+        moved: The bytes that they move, with FLOPs in bytes.
     """
 
     kept: frozenset[int]
@@ -76,8 +77,7 @@ class Budget:
         lean: What `lean` keeps.
         free: What the backward part has anyway.
         timeline: The memory over time.
-        given: Arguments of the forward part that have to be kept as well.
-        turns: How often all of it runs.
+        given: Arguments of the forward part that have to be stored as well.
     """
 
     def __init__(
@@ -91,7 +91,10 @@ class Budget:
         given: Collection[Value] = (),
         turns: int = 1,
     ) -> None:
-        """Gets what is chosen from; ``pinned`` is what a user's checkpoint keeps."""
+        """Gets what is chosen from; ``pinned`` is what a user's checkpoint keeps.
+
+        All of it runs ``turns`` times.
+        """
         self.early, self.crossing, self.lean = early, crossing, lean
         self.free, self.timeline, self.given = free, timeline, given
         price, self._sizes = timeline.exact, timeline.sizes
@@ -101,7 +104,7 @@ class Budget:
         self._free = self._numbers(free)
         self._steps: list[Step] = []
         for e, step in zip(early, timeline.early, strict=True):
-            cost, alone = self._costs.get(e, 0), _alone(e) if e.name == BARRIER else ()
+            cost, alone = self._costs.get(e, 0), _value_by_value(e) if e.name == BARRIER else ()
             self._steps += [x._replace(cost=cost) for x in timeline.steps(alone) or [step]]
         self._rests: dict[frozenset[int], tuple[set[int], Rest]] = {}
         self._plans: dict[frozenset[int], Plan] = {}
@@ -118,25 +121,30 @@ class Budget:
         plans = {lean.kept: lean}
         for kept in self._cuts():
             plan = self._plan(kept)
+            # What runs again at once may be most of the memory. Each round splits the largest of
+            # it, until nothing new is kept.
             while plan.kept not in plans:
                 plans[plan.kept] = plan
                 plan = self._plan(plan.kept | self._waists(plan))
         least = min(plan.again.peak for plan in plans.values())
         budget = least + number * (lean.again.peak - least)
         fitting = [p for p in plans.values() if p.again.peak <= budget]
+        # The one that takes the least memory leaves the most for what `_relaxed` keeps.
         either = min(fitting, key=lambda p: p.moved), min(fitting, key=lambda p: p.again.peak)
         relaxed = [self._relaxed(plans[kept], lean, budget) for kept in {p.kept: 0 for p in either}]
         best = min(relaxed, key=lambda p: (p.moved, p.again.peak))
         return self._handed({self.timeline.values[v] for v in best.kept})
 
     def _handed(self, kept: Collection[Value]) -> tuple[Handed, list[Equation]]:
-        again = remade(self.early, self.crossing, {*kept, *self.lean, *self.free})
+        # The rest is computed as under `lean`, whose values come from ``before``.
+        again = recomputation(self.early, self.crossing, {*kept, *self.lean, *self.free})
         read = {*self.crossing, *(v for e in again for v in e.ins)}
         lean = [v for v in self.lean if v in read]
-        before = remade(self.early, lean, {*kept, *self.free})
+        before = recomputation(self.early, lean, {*kept, *self.free})
+        # In the order in which they are made, so that a plan is the same in every process.
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in kept]
-        return Handed(saved, again), _on_own(before, self.lean)
+        return Handed(saved, again), _with_own_results(before, self.lean)
 
     def _cuts(self) -> Iterator[set[int]]:
         """Yields what is kept at rates, from the last one on, as long as that differs."""
@@ -149,14 +157,16 @@ class Budget:
 
     def _plan(self, kept: Collection[int]) -> Plan:
         kept = {*kept, *self._pinned}
+        # The rest depends only on what is kept besides what `lean` keeps, so many plans share its
+        # memory.
         others = frozenset(kept - self._lean)
         if others not in self._rests:
             known = kept | self._lean | self._free
-            steps = _remade(self._steps, self._crossing, known)
+            steps = _recomputed(self._steps, self._crossing, known)
             read = self._crossing.union(*(step.ins for step in steps))
             self._rests[others] = read, self.timeline.rest(steps)
         read, rest = self._rests[others]
-        before = _remade(self._steps, self._lean & read, kept | self._free)
+        before = _recomputed(self._steps, self._lean & read, kept | self._free)
         saved = frozenset(kept & read.union(*(step.ins for step in before)))
         if saved not in self._plans:
             again = self.timeline.again(saved, before, rest)
@@ -168,6 +178,7 @@ class Budget:
         pairs = zip(plan.before, plan.again.starts, strict=True)
         starts = {v: at for step, at in pairs for v in step.outs if v in lean.kept}
         times = sorted({*starts.values()})
+        # A bisection, as if memory grew with each value that is kept. Whatever it returns fits.
         times = times[:: -(-len(times) // STEPS) or 1]
         first, last = 0, len(times)
         while first < last:
@@ -194,10 +205,12 @@ class Budget:
         sizes = {
             at: sum(size[v] for step in steps for v in step.outs)
             for at, steps in groups.items()
+            # What runs again after the peak takes no memory at the peak.
             if at <= plan.again.worst
         }
         largest, found = max(sizes.values(), default=0), set[int]()
         for at, total in sizes.items():
+            # Groups of nearly the same size would be the next peak: they are split at once.
             found |= self._waist(groups[at]) if 2 * total > largest else set()
         return found
 
@@ -210,6 +223,7 @@ class Budget:
         for i, (ins, outs, *_) in enumerate(steps):
             for v in outs:
                 before, behind = before + size[v], behind - size[v]
+                # A later step reads it: to split here means to keep it.
                 if last.get(v, i) > i:
                     alive.add(v)
                     kept += price[v]
@@ -222,13 +236,13 @@ class Budget:
         return waist
 
 
-def _alone(e: Equation) -> Iterator[Equation]:
+def _value_by_value(e: Equation) -> Iterator[Equation]:
     """Yields a barrier for each value: none needs the others."""
     return (e.on([v], outs=[out]) for v, out in zip(e.ins, e.outs, strict=True))
 
 
-def _remade(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
-    """Returns the steps that compute wanted values from known ones, as `remade` does."""
+def _recomputed(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[Step]:
+    """Returns the steps that compute wanted values from known ones, as `recomputation` does."""
     missing, found = {*wanted} - known, []
     for step in reversed(steps):
         if not missing.isdisjoint(step.outs):
@@ -239,13 +253,14 @@ def _remade(steps: Sequence[Step], wanted: Set[int], known: Set[int]) -> list[St
     return found[::-1]
 
 
-def _on_own(equations: Sequence[Equation], values: Collection[Value]) -> list[Equation]:
+def _with_own_results(equations: Sequence[Equation], values: Collection[Value]) -> list[Equation]:
     """Returns equations whose results are values of their own, but for some.
 
     What else the backward part reads of them, it computes once more where it does.
     """
     same, own, found = {*values}, dict[Value, Value](), list[Equation]()
     for e in equations:
+        # The same equations may stand in the list that runs later, and each value has one maker.
         own.update((v, Value(v.aval)) for v in e.outs if v not in same)
         found.append(e.on((own.get(v, v) for v in e.ins), outs=[own.get(v, v) for v in e.outs]))
     return found

@@ -67,6 +67,8 @@ def priced(price: rounding.Price, early: Sequence[Equation], late: Sequence[Equa
         integers.update((v, of_equation(e, v, ins)) for v in e.outs)
         for v in e.outs:
             shape = _jax.shard_shape(v.aval) if price.is_half(v) else ()
+            # Blocks are cut along the last axis, so its length must be known. A region asks for a
+            # dtype, and integers would lose their exactness.
             large = _jax.size_of(shape) >= FEWEST and isinstance(shape[-1], int)
             if large and v not in whole and not e.region.dtype and integers[v] < SMALL:
                 kinds[v] = SHARE if _sums_to_one(v, maker) else LEVELS
@@ -83,6 +85,7 @@ def _sensitive(early: Sequence[Equation], late: Sequence[Equation], maker: Maker
     """
     maker = {**maker, **{out: e for e in late for out in e.outs}}
     found: set[Value] = set()
+    # What runs again in the backward part reads the codes as well.
     read = [e for e in early if runs_again(e)]
     for e in reversed([*read, *late]):
         through = not rounding.is_half_matmul(e) and not found.isdisjoint(e.outs)
@@ -98,9 +101,11 @@ def _enlarges(e: Equation, maker: Makers) -> bool:
             if any(_enlarges(inner, inside) for inner in equations):
                 return True
         return False
+    # A loop may repeat the error, and beside a jump a small one changes the result by much.
     if e.row.kind or JUMPS in e.rule.traits or e.name in ("eq", "ne"):
         return True
     if e.name in EXPONENTIALS:
+        # The derivative of exp(-x^2) is at most 0.86: it makes no error larger.
         return not _is_bell(e.ins[0], maker)
     known = e.rule.need in (rounding.FULL, rounding.FOLLOW)
     return known and e.name not in BOUNDED and e.rule.gain_of(e.params) in AMPLIFIES
@@ -127,6 +132,7 @@ def _of_attention(early: Sequence[Equation], maker: Makers) -> set[Value]:
             any(x.name in EXPONENTIALS for x in _cheap(v, maker))
             for v in (e.ins[:2] if rounding.is_half_matmul(e) else ())
         ]
+        # If both operands hold exponentials, nothing tells which are the weights.
         if sum(weights) == 1:
             values = e.ins[1 - weights.index(True)]
             found.update(e.outs, [values], *(x.ins for x in _cheap(values, maker)))
@@ -147,6 +153,7 @@ def _carriers(early: Sequence[Equation]) -> set[Value]:
     for e in early:
         for program in rounding.programs(e):
             _, equations, outs = parts(program)
+            # A loop's stack of carriers is a carrier: zeros, of which no code is needed.
             made = {out for inner in equations if inner.name == _jax.CARRIER for out in inner.outs}
             found.update(v for v, out in zip(e.outs, outs, strict=True) if out in made)
     return found
@@ -197,11 +204,14 @@ def codes(saved: Sequence[Value], price: Price, early: Sequence[Equation]) -> Co
     maker = {out: e for e in early for out in e.outs}
     dots = (e for e in early if e.name == "conv_general_dilated")
     convolved = {v.aval.shape for e in dots for v in (*e.ins, *e.outs)}
+    # `appended` finds a traced program by its function, so each kind has one. To trace the code of
+    # each value was half of the time that ``8bit`` adds to planning.
     coding = functools.cache(functools.partial(functools.partial, _encoded))
     decoding = functools.cache(functools.partial(functools.partial, _decoded))
     traced: dict[Any, Any] = {}
     for v in saved:
         if v not in price.kinds or v not in maker:
+            # An argument has no equation behind which it could be encoded.
             found.sent.append(v)
             continue
         kind, like = price.kinds[v], maker[v]

@@ -8,7 +8,7 @@ for all of them where that adds no error of another kind:
    one makes the error larger by a factor.
 2. No other float32 copy of what it is made of meets it again in a sum, where common parts could
    cancel and leave the rounding; nor does it meet itself, moved or scaled, if entries share errors
-   (`Lone`). Independent errors do not cancel there either.
+   (`Roundable`). Independent errors do not cancel there either.
 3. It is not added to the result of another matmul that sums an operand of those that it is made of
    along the same axes: equal terms, as of ``|x|^2 + |y|^2 - 2 x y``, cancel with their roundings.
 4. It is not summed over all axes over which a mean was subtracted from it: such a sum is zero, and
@@ -59,11 +59,13 @@ def noise_of(
     roots: dict[Value, tuple[Value, ...]] = {}  # of which values it is a multiple, by entries
     for i, e in enumerate(equations):
         if rounding.programs(e):
+            # Nothing follows the sources of errors inside: results of a loop may share them.
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
             continue
         for v in e.ins:
             if v.const is not None and rounding.is_zero(v):
                 noise[v] = ZERO
+        # Several masks may read one array of zeros, which is no copy of anything.
         moves = rounding.is_view(e) or e.name == "convert_element_type"
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
@@ -73,6 +75,7 @@ def noise_of(
         level = _noise(e, [k for k in floats if k != ZERO])
         of = _roots(e, roots, noise) if level == EACH else ()
         shared = level == EACH and not of and _adds(e) and _shares(e, noise, sources)
+        # Two entries with one error are not independent, and condition 2 tells these apart.
         if level == EACH and (e.name in COPIES or shared):
             level = WHOLE
         bits = 1 << i if _rounds(e) else 0
@@ -103,9 +106,11 @@ def _roots(
     noisy = [v for v in e.ins if noise.get(v) == EACH and v.aval.shape == e.outs[0].aval.shape]
     each = [roots.get(v, (v,)) for v in noisy]
     if e.rule.multiplies:
+        # A quotient is a multiple of its numerator alone.
         each = each[: e.ins[0] in noisy] if e.name == "div" else each
         found = [*itertools.chain(*each)]
         return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
+    # Where an exact term cancels the rest, the error is larger than the sum: no multiple.
     others = [v for v in e.ins if is_float32(v) and v not in noisy and noise.get(v) != ZERO]
     if others or not each or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
         return ()
@@ -128,6 +133,7 @@ def _adds(e: Equation) -> bool:
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
     rule = e.rule
+    # What a kernel returns in 16 bits was rounded entry by entry.
     if _rounds(e) or (any(map(_is_half, e.outs)) and not rounding.is_view(e)):
         return EACH
     if not floats:
@@ -135,6 +141,7 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
     if rule.multiplies:
         return max(floats)
     if _adds(e):
+        # An exact term may be far larger than the others, whose errors are small beside the sum.
         return max(floats) if min(floats) else EXACT
     if e.name == POOLED:
         return floats[0]
@@ -158,6 +165,8 @@ def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
     while True:
         each = rounding.inside(e, _of_results, tuple(given))
         found = [min(levels) for levels in zip(*each, strict=True)]
+        # The first turn gets what the loop gets, later ones what a turn returns. Levels only fall,
+        # so this ends.
         carried = [min(a, b) for a, b in zip(given[start:end], found, strict=False)]
         if carried == given[start:end]:
             return dict(zip(e.outs, found, strict=True))
@@ -175,9 +184,11 @@ def rounded_once(both: Parts) -> list[Value]:
     if not written:
         return []
     late, noise = both.late, noise_of([*both.early, *both.late])
+    # What runs again must be the number of the forward pass, and what is returned is a float32
+    # result.
     written = written.intersection(dependents(late, both.cotangents)).difference(both.results)
     shared = [v for e in late for v in e.outs if v in written and noise.get(v) in (WHOLE, EACH)]
-    return Lone(late, noise).of(shared) if shared else []
+    return Roundable(late, noise).of(shared) if shared else []
 
 
 def _written(both: Parts) -> set[Value]:
@@ -187,8 +198,10 @@ def _written(both: Parts) -> set[Value]:
     large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
     if not large:
         return set()
+    # Compilers write the operand of a view, and each reader lays it out.
     moved = {v for e in late if rounding.is_view(e) for v in e.outs}
     many = (large - moved) & read_by_several(late, results)
+    # Read by a matmul and by others: it would be written in both dtypes.
     read = rounding.fed(late) - rounding.wanted(late, results, ())
     return (large & read) | {*of_several([*both.early, *late], many)}
 
@@ -198,11 +211,11 @@ LONGEST = 1000
 NO_SUMS: frozenset[int] = frozenset()
 
 
-class Asked(NamedTuple):
+class Demands(NamedTuple):
     """What the readers of a value ask of it.
 
     Attributes:
-        apart: The arrays of which it is not made, as bits.
+        apart: The arrays of which it must not be made, as bits.
         sums: The sets of axes over which it is summed, as bits.
         each: Whether its errors are independent of each other.
     """
@@ -211,27 +224,27 @@ class Asked(NamedTuple):
     sums: frozenset[int] = frozenset()
     each: bool = False
 
-    def also(self, other: "Asked | None") -> "Asked | None":
+    def also(self, other: "Demands | None") -> "Demands | None":
         """Returns what this and others ask; None is more than any value can be."""
         if other is None:
             return None
         each = self.each or other.each
-        return Asked(self.apart | other.apart, self.sums | other.sums, each)
+        return Demands(self.apart | other.apart, self.sums | other.sums, each)
 
-    def summed(self, axes: int) -> "Asked":
+    def summed(self, axes: int) -> "Demands":
         """Returns what is asked of a value if all this is asked of its sum over some axes."""
         return self._replace(sums=frozenset(s | axes for s in self.sums)) if axes else self
 
 
-class Lone:
-    """Which cotangents meet no other copy of what they are made of."""
+class Roundable:
+    """Finds the cotangents that may be rounded once for all their readers."""
 
     def __init__(self, late: Sequence[Equation], noise: Mapping[Value, int]) -> None:
         self.late, self.axes, self.noise = late, Axes(late), noise
         self.maker = {out: e for e in late for out in e.outs}
         self.order = Order([e for e in late if not is_half_matmul(e)])
         self.operands, self.means = self._operands(), self._means()
-        self.behind: dict[Value, Asked | None] = {}
+        self.demanded: dict[Value, Demands | None] = {}
 
     def _operands(self) -> dict[Value, int]:
         """Returns a bit for each array that the matmuls sum along some axes of which it is made."""
@@ -241,6 +254,7 @@ class Lone:
             made = 0
             for i, v in enumerate(e.ins[:2]) if is_half_matmul(e) else ():
                 axes = self.axes.of(v, _contracted(e)[i])
+                # In another layout it is the same operand, and `Axes` knows which axis is which.
                 while v in self.maker and rounding.is_view(self.maker[v]):
                     v = self.maker[v].ins[0]
                 made |= 1 << places.setdefault((v, axes), len(places))
@@ -272,6 +286,7 @@ class Lone:
             mine = [v for v in e.ins if v in self.maker] if not is_half_matmul(e) else []
             found = NO_SUMS.union(*(means.get(v, NO_SUMS) for v in mine))
             made = NO_SUMS.union(*(sums.get(v, NO_SUMS) for v in mine))
+            # Here sums meet entries, as where a mean is taken off.
             if not all(map(sums.get, mine)):
                 found, made = found | made, NO_SUMS
             over = self._over(e) if mine and is_sum(e) else 0
@@ -285,9 +300,10 @@ class Lone:
         """Returns those of the values, in the order in which they are computed, that are alone."""
         alone: set[Value] = set()
         for v in values:
-            if self._may_be_read(v):
+            if self._meets_demands(v):
+                # A value that is rounded already has no float32 copy, so the walks end there.
                 before = self._before(v, alone)
-                if len(before) < LONGEST and not self._meets(v, before):
+                if len(before) < LONGEST and not self._meets_a_copy(v, before):
                     alone.add(v)
         return [v for v in values if v in alone]
 
@@ -306,11 +322,13 @@ class Lone:
                         ahead.append(x)
         return before - {v}
 
-    def _meets(self, v: Value, other: set[Value]) -> bool:
+    def _meets_a_copy(self, v: Value, other: set[Value]) -> bool:
         """Returns whether something reads what is made of a value beside what others make."""
         own, readers = {v}, self.order.readers
         theirs, ahead = {e for x in other for e in readers[x]}, Ahead(self.order, [v, *other])
         for e in ahead:
+            # Without readers of the others ahead, nothing meets. A walk that is too long counts as
+            # a meeting.
             if not theirs or len(ahead) > LONGEST:
                 return bool(theirs)
             theirs.discard(e)
@@ -324,47 +342,50 @@ class Lone:
             ahead.add(e.outs)
         return False
 
-    def _may_be_read(self, v: Value) -> bool:
-        """Returns whether a value is all that is asked of it."""
-        asked = self._asked(v)
+    def _meets_demands(self, v: Value) -> bool:
+        """Returns whether a value fulfills all demands of its readers."""
+        asked = self._demands(v)
         if asked is None or asked.apart & self.operands[v]:
             return False
         if any(mean & ~axes == 0 for mean in self.means[v] for axes in asked.sums):
             return False
         return not asked.each or self.noise[v] == EACH
 
-    def _asked(self, v: Value) -> Asked | None:
+    def _demands(self, v: Value) -> Demands | None:
         """Returns what the readers of a value ask of it, and of what they make of it.
 
         All that follows often goes through one value: it is gone through once.
         """
-        parts: list[tuple[Value, Asked | None, int]] = []
+        parts: list[tuple[Value, Demands | None, int]] = []
         then: Value | None = v
-        while then is not None and then not in self.behind:
+        # To walk to the end from each value would be quadratic in the depth of a model.
+        while then is not None and then not in self.demanded:
             asked, after, axes = self._part(then)
             parts.append((then, asked, axes))
             then = after
-        asked = self.behind[then] if then is not None else Asked()
+        asked = self.demanded[then] if then is not None else Demands()
         for x, own, axes in reversed(parts):
-            self.behind[x] = asked = own and own.also(asked and asked.summed(axes))
+            self.demanded[x] = asked = own and own.also(asked and asked.summed(axes))
         return asked
 
-    def _part(self, v: Value) -> tuple[Asked | None, Value | None, int]:
-        """Returns what is asked before all goes through one value, it, and its sums' axes."""
+    def _part(self, v: Value) -> tuple[Demands | None, Value | None, int]:
+        """Returns demands up to the value that all else reads, that value, and the axes summed."""
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
         over = {v: 0}  # the axes over which it is summed
-        asked = Asked()
+        asked = Demands()
         ahead = Ahead(self.order, [v])
         for e in ahead:
             mine = [x for x in e.ins if x in own]
             scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
             axes = functools.reduce(operator.or_, (over[x] for x in mine))
-            asks = self._asks(e, mine)
+            asks = self._demands_of(e, mine)
+            # A multiple keeps the relative error of each entry, so whoever makes it asks nothing.
             both = asked if scales else asked.also(asks and asks.summed(axes))
             if both is None or len(ahead) > LONGEST:
                 return None, None, 0
             asked = both
             axes |= self._over(e) if is_sum(e) else 0
+            # No other reader waits: all that follows reads this result.
             if not ahead.queue and len(e.outs) == 1:
                 return asked, e.outs[0], axes
             own.update((x, own[mine[0]] if scales else x) for x in e.outs)
@@ -372,14 +393,15 @@ class Lone:
             ahead.add(e.outs)
         return asked, None, 0
 
-    def _asks(self, e: Equation, mine: Sequence[Value]) -> Asked | None:
+    def _demands_of(self, e: Equation, mine: Sequence[Value]) -> Demands | None:
         """Returns what an equation asks of a value, if it reads others that are made of it."""
+        # A loop or a kernel may do anything with the value.
         if rounding.programs(e) or e.rule.need == PROGRAM:
-            return Asked() if e.name == "convert_element_type" else None
+            return Demands() if e.name == "convert_element_type" else None
         adds, sums = _adds(e), is_sum(e)
         beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]
         mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
-        return Asked(
+        return Demands(
             functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
             frozenset([self._over(e)]) if sums else NO_SUMS,
             mixes and len(mine) > 1,

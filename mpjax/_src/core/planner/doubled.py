@@ -31,17 +31,20 @@ def for_matmuls(
     Returns:
         The equations that compute operands, and the others, whose matmuls read these.
     """
-    again = [e for e in equations if late.isdisjoint(e.outs)]
-    if not any(map(_is_dear, again)):
+    recomputed = [e for e in equations if late.isdisjoint(e.outs)]
+    if not any(map(_is_dear, recomputed)):
         return [], [*equations]
-    maker = {out: (i, e) for i, e in enumerate(again) for out in e.outs}
-    fed, ours = rounding.wanted(equations, results, ()), {*again}
+    maker = {out: (i, e) for i, e in enumerate(recomputed) for out in e.outs}
+    read_in_half, ours = rounding.wanted(equations, results, ()), {*recomputed}
     read = dict.fromkeys(v for e in equations if e not in ours for v in e.ins if v in maker)
-    beside = {*between(again, [v for v in [*read, *results] if v not in fed], known)}
-    chains = {v: from_one_array(v, maker, known) or [] for v in read if v in fed}
-    shared = {v: c for v, c in chains.items() if any(_is_dear(e) and e in beside for e in c)}
+    others = [v for v in [*read, *results] if v not in read_in_half]
+    for_others = {*between(recomputed, others, known)}
+    chains = {v: from_one_array(v, maker, known) or [] for v in read if v in read_in_half}
+    # A chain of which others need nothing dear is computed by one kernel as it is.
+    shared = {v: c for v, c in chains.items() if any(_is_dear(e) and e in for_others for e in c)}
     needed = {e for chain in shared.values() for e in chain}
-    copies, instead = _copied([e for e in again if e in needed], shared)
+    # Whole chains are copied, so that no value inside of one is written for both kernels.
+    copies, instead = _copied([e for e in recomputed if e in needed], shared)
     return copies, [e if e in ours else e.reading(instead) for e in equations]
 
 

@@ -45,6 +45,7 @@ class Value:
         self.is_float32 = getattr(aval, "dtype", None) == FLOAT32 and _jax.is_array(aval)
         self.shape: tuple[int, ...] = getattr(aval, "shape", ())
         self.size = math.prod(self.shape)
+        # A symbolic dimension is no int, and beside a zero the product of all would hide it.
         if type(self.size) is not int or not self.size:
             self.size = _jax.size_of(self.shape)
             self.shape = tuple(_jax.size_of((n,)) for n in self.shape)
@@ -77,6 +78,7 @@ def region_of(stack: Any, name: str, outer: Region = NOWHERE) -> Region:
     names, back = _jax.scopes_named(stack, OURS)
     back = back or outer.back
     if not names:
+        # Almost all equations are in the region around them: they share one object.
         return outer if back == outer.back else Region(outer.dtype, back)
     if PLANNED in names:  # its author planned it already
         return Region(FLOAT32.name, back)
@@ -124,7 +126,7 @@ class Equation:
         like: Any = None,
         again: bool = False,
     ) -> "Equation":
-        """Returns it on other operands."""
+        """Returns the equation with other operands, and what else is given."""
         return Equation(
             self.primitive,
             self.params if params is None else params,
@@ -137,7 +139,8 @@ class Equation:
         )
 
     def reading(self, instead: Mapping[Value, Value]) -> "Equation":
-        """Returns it on what is read instead of some of its operands, or itself."""
+        """Returns the equation on what is read ``instead`` of some operands, or itself."""
+        # Unchanged, it stays itself: for sets and dictionaries a copy is another equation.
         if instead.keys().isdisjoint(self.ins):
             return self
         return self.on(instead.get(v, v) for v in self.ins)
@@ -188,6 +191,7 @@ class Listed(NamedTuple):
         for e in self.equations:
             e = e.reading(same)
             if e.name in CUSTOM:
+                # Nobody differentiates what is written, so the function stands for its rule.
                 flags = {"again": e.again, "stack": _scopes(e), "rules": True}
                 same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
             else:
@@ -235,6 +239,7 @@ def opened(
         return Value(atom.aval, atom.val, literal=True) if literal else env[atom]
 
     for eqn in jaxpr.eqns:
+        # Errors and reports name the user's line, not one inside of JAX.
         if line is not None:
             eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=line))
         operands = [read(atom) for atom in eqn.invars]
@@ -248,14 +253,16 @@ def opened(
             into.append(e)
         else:
             start, given = len(into), operands
+            # JAX sets ``differentiated`` where it puts a checkpoint into the backward pass.
             once_more = eqn.primitive.name in REMATS and eqn.params["differentiated"]
             if once_more:
-                operands = _apart(eqn, operands, into, scopes)
+                operands = _behind_barrier(eqn, operands, into, scopes)
             flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
             flags["line"] = building.line_of_call(eqn, inner)
             outs = opened(inner, operands, into, region=region, **flags)
             if calls is not None:
                 if eqn.primitive.name in CUSTOM:
+                    # An identity with a rule holds no equation: its call would be lost (`recall`).
                     outs = _owned(outs, start, into, like=eqn, stack=scopes)
                 call = Equation(eqn.primitive, eqn.params, given, outs, eqn, scopes, again)
                 calls.append(Call(start, len(into), call))
@@ -317,9 +324,12 @@ def called(eqn: Any, rules: bool) -> Any:
     return _jax.inlined(eqn) if higher_order(name).kind == CALL else None
 
 
-def _apart(eqn: Any, operands: list[Value], into: list[Equation], stack: Any) -> list[Value]:
+def _behind_barrier(
+    eqn: Any, operands: list[Value], into: list[Equation], stack: Any
+) -> list[Value]:
     """Puts the operands of a recomputation behind a barrier, where its author did not forbid it."""
     which = eqn.params["prevent_cse"]
+    # JAX has one flag for all operands, or a flag for each.
     which = which if isinstance(which, tuple) else (which,) * len(operands)
     chosen = [v for v, yes in zip(operands, which, strict=True) if yes]
     held = iter(barred(chosen, into, like=eqn, stack=stack))
@@ -334,6 +344,7 @@ def barred(values: Sequence[Value], into: list[Equation], *, like: Any, stack: A
         groups[building.varying(v.aval)].append((v, out))
     for pairs in groups.values():
         ins, results = map(list, zip(*pairs, strict=True))
+        # The equation that it is like may print: that must happen once.
         plain = like.replace(effects=building.NO_EFFECTS)
         into.append(Equation(building.barrier_p, {}, ins, results, plain, stack, again=True))
     return outs
@@ -349,10 +360,10 @@ def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equa
     return found[::-1]
 
 
-def once(
+def deduplicated(
     equations: Iterable[Equation], results: Sequence[Value]
 ) -> tuple[list[Equation], list[Value]]:
-    """Returns equations without repetitions, and the results that they give then.
+    """Returns equations without duplicates, and what then are the results.
 
     People write ``exp(x) / exp(x).sum()``; JAX traces both. What a checkpoint computes again stays.
     """
@@ -376,6 +387,8 @@ def _key(e: Equation) -> Any:
     """Returns what equal equations have in common; an equation may be like no other."""
     if e.acts or e.name == BARRIER:
         return e
+    # Each reader of a literal has a value of its own. Bytes tell 0.0 from -0.0, and a NaN equals
+    # itself.
     ins = [(np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins]
     return e.primitive, *ins, e.again, e.region, tuple(e.params.items())
 
@@ -392,19 +405,20 @@ def between(
     return found[::-1]
 
 
-def remade(
+def recomputation(
     equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
 ) -> list[Equation]:
-    """Returns the equations between values, none of which makes again what is known."""
-    return [of_the_others(e, known) for e in between(equations, wanted, known)]
+    """Returns the equations that recompute wanted values, but nothing that is known."""
+    return [without_known(e, known) for e in between(equations, wanted, known)]
 
 
-def of_the_others(e: Equation, known: Collection[Value]) -> Equation:
-    """Returns an equation that does not make again what is known."""
+def without_known(e: Equation, known: Collection[Value]) -> Equation:
+    """Returns an equation without those of its results that are known."""
     if not any(v in known for v in e.outs):
         return e
     if e.name != BARRIER:
         return e.on(e.ins, outs=[Value(v.aval) if v in known else v for v in e.outs])
+    # A barrier waits for all that it holds, so it must not hold what is known.
     pairs = [(v, out) for v, out in zip(e.ins, e.outs, strict=True) if out not in known]
     return e.on([v for v, _ in pairs], outs=[out for _, out in pairs])
 
@@ -423,6 +437,7 @@ def dependents(equations: Iterable[Equation], values: Iterable[Value]) -> set[Va
 def in_order(equations: Iterable[Equation]) -> list[Equation]:
     """Returns equations in an order in which they can run, as near to the given one as there is."""
     equations = [*equations]
+    # A search in depth, on a list: programs are deeper than Python's stack.
     maker = {out: e for e in equations for out in e.outs}
     found: dict[Equation, None] = {}
     begun: set[Equation] = set()
@@ -433,6 +448,7 @@ def in_order(equations: Iterable[Equation]) -> list[Equation]:
         if e in found or not missing:
             found[todo.pop()] = None
         elif e in begun:
+            # Without this, two values behind each other's barriers would be an endless loop.
             raise AssertionError(f"{e.name} waits for its own result")
         else:
             begun.add(e)
@@ -440,15 +456,16 @@ def in_order(equations: Iterable[Equation]) -> list[Equation]:
     return [*found]
 
 
-def waiting(
+def deferred(
     early: Sequence[Equation], outs: Iterable[Value], values: Iterable[Value]
 ) -> tuple[list[Equation], list[Equation]]:
-    """Takes out of a forward part what makes or reads values and is not needed for its results.
+    """Defers what makes or reads some values, and that the results of a forward part do not need.
 
     Returns:
         What is left, and what was taken out, for the backward part.
     """
     ahead = {*needed(early, outs)}
+    # JAX prepares what the backward part reads as soon as it can, such as masks and factors.
     prepared = [e for e in early if e not in ahead]
     moved = dependents(prepared, values)
     later = [e for e in prepared if not moved.isdisjoint(e.outs)]
@@ -463,6 +480,7 @@ def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
     """Returns the equations that read each value."""
     readers: dict[Value, list[Equation]] = collections.defaultdict(list)
     for e in equations:
+        # A square reads its operand twice, and is one reader.
         for v in dict.fromkeys(e.ins):
             readers[v].append(e)
     return readers
@@ -512,6 +530,7 @@ class Ahead:
         """Adds what reads values."""
         for e in (e for v in values for e in self._order.readers[v] if e not in self._found):
             self._found.add(e)
+            # No two places are equal, so the heap never compares equations.
             heapq.heappush(self.queue, (self._order.places[e], e))
 
     def __iter__(self) -> Iterator[Equation]:
@@ -543,6 +562,7 @@ def closed(
         operands = [read(v) for v in e.ins]
         env.update((out, building.Var(out.aval)) for out in e.outs)
         source, scopes = e.like.source_info, _scopes(e)
+        # Most stacks are unchanged: their equations share what JAX knows of the source.
         if source.name_stack is not scopes:
             source = source.replace(name_stack=scopes)
         eqns.append(
@@ -560,5 +580,6 @@ def closed(
 
 def _scopes(e: Equation) -> Any:
     """Returns the scopes of an equation, with its region: it may have moved to another program."""
+    # What was in a loop has the region of the loop, which its own scopes do not repeat.
     alone = region_of(e.stack, e.name) if e.region.dtype else e.region
     return e.stack if e.region.dtype == alone.dtype else e.stack.extend(REGION + e.region.dtype)

@@ -69,7 +69,7 @@ class Exceptions:
         overrides: Its overrides.
         sent: What devices send each other in 16 bits.
         done: The programs with regions, by the programs that they were.
-        told: Why operations are in regions, by their numbers, if they are numbered.
+        reasons: Why operations are in regions, by their numbers, if they are numbered.
         around: The context in which JAX runs the rules of a program.
     """
 
@@ -79,12 +79,13 @@ class Exceptions:
     overrides: Sequence[tuple[str, Any]] = ()
     sent: Sent = SENT
     done: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    told: dict[int, str] = dataclasses.field(default_factory=dict)
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @classmethod
     def of(cls, policy: Policy, program: Any, around: Any = contextlib.nullcontext) -> "Exceptions":
         """Returns those of a policy, for a program: a closed jaxpr."""
+        # A float32 policy may ask for 16 bits in a region or by an override alone.
         halves = [dtype for _, dtype in policy.overrides] + [*half_regions(program)]
         half = next((d for d in (policy.compute_dtype, *halves) if d in HALVES), FLOAT32)
         lists = {"half": policy.half_ops, "full": policy.full_ops, "follow": policy.follow_ops}
@@ -112,6 +113,7 @@ class Exceptions:
             known: What is known of its arguments.
             names: The names of the scopes around it.
         """
+        # Classifying runs on every trace: facts are looked up only where there are some.
         known, decide = known or {}, routers(equations) | loops(equations)
         asks_all = bool(self.overrides)
         for e in equations:
@@ -120,13 +122,14 @@ class Exceptions:
             if asks and not _is_planned(e):
                 region, why = self._asked(e, ins, names, e in decide)
                 if why and (row := row_of(_jax.scope_names(e.stack))) is not None:
-                    self.told.setdefault(row, why)
+                    self.reasons.setdefault(row, why)
                 if region and e.region.dtype != region.split(":")[0]:
                     e.enter(region)
                 self._lift(e)
                 e.params = self._inside(e, ins, names)
-            elif e.region.dtype and self._own(e.region.dtype) != e.region.dtype:
-                e.enter(self._own(e.region.dtype))
+            # The user's region may ask for the other 16-bit dtype.
+            elif e.region.dtype and self._region_name(e.region.dtype) != e.region.dtype:
+                e.enter(self._region_name(e.region.dtype))
             if e.name in SOURCES or (known and not known.keys().isdisjoint(e.ins)):
                 facts = zip(e.outs, _results(e, ins), strict=True)
                 known.update((v, fact) for v, fact in facts if fact is not NOTHING)
@@ -139,31 +142,34 @@ class Exceptions:
         matmul = kind == HALF
         if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
             return "", ""
+        # Before regions and lists: no setting makes the condition number smaller.
         if kind == SOLVER:
             return FLOAT32.name, SOLVES
         if e.region.dtype:
-            return self._own(e.region.dtype), ""
+            return self._region_name(e.region.dtype), ""
         pattern, override = self._override(e, ins, names) if self.overrides else ("", None)
         listed = self.listed.get(e.name)
         why = f"{listed}_ops of the policy" if override is None else f'override "{pattern}"'
         if override == FLOAT32 or listed == "full":
+            # What is no matmul computes in float32 anyway, and needs no region for that.
             return FLOAT32.name if matmul or override == FLOAT32 else "", why
         if listed == "half" and not matmul:
-            return f"{self._own((override or self.half).name)}:{e.name}", why
+            return f"{self._region_name((override or self.half).name)}:{e.name}", why
         if listed == "follow" and not matmul:
             return f"{rounding.FOLLOWING}:{e.name}", why
         if matmul and (override is not None or listed == "half"):
-            return self._own((override or self.half).name), why
+            return self._region_name((override or self.half).name), why
         pairs = zip(e.ins, ins, strict=True)
         integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
+        # After the lists: who names the operation knows better than this guess.
         if decides:
             return FLOAT32.name, RANKED if matmul else ENDS
         if matmul and (self.all_full or integers):
             return FLOAT32.name, ALL_FULL if self.all_full else COUNTED
         return "", ""
 
-    def _own(self, dtype: str) -> str:
-        """Returns a region of a dtype, which may be the 16-bit dtype that is not the program's."""
+    def _region_name(self, dtype: str) -> str:
+        """Returns the name of a dtype's region; the program has one 16-bit dtype of the two."""
         foreign = dtype in rounding.HALF_NAMES and self.half not in (FLOAT32, np.dtype(dtype))
         return rounding.OTHER + dtype if foreign else dtype
 
@@ -172,6 +178,7 @@ class Exceptions:
     ) -> tuple[str, np.dtype | None]:
         """Returns the pattern of the override of an equation, and the dtype that it asks for."""
         scopes = (*names, *_jax.scope_names(e.stack))
+        # Inside of a kernel, its author chose the dtypes.
         if any(name.startswith(KERNEL) for name in scopes):
             return "", None
         paths = [path for fact in ins for path in fact.paths]
@@ -179,6 +186,7 @@ class Exceptions:
         if not matching:
             return "", None
         pattern, dtype = matching[0]
+        # An override names this matmul, so it wins over the ``precision=`` in the code.
         if dtype in HALVES and _jax.own_precision(e.params) is not None:
             e.params = {**e.params, "precision": _jax.FASTEST}
         return pattern, dtype if dtype in HALVES else FLOAT32
@@ -186,6 +194,8 @@ class Exceptions:
     def _lift(self, e: Equation) -> None:
         """Takes off a matmul in 16 bits the precision that JAX's default setting gave it."""
         own = _jax.own_precision(e.params)
+        # `jax.default_matmul_precision` is written into each matmul, as if its author had asked for
+        # it.
         if own is None or own != _jax.default_precision():
             return
         lifted = e.on(e.ins, params={**e.params, "precision": _jax.FASTEST})
@@ -200,6 +210,7 @@ class Exceptions:
         scopes = (*names, *_jax.scope_names(e.stack)) if self.overrides else ()
         changed, same = [], True
         for inside in row.wire(e.like.replace(params=e.params)):
+            # What a loop starts with says nothing of a carry in later turns.
             carried = {argument for _, argument in inside.carry}
             known = [
                 NOTHING if place in carried else ins[index]
@@ -220,10 +231,12 @@ class Exceptions:
             equations = [e for e in equations if e.primitive is e.like.primitive]  # no barriers
             before = [e.stack for e in equations]
             for e in equations:
+                # Before it is differentiated, so that the gradient by its kernel is known as such.
                 if e.name == CONVOLUTION and "sums" not in e.params:
                     e.primitive, e.params = _jax.planned_conv(e.like)
             self.mark(equations, known, names)
             new = _written_back(program, zip(before, equations, strict=True), {})
+            # The program is stored too: while it exists, no other one has its ``id``.
             self.done[key] = program, new
         return self.done[key][1]
 
@@ -263,6 +276,7 @@ def _written_back(program: Any, marked: Iterator[tuple[Any, Equation]], done: An
             if change:
                 (name,) = higher_order(eqn.primitive.name).params
                 old = eqn.params[name]
+                # Some calls hold an open jaxpr, others a closed one.
                 new = new if hasattr(old, "consts") else _jax.open_jaxpr(new)[0]
                 eqn = eqn.replace(params={**eqn.params, name: new})
         eqns.append(eqn)

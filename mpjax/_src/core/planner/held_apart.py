@@ -38,7 +38,7 @@ def held_apart(
     cotangents: Sequence[Value],
     in_turns: bool,
 ) -> tuple[list[Equation], list[Value]]:
-    """Puts what something is computed from again behind a barrier.
+    """Puts what something is recomputed from behind a barrier.
 
     Values ``in_turns`` wait for the cotangents that are read beside them, so that not all is
     computed again at once. It costs bytes: what reads those is another kernel.
@@ -46,7 +46,7 @@ def held_apart(
     Args:
         saved: What was handed over.
         padded: What of that would be copied behind a barrier, as `stored` returns it.
-        before: What computes more of what is then at hand as if it had been handed over.
+        before: Equations that recompute values first, which others read as if handed over.
         equations: The other equations.
         results: What they return.
         cotangents: The cotangents.
@@ -58,14 +58,17 @@ def held_apart(
     if not equations:  # a branch that hands on its cotangents
         return [], [*results]
     late = dependents(equations, cotangents)
+    # All backward passes share it, and without some cotangents less of it is read.
     before = needed(before, [v for e in equations for v in e.ins])
-    remade = [v for e in before for v in e.outs]
+    recomputed = [v for e in before for v in e.outs]
     both = [*before, *equations]
 
-    def apart(values: Sequence[Value], readers: Sequence[Equation]) -> dict[Value, Value]:
+    def behind_barriers(values: Sequence[Value], readers: Sequence[Equation]) -> dict[Value, Value]:
         groups = _in_turns(values, readers, late, results) if in_turns else {None: values}
         fresh: dict[Value, Value] = {}
         for ahead, those in groups.items():
+            # No result of a barrier exists before all its operands do, so the values wait for the
+            # cotangent.
             held = those if ahead is None else [*those, ahead]
             first = both[0]
             outs = barred(held, into, like=first.like, stack=first.stack) if those else held
@@ -73,23 +76,28 @@ def held_apart(
         return fresh
 
     into: list[Equation] = []
-    first = apart(_read([*saved, *_of_arguments(before, saved)], before), both) if before else {}
-    first = {v: x for v, x in first.items() if v not in late}
-    held = dict.fromkeys(v for v in (*saved, *remade) if v not in padded)
-    alone, equations = for_matmuls(equations, results, late, held)
-    values = _apart([*saved, *remade], equations, late)
-    second = apart([v for v in values if v not in padded], equations)
-    third = apart(_read(held, alone), [*alone, *equations]) if alone else {}
+    ready = _read_by([*saved, *_of_arguments(before, saved)], before)
+    for_before = behind_barriers(ready, both) if before else {}
+    for_before = {v: x for v, x in for_before.items() if v not in late}
+    held = dict.fromkeys(v for v in (*saved, *recomputed) if v not in padded)
+    # A barrier would copy padded rows (`stored`), so it holds none.
+    copies, equations = for_matmuls(equations, results, late, held)
+    values = _sources_of_recomputation([*saved, *recomputed], equations, late)
+    for_rest = behind_barriers([v for v in values if v not in padded], equations)
+    read = _read_by(held, copies)
+    for_copies = behind_barriers(read, [*copies, *equations]) if copies else {}
+    # Padded rows are multiplied by a one instead.
     times = _times_one([v for v in values if v in padded], cotangents, both[0], into)
-    if not into and not alone:
+    if not into and not copies:
         return [*equations], [*results]
     again = (e.reading(times) if late.isdisjoint(e.outs) else e for e in equations)
     body = [
-        *(e.reading(first) for e in before),
-        *(e.reading(second) for e in again),
-        *(e.reading(third) for e in alone),
+        *(e.reading(for_before) for e in before),
+        *(e.reading(for_rest) for e in again),
+        *(e.reading(for_copies) for e in copies),
     ]
-    return in_order([*into, *body]), [second.get(v, v) for v in results]
+    # A group stands where its cotangent is made, which may be behind its readers' old places.
+    return in_order([*into, *body]), [for_rest.get(v, v) for v in results]
 
 
 def _times_one(
@@ -99,15 +107,19 @@ def _times_one(
     if not values:
         return {}
     number = Value(_jax.aval_of(np.float32(1)), np.float32(1), literal=True)
+    # The one exists when a cotangent does. The smallest is the cheapest to write.
     given = [min(cotangents, key=lambda v: v.size), number]
     *_, one = barred(given, into, like=like.like, stack=like.stack)
     times = lambda x, one: [x * one]  # noqa: E731
     return {v: appended(times, [v, one], into, like, again=True)[0] for v in values}
 
 
-def _apart(values: Sequence[Value], equations: Sequence[Equation], late: set[Value]) -> list[Value]:
+def _sources_of_recomputation(
+    values: Sequence[Value], equations: Sequence[Equation], late: set[Value]
+) -> list[Value]:
     """Returns the values from which something as large is computed again, before cotangents."""
     again = [e for e in equations if late.isdisjoint(e.outs) and not e.row.loops]
+    # A mask has a byte an entry: were it kept in place of a 16-bit array, nothing would be lost.
     read = {v for e in again for v in e.ins if sum(_jax.bytes_of(x.aval) for x in e.outs) > v.size}
     return [v for v in values if v in read]
 
@@ -124,10 +136,12 @@ def stored(
         The equations of the forward part; and what is handed over in rows that are padded, so that
         a barrier would copy it.
     """
-    apart = _apart(saved, later, dependents(later, cotangents))
+    apart = _sources_of_recomputation(saved, later, dependents(later, cotangents))
     made: dict[Value, Value] = {}
     for e in early:
         if rounding.is_half_matmul(e):
+            # On a GPU, whoever reads a matmul's padded result slices it: a barrier would copy the
+            # slice.
             made.update((v, v) for v in e.outs)
         elif rounding.is_view(e) and e.ins[0] in made:
             made[e.outs[0]] = made[e.ins[0]]
@@ -140,7 +154,7 @@ def stored(
     ], padded
 
 
-def _read(values: Iterable[Value], equations: Sequence[Equation]) -> list[Value]:
+def _read_by(values: Iterable[Value], equations: Sequence[Equation]) -> list[Value]:
     read = {v for e in equations for v in e.ins}
     return [v for v in values if v in read]
 
@@ -167,6 +181,8 @@ def _of_arguments(equations: Sequence[Equation], saved: Sequence[Value]) -> list
     for e in equations:
         operands = [v for v in e.ins if v.const is None]
         if operands and not runs_again(e) and behind.isdisjoint(operands):
+            # One operand behind a barrier is enough to hold the matmul, and the smallest is the
+            # cheapest.
             least = min(operands, key=lambda v: v.size)
             put([least])
             found[least] = None
@@ -185,6 +201,8 @@ def _in_turns(
     """
     summed = {*results}
     for e in reversed(equations):
+        # Such a matmul returns its accumulator: to wait for it would have it written in 16 bits as
+        # well.
         summed.update(e.ins if adds_or_moves(e) and not summed.isdisjoint(e.outs) else ())
     ahead: list[Value | None] = [None]
     for e in equations:

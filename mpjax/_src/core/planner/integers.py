@@ -14,7 +14,7 @@ MOST = 256  # bfloat16 tells all integers up to this one apart
 
 # Operations whose results are integers if their operands are.
 ELEMENTWISE = ("add", "add_any", "sub", "mul", "neg", "abs", "max", "min", "sign", "clamp")
-KEEPS = (*ELEMENTWISE, "select_n", "convert_element_type")
+KEEP_INTEGERS = (*ELEMENTWISE, "select_n", "convert_element_type")
 SOURCES = ("iota", "convert_element_type")  # these make integers of what are none
 SUMS = ("reduce_sum", "cumsum", "reduce_window_sum", "psum", "scatter-add")
 
@@ -38,10 +38,12 @@ def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
         return SMALL if _jax.size_of((size,)) <= MOST else LARGE
     known = zip(e.ins, ins, strict=True)
     pairs = [(v, kind if v.const is None else _of_constant(v)) for v, kind in known]
-    if e.name in KEEPS:
+    if e.name in KEEP_INTEGERS:
+        # The predicate of a select chooses numbers, and is none of them.
         kinds = [_as_float(v, kind) for v, kind in pairs if _is_real(v) and v is not _choice(e)]
         return max(kinds) if kinds and NONE not in kinds else NONE
     if e.name in SUMS:
+        # A sum of masks is a count, which soon exceeds 256.
         return LARGE if _as_float(*pairs[0]) else NONE
     if e.rule.need == MOVE:
         moved = [_as_float(v, kind) for v, kind in pairs if v.aval.dtype == out.aval.dtype]
@@ -57,6 +59,7 @@ def _as_float(v: Value, kind: int) -> int:
     """Returns the kind of an operand: integers of an unknown size are large."""
     if v.aval.dtype.kind == "f":
         return kind
+    # Bytes hold masks, classes and pixels, all of which bfloat16 represents.
     return kind or (SMALL if v.aval.dtype.itemsize == 1 else LARGE)
 
 

@@ -50,6 +50,7 @@ def program_of(
         exceptions = Exceptions.of(policy, closed, around)
         half, constants = exceptions.half, [None] * len(consts)
         arrive = zip(inner.invars, [*constants, *dtypes], strict=True)
+        # Regions are written before anything is differentiated: JAX carries them on to derivatives.
         marked = exceptions.marked(closed, [*[""] * len(consts), *paths])
         leave = zip(inner.outvars, out_dtypes, strict=True)
         return Program(
@@ -65,10 +66,12 @@ def program_of(
     known = _known(jaxpr)
     try:
         same = _jax.program_key(jaxpr), _jax.rules_key(jaxpr), _jax.tracing_key()
+        # A rule may branch on these values, so they are a part of what was traced.
         same = *same, *((i, str(x.dtype), np.asarray(x).tobytes()) for i, x in known.items())
         kept = _kept((*same, policy, tuple(paths), tuple(dtypes), tuple(out_dtypes)))
     except Exception:  # of a part that is traced, and of __hash__, __eq__ and closures of users
         return make()
+    # An entry is a list that is filled here: an error of planning is no error of the key.
     if not kept:
         kept.append(make())
     return kept[0]

@@ -33,7 +33,7 @@ LAYOUT = "layout"  # a view whose axes are others
 MOVED = "moved"  # a view whose entries stand elsewhere
 ADDED = "added"  # a sum of two operands
 MULTIPLIED = "multiplied"
-PICKED = "picked"  # one of its operands, entry by entry
+SELECTED = "selected"  # one of its operands, entry by entry
 SUMMED = "summed"  # over axes
 SUMS = "sums"  # other sums: over windows, devices, segments
 EXTREME = "extreme"  # the largest entry, or the smallest one
@@ -50,7 +50,7 @@ KINDS = {
     **dict.fromkeys(("stop_gradient", "sharding_constraint", "convert_element_type"), SAME),
     **dict.fromkeys(("transpose", "reshape", "squeeze", "broadcast_in_dim"), LAYOUT),
     **dict.fromkeys(("add", "sub", "add_any"), ADDED),
-    **dict.fromkeys(("max", "min", "select_n", "clamp"), PICKED),
+    **dict.fromkeys(("max", "min", "select_n", "clamp"), SELECTED),
     **dict.fromkeys(("reduce_max", "reduce_min"), EXTREME),
     **dict.fromkeys(("scatter-add", "psum", "psum_invariant"), SUMS),
     "reduce_sum": SUMMED,
@@ -61,10 +61,13 @@ KINDS = {
 def kind_of(e: Equation) -> str:
     """Returns what an equation does to errors of its operands."""
     rule = e.rule
+    # One that stays float32 rounds nothing, and is `UNKNOWN` below.
     if is_half_matmul(e):
         return MATMUL
+    # The table of rules has rows of loops as well, which say nothing of what is inside.
     if e.row.kind or e.name in KINDS:
         return KINDS.get(e.name, UNKNOWN)
+    # The first that fits counts: what ranks, for one, is a move as well.
     kinds = {
         MULTIPLIED: rule.multiplies,
         ORDERED: RANKS in rule.traits or (rule.need == MOVE and KINKED in rule.traits),
@@ -107,10 +110,12 @@ def _axes_of_reshape(before: Sequence[int], after: Sequence[int]) -> dict[int, s
     found: dict[int, set[int]] = {}
     i = j = first = second = 0
     while i < len(before) or j < len(after):
+        # A group grows on the side that has fewer entries, until both have as many.
         n, m = math.prod(before[first:i]), math.prod(after[second:j])
         if n == m:  # a group ends
             first, second = i, j
             i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        # Beside an axis of size zero, products may differ to the end: no index runs past it.
         elif j == len(after) or (n < m and i < len(before)):
             i += 1
         else:
@@ -136,6 +141,7 @@ def constant_along(
     """Returns what a value spreads along axes, and where its own axes are; None if it differs."""
     e, dims = maker.get(v), range(len(v.aval.shape))
     if e is not None and e.name == "broadcast_in_dim":
+        # JAX spreads an array before it is added, so what is constant is found behind that.
         (v, *_), dims = e.ins, e.params["broadcast_dimensions"]
     sizes = dict(zip(dims, v.aval.shape, strict=True))
     return (v, dims) if all(sizes.get(a, 1) == 1 for a in axes) else None

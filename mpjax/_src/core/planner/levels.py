@@ -45,8 +45,8 @@ class Facts:
     Attributes:
         maker: The equation that makes a value.
         fixed: Values that are computed from constants alone.
-        roots: What norms multiply by: one divided by the root of a value, times a small array.
-        normed: What they are multiplied with. It has no units any more.
+        inverse_roots: What norms multiply by: one over the root of a value, times a small array.
+        normed: The products. They have no units any more.
     """
 
     def __init__(self, equations: Sequence[Equation]) -> None:
@@ -57,15 +57,16 @@ class Facts:
         self._noise: dict[Value, int] = {}
         self._level: dict[Value, Axes] = {}
         self._terms: dict[Value, Pieces] = {}
-        self._roots: dict[Value, Value] = {}  # where the terms of parts come from
+        self._wholes: dict[Value, Value] = {}  # where the terms of parts come from
         self._positive: set[Value] = set()
         self._learned: set[Value] = set()
         self._varied: set[Value] = set()
-        self.roots: set[Value] = set()
-        self._sizes: set[Value] = set()
+        self.inverse_roots: set[Value] = set()
+        self._square_roots: set[Value] = set()
         self.normed: set[Value] = set()
         for e in equations:
             kind = self.kinds[e]
+            # An operation without operands, as `iota`, is known, too.
             known = all(v.const is not None or v in self.fixed for v in e.ins)
             if known and kind != kinds.UNKNOWN and not e.acts:
                 self.fixed.update(e.outs)
@@ -77,6 +78,8 @@ class Facts:
                 if self._is_positive(e, kind):
                     self._positive.add(out)
                 find = FINDERS.get(kind)
+                # Of a kind without a finder, the worst is assumed: levels everywhere, and exact
+                # entries.
                 found = find(self, e, out) if find else (0, every(out), NO_TERMS)
                 self._noise[out], self._level[out], self._terms[out] = found
                 self._trace(e, kind, out)
@@ -117,6 +120,7 @@ class Facts:
         """Returns whether no entry is below zero."""
         if v in self._positive:
             return True
+        # Numbers are literals, as an epsilon, or folded from some, as the count of a mean.
         number = v.const if v.literal else self._numbers.get(v)
         return number is not None and not np.any(np.asarray(number) < 0)
 
@@ -136,12 +140,14 @@ class Facts:
             return frozenset(range(len(whole)))
         e = self.maker.get(v)
         spread = e is not None and e.name == "broadcast_in_dim"
+        # An array of full size differs along all axes, unless it was spread to that size.
         if len(v.shape) != len(whole) or (v.shape == whole and not spread):
             return NO_AXES
         axes = {i for i, (a, b) in enumerate(zip(v.shape, whole, strict=True)) if a == 1 < b}
         if e is not None and spread:
             at = dict(zip(e.params["broadcast_dimensions"], e.ins[0].shape, strict=True))
             axes |= {i for i, n in enumerate(whole) if n > 1 and at.get(i, 1) == 1}
+        # Spread over few entries only, it is no small array beside the sum.
         few = math.prod(whole[i] for i in axes) < SMALL_TERM
         return NO_AXES if few else frozenset(axes)
 
@@ -150,6 +156,7 @@ class Facts:
         e = self.maker.get(u)
         while e is not None and e.name not in ("reduce_sum", "reduce_max", "reduce_min"):
             scaled = self.kinds[e] == kinds.MULTIPLIED and any(x.literal for x in e.ins)
+            # JAX scales a sum to a mean and spreads it. A transpose would take it to other axes.
             spread = self.kinds[e] in VIEWS and e.name not in ("transpose", BARRIER)
             if not scaled and not spread:
                 return None
@@ -172,6 +179,7 @@ class Facts:
         if kind in VIEWS:
             parts = e.ins[:1]
         elif kind in (kinds.ADDED, kinds.MULTIPLIED):
+            # A sum or product is made of its large operands; small ones are its terms and factors.
             parts = [v for v in e.ins if v not in constant] or constant
         else:
             parts = []
@@ -185,17 +193,19 @@ class Facts:
         self, e: Equation, kind: str, out: Value, parts: Sequence[Value], small: bool
     ) -> None:
         if e.name in ("sqrt", "rsqrt") and not self.is_known(e.ins[0]):
-            (self._sizes if e.name == "sqrt" else self.roots).add(out)
-        elif kind in VIEWS or (e.name == "mul" and any(v in self.roots for v in e.ins)):
-            for found in (self.roots, self._sizes):
+            # Norms are written as ``x * rsqrt(v)``, ``x / sqrt(v)`` or ``x * (1 / sqrt(v))``.
+            (self._square_roots if e.name == "sqrt" else self.inverse_roots).add(out)
+        elif kind in VIEWS or (e.name == "mul" and any(v in self.inverse_roots for v in e.ins)):
+            for found in (self.inverse_roots, self._square_roots):
                 if any(v in found for v in e.ins) and (small or all(v in found for v in parts)):
                     found.add(out)
-        elif e.name == "div" and e.ins[1] in self._sizes:
-            (self.roots if small or e.ins[0].literal else self.normed).add(out)
-        if out in self.roots or kind not in (*VIEWS, kinds.ADDED, kinds.MULTIPLIED):
+        elif e.name == "div" and e.ins[1] in self._square_roots:
+            (self.inverse_roots if small or e.ins[0].literal else self.normed).add(out)
+        # What is made of a norm has no units either, in another layout or with a bias added.
+        if out in self.inverse_roots or kind not in (*VIEWS, kinds.ADDED, kinds.MULTIPLIED):
             return
         if any(v in self.normed for v in parts) or (
-            e.name == "mul" and any(v in self.roots for v in e.ins)
+            e.name == "mul" and any(v in self.inverse_roots for v in e.ins)
         ):
             self.normed.add(out)
 
@@ -207,9 +217,11 @@ class Facts:
             return True
         if e.name == "mul" and e.ins[0] is e.ins[1]:
             return True
+        # The logarithm or the sine of a positive number may be negative.
         unknown = kind in (kinds.SPECIAL, kinds.UNKNOWN, kinds.MATMUL)
         if unknown or e.name in ("sub", "neg") or not floats:
             return False
+        # A maximum is at least as large as each of its operands, as in a ReLU.
         return any(floats) if e.name == "max" else all(floats)
 
     def _is_varied(self, e: Equation, kind: str, out: Value) -> bool:
@@ -218,6 +230,7 @@ class Facts:
         if kind not in (*VIEWS, kinds.ADDED):
             return False
         floats, adds = self._floats(e), kind == kinds.ADDED
+        # A bias is the same in all rows: they differ as before.
         large = [v for v in floats if not (adds and self.constant_along(v, out))] or floats
         return bool(floats) and self._varied.issuperset(large)
 
@@ -245,20 +258,23 @@ def _view(f: Facts, e: Equation, out: Value) -> Found:
     if not is_float32(v) or out in f.fixed:
         return 0, every(out), NO_TERMS
     if e.name == ROUNDED:
+        # From here on, each entry carries this rounding.
         return 2, f.level(v), NO_TERMS
     places = axes_of_view(e)
     if e.name == "broadcast_in_dim":
         spread = f.constant_along(out, out)
-        return _lost(f, v, moved(f.all_levels(v), places) | spread)
+        return _of_whole(f, v, moved(f.all_levels(v), places) | spread)
+    # Axes that a reshape merges are one axis behind it: a term that is constant along a part of
+    # them varies along that.
     groups = {a: {b for b in places if places[b] == places.get(a)} for a in places}
     terms = f.terms(v)
     if any(groups.get(a, {a}) - axes for axes in terms for a in axes):
-        return _lost(f, v, moved(f.all_levels(v), places))
+        return _of_whole(f, v, moved(f.all_levels(v), places))
     return f.noise(v), moved(f.level(v), places), frozenset(moved(t, places) for t in terms)
 
 
-def _lost(f: Facts, v: Value, levels: Axes) -> Found:
-    """Returns the facts of what is made of a value and its terms together."""
+def _of_whole(f: Facts, v: Value, levels: Axes) -> Found:
+    """Returns the facts of what is made of a whole value: its rest and its terms together."""
     return min(f.noise(v), 1 if f.terms(v) else 2), levels, NO_TERMS
 
 
@@ -267,10 +283,12 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
     least = min((f.noise(v) if not f.terms(v) else min(f.noise(v), 1) for v in floats), default=0)
     if e.name == "gather" and _is_lookup(f, e):
         return 0, frozenset(e.params["dimension_numbers"].offset_dims), NO_TERMS
-    root = _root_of_parts(f, e)
-    if root is not None:
-        f._roots[out] = root
-        return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(root)
+    # Halves that change places, as for a rotation, have the terms of the whole.
+    whole = _whole_of_parts(f, e)
+    if whole is not None:
+        f._wholes[out] = whole
+        return min(map(f.noise, floats)), NO_AXES.union(*map(f.level, floats)), f.terms(whole)
+    # Where the number of axes stays, each is what it was, except for a gather.
     alike = all(len(v.shape) == len(out.shape) for v in floats) and e.name != "gather"
     if alike and len(floats) == 1:
         return least, f.all_levels(floats[0]), NO_TERMS
@@ -279,20 +297,21 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
     return least, every(out) if any(map(f.all_levels, floats)) else NO_AXES, NO_TERMS
 
 
-def _root_of_parts(f: Facts, e: Equation) -> Value | None:
+def _whole_of_parts(f: Facts, e: Equation) -> Value | None:
     """Returns a value whose terms are those of parts of it too, put together along their axes."""
     floats = [v for v in e.ins if is_float32(v)]
-    roots = {f._roots.get(v, v) for v in floats}
-    if e.name not in ("slice", "concatenate", "rev") or len(roots) != 1:
+    wholes = {f._wholes.get(v, v) for v in floats}
+    if e.name not in ("slice", "concatenate", "rev") or len(wholes) != 1:
         return None
-    (root,) = roots
+    (whole,) = wholes
     before, after = floats[0].shape, e.outs[0].shape
     axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
     axes |= (
         {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
     )
-    terms = f.terms(root)
-    return root if terms and all(axes - {None} <= term for term in terms) else None
+    terms = f.terms(whole)
+    # Along the axis of the cut, each term must be the same in all parts.
+    return whole if terms and all(axes - {None} <= term for term in terms) else None
 
 
 def _of_part(f: Facts, e: Equation, v: Value) -> Axes:
@@ -325,15 +344,18 @@ def _added(f: Facts, e: Equation, out: Value) -> Found:
     level, terms = NO_AXES.union(*map(f.level, large)), terms.union(*map(f.terms, large))
     last = len(out.shape) - 1
     if any(map(f.unknown_level, large)):
+        # Nothing is known of it, so its mean may be its level, and is a term from here on.
         terms |= {frozenset([last])}
         known = [v for v in large if not f.unknown_level(v)]
         level = level - {last} | NO_AXES.union(*map(f.level, known))
+    # Where one large term is exact, the errors of the others are those of a part of the sum.
     return (2 if min(noises) == 2 else min(1, max(noises))), level, terms
 
 
 def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
     if e.ins[0] is e.ins[1]:
-        return _lost(f, e.ins[0], every(out))
+        # A square has one sign, and so a level along every axis.
+        return _of_whole(f, e.ins[0], every(out))
     constant = {v: f.constant_along(v, out) for v in e.ins}
     large = [v for v in e.ins if not constant[v]]
     if not large:
@@ -341,16 +363,20 @@ def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
         return f._most(e), *((NO_AXES, frozenset([both])) if both else (every(out), NO_TERMS))
     if len(large) == 1 and (e.name == "mul" or large[0] is e.ins[0]):
         (v,), (beside,) = large, (axes for axes in constant.values() if axes)
+        # A term times a factor is constant where both are. If that is nowhere, it is no term any
+        # more.
         terms = frozenset(axes & beside for axes in f.terms(v))
-        return (f.noise(v), f.level(v), terms) if all(terms) else _lost(f, v, f.all_levels(v))
+        return (f.noise(v), f.level(v), terms) if all(terms) else _of_whole(f, v, f.all_levels(v))
+    # The signs of a factor without a level vary, and with them those of the product.
     levels = (f.all_levels(v) | constant[v] for v in e.ins)
     return f._most(e), every(out).intersection(*levels), NO_TERMS
 
 
-def _picked(f: Facts, e: Equation, out: Value) -> Found:
+def _selected(f: Facts, e: Equation, out: Value) -> Found:
     floats = [v for v in f._floats(e) if not f.is_known(v)]
     numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != "select_n"]
     least = min((min(f.noise(v), 1 if f.terms(v) else 2) for v in floats), default=0)
+    # Whatever is cut off at a number has that number in common.
     levels = every(out) if numbers else NO_AXES.union(*map(f.all_levels, floats))
     return least, levels, NO_TERMS
 
@@ -359,6 +385,8 @@ def _summed(f: Facts, e: Equation, out: Value) -> Found:
     v, axes = e.ins[0], frozenset(e.params["axes"])
     few = math.prod(v.shape[axis] for axis in axes) <= SMALL_TERM
     levels, noise = f.all_levels(v), min(2 if few and not f.terms(v) else 1, f.noise(v))
+    # A sum over entries of one sign, or of a level, is large everywhere: that is a level of its
+    # own.
     if f.is_positive(v) or levels & axes:
         return noise, every(out), NO_TERMS
     return noise, moved(levels, kinds.without_axes(v, axes)), NO_TERMS
@@ -374,10 +402,11 @@ def _simple(f: Facts, e: Equation, out: Value) -> Found:
     if e.name == "neg":
         return f.noise(v), f.level(v), f.terms(v)
     odd = e.name == "integer_pow" and e.params["y"] % 2
-    return _lost(f, v, f.all_levels(v) if odd else every(out))
+    return _of_whole(f, v, f.all_levels(v) if odd else every(out))
 
 
 def _special(f: Facts, e: Equation, out: Value) -> Found:
+    # Odd functions leave entries of both signs around zero; others, as exp, do not.
     odd = e.name in ("tanh", "erf", "sin", "atan", "asinh")
     return min(1, f._least(e)), f.all_levels(e.ins[0]) if odd else every(out), NO_TERMS
 
@@ -389,10 +418,10 @@ FINDERS: dict[str, Callable[[Facts, Equation, Value], Found]] = {
     kinds.MOVED: _moved,
     kinds.ADDED: _added,
     kinds.MULTIPLIED: _multiplied,
-    kinds.PICKED: _picked,
+    kinds.SELECTED: _selected,
     kinds.SUMMED: _summed,
     kinds.SUMS: _sums,
-    kinds.EXTREME: lambda f, e, out: _lost(f, e.ins[0], every(out)),
+    kinds.EXTREME: lambda f, e, out: _of_whole(f, e.ins[0], every(out)),
     kinds.SIMPLE: _simple,
     kinds.SPECIAL: _special,
 }

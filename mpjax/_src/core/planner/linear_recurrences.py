@@ -34,6 +34,7 @@ def recurrent(program: Any, half: np.dtype = FLOAT32) -> Any:
     """
     if not _interleaves(_jax.open_jaxpr(program)[0]):
         return program
+    # To take a program apart costs time, and few have such scans.
     whole = Opened(program)
     maker = {out: e for e in whole.equations for out in e.outs}
     found = {h: of for h, of in _recurrences(whole, maker) if not whole.is_fixed(h)}
@@ -66,14 +67,16 @@ def _interleaves(jaxpr: Any) -> bool:
 def _recurrences(whole: Opened, maker: Makers) -> Iterator[tuple[Value, tuple[Any, ...]]]:
     """Yields results of recurrences, with their factors, what is added, and the axis."""
     taken: set[Value] = set()
+    # From the end: the levels of a scan are shorter recurrences, which belong to the longest.
     for e in reversed(whole.equations):
         axis = _interleaved(e, maker)
         if axis is None or e.outs[0] in taken:
             continue
         bound: dict[Value, Value] = {}
         (h,) = e.outs
-        (a, b), makers, result = _written(h.aval.shape, axis)
-        if _is_same(result, h, makers, maker, bound) and bound[a].aval.shape == h.aval.shape:
+        (a, b), our_makers, result = _as_jax_writes_it(h.aval.shape, axis)
+        # An argument matches a value of any shape, so that of the factors is asked for here.
+        if _is_same(result, h, our_makers, maker, bound) and bound[a].aval.shape == h.aval.shape:
             taken.update(bound.values())
             yield h, (bound[a], bound[b], axis)
 
@@ -84,12 +87,13 @@ def _interleaved(e: Equation, maker: Makers) -> int | None:
     pads = [x.params["padding_config"] for x in makers if x is not None and x.name == "pad"]
     if len(pads) < 2 or not rounding.is_float32(e.outs[0]):
         return None
+    # JAX puts entries in turns by padding both arrays with gaps of one, and adding them.
     gaps = [axis for axis, (*_, inner) in enumerate(pads[0]) if inner == 1]
     return gaps[0] if len(gaps) == 1 else None
 
 
 @functools.lru_cache(maxsize=64)
-def _written(shape: tuple[int, ...], axis: int) -> tuple[list[Value], Makers, Value]:
+def _as_jax_writes_it(shape: tuple[int, ...], axis: int) -> tuple[list[Value], Makers, Value]:
     """Returns a linear recurrence of a shape as JAX writes it."""
     x = jax.ShapeDtypeStruct(shape, FLOAT32)
     ins, equations, (out,) = parts(jax.make_jaxpr(functools.partial(_jax.scanned, axis=axis))(x, x))
@@ -106,26 +110,29 @@ def _traced(aval: Any, axis: int, half: Any) -> Any:
 
 
 def _is_same(
-    ours: Value, theirs: Value, makers: Makers, maker: Makers, bound: dict[Value, Value]
+    ours: Value, theirs: Value, our_makers: Makers, their_makers: Makers, bound: dict[Value, Value]
 ) -> bool:
     """Returns whether a value is computed as ours is, and notes which values correspond."""
     if ours.literal or ours in bound:
         same = ours.literal and theirs.literal and np.array_equal(ours.const, theirs.const)
         return same or bound.get(ours) is theirs
+    # Noted before it is compared: levels share operands, which are compared once.
     bound[ours] = theirs
-    e, other = makers.get(ours), maker.get(theirs)
+    e, other = our_makers.get(ours), their_makers.get(theirs)
     if e is None:  # an argument
         return rounding.is_float32(theirs)
     if other is None or _kind(e) != _kind(other):
         return False
     ins = other.ins
-    if e.name in COMMUTE and not _begins_alike(e.ins[0], ins[0], makers, maker):
+    # A user's function may write its sums and products in either order.
+    if e.name in COMMUTE and not _begins_alike(e.ins[0], ins[0], our_makers, their_makers):
         ins = ins[::-1]
-    return all(_is_same(x, y, makers, maker, bound) for x, y in zip(e.ins, ins, strict=True))
+    pairs = zip(e.ins, ins, strict=True)
+    return all(_is_same(x, y, our_makers, their_makers, bound) for x, y in pairs)
 
 
-def _begins_alike(ours: Value, theirs: Value, makers: Makers, maker: Makers) -> bool:
-    one, other = makers.get(ours), maker.get(theirs)
+def _begins_alike(ours: Value, theirs: Value, our_makers: Makers, their_makers: Makers) -> bool:
+    one, other = our_makers.get(ours), their_makers.get(theirs)
     return one is None or (other is not None and _kind(one) == _kind(other))
 
 

@@ -26,8 +26,8 @@ from mpjax._src.core.planner.equations import (
     Value,
     appended,
     closed,
+    deduplicated,
     dependents,
-    once,
     opened,
     parts,
     readers_of,
@@ -68,6 +68,7 @@ def joined(
         cut = KINDS.get(back.row.kind)
         if cut is None or late.isdisjoint(back.ins):
             continue
+        # A dictionary keeps the order, so that plans are the same in every process.
         ahead = dict.fromkeys(maker[v] for v in back.ins if v in maker and v not in late)
         for fore in ahead:
             if fore.primitive is not back.primitive:
@@ -75,11 +76,14 @@ def joined(
             private = {
                 out: i
                 for i, out in enumerate(fore.outs)
+                # What others read has to be made as it is; only what the second alone reads can be
+                # chosen anew.
                 if readers[out] == [back] and out not in results
             }
             if private:
                 read = {*back.ins}
                 cut(Pair(fore, back, private, {*free}, half, storage))
+                # Both equations were changed in place: a later pair finds the new values.
                 maker.update((out, fore) for out in fore.outs)
                 for v in dict.fromkeys(back.ins):
                     if v not in read:
@@ -167,8 +171,9 @@ class Body:
         free = {*self.ins} - {*priced}
         returned = [self.outs[i] for i in pair.public]
         both = [*self.first, *self.second]
+        # Inner pairs first: what they hand over is what the cut of this body chooses from.
         joined(both, new, free, [*returned, *self.back_outs], half, storage)
-        self.second, self.back_outs = once(self.second, self.back_outs)
+        self.second, self.back_outs = deduplicated(self.second, self.back_outs)
         self.first, self.second = apart(self.first), apart(self.second)
         parts_of = Parts(self.first, self.second, returned, self.back_outs, new, half)
         self.first, second, *_ = changed = rewritten(parts_of)
@@ -183,6 +188,7 @@ class Body:
         made = rounding.made(first, (), pair.half)
         price = rounding.Price(made, rounding.wanted(second, outs, ()), pair.half)
         price = coding.priced(price, first, second) if storage == "8bit" else price
+        # What others read of the loop is stacked in any case.
         costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
         hand = handed(first, second, outs, costs, priced, self.ins)
         before: list[Equation] = []
@@ -197,6 +203,7 @@ class Body:
         again, second = with_operands(first, second, hand, known)
         before, again = [*map(rounding.again, before)], [*map(rounding.again, again)]
         self.saved = hand.saved
+        # A stack that is returned has no code: its values would be stored twice.
         if isinstance(price, coding.Price):
             own = [v for v in hand.saved if v not in stacked]
             sent, carriers, encoding, decoding = coding.codes(own, price, first)
@@ -214,6 +221,7 @@ def _scan(pair: Pair) -> None:
     row = fore.row
     length = row.turns(fore)[0]
     (_, start, end), (*_, back_end) = rounding.places(fore), rounding.places(back)
+    # Of stacks, those that the second scan reads turn by turn: none that it reads whole.
     pair.private = {
         v: i for v, i in pair.private.items() if i >= end - start and v not in back.ins[:back_end]
     }
@@ -221,12 +229,16 @@ def _scan(pair: Pair) -> None:
         return
     body = Body.of(pair, *_programs(pair), functools.partial(_same_turn, pair))
     groups = _, carries, slices = rounding.groups_of(fore, body.ins)
+    # Both scans have the constants. A carry would be stacked for the second, and the array of a
+    # slice may have to be handed over.
     priced = [*(v for v, _ in carries), *(v for v, x in slices if x not in pair.free)]
     stacked = [i for i in pair.public if i >= end - start]
+    # At least two, for one would mean no loop: then barriers are put inside.
     turns = length if isinstance(length, int) else MANY
     body.cut(pair, priced, {body.outs[i] for i in stacked}, max(turns, 2))
     _in_order(body)
     stacks = {body.outs[i]: fore.outs[i] for i in stacked}
+    # Slices come from arrays that exist: the second scan reads these, not stacks of the slices.
     known = {*stacks, *(v for v, _ in slices)}
     new = {v: Value(building.stacked_aval(length, v.aval)) for v in body.saved if v not in known}
     kept = [body.outs[i] for i in pair.public]
@@ -265,6 +277,7 @@ def _same_turn(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[
     consts, _, slices = ({x: v for v, x in group} for group in groups)
     slices |= {v: outs[i] for v, i in pair.private.items()}
     return [
+        # A carry of the second is none of the first: it runs from the last turn to the first.
         consts.get(v) if i < start else slices.get(v) if i >= end else None
         for i, v in enumerate(pair.back.ins)
     ]
@@ -303,31 +316,32 @@ def _cond(pair: Pair) -> None:
         arguments = zip(operands, body.ins, strict=True)
         body.cut(pair, [x for v, x in arguments if v not in pair.free])
         bodies.append(body)
+    # All branches return the same types, so one that hands over less fills the places with zeros.
     slots, taken = _slots([[v for v in b.saved if v not in b.ins] for b in bodies])
     read = [i for i in range(len(operands)) if any(b.read([b.ins[i]]) for b in bodies)]
     own = bodies[0].own
-    ahead, behind = [], []
+    fore_programs, back_programs = [], []
     for body, mine in zip(bodies, taken, strict=True):
         equations = [*body.first]
         filled = [
             mine[i] if i in mine else zeros_like(aval, equations) for i, aval in enumerate(slots)
         ]
         results = [*(body.outs[i] for i in public), *filled]
-        ahead.append(closed(body.ins, equations, results, rounding.info_of(fore)))
+        fore_programs.append(closed(body.ins, equations, results, rounding.info_of(fore)))
         passed = [mine[i] if i in mine else Value(aval) for i, aval in enumerate(slots)]
         ins = [*(body.back_ins[i] for i in own), *passed, *(body.ins[i] for i in read)]
-        behind.append(closed(ins, body.second, body.back_outs, rounding.info_of(back)))
+        back_programs.append(closed(ins, body.second, body.back_outs, rounding.info_of(back)))
     shared = [Value(aval) for aval in slots]
     fore.outs = [*(fore.outs[i] for i in public), *shared]
     row = fore.row
-    fore.params = {**fore.params, **row.holding(ahead)}
+    fore.params = {**fore.params, **row.holding(fore_programs)}
     back.ins = [
         back.ins[0],
         *(back.ins[1 + i] for i in own),
         *shared,
         *(operands[i] for i in read),
     ]
-    back.params = {**back.params, **row.holding(behind)}
+    back.params = {**back.params, **row.holding(back_programs)}
 
 
 def _slots(each: Sequence[Sequence[Value]]) -> tuple[list[Any], list[dict[int, Value]]]:
@@ -360,12 +374,14 @@ def _map(pair: Pair) -> None:
     pair.private = {
         v: i
         for v, i in pair.private.items()
+        # With another spec, a device would read another part than it made.
         if all(spec == public_specs[i] for x, spec in read if x is v)
     }
     same = all(params.get(name) == back_params.get(name) for name in names)
     if not same or not pair.private:
         return
     public = pair.public
+    # Types inside depend on the mesh and its axes, which tracing reads from here.
     with building.on_each_device(params):
         body = Body.of(pair, *_programs(pair), functools.partial(_same_part, pair))
         arguments = zip(fore.ins, body.ins, strict=True)
@@ -395,6 +411,7 @@ def _map(pair: Pair) -> None:
 def _same_part(pair: Pair, ins: Sequence[Value], outs: Sequence[Value]) -> list[Value | None]:
     """Returns the arguments of the second program that are values of the first, on each device."""
     fore, back = pair.fore, pair.back
+    # The same array with another spec is another part of it.
     at = dict(zip(zip(fore.ins, fore.params["in_specs"], strict=True), ins, strict=True))
     read = zip(back.ins, back.params["in_specs"], strict=True)
     private = {v: outs[i] for v, i in pair.private.items()}

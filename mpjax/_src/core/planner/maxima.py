@@ -23,8 +23,8 @@ from mpjax._src.core.planner.equations import (
     Equation,
     Value,
     appended,
+    deferred,
     needed,
-    waiting,
 )
 from mpjax._src.core.planner.kinds import is_zero
 from mpjax._src.core.planner.partition import Handed, Parts, Placed, from_one_array
@@ -43,6 +43,7 @@ def with_positions(both: Parts) -> Parts:
     """Returns both parts of a program whose pools keep positions."""
     if current_facts().platform == "tpu":
         return both
+    # A derivative does not name its pool: both have the same operand and window.
     asked = {_key(e, e.ins[1]) for e in both.late if e.name == POOLED}
     where: dict[Any, Value] = {}
     first: list[Equation] = []
@@ -78,6 +79,7 @@ def _keeps_positions(e: Equation) -> bool:
     dense = all(d == 1 for d in (*params["base_dilation"], *params["window_dilation"]))
     pooled = [n for n, w in zip(e.ins[0].aval.shape, window, strict=True) if w > 1]
     counted = math.prod(window) <= MOST and all(isinstance(n, int) for n in pooled)
+    # `_unpool` has no form for dilated windows and symbolic sizes, nor for a region's dtype.
     return dense and counted and not e.region.dtype
 
 
@@ -89,6 +91,7 @@ def _pool(e: Equation, x: Any) -> list[Any]:
     """Returns the maxima, and where they were. Of equal entries it is the first, as in JAX."""
     larger = jax.lax.gt if e.name == "reduce_window_max" else jax.lax.lt
     edge = -math.inf if larger is jax.lax.gt else math.inf
+    # Padding loses against every finite number.
     best, *others = entries_of(x, edge, *(e.params[name] for name in WINDOWS))
     where = jnp.zeros(best.shape, jnp.uint8)
     for i, entry in enumerate(others, 1):
@@ -105,6 +108,7 @@ def _unpool(e: Equation, x: Any, where: Any) -> list[Any]:
         config = []
         dims = e.outs[0].aval.shape, x.shape, place, e.params["window_strides"], e.params["padding"]
         for size, count, at, stride, (low, _) in zip(*dims, strict=True):
+            # The entry at a place of window ``w`` came from ``w * stride + at - low``.
             end = size - (at - low) - ((count - 1) * stride + 1)
             config.append((at - low, end, stride - 1))
         terms.append(jax.lax.pad(jnp.where(where == i, x, zero), zero, config))
@@ -121,9 +125,10 @@ def masks(both: Parts) -> Parts:
     either = [e for e in forward if not read.isdisjoint(e.outs)]
     results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
     ahead = {*forward}
+    # A mask that the forward part reads itself exists anyway.
     prepared = [e for e in early if e not in ahead and _is_mask(e) and e.ins[0] in results]
     found = {e.outs[0]: results[e.ins[0]] for e in prepared}
-    first, second = waiting(early, outs, found)
+    first, second = deferred(early, outs, found)
     masked = [e.on([found[e.outs[0]], e.ins[1]]) if e.outs[0] in found else e for e in second]
     return both._replace(early=first, late=[*masked, *late])
 
@@ -143,6 +148,7 @@ def with_operands(
     for e in late:
         v = _operand(e.ins[0], maker) if e.again and _is_mask(e) else None
         steps = from_one_array(v, maker, known) if v is not None else None
+        # From several arrays, the mask would read more than the result does.
         if v is None or steps is None:
             changed.append(e)
             continue

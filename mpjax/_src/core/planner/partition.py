@@ -20,7 +20,7 @@ from mpjax._src.core.planner.equations import (
     Equation,
     Value,
     dependents,
-    remade,
+    recomputation,
 )
 from mpjax._src.core.planner.mincut import cheapest_cut
 
@@ -100,7 +100,7 @@ def handed(
     """
     crossing = read_of([*given, *(out for e in early for out in e.outs)], late, results)
     saved = next(lightest_of(early, crossing, price, given, costs=costs))
-    return Handed(saved, remade(early, crossing, {*saved, *free}))
+    return Handed(saved, recomputation(early, crossing, {*saved, *free}))
 
 
 def read_of(

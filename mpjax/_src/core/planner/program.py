@@ -22,12 +22,12 @@ from mpjax._src.core.planner.equations import (
     Value,
     between,
     closed,
+    deduplicated,
     dependents,
     needed,
-    of_the_others,
-    once,
     opened,
     parts,
+    without_known,
 )
 from mpjax._src.core.planner.exceptions import Exceptions
 from mpjax._src.core.planner.held_apart import held_apart, stored
@@ -456,7 +456,7 @@ def _with_gradient(
         later = _jax.trace(back, [v.aval for v in inputs], "planned")
     grads = opened(later, inputs, equations, again=True)
     program.exceptions.mark(equations)
-    equations, results = once(equations, [*outs, *grads])
+    equations, results = deduplicated(equations, [*outs, *grads])
     return [*values, *cts], equations, results
 
 
@@ -477,7 +477,7 @@ def without_zeros(
         ins = [alias.get(v, v) for v in e.ins]
         if e.name == BARRIER:
             zeros.update(out for v, out in zip(ins, e.outs, strict=True) if v in zeros)
-            rest = of_the_others(e.on(ins), zeros)
+            rest = without_known(e.on(ins), zeros)
             left += [rest] if rest.outs else []
             continue
         moved = [v for v in ins if v in linear]

@@ -12,10 +12,10 @@ from mpjax._src.core.planner.equations import (
     Equation,
     Order,
     Value,
+    deferred,
     dependents,
     in_order,
     needed,
-    waiting,
 )
 from mpjax._src.core.planner.maxima import masks, with_positions
 from mpjax._src.core.planner.partition import Parts
@@ -58,7 +58,7 @@ def weights_of_softmax(both: Parts) -> Parts:
     if not found:
         return both
     values = [v for softmax in found.values() for v in softmax.values]
-    order, ends = Order([*waiting(early, outs, values)[1], *late]), {*results}
+    order, ends = Order([*deferred(early, outs, values)[1], *late]), {*results}
     found = {weights: allowed(softmax, order, ends) for weights, softmax in found.items()}
     first: list[Equation] = []
     early = rounding.with_rounded(early, found, half, lambda e: takes_half(e, low))
@@ -66,7 +66,7 @@ def weights_of_softmax(both: Parts) -> Parts:
     instead: dict[Value, Value] = {}
     for weights, softmax in found.items():
         instead |= softmax.again(written[weights], first)
-    early, later = waiting(early, outs, instead)
+    early, later = deferred(early, outs, instead)
     behind = [*later, *late]
     low, either = rounding.wanted(behind, (), ()), instead | written
     changed = [e.reading(either if takes_half(e, low) else instead) for e in behind]

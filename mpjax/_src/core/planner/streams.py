@@ -12,7 +12,7 @@ import numpy as np
 
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.equations import Equation, Value
-from mpjax._src.core.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, PICKED, SAME, is_zero
+from mpjax._src.core.planner.kinds import ADDED, LAYOUT, MOVED, MULTIPLIED, SAME, SELECTED, is_zero
 from mpjax._src.core.planner.levels import Facts
 from mpjax._src.core.planner.prices import of_several, read_by_several
 from mpjax._src.core.planner.walks import Walks
@@ -92,7 +92,7 @@ def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
         floats = [v for v in e.ins if rounding.is_float32(v) and not is_zero(v)]
         if facts.kinds[e] == ADDED:  # beside its terms
             floats = [v for v in floats if not facts.constant_along(v, e.outs[0])] or floats
-        keeps = facts.kinds[e] in (ADDED, SAME, LAYOUT, MOVED, PICKED) or e.name in ("neg", "abs")
+        keeps = facts.kinds[e] in (ADDED, SAME, LAYOUT, MOVED, SELECTED) or e.name in ("neg", "abs")
         own = False
         if facts.kinds[e] == MULTIPLIED and e.outs[0] in facts.normed:  # by its own size, or scaled
             first, last = (sources.get(v, 0) for v in e.ins)

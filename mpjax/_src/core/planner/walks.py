@@ -321,7 +321,7 @@ STEPS: dict[str, Step] = {
     kinds.MOVED: _moved,
     kinds.ADDED: _added,
     kinds.MULTIPLIED: _multiplied,
-    kinds.PICKED: _picked,
+    kinds.SELECTED: _picked,
     kinds.SUMMED: _summed,
     kinds.SUMS: _sums,
     kinds.EXTREME: _summed,

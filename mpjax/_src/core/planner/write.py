@@ -184,7 +184,7 @@ class Writer:
             e = e.on(e.ins, like=building.stacking(e.like))
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
-        if e.outs and e.outs[0] in self.sums.of:
+        if e.outs and e.outs[0] in self.sums.accumulators:
             return self._with_accumulator(e, ins, params)
         if e.name in EXCHANGES:
             ins = self._sent(e, ins)
@@ -264,7 +264,7 @@ class Writer:
     def _with_accumulator(self, e: Equation, ins: list[Value], params: dict[str, Any]) -> None:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
         (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
-        accumulator = self.sums.of[v]
+        accumulator = self.sums.accumulators[v]
         self.written.append(e.on(ins, [accumulator], {**params, **kind}, _marked(e)))
         self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
 

@@ -69,7 +69,7 @@ def _passes(traced: Traced) -> dict[str, Rows]:
     )
     back, _ = cut.backward((True,) * len(cut.moves))
     parts = {"forward": cut.forward, "backward": back}
-    told = program.exceptions.told
+    told = program.exceptions.reasons
     regions = lambda eqn, row: _region(eqn, told.get(row, ""))  # noqa: E731
     return {
         "classify": _listed(traced, program.closed, regions),

@@ -77,7 +77,7 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
         # What a rule or an equal operation stands for runs where nothing is differentiated.
         forward = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
         ran = _by_row(_jax.open_jaxpr(forward)[0]) | ran
-    told = {} if traced.as_written else traced.with_rows.program.exceptions.told
+    told = {} if traced.as_written else traced.with_rows.program.exceptions.reasons
     storage, rounded = _storage(jaxpr, kept), rounded_for(jaxpr)
     changed = traced.replaced
     within: dict[Op, Op] = {}
