@@ -39,8 +39,12 @@ def _evaluated(
 
 def _chosen(eqn: Any, operands: Sequence[Any], taken: Callable[[Any], Any]) -> list[Any]:
     """Returns the results of all branches of a conditional, and selects among them."""
+    # All branches run here, also on operands that their condition keeps from them: a division by
+    # the zero that it tests. With ones in their place, no branch that is not chosen makes a NaN of
+    # scalars.
     branches = [inside.program for inside in higher_order(eqn.primitive.name).wire(eqn)]
     index, *operands = operands
+    # It is known which branch runs, so nothing is selected.
     if isinstance(eqn.invars[0], _jax.Literal):
         return _evaluated(branches[int(index)], operands, taken)
 

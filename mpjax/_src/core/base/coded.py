@@ -114,6 +114,7 @@ def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
     units = unit_of(spread(coded.scales, codes.shape, block_of(codes.shape[-1])))
     wide = codes.astype(FLOAT32)
     for _ in range(code.squarings):
+        # A plain square would lose the sign.
         wide = wide * jnp.abs(wide)
     return (wide * units).astype(dtype).reshape(coded.codes.shape)
 
@@ -145,9 +146,12 @@ def _in_blocks(x: jax.Array, there: jax.Array, code: Code) -> tuple[jax.Array, j
     """
     block = block_of(x.shape[-1])
     largest = jnp.max(jnp.abs(split(x.astype(FLOAT32), block)), axis=-1)
+    # From 1 on, units are normal numbers. Of smaller ones, XLA may flush units and products to
+    # zero.
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
     units = there.astype(FLOAT32) * inverse(spread(scales, x.shape, block))
+    # Up to `reach` units, which is more than the top, are rounded to the top.
     units = jnp.clip(units, -code.top, code.top)
     roots = _roots(jnp.abs(units), code)
     levels = jnp.round(jnp.where(units < 0, -roots, roots))

@@ -277,6 +277,7 @@ def named(name: str) -> Named:
     variant = [word for word in told if not word[0].isdigit()] + rest
     if len(rest) == 1 and f"{key}-{rest[0]}" in CARDS:
         sizes, variant = [int(rest[0])], variant[:-1]
+    # The A100s differ in bandwidth too, so there the size of the memory is a part of the name.
     if sizes and f"{key}-{sizes[0]}" in CARDS:
         key = f"{key}-{sizes[0]}"
     return Named(key, sizes[0] if sizes else None, tuple(variant))
@@ -311,6 +312,8 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
+    # float16 only where the device has nothing else: bfloat16 has float32's range, and needs no
+    # scale.
     policies = {(): "float32", (FLOAT16,): "mixed_float16"}
     policy = policies.get(tuple(fast), "mixed_bfloat16")
     return DeviceFacts(

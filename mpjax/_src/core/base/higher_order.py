@@ -110,6 +110,7 @@ def scanning(param: str, loop: Loop) -> HigherOrder:
 def _while(eqn: Any) -> Iterable[Inside]:
     cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = range(cond + body, len(eqn.invars))
+    # The result of the condition is no result of the loop, hence the None.
     yield Inside(eqn.params["cond_jaxpr"], [*range(cond), *carry], [None], (), cond)
     pairs = [(i, body + i) for i in range(len(carry))]
     ins = [*range(cond, cond + body), *carry]
@@ -122,6 +123,8 @@ def _branches(eqn: Any) -> Iterable[Inside]:
 
 
 def _planned(eqn: Any) -> Iterable[Inside]:
+    # The equation of a linear part shows no jaxpr (`_jax.held`). It holds the cut that it belongs
+    # to.
     program = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["cut"].tangent.written
     yield Inside(program, range(len(eqn.invars)), range(len(eqn.outvars)))
 

@@ -140,6 +140,7 @@ def row(names: str, need: str, gain: Any = SUM, span: str = KEEPS, **columns: An
 
 
 def _power(params: dict[str, Any]) -> str:
+    # |x f'(x)| / |f(x)| of x**y is |y|. A RANGE is what exp has, whose gain is 88 at most.
     size = abs(params["y"])
     return ONE if size <= 4 else RANGE if size <= 100 else UNBOUNDED
 

@@ -44,6 +44,7 @@ def _refuse(_: Any, grad: Any) -> Any:
 
 _turned.defvjp(
     lambda change, x, scale: (x, scale),
+    # The derivative of a gradient would meet the scale once more, so its backward pass refuses.
     lambda change, scale, grad: (_turned(_refuse, change(scale, grad), ()), None),
 )
 
@@ -71,6 +72,7 @@ class _Hooks:
     def attach(self) -> None:
         model = self.model
         for layer in model._flatten_layers(include_self=False):
+            # A model inside of this one to which mixed_precision was applied keeps its own policy.
             if getattr(vars(layer).get("stateless_call"), "model", None) is not layer:
                 self.replace(layer, "stateless_call", self.planned)
         for name, make in (
@@ -83,12 +85,14 @@ class _Hooks:
             ("get_compile_config", self.config),
         ):
             self.replace(model, name, make)
+        # Keras caches its compiled steps, which would run without the hooks.
         model.train_function = model.test_function = model.predict_function = None
         if getattr(model, "optimizer", None) is not None:
             self.wrap_optimizer()
 
     def replace(self, layer: Any, name: str, make: Any) -> None:
         plain = getattr(layer, name)
+        # Applied a second time, mixed_precision replaces its first hooks instead of wrapping them.
         plain = getattr(plain, "plain", plain)
         hook: Any = functools.wraps(plain)(make(layer, plain))
         hook.plain, hook.model = plain, self.model
@@ -123,11 +127,14 @@ class _Hooks:
                         f"there. Call self.stateless_call without it, or {BY_HAND}"
                     )
                 return plain(*args, **kwargs)
+            # A layer that is called by itself, outside of a step, runs as Keras runs it.
             if step is None and layer is not self.model:
                 return plain(*args, **kwargs)
             if scale is None:
                 out = run(*args, **kwargs)
                 return _turned_tree(self.check(), out, ()) if self.needs_scale else out
+            # The backward pass runs the other way: it enters at the results, where cotangents are
+            # scaled, and leaves at the arguments, where they are unscaled.
             args, kwargs = _turned_tree(type(scale).unscale, (args, kwargs), scale)
             step.inside = True
             try:
@@ -187,6 +194,7 @@ class _Hooks:
             logs, new = run(state, data, optimizer=optimizer, scale=scale)
             self.check_optimizers(len(new[2]), "applied" in done)
             trained, carried, variables, metrics = new
+            # The optimizer has restored what it trains. Statistics and seeds are the model's.
             finite = optimizer.finite(variables, state[2])
             carried = select(finite, list(carried), list(state[1]))
             return logs, (trained, carried, variables, metrics)

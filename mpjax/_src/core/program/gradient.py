@@ -157,6 +157,8 @@ def pull_back(
         value, aux = out if has_aux else (out, ())
         pairs = jax.tree_util.tree_leaves_with_path(aux)
         pairs = [(keys, x) for keys, x in pairs if is_array(x)]
+        # The paths of an aux are known only while the function runs, and are not arrays to be
+        # returned.
         paths[:] = [path_of(keys) for keys, _ in pairs]
         return scaled(value), (value, [x for _, x in pairs])
 

@@ -221,6 +221,8 @@ def _programs(eqn, ins: Sequence[Value], scopes, callers) -> tuple[Inside, ...]:
         jaxpr, consts = _jax.open_jaxpr(inside.program)
         carried = {argument for _, argument in inside.carry}
         invars = [
+            # A carry has the value from outside in the first iteration alone, so nothing is known
+            # of it.
             Value(v.aval) if place in carried else _argument(v.aval, ins[index], row.knows)
             for place, (v, index) in enumerate(zip(jaxpr.invars, inside.ins, strict=True))
         ]
@@ -234,6 +236,7 @@ def _argument(aval: Any, outside: Value, knows: bool) -> Value:
     fields: dict[str, Any] = {"paths": outside.paths, "given": outside.given}
     if knows:
         const = outside.const
+        # A loop passes slices, of which only a number that fills the whole array is known.
         filled = const is not None and np.size(const) == 1
         fields["const"] = np.reshape(const, ()) if filled else None
     return Value(aval, **fields)

@@ -25,6 +25,7 @@ def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
     It differentiates all leaves, but of Flax NNX variables only parameters: no statistics, no
     caches.
     """
+    # Without an import of Flax there are no modules of it, and to import it takes a second.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [(leaf, True) for leaf in jax.tree.leaves(tree)]
@@ -79,6 +80,8 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
         with nnx.merge_context(TAG, inner=True) as context:
             args, kwargs = context.merge(graph, state)
             nodes = dict(context.index_ref)
+        # Flax does not say what a function changes, so what each object holds is compared
+        # afterwards.
         before = {i: _held(node) for i, node in nodes.items()}
         out = fun(*args, **kwargs)
         returned = out if has_modules(out) else None
@@ -159,5 +162,6 @@ def _check_may_change(nodes: list[Any]) -> None:
         if isinstance(node, nnx.Variable):
             node.set_raw_value(node.get_raw_value())
         elif isinstance(node, nnx.Pytree):
+            # Flax checks the trace when an attribute is set, whichever it is.
             setattr(node, TAG, None)
             delattr(node, TAG)

@@ -226,6 +226,7 @@ def _full(
     """Returns the parameters, with trained 16-bit ones replaced by their full float32 values."""
 
     if _are_none(masters):
+        # Spelled out for the comparison of structures, and for the map over both trees.
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
     trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
     wanted, of_masters = trees
@@ -238,6 +239,7 @@ def _full(
     def choose(keys, param, beside, frozen):
         if frozen:
             return param
+        # 16-bit parameters have a master, and only they do, unless dtypes have changed since init.
         if is_narrow_array(param) == is_masked(beside):
             seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
@@ -322,6 +324,8 @@ def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
     """
 
     def exact(param, beside):
+        # The sum of a parameter and its update may miss the master by a rounding. A split master
+        # has no such value of its own: the sum is all that is known here.
         is_master = beside is not None and beside.dtype == FLOAT32
         return beside.astype(param.dtype) if is_master else param
 
@@ -347,6 +351,8 @@ def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> 
     """Returns ``make(param, beside)`` for each parameter; ``beside`` is its master or None."""
     besides = {}
     for state in _states_in(opt_state):
+        # Several states, of parts of the parameters, may be anywhere in those of other optimizers.
+        # The paths in them are those of the parameters.
         for keys, beside in jax.tree_util.tree_leaves_with_path(state.masters):
             besides[keys] = beside
 

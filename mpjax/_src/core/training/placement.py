@@ -25,6 +25,7 @@ def commit_like(tree: T, like: Any) -> T:
         return tree
     place = leaves[0].sharding
     if isinstance(place, NamedSharding):
+        # On the devices of that array, but not divided among them as it is.
         place = place.update(spec=PartitionSpec())
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), tree)
 
@@ -77,6 +78,8 @@ def state_shardings(state: T, param_shardings: Any) -> T:
         )
     by_path = _of_params(state.params, param_shardings)
     first = next(iter(by_path.values()), (None, PartitionSpec()))[1]
+    # In the form of the user's own shardings: with their mesh, or as a spec for the mesh that is
+    # set.
     everywhere = _with_spec(first, PartitionSpec())
 
     def place(keys: Any, leaf: Any) -> Any:
@@ -132,6 +135,8 @@ def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
     if shape == whole:
         return sharding
     for axis in range(len(whole)):
+        # Of a square matrix either axis fits, and the first one counts. If it was the other one,
+        # devices exchange more, but no number changes.
         if shape == whole[:axis] + whole[axis + 1 :]:
             return _with_spec(sharding, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
     if whole and shape[:-1] == whole[:-1] and len(shape) == len(whole):

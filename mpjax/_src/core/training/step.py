@@ -266,9 +266,15 @@ def build_train_step(
         check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads, reports)
         before = {name: getattr(state, name) for name in CHANGED}
+        # Frozen parameters stay out of the choice between old and new, so nothing reads or copies
+        # them.
         before["params"] = reads.trained(state.params, state.params)
+        # The report is chosen with the state that it is about: in a skipped step nothing has
+        # stalled.
         before["stalled"] = reports.none_stalled(state)
         args = state.params, passes.grads, passes.model_state, extra_args
+        # Plain arithmetic is trusted up to an overflow of float32. float16 moments overflow at
+        # 65504.
         run = functools.partial(gated, agree=shards.agreed, wholly=may_overflow(state.opt_state))
         after, good = run(verdict.finite(), update, before, *args)
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
@@ -423,6 +429,7 @@ def _local(
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
     params, model_state = local_to(axes, axis_name, (state.params, state.model_state))
+    # Replicas that drew the same dropout masks would average correlated gradients.
     if axes and rng is not None:
         rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
@@ -475,6 +482,8 @@ def _updated(
     return {
         "step": before["step"] + 1,
         "params": reads.trained(new.params, params),
+        # An optimizer may return moments in the dtype of its gradients, but a state keeps its
+        # dtypes: else the next step would compile again.
         "opt_state": cast_like(new.state, opt_state),
         "model_state": model_state,
         "stalled": reports.shares(new, opt_state, params),
@@ -543,7 +552,9 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         )
     _check_metrics(metrics)
     skips, scale = int(metrics["consecutive_skips"]), as_float(metrics["loss_scale"])
+    # A scale that has come down to 1 by skips has no effect left on what overflows.
     at_floor = skips >= AT_FLOOR and scale <= 1
+    # A warning at the floor comes before the limit, as more skips will not help.
     if skips < most and not at_floor:
         return
     cause = _cause(metrics, at_floor)
@@ -634,6 +645,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
         try:
             return loss_fn(*half, **_new_containers(kwargs))
         except (TypeError, ValueError) as error:
+            # Under float32 the casts changed nothing that could have caused it.
             if policy.compute_dtype not in HALVES:
                 raise
             refused = error
@@ -642,6 +654,8 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
         try:
             return by_op(params, batch, **kwargs)
         except Exception:
+            # The error of the function itself, as the user wrote it, says more than that under
+            # autocast.
             raise refused from None
 
     return run
@@ -675,11 +689,13 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
         )
         rng = None if state.rng is None else jax.random.fold_in(state.rng, index)
+        # As if the micro-batches were batches: statistics go from one to the next, and keys differ.
         here = dataclasses.replace(state, model_state=model_state, rng=rng)
         passes = _on_batch(grad_fn, here, micro_batch)
         grad_sum = jax.tree.map(jnp.add, grad_sum, passes.grads)
         return (grad_sum, passes.model_state), (passes.loss, passes.aux, passes.seen)
 
+    # float32 sums, in which no small gradient of a later micro-batch is lost.
     zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
     (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
         micro_step, (zeros, state.model_state), jnp.arange(steps)
@@ -780,6 +796,7 @@ def _check_model(model_state: Any) -> Any:
 def _check_rng(rng: Any) -> Any:
     if rng is None or (is_array(rng) and rng.ndim == 0 and is_key(rng)):
         return rng
+    # The form of jax.random.PRNGKey.
     if is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
         return rng
     raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
@@ -850,6 +867,7 @@ def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
             f"returned is a {type(value).__name__} where a pair is expected."
         )
 
+    # Without this check, a tuple would be reported as a loss of a wrong type.
     if not (has_state or has_aux):
         if isinstance(out, tuple):
             raise TypeError(

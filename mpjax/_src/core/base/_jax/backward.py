@@ -29,6 +29,8 @@ def is_scaled() -> bool:
 
 
 def _factors_so_far() -> list[Any]:
+    # A transpose rule sees its own cotangent alone. What was multiplied into it before is known to
+    # the frames of JAX's loop over the linear equations, which runs them in reverse order.
     frame, factors, first = inspect.currentframe(), list[Any](), ()
     while frame is not None:
         if frame.f_code is ad.backward_pass3.__code__:
@@ -45,6 +47,7 @@ def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
     """Yields the operands of products that are scalars."""
     for eqn in eqns:
         values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
+        # The functions of jax.numpy are jitted, a product too.
         if "jit" in eqn.primitive.name:
             jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
             inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)

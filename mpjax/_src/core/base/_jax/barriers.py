@@ -38,6 +38,7 @@ def may_be_partitioned(ctx: Any) -> bool:
     if ctx.module_context.lowering_parameters.for_export:
         return True
     manual = getattr(context, "manual_axes", None)
+    # XLA partitions over the axes that a shard_map leaves to it.
     if manual:
         return {*manual} != {*context.mesh.axis_names}
     return (getattr(context, "num_devices", None) or 1) > 1

@@ -42,6 +42,7 @@ def _scan(*args: Any, **params: Any) -> Any:
             started[id(value)] = _empty(prefix, length_spec, aval)
         return started[id(value)]
 
+    # JAX's scan takes no arrays to stack in, so its own code runs with another `_empty_array`.
     code, names = loops._scan_impl.__code__, {**vars(loops), "_empty_array": start}
     return types.FunctionType(code, names)(*args, **params)
 
@@ -76,6 +77,7 @@ def _empty(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
     if special or explicit or aval.memory_space != jax.memory.Space.Device:
         return loops._empty_array(prefix, length_spec, aval)
     empty = jax.lax.empty((*prefix, *aval.shape), aval.dtype)
+    # In a shard_map, the type of what is stacked says over which axes it varies.
     return jax.lax.pcast(empty, axes, to="varying") if axes else empty
 
 
