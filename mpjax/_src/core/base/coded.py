@@ -95,10 +95,10 @@ def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True
     With ``in_order``, XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of what a
     convolution reads or makes, it should choose the order.
     """
-    code, there = KINDS[kind], _jax.again_barrier(x) if rounded else x
+    code, fenced = KINDS[kind], _jax.again_barrier(x) if rounded else x
     if not code.blocks:
-        return Coded(_levels_of(there.astype(FLOAT32), code), None, kind)
-    codes, scales = _in_blocks(jnp.atleast_1d(x), jnp.atleast_1d(there), code)
+        return Coded(_levels_of(fenced.astype(FLOAT32), code), None, kind)
+    codes, scales = _in_blocks(jnp.atleast_1d(x), jnp.atleast_1d(fenced), code)
     codes = codes.reshape(x.shape)
     if in_order:
         codes, scales = _jax.row_major(codes), _jax.row_major(scales)
@@ -138,11 +138,11 @@ def block_of(length: int) -> int:
     return max(1, -(-length // blocks))
 
 
-def _in_blocks(x: jax.Array, there: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
+def _in_blocks(x: jax.Array, fenced: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
     """Returns codes of an array, and the scale of each block.
 
     The largest entries are those of ``x``, which XLA finds in the kernel that computes it; the
-    codes are those of ``there``, the same array.
+    codes are those of ``fenced``, the same array.
     """
     block = block_of(x.shape[-1])
     largest = jnp.max(jnp.abs(split(x.astype(FLOAT32), block)), axis=-1)
@@ -150,7 +150,7 @@ def _in_blocks(x: jax.Array, there: jax.Array, code: Code) -> tuple[jax.Array, j
     # zero.
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
-    units = there.astype(FLOAT32) * inverse(spread(scales, x.shape, block))
+    units = fenced.astype(FLOAT32) * inverse(spread(scales, x.shape, block))
     # Up to `reach` units, which is more than the top, are rounded to the top.
     units = jnp.clip(units, -code.top, code.top)
     roots = _roots(jnp.abs(units), code)

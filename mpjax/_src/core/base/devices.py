@@ -261,8 +261,8 @@ def named(name: str) -> Named:
     words = re.findall(r"[^\W_]+", name.lower())
     if len(words) == 1 and words[0] in KINDS:
         return Named(words[0], None, ())
-    told = [word for word in words if VARIANT.fullmatch(word)]
-    model = [word for word in words if word not in told and not NOISE.fullmatch(word)]
+    variants = [word for word in words if VARIANT.fullmatch(word)]
+    model = [word for word in words if word not in variants and not NOISE.fullmatch(word)]
     key, rest = "".join(model), []
     # Numbers may follow the model: the size of its memory or of a slice.
     for n in range(len(model), 0, -1):
@@ -273,8 +273,8 @@ def named(name: str) -> Named:
             break
         if not model[n - 1].isdigit():
             break
-    sizes = [int(m[1]) for m in map(VARIANT.fullmatch, told) if m and m[1]]
-    variant = [word for word in told if not word[0].isdigit()] + rest
+    sizes = [int(m[1]) for m in map(VARIANT.fullmatch, variants) if m and m[1]]
+    variant = [word for word in variants if not word[0].isdigit()] + rest
     if len(rest) == 1 and f"{key}-{rest[0]}" in CARDS:
         sizes, variant = [int(rest[0])], variant[:-1]
     # The A100s differ in bandwidth too, so there the size of the memory is a part of the name.

@@ -55,7 +55,8 @@ class HigherOrder:
     # Whether its dtypes must stay as written, because rules that its author traced elsewhere expect
     # them.
     pinned: bool = False
-    as_one: bool = False  # whether it counts as one operation if everything inside is elementwise
+    # Whether it counts as one operation if everything inside is elementwise.
+    one_operation: bool = False
     backward: bool = False  # whether its author wrote its backward pass
 
     @property
@@ -137,7 +138,7 @@ HIGHER_ORDER: dict[str, HigherOrder] = {
     "jit": calling("jaxpr"),
     "remat2": calling("jaxpr", knows=True),
     "shard_map": calling("jaxpr", MAP),
-    "custom_jvp_call": calling("call_jaxpr", as_one=True),
+    "custom_jvp_call": calling("call_jaxpr", one_operation=True),
     "custom_vjp_call": calling("call_jaxpr", backward=True),
     "custom_vmap_call": calling("call", pinned=True),
     "linear_call": calling("callee", pinned=True),

@@ -125,8 +125,7 @@ class TrainState(train_state.TrainState, repr=False):
             tx=optimizer,
             **kwargs,
         )
-        # Flax counts from a Python 0. The first step would return an array, and the second compile
-        # again.
+        # Flax counts from a Python 0. An array from the start keeps the type of the state as it is.
         return state.replace(step=jnp.zeros((), jnp.int32))
 
     def value_and_grad(

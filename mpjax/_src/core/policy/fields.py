@@ -123,7 +123,7 @@ def _share(value: Any) -> float | None:
 
 def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
     """Refuses what the lists of operations name if it is no primitive, or one without a dtype."""
-    # A primitive in two lists is here under the second, and met first in the first.
+    # Of a primitive in two lists this has the last one, so the first one does not match it below.
     listed = {name: names for names, members in lists.items() for name in members}
     for names in OP_LISTS:
         for name in lists[names]:

@@ -99,7 +99,7 @@ def _is_mapping(x: Any) -> bool:  # that of ml_collections is no `Mapping`
 
 
 def _text_of(x: Any) -> tuple[str | None, list[tuple[Any, Any]]]:
-    """Returns the string of a policy, None if there is none, and the settings beside it."""
+    """Returns the string of a policy, None if there is none, and its further settings."""
     # A named tuple, such as an optimizer, is no list of settings.
     listed = isinstance(x, Sequence) and not isinstance(x, str) and not hasattr(x, "_fields")
     words, pairs = [], []

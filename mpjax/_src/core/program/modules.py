@@ -39,10 +39,10 @@ def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
 
 def has_modules(tree: Any) -> bool:
     """Returns whether a tree contains Flax NNX modules or variables."""
-    return are_there(*jax.tree_util.tree_flatten(tree))
+    return flat_has_modules(*jax.tree_util.tree_flatten(tree))
 
 
-def are_there(leaves: list[Any], structure: Any) -> bool:
+def flat_has_modules(leaves: list[Any], structure: Any) -> bool:
     """Returns whether a flattened tree contains Flax NNX modules or variables.
 
     The answer is cached by structure: a search of all nodes takes as long as the rest of a call.

@@ -386,8 +386,6 @@ class Rules:
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
-        # Misplaced arguments are refused by name here. The inner optimizer would fail for them
-        # anyhow.
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, MixedPrecisionState, "mixed_precision")

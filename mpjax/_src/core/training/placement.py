@@ -25,7 +25,6 @@ def commit_like(tree: T, like: Any) -> T:
         return tree
     place = leaves[0].sharding
     if isinstance(place, NamedSharding):
-        # On the devices of that array, but not divided among them as it is.
         place = place.update(spec=PartitionSpec())
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, place), tree)
 

@@ -552,9 +552,7 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
         )
     _check_metrics(metrics)
     skips, scale = int(metrics["consecutive_skips"]), as_float(metrics["loss_scale"])
-    # A scale that has come down to 1 by skips has no effect left on what overflows.
     at_floor = skips >= AT_FLOOR and scale <= 1
-    # A warning at the floor comes before the limit, as more skips will not help.
     if skips < most and not at_floor:
         return
     cause = _cause(metrics, at_floor)
@@ -645,7 +643,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
         try:
             return loss_fn(*half, **_new_containers(kwargs))
         except (TypeError, ValueError) as error:
-            # Under float32 the casts changed nothing that could have caused it.
+            # Without casts to 16 bits, the error is the function's own.
             if policy.compute_dtype not in HALVES:
                 raise
             refused = error
@@ -689,7 +687,6 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), split
         )
         rng = None if state.rng is None else jax.random.fold_in(state.rng, index)
-        # As if the micro-batches were batches: statistics go from one to the next, and keys differ.
         here = dataclasses.replace(state, model_state=model_state, rng=rng)
         passes = _on_batch(grad_fn, here, micro_batch)
         grad_sum = jax.tree.map(jnp.add, grad_sum, passes.grads)

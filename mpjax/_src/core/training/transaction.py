@@ -65,8 +65,8 @@ def gated(
     """
     if not _is_chosen(finite):
         new = jax.jit(new, inline=True)  # traced once for all that follows
-    # Outside of jit the results are computed anyway, and a trace would take longer than to check
-    # them.
+    # Outside of jit, `gated_update` passes results instead of a function, so a trace of ``new``
+    # shows no arithmetic that could be judged.
     wholly = wholly or not isinstance(finite, jax.core.Tracer)
     good, run = _with_verdict(new, before, args, agree, wholly)
     may = finite & good

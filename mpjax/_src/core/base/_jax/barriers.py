@@ -77,7 +77,7 @@ def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any
     return primitive.bind(*args, order=(dim, *(d + (d >= dim) for d in order))), dim
 
 
-def told(name: str, tell: Callable[[], None]) -> Callable[[Any], Any]:
+def on_transpose(name: str, tell: Callable[[], None]) -> Callable[[Any], Any]:
     """Returns an identity that calls ``tell`` while its backward pass is traced.
 
     It sees the backward pass of a function that is traced first and differentiated later, in a jit,
@@ -104,8 +104,8 @@ _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
 _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 _again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
 _row_major_p = _barrier("row_major", *GPUS, held=_laid_out, alone=True)
-TOLD = "float16_gradient"
-BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major", TOLD})
+FLOAT16_GRADIENT = "float16_gradient"
+BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major", FLOAT16_GRADIENT})
 
 # What autocast keeps has a name, wherever it is computed: also in code that is transposed as it is,
 # such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.
