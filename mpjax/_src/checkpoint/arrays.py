@@ -173,8 +173,7 @@ def _wanted(stored: Any, sharding: Any, sums: Any) -> Wanted:
     shards = [(tuple((start, stop) for start, stop in box), number) for box, number in sums]
     for part in parts:
         common = (checksums.overlap(part, box) for box, _ in shards)
-        # Shards do not overlap, so their common parts have the size of the whole only if none is
-        # missing.
+        # Shards do not overlap, so only if none is missing do their sizes add up to the part's.
         if sum(_size(box) for box in common if box is not None) != _size(part):
             raise ValueError("its checksums are not those of the whole array")
     return Wanted(stored, sharding, parts, shards)

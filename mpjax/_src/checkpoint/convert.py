@@ -32,8 +32,7 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
             read = _whole(jnp.asarray(read), jnp.asarray(arrays[source.companion]))
         leaf = read
         if source.kind is not None:
-            # Residuals and codes are made anew of the float32 value: those of another policy do not
-            # fit.
+            # Residuals and codes are made anew, because those of another policy do not fit.
             leaf = _part(source, jnp.asarray(read, FLOAT32))
         elif str(leaf.dtype) != dtype:
             # NumPy would warn of an overflow, which is refused below by the name of the leaf.

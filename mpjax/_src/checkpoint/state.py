@@ -180,8 +180,7 @@ def restore(
     for source in sources:
         for path in (source.path, source.companion):
             if path is not None:
-                # Several leaves may come from one saved array, which is read once, to where the
-                # first one is.
+                # Leaves that come from one saved array share it, placed as the first of them.
                 places.setdefault(path, place_of(source.target.value))
     arrays = store.read_arrays(directory, about, places, verify)
     return converted(sources, arrays, like, str(directory))

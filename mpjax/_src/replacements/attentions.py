@@ -427,8 +427,7 @@ def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
     elif op.name == "not":
         yield from _parts(seen._replace(value=op.ins[0], kept=not leaf.kept), flow)
     elif op.name == ("and" if leaf.kept else "or"):
-        # Not (a or b) keeps the entries that neither drops, so "or" splits a mask of what is
-        # dropped.
+        # What "a or b" drops, a drops or b drops: then both are masks of what is dropped.
         for value in op.ins:
             axes = _known(narrowed(value, seen.axes))
             yield from _parts(seen._replace(value=value, axes=axes), flow)
@@ -491,8 +490,7 @@ def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
         yes, no = (x == 0 for x in added)
     if yes and not no:
         return mask.lines
-    # The opposite of one condition is one condition, but that of several is none that all have to
-    # hold.
+    # The opposite of several conditions is no set of conditions that all have to hold.
     if no and not yes and len(mask.lines) == 1:
         return frozenset(map(positions.negated, mask.lines))
     return None

@@ -10,8 +10,8 @@ computed in them. There are two ways to avoid the logits:
   block's logits are known as soon as the block is. So the forward pass makes the gradients too, and
   the backward pass only scales them. Each block adds to a gradient of the whole weight.
 - `statistics`, by blocks of the *vocabulary*. It returns three numbers of each row, of which any
-  loss is a function. The backward pass computes each block of logits again, and with it a block of
-  the weight's gradient, which is written once.
+  loss is a function. The backward pass recomputes each block of logits, and with it
+  computes a block of the weight's gradient, which is written once.
 
 Blocks are interleaved: block ``i`` of ``n`` has the entries ``i``, ``i + n``, ``i + 2 n``, ... of
 the axis. If devices share an axis, they then share each block of it.
@@ -400,7 +400,7 @@ def _online(operands: Operands, form: Form) -> Statistics:
 def _online_tangent(
     operands: Operands, moving: Operands, normalizer: Any, form: Form
 ) -> Statistics:
-    """Returns the tangents of the statistics. The logits are computed again."""
+    """Returns the tangents of the statistics. The logits are recomputed."""
     hidden, labels, wide = operands.hidden, operands.labels, operands.wide
     product = functools.partial(_product, axis=1 - form.axis, dtype=hidden.dtype)
     ahead = None if moving.hidden is None else cast(moving.hidden, wide)

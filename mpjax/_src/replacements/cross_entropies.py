@@ -61,8 +61,7 @@ def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
         while maker is not None:
             chain.append(maker)
             through = maker.name in THROUGH or is_view(maker)
-            # The logits are the largest operand: shifts and biases have an entry for each row or
-            # word.
+            # The logits are the largest operand: a shift has one entry a row, a bias one a word.
             widest = max(maker.ins, key=lambda v: v.size, default=None) if through else None
             maker = flow.producer.get(widest) if widest is not None else None
         if chain and chain[0].name == "exp" and chain[-1] not in found:
@@ -341,8 +340,7 @@ def _written(
         root.scale,
     )
     if form.blocks == 1 and not is_sum:
-        # One block has all logits, so it saves memory only if the forward pass of a sum makes the
-        # gradients.
+        # One block has all logits. It pays only if a sum's forward pass makes the gradients.
         raise Unfit("its logits are no larger than one block")
     ruling = flow.rulings[matmul]
     how = Written(

@@ -58,8 +58,8 @@ def linear_cross_entropy(
 
     With a reduction, the forward pass computes the gradients as well, block by block of rows, so no
     matmul runs twice. Without one, if blocks are small, or if devices share the arrays, blocks are
-    parts of the vocabulary, and logits are computed a second time: for many blocks this moves fewer
-    bytes, and devices exchange each gradient once.
+    parts of the vocabulary, and logits are recomputed: for many blocks this moves fewer bytes, and
+    devices exchange each gradient once.
 
     Matmuls compute in the dtype of ``hidden``, to which the weight is cast; under `autocast`, that
     is the 16-bit dtype of the policy. They return float32, in which everything else is computed.

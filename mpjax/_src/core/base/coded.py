@@ -1,4 +1,4 @@
-"""Values that are kept for the backward pass in 8 bits.
+"""Values that are stored for the backward pass in 8 bits.
 
 - "int8": the squares of the integers up to 127, and their negatives, in units. The last axis is cut
   into blocks of at most 128 entries. The unit of a block is a power of two, kept in one byte. The
@@ -146,8 +146,7 @@ def _in_blocks(x: jax.Array, fenced: jax.Array, code: Code) -> tuple[jax.Array, 
     """
     block = block_of(x.shape[-1])
     largest = jnp.max(jnp.abs(split(x.astype(FLOAT32), block)), axis=-1)
-    # From 1 on, units are normal numbers. Of smaller ones, XLA may flush units and products to
-    # zero.
+    # From 1 on, units are normal numbers. Smaller ones are subnormal, which XLA may flush.
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
     units = fenced.astype(FLOAT32) * inverse(spread(scales, x.shape, block))

@@ -64,8 +64,7 @@ def brief(value: Any) -> str:
 
 def check_callable(fun: Any, argument: str) -> None:
     """Raises a TypeError if an argument that must be a function is not callable."""
-    # jnp.bfloat16 is callable, but in the place of a function it is a dtype that got there by
-    # mistake.
+    # jnp.bfloat16 is callable, but who passes it for a function has mixed up the arguments.
     if not callable(fun) or _is_dtype(fun):
         raise TypeError(f"{argument}={brief(fun)} must be a function.{misplaced(fun)}")
 

@@ -124,8 +124,7 @@ def _branches(eqn: Any) -> Iterable[Inside]:
 
 
 def _planned(eqn: Any) -> Iterable[Inside]:
-    # The equation of a linear part shows no jaxpr (`_jax.held`). It holds the cut that it belongs
-    # to.
+    # The equation of a linear part shows no jaxpr (`_jax.held`), but holds its cut.
     program = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["cut"].tangent.written
     yield Inside(program, range(len(eqn.invars)), range(len(eqn.outvars)))
 

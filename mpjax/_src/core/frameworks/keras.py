@@ -51,6 +51,7 @@ _turned.defvjp(
 
 def _turned_tree(change: Any, tree: Any, scale: Any) -> Any:
     def turned(x):
+        # Integers, such as seeds, have no cotangent.
         inexact = is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
         return _turned(change, x, scale) if inexact else x
 
@@ -147,6 +148,7 @@ class _Hooks:
 
     def check(self) -> Any:
         """Returns a function of the backward pass that fails if no loss is scaled from now on."""
+        # A loop may scale its loss after the model has run, but before the backward pass enters it.
         before = LossScaleOptimizer._losses
 
         def check(_, grad):
@@ -169,6 +171,7 @@ class _Hooks:
                 results = plain(state, data)
             finally:
                 STEP.reset(token)
+            # A step that calls the model itself would train in float32, and nobody would notice.
             if "planned" not in done:
                 name = f"{type(model).__name__}.{getattr(plain, '__name__', 'step')}"
                 raise ValueError(
@@ -236,6 +239,7 @@ class _Hooks:
                 inner = model.optimizer.inner_optimizer
                 saved = [str(self.policy), model.optimizer._saved_scale(), inner.name]
                 optimizer = keras.saving.serialize_keras_object(inner)
+                # Keras warns by this name where it cannot load the optimizer's state.
                 optimizer = _renamed(optimizer, f"{inner.name}-import_mpjax.keras_before_loading")
                 config = {**config, "optimizer": {**optimizer, "mpjax": saved}}
             return config

@@ -142,6 +142,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._step is not None:
             return loss
         scale = self._now(optimizer_variables)
+        # A traced scale is an argument of the step, and a static one never changes.
         fixed = _traced(scale) or isinstance(scale, (NoOpLossScale, StaticLossScale))
         if not fixed and _traced(jnp.zeros(())):  # in jit, but not in an eager gradient
             raise ValueError(

@@ -150,6 +150,7 @@ def _parsed(text: str | None, pairs: Iterable[tuple[Any, Any]], x: Any, half: An
     values = _added(values, pairs, x)
     if name:
         return _refined(_named(name, text or name, half), values, x, half)
+    # Before the defaults are filled in, which are dtypes too.
     named = any(field.endswith("_dtype") for field in values)
     values.setdefault("param_dtype", FLOAT32)
     values.setdefault("compute_dtype", values["param_dtype"])

@@ -109,8 +109,7 @@ def operations_in(jaxpr: Any) -> int:
         if not enters(eqn):
             count += 1
             continue
-        # Only one branch of a conditional runs. Which one is not known before, so the longest
-        # counts.
+        # It is not known before which branch of a conditional runs, so the longest one counts.
         programs = [unmapped(eqn)] if kind.kind == MAP else [p.program for p in kind.wire(eqn)]
         inside = [operations_in(program) for program in programs]
         count += turns_of(eqn) * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))

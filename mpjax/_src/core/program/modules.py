@@ -80,8 +80,7 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
         with nnx.merge_context(TAG, inner=True) as context:
             args, kwargs = context.merge(graph, state)
             nodes = dict(context.index_ref)
-        # Flax does not say what a function changes, so what each object holds is compared
-        # afterwards.
+        # Flax does not say what a function changes, so objects are compared before and after.
         before = {i: _held(node) for i, node in nodes.items()}
         out = fun(*args, **kwargs)
         returned = out if has_modules(out) else None

@@ -116,8 +116,7 @@ def known_array(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, An
         if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
             args = [known_array(v, makers, arrays) for v in op.ins]
             if all(arg is not None for arg in args):
-                # JAX may be tracing here, and would add the operations to its trace instead of
-                # running them.
+                # If JAX is tracing, it would add the operation to its trace and not run it.
                 with jax.ensure_compile_time_eval():
                     arrays[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
     return arrays[value]

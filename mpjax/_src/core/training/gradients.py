@@ -193,8 +193,7 @@ def with_scaled_loss(
             )
         # Widened here too, because jmp's scales multiply in the dtype of the loss.
         whole = loss_scale.scale(widen(jnp.asarray(loss)))
-        # A rule for the loss alone would not run where the loss has no tangent: it needs the
-        # arguments.
+        # Of a loss without a tangent, JAX runs no rule, so the rule gets the arguments too.
         return _of_arguments(whole, list(filter(is_floating, jax.tree.leaves(args)))), (loss, aux)
 
     return scaled

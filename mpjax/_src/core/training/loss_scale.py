@@ -41,7 +41,7 @@ _UNSET: Any = None  # until __post_init__
 
 
 def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
-    """Multiplies floating and complex leaves in their own dtype, halves in float32."""
+    """Multiplies floating and complex leaves in their own dtype, 16-bit ones in float32."""
     # The warning that no loss was scaled asks for this fact about the process.
     called.CALLED.add(called.SCALES)
 
@@ -206,8 +206,7 @@ class DynamicLossScale:
             entry = getattr(self, name)
             if entry is not None and not is_traced(entry):
                 _check_scale(name, entry) if dtype == jnp.float32 else check_count(name, entry, 0)
-            # A step returns arrays without weak types, so one that starts with them would compile
-            # twice.
+            # Without weak types, as a step returns them: else it would compile twice.
             object.__setattr__(self, name, jnp.asarray(value if entry is None else entry, dtype))
 
     def _check_settings(self) -> None:

@@ -38,7 +38,7 @@ from mpjax._src.core.training.stored import (
     need_params,
 )
 
-# The dtype that is kept with a 16-bit parameter, by the policy's `masters`; see `residuals`.
+# The dtype that is stored with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
 STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
@@ -209,8 +209,8 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
 
         updates = reads.trained(updates, params)
         pairs = [stored(*row) for row in by_leaf(params, state.masters, full, updates)]
-        new, kept = zip(*pairs, strict=True)
-        masters = jax.tree.unflatten(jax.tree.structure(params), kept)
+        new, leaves = zip(*pairs, strict=True)
+        masters = jax.tree.unflatten(jax.tree.structure(params), leaves)
         return updates, new, MasterWeightsState(masters, inner_state)
 
     return made(inner, init, core)
@@ -349,15 +349,15 @@ def stored(opt_state: Any, params: Any) -> list[tuple[jax.Array, ...]]:
 
 def _map_masters(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> Any:
     """Returns ``make(param, master)`` for each parameter; ``master`` is its master or residual."""
-    kept = {}
+    by_path = {}
     for state in _states_in(opt_state):
         # Several states, of parts of the parameters, may be anywhere in those of other optimizers.
         # The paths in them are those of the parameters.
         for keys, master in jax.tree_util.tree_leaves_with_path(state.masters):
-            kept[keys] = master
+            by_path[keys] = master
 
     def full(keys, param):
-        master = kept.pop(keys, None)
+        master = by_path.pop(keys, None)
         if master is not None and jnp.shape(master) != jnp.shape(param):
             raise ValueError(
                 f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(master)}, but "
@@ -366,9 +366,9 @@ def _map_masters(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -
         return make(param, master)
 
     tree = jax.tree_util.tree_map_with_path(full, params)
-    if kept:
+    if by_path:
         raise ValueError(
-            f"opt_state has masters of {sorted(map(path_of, kept))[:5]}, which are not in "
+            f"opt_state has masters of {sorted(map(path_of, by_path))[:5]}, which are not in "
             "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree

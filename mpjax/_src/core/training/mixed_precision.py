@@ -406,16 +406,14 @@ class Rules:
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
-        # Each device sees the gradients of its own part of the parameters, but all skip or none
-        # does.
+        # A device sees the gradients of its own shards, but all devices skip, or none does.
         agree = functools.partial(agreed, count=state.skipped_steps)
         verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state, good = updated_if(
             finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
         )
-        # What the optimizer makes of finite gradients counts as they do: only these lower a loss
-        # scale.
+        # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
         verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)

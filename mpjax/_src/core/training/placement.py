@@ -77,8 +77,7 @@ def state_shardings(state: T, param_shardings: Any) -> T:
         )
     by_path = _of_params(state.params, param_shardings)
     first = next(iter(by_path.values()), (None, PartitionSpec()))[1]
-    # In the form of the user's own shardings: with their mesh, or as a spec for the mesh that is
-    # set.
+    # In the form of the user's shardings: with their mesh, or as a spec for the mesh that is set.
     everywhere = _with_spec(first, PartitionSpec())
 
     def place(keys: Any, leaf: Any) -> Any:

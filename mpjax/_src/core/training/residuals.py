@@ -72,7 +72,7 @@ def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Arr
         # Rounding the bits of a NaN could give those of infinity or zero.
         is_nan = bits & MAGNITUDE > INFINITY
         bits = jnp.where(is_nan, bits & SIGN | QUIET_NAN, bits)
-        if unused:  # rounds to nearest, as what is cut off is not kept anywhere
+        if unused:  # rounds to nearest, as what is cut off is not stored anywhere
             bits = bits + (1 << (unused - 1)) >> unused
         # Ties are rounded up, not to even: otherwise the residual at a tie would not tell whether
         # the weight was rounded up or down.

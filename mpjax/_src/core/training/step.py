@@ -266,15 +266,12 @@ def build_train_step(
         check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads, reports)
         before = {name: getattr(state, name) for name in CHANGED}
-        # Frozen parameters stay out of the choice between old and new, so nothing reads or copies
-        # them.
+        # Frozen parameters stay out of the choice between old and new: nothing reads them.
         before["params"] = reads.trained(state.params, state.params)
-        # The report is chosen with the state that it is about: in a skipped step nothing has
-        # stalled.
+        # The report is chosen with its state: in a skipped step no update has stalled.
         before["stalled"] = reports.none_stalled(state)
         args = state.params, passes.grads, passes.model_state, extra_args
-        # Plain arithmetic is trusted up to an overflow of float32. float16 moments overflow at
-        # 65504.
+        # Plain arithmetic is trusted up to float32's overflow, but float16 moments have 65504.
         run = functools.partial(gated, agree=shards.agreed, wholly=may_overflow(state.opt_state))
         after, good = run(verdict.finite(), update, before, *args)
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
@@ -652,8 +649,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
         try:
             return by_op(params, batch, **kwargs)
         except Exception:
-            # The error of the function itself, as the user wrote it, says more than that under
-            # autocast.
+            # The first error, of the function as it is written, says more.
             raise refused from None
 
     return run

@@ -98,8 +98,7 @@ def _memory_of(executable: Any) -> dict[str, int]:
 
 def _costs_of(module: Any) -> dict[str, float]:
     """Returns what XLA counts in a module of HLO, whatever device it was compiled for."""
-    # The analysis asks for a client, and the machine has none of the target. A CPU's is always
-    # there.
+    # The analysis needs some client. Of the target there is none, but every machine has a CPU.
     cpu = jax.devices("cpu")[0].client
     costs = jaxlib_module.hlo_module_cost_analysis(cpu, module)
     return {

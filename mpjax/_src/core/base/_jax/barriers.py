@@ -107,8 +107,8 @@ _row_major_p = _barrier("row_major", *GPUS, held=_laid_out, alone=True)
 FLOAT16_GRADIENT = "float16_gradient"
 BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major", FLOAT16_GRADIENT})
 
-# What autocast keeps has a name, wherever it is computed: also in code that is transposed as it is,
-# such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.
+# What autocast stores has a name, wherever it is computed: also in code that is transposed as it
+# is, such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.
 ad.primitive_transposes.setdefault(name_p, lambda ct, _, *, name: [ct])
 
 
@@ -187,7 +187,7 @@ def held_for_cpu(
 def gpu_barrier(x: jax.Array) -> jax.Array:
     """Returns ``x``; on GPUs behind an optimization barrier.
 
-    Without it, XLA:GPU recomputes a softmax from its float32 operand, and keeps that for the
+    Without it, XLA:GPU recomputes a softmax from its float32 operand, and stores that for the
     backward pass. On TPUs the barrier costs memory.
     """
     return _gpu_barrier_p.bind(x)

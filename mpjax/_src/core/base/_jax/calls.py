@@ -37,8 +37,7 @@ class _Inlined(Primitive):
             if isinstance(trace, LinearizeTrace):
                 return trace.process_primitive(self, args, params)
             if isinstance(trace, DynamicJaxprTrace):
-                # The types of all results are known, so copies skip the abstract evaluation of each
-                # equation.
+                # All types are known, so a copy evaluates no equation abstractly.
                 return _copy(trace, inner, consts, args, params.get("line"))
         with set_current_trace(trace):
             return eval_closed(params["jaxpr"], *args)

@@ -2,8 +2,8 @@
 
 JAX would take a jit apart to differentiate or batch it, and would choose itself what the backward
 pass gets. These primitives ask the program instead: for its derivative, cut in two where it likes
-(`Cut`), or for its forward mode. So whoever makes programs chooses what is kept between the passes,
-and the derivatives of any order are programs of its making.
+(`Cut`), or for its forward mode. So whoever makes programs chooses what is stored between the
+passes, and the derivatives of any order are programs of its making.
 """
 
 from collections.abc import Callable, Sequence
@@ -186,9 +186,8 @@ def _jvp(primals, tangents, *, program, jaxpr=None):
     moving = _moving(program, tangents)
     moves = program.forward_mode(moving)[1]
     given = [ad.instantiate_zeros(t) for t, m in zip(tangents, moving, strict=True) if m]
-    # Whether JAX wants program and tangents at once (jax.jvp), or separates them by partial
-    # evaluation (jax.checkpoint, rules of custom_jvp), is not known yet. So one primitive stands
-    # for both.
+    # JAX may run program and tangents at once (jax.jvp), or separate them by partial evaluation
+    # (jax.checkpoint, rules of custom_jvp). One primitive stands for both until that is known.
     outs = jvp_p.bind(*primals, *given, program=program, moving=moving)
     count = len(program.out_avals)
     return outs[:count], _filled(program.out_avals, moves, outs[count:])

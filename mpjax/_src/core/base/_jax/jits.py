@@ -66,8 +66,7 @@ def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
         # A parameter of an equation may not contain tracers, so traced constants become arguments.
         inner, consts = hoisted(jaxpr)
         jaxpr, args = close(inner, ()), (*consts, *args)
-    # The parameters of a jit differ between versions of JAX, so those of an empty jit are
-    # completed.
+    # JAX's versions differ in the parameters of a jit, so those of an empty one are completed.
     params = _nothing.trace()._params  # in the context around
     counts = {"in": len(args), "out": len(inner.outvars)}
     each = {

@@ -1,8 +1,8 @@
 """What the loops of autocast stack is written once: nothing fills its memory with zeros before.
 
 A scan writes the results of its iterations into arrays that JAX fills with zeros first. A GPU then
-writes all that the backward pass keeps of a loop twice. Each entry is overwritten, so on one GPU a
-marked scan starts with `jax.lax.empty`, which may hold anything. XLA does not partition that.
+writes all that a loop stores for the backward pass twice. Each entry is overwritten, so on one GPU
+a marked scan starts with `jax.lax.empty`, which may hold anything. XLA does not partition that.
 """
 
 import types
