@@ -114,8 +114,10 @@ def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     """Opens arrays of tensorstore."""
     tensorstore = needed("tensorstore")
     context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
+    # All are opened at the same time, because each waits for the storage.
     futures = {}
     for name in names:
+        # Missing shards are errors. By default, tensorstore fills them with zeros.
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "ocdbt", "base": _base(path), "path": name},
@@ -171,6 +173,7 @@ def _wanted(stored: Any, sharding: Any, sums: Any) -> Wanted:
     shards = [(tuple((start, stop) for start, stop in box), number) for box, number in sums]
     for part in parts:
         common = (checksums.overlap(part, box) for box, _ in shards)
+        # Shards do not overlap, so only if none is missing do their sizes add up to the part's.
         if sum(_size(box) for box in common if box is not None) != _size(part):
             raise ValueError("its checksums are not those of the whole array")
     return Wanted(stored, sharding, parts, shards)

@@ -35,7 +35,7 @@ DRAWS = "random draws"
 # The nodes that a policy adds, and their field for what they are around.
 OF_POLICY = MasterWeightsState, StochasticRoundingState, EightBitMomentsState
 INNER = "inner_state"
-# The fields beside a loss scale, in the states of a step and of `mixed_precision`.
+# The fields next to a loss scale, in the states of a step and of `mixed_precision`.
 COUNTS = "skipped_steps", "consecutive_skips"
 
 
@@ -93,6 +93,7 @@ def is_stored(value: Any) -> bool:
                 held = np.asarray(value, shaped(value)[1])
         except OverflowError:
             return False
+        # A finite number must not become infinite in the dtype that JAX gives it.
         return bool(np.isfinite(held)) or not np.isfinite(value)
     is_plain = not isinstance(value, np.ma.MaskedArray) and is_array_or_shape(value)
     return is_plain and value.dtype != jax.dtypes.float0
@@ -112,7 +113,7 @@ def no_values(value: Any) -> str | None:
     return None
 
 
-class _Beside(NamedTuple):
+class _Companion(NamedTuple):
     """A master or residual whose parameter is not found yet."""
 
     path: str
@@ -122,7 +123,7 @@ class _Beside(NamedTuple):
     value: Any
 
 
-def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Beside]:
+def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Companion]:
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: _of_policy(node) is not None
     )
@@ -141,9 +142,9 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Beside]:
                 place = path_of((*at, *of))
                 if kind is MasterWeightsState:
                     is_master = getattr(leaf, "dtype", FLOAT32) == FLOAT32
-                    beside = MASTER if is_master else RESIDUAL
-                    yield _Beside(place, beside, path_of(here), path_of(of), leaf)
-                elif name == "scales":  # beside codes, which mean what the moments mean
+                    prefix = MASTER if is_master else RESIDUAL
+                    yield _Companion(place, prefix, path_of(here), path_of(of), leaf)
+                elif name == "scales":  # of codes, which mean what the moments mean
                     yield Leaf(place, RESIDUAL + path_of((*meaning, *of)), leaf)
                 else:  # how many updates drew random bits
                     moments = (GetAttrKey("moments"),) if kind is EightBitMomentsState else ()
@@ -190,7 +191,7 @@ def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
     return default if default in fit else fit[0] if len(fit) == 1 else several
 
 
-def _at_home(leaves: Sequence[Leaf | _Beside]) -> list[Leaf]:
+def _at_home(leaves: Sequence[Leaf | _Companion]) -> list[Leaf]:
     """Gives masters and residuals the meanings of their parameters.
 
     The parameters of a node are under "params", or at the one place outside of the node where there
@@ -199,23 +200,23 @@ def _at_home(leaves: Sequence[Leaf | _Beside]) -> list[Leaf]:
     """
     halves = {x.path: x.value.shape for x in leaves if isinstance(x, Leaf) and is_narrow(x.value)}
     homes: dict[str, str] = {}
-    for node in dict.fromkeys(x.node for x in leaves if isinstance(x, _Beside)):
-        its = {x.of: x.value.shape for x in leaves if isinstance(x, _Beside) and x.node == node}
+    for node in dict.fromkeys(x.node for x in leaves if isinstance(x, _Companion)):
+        its = {x.of: x.value.shape for x in leaves if isinstance(x, _Companion) and x.node == node}
         homes[node] = _home_of(node, its, halves)
     return [
         Leaf(x.path, x.kind + (homes[x.node] + x.of).removesuffix("/"), x.value)
-        if isinstance(x, _Beside)
+        if isinstance(x, _Companion)
         else x
         for x in leaves
     ]
 
 
-def beside_what(means: str) -> str:
+def owner_of(means: str) -> str:
     """Returns the meaning of the leaf that a master or residual belongs to, or its own meaning."""
     return means.removeprefix(MASTER).removeprefix(RESIDUAL)
 
 
-def is_beside(means: str) -> bool:
+def is_companion(means: str) -> bool:
     """Returns whether a leaf is a master or residual."""
     return means.startswith((MASTER, RESIDUAL))
 
@@ -277,6 +278,7 @@ def never_changes(scale: Any) -> bool:
     """Returns whether a loss scale is a setting of the program."""
     if isinstance(scale, Mapping):
         return {*scale} == {LOSS_SCALE}  # without a tracker
+    # One that returns itself after an overflow has nothing to restore.
     return has_protocol(scale) and scale.adjust(False) is scale
 
 

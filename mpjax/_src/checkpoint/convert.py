@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.checkpoint.contents import Leaf, is_beside, is_draws, is_held, shaped
+from mpjax._src.checkpoint.contents import Leaf, is_companion, is_draws, is_held, shaped
 from mpjax._src.checkpoint.match import Source
 from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.errors import first_of
@@ -28,15 +28,18 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
             leaves.append(_own(target, where))
             continue
         read, dtype = arrays[path], shaped(target.value)[1]
-        if source.beside is not None:
-            read = _whole(jnp.asarray(read), jnp.asarray(arrays[source.beside]))
+        if source.companion is not None:
+            read = _whole(jnp.asarray(read), jnp.asarray(arrays[source.companion]))
         leaf = read
         if source.kind is not None:
+            # Residuals and codes are made anew, because those of another policy do not fit.
             leaf = _part(source, jnp.asarray(read, FLOAT32))
         elif str(leaf.dtype) != dtype:
+            # NumPy would warn of an overflow, which is refused below by the name of the leaf.
             with np.errstate(over="ignore"):
                 leaf = jnp.asarray(leaf.astype(np.dtype(dtype)))
-        if not is_beside(target.means) and leaf is not read and overflows(read, leaf):
+        # A residual is no value by itself: what overflows shows in its parameter.
+        if not is_companion(target.means) and leaf is not read and overflows(read, leaf):
             overflown.append(f"{target.path} ({read.dtype} to {dtype})")
         place = place_of(target.value)
         leaves.append(leaf if place is None else jax.device_put(leaf, place))
@@ -49,10 +52,10 @@ def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any,
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _whole(leaf: jax.Array, beside: jax.Array) -> jax.Array:
+def _whole(leaf: jax.Array, companion: jax.Array) -> jax.Array:
     """Returns the float32 value of a 16-bit parameter and its residual, or of codes and scales."""
     code = codes.by_dtype(leaf.dtype)
-    return codes.decode(leaf, beside, code) if code else residuals.full(leaf, beside)
+    return codes.decode(leaf, companion, code) if code else residuals.full(leaf, companion)
 
 
 def _part(source: Source, value: jax.Array) -> jax.Array:
@@ -65,7 +68,8 @@ def _part(source: Source, value: jax.Array) -> jax.Array:
         parts = codes.encode(value, scales, code, first), scales
     else:
         parts = residuals.split(value, dtype, kind)
-    return parts[is_beside(source.target.means)]
+    # The bool is the index: first the leaf, then what belongs to it.
+    return parts[is_companion(source.target.means)]
 
 
 def place_of(value: Any) -> Any:
@@ -102,6 +106,7 @@ def overflows(wide: Any, narrow: jax.Array) -> bool:
     """Returns whether a cast from ``wide`` to ``narrow`` made a finite value infinite."""
     if not jnp.issubdtype(narrow.dtype, jnp.inexact):
         return False
+    # JAX would narrow such an array (`held`), so it is compared on the host.
     if isinstance(wide, np.ndarray):
         return bool(np.any(np.isfinite(wide) & ~np.isfinite(np.asarray(narrow))))
     return bool(_overflows(wide, narrow))

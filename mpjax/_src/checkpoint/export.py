@@ -129,6 +129,7 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
         isinstance(text, str) for pair in (metadata or {}).items() for text in pair
     ):
         raise ValueError(f"metadata={brief(metadata)} must be a dict of strings by name.")
+    # Hugging Face's loaders ask which framework wrote a file.
     metadata = {"format": "flax", **(metadata or {})}
     # Its own, if others write the file too; no longer than a name may be.
     temporary = f"{os.path.dirname(file)}/.{uuid.uuid4().hex}.tmp"
@@ -190,6 +191,7 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
 def _tensors(safetensors: Any, file: str) -> dict[str, np.ndarray]:
     """Reads the arrays of a file, also of dtypes for which safetensors has no NumPy array."""
     with open(file, "rb") as data:
+        # A file is the length of its header in 8 bytes, the header in JSON, and the arrays.
         start = 8 + int.from_bytes(data.read(8), "little")
         header = json.loads(data.read(min(start - 8, LARGEST_HEADER)))
         header.pop("__metadata__", None)
@@ -215,6 +217,7 @@ def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: b
     """Returns what was read as a tree like ``like``, or by name without it."""
     if like is None:
         return {name: held(value) for name, value in read.items()}
+    # A restore reads states, so the parameters are a part of one.
     wanted = {PARAMS: like}
     pairs = zip(_named(like), jax.tree_util.tree_leaves_with_path(wanted), strict=True)
     paths = {name: path_of(keys) for (name, _), (keys, _) in pairs}

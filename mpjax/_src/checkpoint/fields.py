@@ -57,6 +57,7 @@ def check(about: Any, file: Any, verify: bool) -> None:
     """
     if not isinstance(about, Mapping) or about.get("format") != FORMAT:
         raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
+    # JSON's true equals 1 in Python.
     if about.get("format_version") != FORMAT_VERSION or about["format_version"] is True:
         raise CheckpointError(
             f"{file}: the checkpoint has version {about.get('format_version')!r} of the format, "
@@ -64,11 +65,13 @@ def check(about: Any, file: Any, verify: bool) -> None:
             f"{FORMAT_VERSION}."
         )
     for name, is_right in {**REQUIRED, **OPTIONAL}.items():
+        # A field that is present has to be of its type, and one that is not has to be optional.
         if not is_right(about[name]) if name in about else name in REQUIRED:
             raise CheckpointError(f"{file}: its entry {name!r} is damaged.")
     for path, entry in about["leaves"].items():
         if not _is_leaf(entry):
             raise CheckpointError(f"{file}: its entry for the leaf {path!r} is damaged.")
+    # Early versions wrote no checksums. If only those of the arrays are left, this one was lost.
     summed = verify and {checksums.ABOUT, checksums.ARRAYS} & about.keys()
     if summed and about.get(checksums.ABOUT) != checksums.of_about(about):
         raise CheckpointError(

@@ -29,7 +29,7 @@ GUARD = threading.RLock()
 # Of file systems that have no locks, or are mounted without them or for reading only.
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EROFS}
 # Bytes of the text that the first process tells the others.
-TOLD = 2000
+TEXT_BYTES = 2000
 
 
 def lock(file: str) -> tuple[Callable[[], None], str | None]:
@@ -44,17 +44,17 @@ def lock(file: str) -> tuple[Callable[[], None], str | None]:
         free, holder = _lock(os.path.realpath(file))
     else:
         free, holder = _nothing, None
-    return free, told(holder)
+    return free, shared_text(holder)
 
 
-def told(text: str | None) -> str | None:
+def shared_text(text: str | None) -> str | None:
     """Returns the text of the first process of a distributed program, on all of its processes."""
     if jax.process_count() == 1:
         return text
     from jax.experimental import multihost_utils
 
-    sent = np.zeros(TOLD, np.uint8)
-    data = np.frombuffer((text or "").encode()[:TOLD], np.uint8)
+    sent = np.zeros(TEXT_BYTES, np.uint8)
+    data = np.frombuffer((text or "").encode()[:TEXT_BYTES], np.uint8)
     sent[: data.size] = data
     seen = np.asarray(multihost_utils.broadcast_one_to_all(sent), np.uint8)
     return seen.tobytes().rstrip(b"\0").decode(errors="replace") or None

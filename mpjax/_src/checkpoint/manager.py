@@ -138,6 +138,8 @@ class Manager:
         self._signaled = False
         self._previous: Any = None
         self._manager, free = self._open(_options(every, keep, keep_period, self._best, read_only))
+        # Not __del__: a finalizer runs when the interpreter ends, too. It may not refer to the
+        # Manager, which would then never be garbage.
         self._ended = weakref.finalize(
             self,
             _end,
@@ -245,6 +247,7 @@ class Manager:
         args = store.saved_form(state, about, metrics)
         with self._writing():
             saved = self._manager.save(number, args=args, metrics=metrics, force=force)
+        # The process may be killed at any moment, so nothing is left to the background.
         if self.stopping:
             self.wait()
         return saved
@@ -269,6 +272,7 @@ class Manager:
             )
         value = metrics[name]
         try:
+            # A plus refuses strings, which float() would read.
             number = np.asarray(value).item() if is_array(value) else +value
             return {name: as_float(number)}
         except (TypeError, ValueError):
@@ -342,6 +346,7 @@ class Manager:
         """Waits until everything is written, and returns the numbers of all checkpoints, sorted."""
         self.wait()
         if self._read_only:
+            # Another Manager may have written or removed some since.
             self._manager.reload()
         return sorted(self._manager.all_steps())
 
@@ -366,6 +371,7 @@ class Manager:
             with self._writing():
                 self._manager.close()
         finally:
+            # Of the finalizer, only the last part is left to do: everything is written.
             if left := self._ended.detach():
                 *_, free = left[2]
                 free()
@@ -377,6 +383,8 @@ class Manager:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # A handler runs between any two instructions, so it only notes the signal. The handler
+        # before it is back for the next one.
         self._signaled = True
         self._release()
 

@@ -15,13 +15,13 @@ from mpjax._src.checkpoint.contents import (
     MASTER,
     RESIDUAL,
     Leaf,
-    beside_what,
-    is_beside,
+    is_companion,
     is_draws,
     is_held,
     kinds_of,
     leaves_of,
     never_changes,
+    owner_of,
     part_of,
     scales_of,
     settings_of,
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     target: Leaf  # of ``like``
     path: str | None  # of the saved leaf, or None if the leaf is read from ``like``
-    beside: str | None = None  # the path of the saved leaf's residual or scales
+    companion: str | None = None  # the path of the saved leaf's residual or scales
     # The dtypes of the leaf and of its residual or scales in ``like``, if it has them there.
     kind: tuple[str, str] | None = None
 
@@ -65,7 +65,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     def source(target: Leaf) -> Source:
         if _is_in(target.path, fresh):
             return Source(target, None)
-        of = beside_what(target.means)
+        of = owner_of(target.means)
         residual, now = by_meaning.get(RESIDUAL + of), dtypes.get(RESIDUAL + of)
         was = saved[residual]["dtype"] if residual is not None else None
         # If the parameter is not restored: a floating residual has the parameter's dtype.
@@ -75,11 +75,11 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
         if same and (same["means"], same["dtype"]) == (target.means, shaped(target.value)[1]):
             # With another kind of residual, the parameter may be rounded differently.
             rounded_anew = now != was and (now or MASTER + of in dtypes)
-            if is_beside(target.means) or not rounded_anew:
+            if is_companion(target.means) or not rounded_anew:
                 return Source(target, target.path)
         master = by_meaning.get(MASTER + of)
         own = by_meaning.get(of)
-        if residual is None and own is not None and is_beside(target.means):
+        if residual is None and own is not None and is_companion(target.means):
             # Codes without their scales mean nothing.
             own = None if jnp.issubdtype(saved[own]["dtype"], jnp.integer) else own
         if master is not None or residual is None or own is None:
@@ -115,6 +115,7 @@ def _starts_fresh(about: dict[str, Any], like: Any) -> set[str]:
     def is_fresh(path: str) -> bool:
         if path not in scales or settings_of(scales[path]) != saved.get(path):
             return True
+        # Shapes cannot be adjusted, so it is not known whether the scale changes.
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(scales[path])):
             return False
         return never_changes(scales[path])
@@ -131,14 +132,14 @@ def _check_same_leaves(
     saved: dict[str, Any], sources: list[Source], parts: set[str], fresh: set[str], where: str
 ) -> None:
     missing = [s.target.path for s in sources if s.path is None]
-    wanted = {beside_what(s.target.means) for s in sources}
+    wanted = {owner_of(s.target.means) for s in sources}
     # A saved master whose parameter is restored is not left over: the parameter comes from it, or
     # _check_precision refuses to drop it.
     extra = [
         path
         for path, entry in saved.items()
         if path.split("/")[0] in parts
-        and beside_what(entry["means"]) not in wanted
+        and owner_of(entry["means"]) not in wanted
         and not is_draws(entry["means"])
         and not _is_in(path, fresh)
     ]
@@ -175,7 +176,7 @@ def _check_shapes(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> Non
         f"{shaped(s.target.value)[0]} in like"
         for s, was in pairs
         if tuple(was["shape"]) != shaped(s.target.value)[0]
-        and not (s.kind and is_beside(s.target.means))  # scales are checked with their codes
+        and not (s.kind and is_companion(s.target.means))  # scales are checked with their codes
     ]
     _refuse(other, f"the checkpoint {where} was written by a different model:", "")
 
@@ -185,7 +186,7 @@ def _check_one_kind(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> N
         f"{s.target.path} is {was['dtype']} in the checkpoint, but "
         f"{shaped(s.target.value)[1]} in like"
         for s, was in pairs
-        if not (_one_kind(was["dtype"], shaped(s.target.value)[1]) or s.kind or s.beside)
+        if not (_one_kind(was["dtype"], shaped(s.target.value)[1]) or s.kind or s.companion)
     ]
     _refuse(
         unlike,
@@ -204,7 +205,7 @@ def _check_precision(saved: dict[str, Any], sources: list[Source], where: str) -
 
     lost = []
     for s in sources:
-        if is_beside(s.target.means):
+        if is_companion(s.target.means):
             continue  # checked together with its parameter
         was, now = of(best, s.target.means), of(wanted, s.target.means)
         if not can_hold(now[0], was[0], now[1], was[1]):
@@ -230,18 +231,18 @@ def _check_width(sources: list[Source]) -> None:
             )
 
 
-def can_hold(wide: str, narrow: str, *beside: str | None) -> bool:
+def can_hold(wide: str, narrow: str, *companions: str | None) -> bool:
     """Returns whether ``wide`` can represent every value of ``narrow``, a dtype of its kind.
 
-    ``beside`` are the dtypes of residuals or scales that belong to the two, or None.
+    ``companions`` are the dtypes of residuals or scales that belong to the two, or None.
     """
-    if wide == narrow and len({*beside}) < 2:
+    if wide == narrow and len({*companions}) < 2:
         return True
     a, b = np.dtype(wide), np.dtype(narrow)
-    if jnp.issubdtype(a, jnp.integer) and not any(beside):
+    if jnp.issubdtype(a, jnp.integer) and not any(companions):
         ranges = jnp.iinfo(a), jnp.iinfo(b)
         return ranges[0].min <= ranges[1].min and ranges[0].max >= ranges[1].max
-    pairs = zip(_reach(wide, *beside[:1]), _reach(narrow, *beside[1:]), strict=True)
+    pairs = zip(_reach(wide, *companions[:1]), _reach(narrow, *companions[1:]), strict=True)
     return all(x >= y for x, y in pairs)
 
 

@@ -178,8 +178,9 @@ def restore(
     sources = match(about, like, allow_narrowing, str(directory))
     places: dict[str, Any] = {}
     for source in sources:
-        for path in (source.path, source.beside):
+        for path in (source.path, source.companion):
             if path is not None:
+                # Leaves that come from one saved array share it, placed as the first of them.
                 places.setdefault(path, place_of(source.target.value))
     arrays = store.read_arrays(directory, about, places, verify)
     return converted(sources, arrays, like, str(directory))

@@ -19,7 +19,7 @@ import numpy as np
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
 from mpjax._src.checkpoint.convert import held
-from mpjax._src.checkpoint.locks import lock, told
+from mpjax._src.checkpoint.locks import lock, shared_text
 from mpjax._src.checkpoint.packages import all_needed, needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
 from mpjax._src.core.base.errors import CheckpointError, brief
@@ -99,6 +99,7 @@ def _check_storable(name: str, leaf: Leaf) -> None:
     if lacks := no_values(value):
         raise ValueError(f"{name} {lacks}")
     try:
+        # Half of a surrogate pair in a key cannot be part of the name of a file.
         leaf.path.encode()
         if not is_key(value):
             needed("tensorstore").dtype(shaped(value)[1])
@@ -119,6 +120,7 @@ def saved_form(
     if metrics is not None:
         about["metrics"] = metrics  # orbax writes them to a file without a checksum
     about[checksums.ARRAYS] = checksums.of_arrays(stored)
+    # Last, because it covers all other fields.
     about[checksums.ABOUT] = checksums.of_about(about)
     args = orbax().args
     state_item = {"state": args.PyTreeSave(stored)} if stored else {}
@@ -152,8 +154,9 @@ def new(directory: str | Path) -> Iterator[None]:
     """
     free, holder = claim(directory, f".{Path(absolute(directory)).name}.lock")
     try:
-        there = told("yes" if for_orbax(directory).exists() else None)
-        if there or holder:
+        # All processes have to decide alike, and a file system may answer each of them differently.
+        exists = shared_text("yes" if for_orbax(directory).exists() else None)
+        if exists or holder:
             what = f"is being written by {holder}" if holder else "exists"
             raise FileExistsError(
                 f"directory={str(directory)!r} {what}, and a checkpoint is never overwritten. "
@@ -184,6 +187,7 @@ def write(directory: str | Path, args: Any) -> None:
         CheckpointError: If it cannot be written, such as on a full disk.
     """
     ocp = orbax()
+    # orbax logs what it raises, with its traceback.
     loud = quiet()
     try:
         handler = ocp.CompositeCheckpointHandler(handler_registry=handlers())
@@ -220,6 +224,7 @@ def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
     """Raises a CheckpointError of one line in place of what orbax and tensorstore raise."""
     try:
         yield
+    # These have words of their own.
     except (CheckpointError, ImportError):
         raise
     except Exception as error:

@@ -127,6 +127,7 @@ def dot_product_attention(
         "return_residual": return_residual,
     }
     drops = dropout_rate > 0 and not deterministic
+    # JAX's attention has no dropout and no precision, and sows no weights.
     if drops or precision is not None or module is not None:
         return _flax(
             *(query, key, value, bias, mask),
@@ -156,6 +157,7 @@ def _chosen(arrays: tuple[Any, ...], options: dict[str, Any], implementation: st
 
 def _fused_if_possible(arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Runs attention in the fused kernel of the device, or else in XLA, and says why not."""
+    # The kernel is chosen for the operands that it gets: under autocast, those in 16 bits.
     avals = jax.tree.map(lambda x: _jax.abstract(jax.typeof(x), given_dtype(x.dtype)), arrays)
     kernel, why_not = fused_kernels.choose(avals, options)
     if kernel:
@@ -171,6 +173,7 @@ def _fused_if_possible(arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -> Any:
     """Runs flax's own function, which has dropout and sows weights."""
     if options["is_causal"]:
+        # Flax's function knows masks alone.
         seen = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
         mask = seen if mask is None else seen & mask
     extra = {name: x for name, x in options.items() if x is not None and x is not False}
@@ -190,6 +193,7 @@ def _flax(query, key, value, bias, mask, options: dict[str, Any], **flax: Any) -
 
 def _named(kernel: str, why: str = "") -> Any:
     """Returns the scope that tells `explain` which kernel runs, and why."""
+    # A slash would end the name of the scope.
     text = " ".join(why.replace("/", "|").split()).rstrip(".")
     return jax.named_scope(f"{ATTENTION}{kernel}{': ' if text else ''}{text}")
 

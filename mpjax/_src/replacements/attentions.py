@@ -174,10 +174,8 @@ def _fuse(softmax: Softmax, flow: Flow) -> Found:
     leaves = [part for leaf in scores.leaves for part in _parts(leaf, flow)]
     lines = [_lines(leaf, flow) for leaf in leaves]
     sequence = _sequence(rows, keys, lines)
-    told, options = _causal(lines, sequence, keys)
-    left = [
-        _seen_through(leaf, flow) for leaf, covered in zip(leaves, told, strict=True) if not covered
-    ]
+    covered, options = _causal(lines, sequence, keys)
+    left = [_seen_through(leaf, flow) for leaf, yes in zip(leaves, covered, strict=True) if not yes]
     terms = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
 
     # The kernel has four axes of its own. The last shared axis counts as heads.
@@ -280,6 +278,7 @@ def _number(value: Value) -> float | None:
 def _of_sum(op: Op, axes: Axes, factor: float, summed: Any, flow: Flow, further: Any) -> Scores:
     """Reads a sum of scores and a bias; a bias that is the same for a whole row is a shift."""
     reasons = []
+    # Either operand may hold the scores. The other one is then the bias.
     for place in (0, 1):
         other = op.ins[1 - place]
         signs = [1.0, -1.0 if op.name == "sub" else 1.0]
@@ -428,6 +427,7 @@ def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
     elif op.name == "not":
         yield from _parts(seen._replace(value=op.ins[0], kept=not leaf.kept), flow)
     elif op.name == ("and" if leaf.kept else "or"):
+        # What "a or b" drops, a drops or b drops: then both are masks of what is dropped.
         for value in op.ins:
             axes = _known(narrowed(value, seen.axes))
             yield from _parts(seen._replace(value=value, axes=axes), flow)
@@ -490,6 +490,7 @@ def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
         yes, no = (x == 0 for x in added)
     if yes and not no:
         return mask.lines
+    # The opposite of several conditions is no set of conditions that all have to hold.
     if no and not yes and len(mask.lines) == 1:
         return frozenset(map(positions.negated, mask.lines))
     return None
@@ -499,6 +500,7 @@ def _sequence(rows: list[Atom], keys: set[Atom], lines: Sequence[Any]) -> tuple[
     """Returns the queries' sequence axis: the one that masks compare with keys, or the longest."""
     if len(keys) == 1:
         for line in (line for of_leaf in lines for line in of_leaf or ()):
+            # A causal mask compares queries with keys, so the axis that it names is the sequence.
             compared = [a for a, _ in line.slopes if a in rows]
             if len(compared) == 1 and any(a in keys for a, _ in line.slopes):
                 return tuple(compared)
@@ -521,15 +523,16 @@ def _causal(
     def is_reach(line):
         return line.slopes == forward and line.constant >= 0
 
-    told = [
+    covered = [
         of_leaf is not None and all(is_causal(line) or is_reach(line) for line in of_leaf)
         for of_leaf in lines
     ]
-    told_lines = [line for of_leaf, yes in zip(lines, told, strict=True) if yes for line in of_leaf]
-    if not any(map(is_causal, told_lines)):  # no kernel has a window alone
+    pairs = zip(lines, covered, strict=True)
+    covered_lines = [line for of_leaf, yes in pairs if yes for line in of_leaf]
+    if not any(map(is_causal, covered_lines)):  # no kernel has a window alone
         return always, {"is_causal": False}
-    reaches = [line.constant for line in told_lines if is_reach(line)]
-    return told, {
+    reaches = [line.constant for line in covered_lines if is_reach(line)]
+    return covered, {
         "is_causal": True,
         **({"local_window_size": (min(reaches), 0)} if reaches else {}),
     }

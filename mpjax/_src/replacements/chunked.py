@@ -10,8 +10,8 @@ computed in them. There are two ways to avoid the logits:
   block's logits are known as soon as the block is. So the forward pass makes the gradients too, and
   the backward pass only scales them. Each block adds to a gradient of the whole weight.
 - `statistics`, by blocks of the *vocabulary*. It returns three numbers of each row, of which any
-  loss is a function. The backward pass computes each block of logits again, and with it a block of
-  the weight's gradient, which is written once.
+  loss is a function. The backward pass recomputes each block of logits, and with it
+  computes a block of the weight's gradient, which is written once.
 
 Blocks are interleaved: block ``i`` of ``n`` has the entries ``i``, ``i + n``, ``i + 2 n``, ... of
 the axis. If devices share an axis, they then share each block of it.
@@ -34,7 +34,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.trees import vary_like
-from mpjax._src.replacements.derivatives import accumulated, as_one, cast, log_sum_exp, with_tangent
+from mpjax._src.replacements.derivatives import (
+    accumulated,
+    as_one_operation,
+    cast,
+    log_sum_exp,
+    with_tangent,
+)
 
 # A block has at least this many rows: then its matmuls take longer than adding to the gradient of
 # the weight.
@@ -105,7 +111,7 @@ class Statistics(NamedTuple):
     """Three numbers of each row of logits."""
 
     normalizer: Any  # the logarithm of the sum of its exponentials
-    picked: Any  # the logit of its label; 0 if there is no such word
+    label_logit: Any  # the logit of its label; 0 if there is no such word
     total: Any  # the sum of its logits; 0 if no label is smoothed
 
 
@@ -137,7 +143,7 @@ class Operands(NamedTuple):
 def losses(found: Statistics, labels: Any, form: Form) -> Any:
     """Returns the loss of each row."""
     smoothing = form.label_smoothing
-    normalizer, picked = found.normalizer, found.picked
+    normalizer, picked = found.normalizer, found.label_logit
     is_word = (labels >= 0) & (labels < form.words)
     if form.unknown == NAN:
         picked = jnp.where(is_word, picked, jnp.nan)
@@ -195,6 +201,7 @@ def _split(x: Any, axis: int, blocks: int, aligned: int = 1) -> Any:
 
 def _joined(parts: Any, axis: int, size: int) -> Any:
     """Returns the axis whose blocks are stacked along the first one."""
+    # Blocks are interleaved, so the number of the block is the inner part of the axis.
     x = jnp.moveaxis(parts, 0, axis + 1)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, size, axis=axis)
@@ -234,8 +241,8 @@ def anywhere(fun: Callable[[Operands], Any], operands: Operands, per_row: bool) 
 
 def _moving(tangents: Operands) -> Operands:
     """Returns the tangents that are not zero."""
-    there = [None if isinstance(t, SymbolicZero) else t for t in tangents]
-    return Operands(*there)._replace(labels=None)
+    moving = [None if isinstance(t, SymbolicZero) else t for t in tangents]
+    return Operands(*moving)._replace(labels=None)
 
 
 # ---- by rows ------------------------------------------------------------------------------------
@@ -354,7 +361,7 @@ def statistics(operands: Operands, form: Form) -> Statistics:
     """Returns the statistics of each row."""
 
     def call(operands):
-        return as_one(functools.partial(_online, form=form))(operands)
+        return as_one_operation(functools.partial(_online, form=form))(operands)
 
     def jvp(primals, tangents):
         found, moving = ruled(*primals), _moving(*tangents)
@@ -382,7 +389,8 @@ def _online(operands: Operands, form: Form) -> Statistics:
         logits = _logits(hidden, weight, bias, columns, form)
         more = _statistics(logits, columns, labels, form)
         normalizer = jnp.logaddexp(found.normalizer, more.normalizer)
-        return Statistics(normalizer, found.picked + more.picked, found.total + more.total), None
+        label_logit, total = found.label_logit + more.label_logit, found.total + more.total
+        return Statistics(normalizer, label_logit, total), None
 
     zero = _zeros(labels.shape, operands)
     start = Statistics(zero - jnp.inf, zero, zero)
@@ -392,7 +400,7 @@ def _online(operands: Operands, form: Form) -> Statistics:
 def _online_tangent(
     operands: Operands, moving: Operands, normalizer: Any, form: Form
 ) -> Statistics:
-    """Returns the tangents of the statistics. The logits are computed again."""
+    """Returns the tangents of the statistics. The logits are recomputed."""
     hidden, labels, wide = operands.hidden, operands.labels, operands.wide
     product = functools.partial(_product, axis=1 - form.axis, dtype=hidden.dtype)
     ahead = None if moving.hidden is None else cast(moving.hidden, wide)

@@ -61,6 +61,7 @@ def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
         while maker is not None:
             chain.append(maker)
             through = maker.name in THROUGH or is_view(maker)
+            # The logits are the largest operand: a shift has one entry a row, a bias one a word.
             widest = max(maker.ins, key=lambda v: v.size, default=None) if through else None
             maker = flow.producer.get(widest) if widest is not None else None
         if chain and chain[0].name == "exp" and chain[-1] not in found:
@@ -90,6 +91,7 @@ def _root(matmul: Op, flow: Flow) -> Root | None:
         if op.name == "add" and bias is None and (bias := _bias(op, out, flow)) is not None:
             pass
         elif bias is None and (factor := _factor(op, out)):
+            # Before the bias only: the form scales first, so a later factor ends the search.
             scale *= factor
         elif shape[-1:] != (words,) or flow.rulings[op].forced == "half":
             break
@@ -158,6 +160,7 @@ def _loss(row: Row, words: int) -> Loss | None:
     if unknown == SHARE and not known:
         unknown = NORMALIZER
     share = smoothing if unknown == SHARE else 1.0
+    # The form has one factor and one smoothing, which both terms have to agree on.
     pairs = (-here / factor, 1 - smoothing), (always / factor, share)
     fits = all(abs(a - b) < 1e-5 for a, b in pairs) and -1e-6 < smoothing < 1 and z_loss >= 0
     return Loss(factor, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
@@ -337,6 +340,7 @@ def _written(
         root.scale,
     )
     if form.blocks == 1 and not is_sum:
+        # One block has all logits. It pays only if a sum's forward pass makes the gradients.
         raise Unfit("its logits are no larger than one block")
     ruling = flow.rulings[matmul]
     how = Written(

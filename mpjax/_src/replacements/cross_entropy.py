@@ -58,8 +58,8 @@ def linear_cross_entropy(
 
     With a reduction, the forward pass computes the gradients as well, block by block of rows, so no
     matmul runs twice. Without one, if blocks are small, or if devices share the arrays, blocks are
-    parts of the vocabulary, and logits are computed a second time: for many blocks this moves fewer
-    bytes, and devices exchange each gradient once.
+    parts of the vocabulary, and logits are recomputed: for many blocks this moves fewer bytes, and
+    devices exchange each gradient once.
 
     Matmuls compute in the dtype of ``hidden``, to which the weight is cast; under `autocast`, that
     is the 16-bit dtype of the policy. They return float32, in which everything else is computed.
@@ -137,6 +137,7 @@ def in_blocks(
     if reduction is not None:
         run = functools.partial(_reduced, form=form, reduction=reduction, by_rows=by_rows)
     labels = _from_the_start(labels, form)
+    # `explain` reads the blocks from the name of the scope.
     with jax.named_scope(f"{LOSS}{form.describe(by_rows)}"):
         operands = Operands(hidden, weight, labels, bias, where)
         return anywhere(run, operands, per_row=reduction is None)
@@ -153,6 +154,7 @@ def _reduced(operands: Operands, form: Form, reduction: str, by_rows: bool) -> A
     where, wide = operands.weights, operands.wide
     weights = jnp.ones(operands.labels.shape, wide) if where is None else cast(where, wide)
     operands = operands._replace(weights=weights)
+    # A single row: blocks are parts of an axis of rows.
     if operands.hidden.ndim == 1:
         hidden, labels, weights = (
             x[None] for x in (operands.hidden, operands.labels, operands.weights)
@@ -165,6 +167,7 @@ def _reduced(operands: Operands, form: Form, reduction: str, by_rows: bool) -> A
 def _from_the_start(labels: Any, form: Form) -> Any:
     """Returns labels of which negative ones no longer count from the end."""
     labels = labels if labels.dtype == np.int64 else cast(labels, np.int32)
+    # What is still no word afterwards becomes NaN in `losses`.
     return jnp.where(labels < 0, labels + form.words, labels)
 
 

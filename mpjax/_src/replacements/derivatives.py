@@ -29,7 +29,7 @@ def with_tangent(
     return lambda *args: (fun if _jax.in_taylor_mode(jax.tree.leaves(args)) else ruled)(*args)
 
 
-def as_one(fun: Callable[..., Any]) -> Callable[..., Any]:
+def as_one_operation(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that checkpoint policies see as one operation, whatever it contains.
 
     Of a loop, they would keep the matmuls of every iteration.

@@ -33,6 +33,7 @@ class Finder:
         One that is ``fixed`` stays as it is.
         """
         if fixed:
+            # Searched all the same, so that a report can say why nothing in it is replaced.
             inside = self.apart()
             inside(block)
             why = "its function has rules of its own"
@@ -52,9 +53,10 @@ class Finder:
         if self._policy.chunked_loss:
             for maker, note, found in cross_entropies(flow):
                 self.losses[maker] = note
+                # The caller adds to ``taken`` what is yielded, so later finds do not share its ops.
                 if found is not None and found.ops.isdisjoint(taken):
-                    told = f"run {note}, which keeps no logits"
-                    self.instead |= dict.fromkeys(found.ops, told)
+                    text = f"run {note}, which keeps no logits"
+                    self.instead |= dict.fromkeys(found.ops, text)
                     yield found
         if self._policy.fused_attention:
             for softmax in softmaxes(flow):
@@ -64,7 +66,7 @@ class Finder:
                 self.attention[made.matmul] = made.note
                 if made.found is not None and made.found.ops.isdisjoint(taken):
                     kernel, *_ = made.note.split(",")
-                    told = f"run by the fused attention of {kernel}, which keeps no weights"
-                    self.instead |= dict.fromkeys(made.found.ops, told)
+                    text = f"run by the fused attention of {kernel}, which keeps no weights"
+                    self.instead |= dict.fromkeys(made.found.ops, text)
                     yield made.found
             self.attention.update({made.matmul: made.note for made in others(flow, self.attention)})

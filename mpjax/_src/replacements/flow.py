@@ -44,6 +44,7 @@ class Flow:
         self.producer = {v: op for op in block.ops for v in op.outs}
         self.readers: dict[Value, list[Op | None]] = {v: [None] for v in block.outvars}
         for op in block.ops:
+            # An op that reads a value twice is one reader: many patterns ask for a single one.
             for v in dict.fromkeys(op.ins):
                 self.readers.setdefault(v, []).append(op)
 

@@ -43,13 +43,13 @@ class Fusion(NamedTuple):
     def describe(self) -> str:
         """Returns the name of the kernel and its options, such as "cudnn, causal, a bias"."""
         options = dict(self.options)
-        told = [
+        parts = [
             "causal" if options["is_causal"] else "",
             "a window" if "local_window_size" in options else "",
             "a bias" if any(term.factor is not None for term in self.terms) else "",
             "a mask" if any(term.factor is None for term in self.terms) else "",
         ]
-        return ", ".join([self.kernel, *filter(None, told)])
+        return ", ".join([self.kernel, *filter(None, parts)])
 
 
 def run(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
@@ -99,11 +99,11 @@ def _laid_out(x: Any, labels: Labels, wanted: Labels) -> Any:
 
 def _spread(x: Any, labels: Labels, wanted: Labels) -> Any:
     """Returns an array with some of the axes in another layout, full along queries and keys."""
-    there = {a for axis in labels for a in axis}
-    full = [{*axis} if not there.isdisjoint(axis) or d > 1 else () for d, axis in enumerate(wanted)]
-    present = tuple(tuple(a for a in axis if a in there) for axis in wanted)
+    own = {a for axis in labels for a in axis}
+    full = [{*axis} if not own.isdisjoint(axis) or d > 1 else () for d, axis in enumerate(wanted)]
+    present = tuple(tuple(a for a in axis if a in own) for axis in wanted)
     x = _laid_out(x, labels, tuple((a,) for axis in present for a in axis))
-    x = _reshape(x, [a[2] if a in there else 1 for axis in wanted for a in axis])
+    x = _reshape(x, [a[2] if a in own else 1 for axis in wanted for a in axis])
     sizes = [a[2] if a in full[d] else 1 for d, axis in enumerate(wanted) for a in axis]
     x = jnp.broadcast_to(x, sizes)
     return _reshape(

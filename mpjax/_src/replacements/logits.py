@@ -91,6 +91,7 @@ class Aside(NamedTuple):
 
 def _plus(a: Row, b: Row, factor: float = 1.0) -> Row:
     """Returns the sum of a row and a multiple of another. What cancels is left out."""
+    # A relative tolerance: factors such as 1/3 do not cancel to the last bit.
     pairs = {key: (a.get(key, 0.0), factor * b.get(key, 0.0)) for key in a.keys() | b.keys()}
     return {key: x + y for key, (x, y) in pairs.items() if abs(x + y) > 1e-6 * max(abs(x), abs(y))}
 
@@ -164,6 +165,7 @@ class Reading:
         for op in makers:
             self.kinds[op.outs[0]], self.ops[op] = Wide(1.0, {}), None
             self._note(op.outs[0], "returned")
+        # Ops are in order, so the operands of each one have been read before it.
         for op in self.flow.ops[min(op.index for op in makers) :]:
             made_from = [v for v in dict.fromkeys(op.ins) if v in self.kinds]
             if not made_from or op in makers:
@@ -382,6 +384,7 @@ class Reading:
             return None
         labels = self._indices(op, indices)
         mode = str(op.params["mode"]).lower()
+        # Of a label that is no word, a gather returns NaN or the nearest word. Both have a form.
         fills = "fill" in mode and np.isnan(op.params.get("fill_value") or np.nan)
         if labels is None or not (fills or "clip" in mode or "promise" in mode):
             return None
@@ -404,6 +407,8 @@ class Reading:
         *places, labels = made.ins
         if made.params["dimension"] != len(indices.aval.shape) - 1 or labels.size != self.rows:
             return None
+        # logits[arange(n), labels] gathers by the indices of all axes, of which all but the last
+        # have to number the rows in order.
         grid = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
         for place, wanted in zip(places, grid, strict=True) if len(places) == len(grid) else ():
             array = known_array(place, self.flow.producer, dict(self.flow.constants))

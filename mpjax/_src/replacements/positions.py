@@ -111,6 +111,7 @@ def _constant(array: np.ndarray, axes: Axes) -> Known | None:
     """Reads a constant: equal steps, or one number up to the diagonal and another above it."""
     if array.size > LARGEST:
         return None
+    # The program may read only the first entries, by a slice that `read` has passed.
     array = array[tuple(slice(math.prod(size for *_, size in axis)) for axis in axes)]
     long = []
     for d, axis in enumerate(axes):
@@ -148,6 +149,7 @@ def _cast(entries: Known | None, dtype: Any) -> Known | None:
     if isinstance(entries, Line) and entries.slopes:  # positions: the result must tell them apart
         exact = np.issubdtype(dtype, np.number) and np.dtype(dtype).itemsize >= 4
         return entries if exact else None
+    # -1e9 becomes -Inf in float16, which masks as well.
     with np.errstate(all="ignore"):
         return _mapped(entries, lambda v: np.asarray(v).astype(dtype).item())
 
@@ -192,6 +194,7 @@ def _compared(name: str, a: Line, b: Line) -> Known | None:
     if name not in ("ge", "gt"):
         return None
     above = _sum(a, _scaled(b, -1))
+    # Of integers, a > b is a - b - 1 >= 0.
     above = above._replace(constant=above.constant - (name == "gt"))
     return Choice(frozenset([above]), True, False)
 

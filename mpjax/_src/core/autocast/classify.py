@@ -156,7 +156,7 @@ def _by_primitive(op: Op, rulings: Rulings, half: Any) -> Ruling:
     if not op.has_float32 and not op.subs and not wide_form:
         return Ruling(ELSEWHERE, half)
     if op.subs:
-        alone = op.inside.as_one and _is_elementwise(op, rulings)
+        alone = op.inside.one_operation and _is_elementwise(op, rulings)
         return Ruling(COMPUTES if alone else PROGRAM, half)
     if op.spec.need == rules.HALF:
         precision = _jax.own_precision(op.params)

@@ -28,4 +28,4 @@ def _warn_if_unscaled() -> None:
     )
 
 
-watched = _jax.told(_jax.TOLD, _warn_if_unscaled)
+watched = _jax.on_transpose(_jax.FLOAT16_GRADIENT, _warn_if_unscaled)

@@ -111,6 +111,7 @@ def public_names() -> dict[str, list[str]]:
     places: dict[str, list[str]] = {}
     for file in sorted(Path(__file__).parents[3].glob("*.py*"), key=lambda file: file.stem):
         module = "mpjax" if file.stem == "__init__" else f"mpjax.{file.stem}"
+        # Parsed, not imported: a module may need a package that is not installed.
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
                 for name in ast.literal_eval(node.value):

@@ -20,7 +20,7 @@ def flattened(jaxpr: Any) -> Any:
 
 
 def _evaluated(
-    jaxpr: Any, args: Sequence[Any], taken: Callable[[Any], Any] = lambda x: x
+    jaxpr: Any, args: Sequence[Any], masked: Callable[[Any], Any] = lambda x: x
 ) -> list[Any]:
     inner, consts = _jax.open_jaxpr(jaxpr)
     env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
@@ -28,27 +28,30 @@ def _evaluated(
     for eqn in inner.eqns:
         operands, body = list(map(read, eqn.invars)), _jax.inlined(eqn)
         if body is not None:
-            outs = _evaluated(body, operands, taken)
+            outs = _evaluated(body, operands, masked)
         elif higher_order(eqn.primitive.name).kind == BRANCH:
-            outs = _chosen(eqn, operands, taken)
+            outs = _chosen(eqn, operands, masked)
         else:
-            outs = list(map(taken, _jax.bind(eqn, operands)))
+            outs = list(map(masked, _jax.bind(eqn, operands)))
         env |= zip(eqn.outvars, outs, strict=True)
     return list(map(read, inner.outvars))
 
 
-def _chosen(eqn: Any, operands: Sequence[Any], taken: Callable[[Any], Any]) -> list[Any]:
+def _chosen(eqn: Any, operands: Sequence[Any], masked: Callable[[Any], Any]) -> list[Any]:
     """Returns the results of all branches of a conditional, and selects among them."""
+    # All branches run here, also on operands that their condition would keep from them: a division
+    # by the zero that it tests for. So in a branch that is not taken, scalars are replaced by 1.
     branches = [inside.program for inside in higher_order(eqn.primitive.name).wire(eqn)]
     index, *operands = operands
+    # It is known which branch runs, so nothing is selected.
     if isinstance(eqn.invars[0], _jax.Literal):
-        return _evaluated(branches[int(index)], operands, taken)
+        return _evaluated(branches[int(index)], operands, masked)
 
     def of(case, x):
         number = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
         if not number or x.shape:
             return x
-        return taken(jax.lax.select(index == case, x, jnp.ones_like(x)))
+        return masked(jax.lax.select(index == case, x, jnp.ones_like(x)))
 
     runs = []
     for case, branch in enumerate(branches):

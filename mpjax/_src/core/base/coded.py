@@ -1,4 +1,4 @@
-"""Values that are kept for the backward pass in 8 bits.
+"""Values that are stored for the backward pass in 8 bits.
 
 - "int8": the squares of the integers up to 127, and their negatives, in units. The last axis is cut
   into blocks of at most 128 entries. The unit of a block is a power of two, kept in one byte. The
@@ -95,10 +95,10 @@ def encode(x: jax.Array, kind: str, rounded: bool = False, in_order: bool = True
     With ``in_order``, XLA:GPU must lay out blocks in the order of the axes (`row_major`). Of what a
     convolution reads or makes, it should choose the order.
     """
-    code, there = KINDS[kind], _jax.again_barrier(x) if rounded else x
+    code, fenced = KINDS[kind], _jax.again_barrier(x) if rounded else x
     if not code.blocks:
-        return Coded(_levels_of(there.astype(FLOAT32), code), None, kind)
-    codes, scales = _in_blocks(jnp.atleast_1d(x), jnp.atleast_1d(there), code)
+        return Coded(_levels_of(fenced.astype(FLOAT32), code), None, kind)
+    codes, scales = _in_blocks(jnp.atleast_1d(x), jnp.atleast_1d(fenced), code)
     codes = codes.reshape(x.shape)
     if in_order:
         codes, scales = _jax.row_major(codes), _jax.row_major(scales)
@@ -114,6 +114,7 @@ def decode(coded: Coded, dtype: np.dtype) -> jax.Array:
     units = unit_of(spread(coded.scales, codes.shape, block_of(codes.shape[-1])))
     wide = codes.astype(FLOAT32)
     for _ in range(code.squarings):
+        # A plain square would lose the sign.
         wide = wide * jnp.abs(wide)
     return (wide * units).astype(dtype).reshape(coded.codes.shape)
 
@@ -137,17 +138,19 @@ def block_of(length: int) -> int:
     return max(1, -(-length // blocks))
 
 
-def _in_blocks(x: jax.Array, there: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
+def _in_blocks(x: jax.Array, fenced: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
     """Returns codes of an array, and the scale of each block.
 
     The largest entries are those of ``x``, which XLA finds in the kernel that computes it; the
-    codes are those of ``there``, the same array.
+    codes are those of ``fenced``, the same array.
     """
     block = block_of(x.shape[-1])
     largest = jnp.max(jnp.abs(split(x.astype(FLOAT32), block)), axis=-1)
+    # From 1 on, units are normal numbers. Smaller ones are subnormal, which XLA may flush.
     scales = jnp.clip(reaching(bits_of(largest), code.reach), 1, _largest_scale(x.dtype, code))
     scales = jnp.where(jnp.isfinite(largest), scales, INFINITY)
-    units = there.astype(FLOAT32) * inverse(spread(scales, x.shape, block))
+    units = fenced.astype(FLOAT32) * inverse(spread(scales, x.shape, block))
+    # Up to `reach` units, which is more than the top, are rounded to the top.
     units = jnp.clip(units, -code.top, code.top)
     roots = _roots(jnp.abs(units), code)
     levels = jnp.round(jnp.where(units < 0, -roots, roots))

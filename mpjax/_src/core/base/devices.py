@@ -261,8 +261,8 @@ def named(name: str) -> Named:
     words = re.findall(r"[^\W_]+", name.lower())
     if len(words) == 1 and words[0] in KINDS:
         return Named(words[0], None, ())
-    told = [word for word in words if VARIANT.fullmatch(word)]
-    model = [word for word in words if word not in told and not NOISE.fullmatch(word)]
+    variant_words = [word for word in words if VARIANT.fullmatch(word)]
+    model = [word for word in words if word not in variant_words and not NOISE.fullmatch(word)]
     key, rest = "".join(model), []
     # Numbers may follow the model: the size of its memory or of a slice.
     for n in range(len(model), 0, -1):
@@ -273,10 +273,11 @@ def named(name: str) -> Named:
             break
         if not model[n - 1].isdigit():
             break
-    sizes = [int(m[1]) for m in map(VARIANT.fullmatch, told) if m and m[1]]
-    variant = [word for word in told if not word[0].isdigit()] + rest
+    sizes = [int(m[1]) for m in map(VARIANT.fullmatch, variant_words) if m and m[1]]
+    variant = [word for word in variant_words if not word[0].isdigit()] + rest
     if len(rest) == 1 and f"{key}-{rest[0]}" in CARDS:
         sizes, variant = [int(rest[0])], variant[:-1]
+    # The A100s differ in bandwidth too, so there the size of the memory is a part of the name.
     if sizes and f"{key}-{sizes[0]}" in CARDS:
         key = f"{key}-{sizes[0]}"
     return Named(key, sizes[0] if sizes else None, tuple(variant))
@@ -311,6 +312,7 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
+    # float16 only where there is nothing else: bfloat16 needs no loss scale.
     policies = {(): "float32", (FLOAT16,): "mixed_float16"}
     policy = policies.get(tuple(fast), "mixed_bfloat16")
     return DeviceFacts(

@@ -53,6 +53,7 @@ def default_half() -> np.dtype:
 def half_of(capability: str) -> np.dtype:
     """Returns the 16-bit dtype for a GPU's compute capability, or for "", a device without one."""
     major = capability.split(".")[0]
+    # Before Ampere (8.0), tensor cores have no bfloat16. AMD's "gfx90a" is no number.
     return FLOAT16 if major.isdigit() and int(major) < 8 else BFLOAT16
 
 

@@ -64,6 +64,7 @@ def brief(value: Any) -> str:
 
 def check_callable(fun: Any, argument: str) -> None:
     """Raises a TypeError if an argument that must be a function is not callable."""
+    # jnp.bfloat16 is callable, but who passes it for a function has mixed up the arguments.
     if not callable(fun) or _is_dtype(fun):
         raise TypeError(f"{argument}={brief(fun)} must be a function.{misplaced(fun)}")
 
@@ -119,6 +120,7 @@ def misplaced(value: Any) -> str:
     The order is that of the function which the user called. It is "" for a value that is no usual
     argument of another place.
     """
+    # The first kind that fits counts, so narrow ones come first: jnp.bfloat16 is a class, too.
     kind = next((kind for kind, fits in KINDS.items() if fits(value)), "")
     return f" It is {kind}.{_order()}" if kind else ""
 
@@ -130,6 +132,7 @@ def _order() -> str:
         code, frame = frame.f_code, frame.f_back
     names = code.co_varnames[: code.co_argcount]
     names = names[1:] if names[:1] in (("self",), ("cls",)) else names
+    # A module body or a private function was not called by the user, whom its order would not help.
     if not names or code.co_name.startswith(("_", "<")):  # no names: keywords alone
         return ""
     return f" The order is {code.co_name}({', '.join(names)})."
@@ -202,6 +205,8 @@ def warn_at(fun: Callable[..., Any], message: str) -> None:
     """Warns at the definition of the user's function, because the call stack is inside JAX."""
     fun = inspect.unwrap(fun)
     code = getattr(fun, "__code__", warn_at.__code__)
+    # With the registry of the user's module, Python's filters treat it as a warning of that module:
+    # by default one for each definition, not one for each trace.
     seen = getattr(fun, "__globals__", {}).setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         message, UserWarning, code.co_filename, code.co_firstlineno, registry=seen
@@ -213,6 +218,7 @@ def warn_at(fun: Callable[..., Any], message: str) -> None:
 
 def is_number(value: Any) -> bool:
     """Returns whether a value is one integer or real number, an array without dimensions too."""
+    # Not by isinstance: a bool is an int, but not a number that a user means.
     kind = getattr(value, "dtype", np.dtype(type(value) if type(value) in (int, float) else object))
     return getattr(kind, "kind", "") in ("i", "u", "f") and np.shape(value) == ()
 

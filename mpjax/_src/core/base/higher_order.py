@@ -55,7 +55,8 @@ class HigherOrder:
     # Whether its dtypes must stay as written, because rules that its author traced elsewhere expect
     # them.
     pinned: bool = False
-    as_one: bool = False  # whether it counts as one operation if everything inside is elementwise
+    # Whether it counts as one operation if everything inside is elementwise.
+    one_operation: bool = False
     backward: bool = False  # whether its author wrote its backward pass
 
     @property
@@ -110,6 +111,7 @@ def scanning(param: str, loop: Loop) -> HigherOrder:
 def _while(eqn: Any) -> Iterable[Inside]:
     cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = range(cond + body, len(eqn.invars))
+    # The result of the condition is no result of the loop, hence the None.
     yield Inside(eqn.params["cond_jaxpr"], [*range(cond), *carry], [None], (), cond)
     pairs = [(i, body + i) for i in range(len(carry))]
     ins = [*range(cond, cond + body), *carry]
@@ -122,6 +124,7 @@ def _branches(eqn: Any) -> Iterable[Inside]:
 
 
 def _planned(eqn: Any) -> Iterable[Inside]:
+    # The equation of a linear part shows no jaxpr (`_jax.held`), but holds its cut.
     program = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["cut"].tangent.written
     yield Inside(program, range(len(eqn.invars)), range(len(eqn.outvars)))
 
@@ -134,7 +137,7 @@ HIGHER_ORDER: dict[str, HigherOrder] = {
     "jit": calling("jaxpr"),
     "remat2": calling("jaxpr", knows=True),
     "shard_map": calling("jaxpr", MAP),
-    "custom_jvp_call": calling("call_jaxpr", as_one=True),
+    "custom_jvp_call": calling("call_jaxpr", one_operation=True),
     "custom_vjp_call": calling("call_jaxpr", backward=True),
     "custom_vmap_call": calling("call", pinned=True),
     "linear_call": calling("callee", pinned=True),

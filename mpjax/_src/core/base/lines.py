@@ -33,6 +33,7 @@ def where(source: str, library: str = "") -> str:
 
 def _cell(file: str) -> str:
     """Returns the cell of a notebook that IPython compiled under the name of a file, or ""."""
+    # Nothing ran in a notebook if IPython was not imported, so it is not imported for this.
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     named = shell and shell.compile.format_code_name(file)
     return named[1] if named else ""

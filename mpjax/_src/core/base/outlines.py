@@ -24,6 +24,7 @@ def outline(state: Any) -> str:
         >>> outline({"step": np.int32(3), "w": np.ones((2, 3)), "rng": None})
         "{'step': 3, 'w': float64[2, 3], 'rng': None}"
     """
+    # Which depth fits depends on the widths of all entries, so each is tried, the deepest first.
     for depth in range(DEEPEST, 0, -1):
         lines = _outlined(state, depth, WIDTH)
         if len(lines) <= LINES:
@@ -53,6 +54,7 @@ def _outlined(node: Any, depth: int, room: int) -> list[str]:
 def _parts(node: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
     """Returns the entries of a container that are listed, and what surrounds them."""
     kind = type(node).__name__
+    # An optax optimizer is a named tuple of functions, whose entries say nothing.
     if _is_optimizer(node):
         return None
     if isinstance(node, tuple) and hasattr(node, "_fields"):

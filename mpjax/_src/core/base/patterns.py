@@ -52,6 +52,7 @@ def nearest_paths(pattern: str, candidates: Iterable[str], count: int = 5) -> li
     wanted = pattern.lower().strip("*/")
 
     def likeness(path: str) -> float:
+        # Users may write the name of a layer alone, so each part of a path is compared too.
         parts = [path, *path.split("/")]
         return max(difflib.SequenceMatcher(None, wanted, part.lower()).ratio() for part in parts)
 

@@ -24,6 +24,7 @@ def progress_bar(progress: bool, title: str, unit: str, total: int | None = None
         return
     from tqdm import tqdm
 
+    # An instrument may call another one that has its own bar.
     before = getattr(_SHOWN, "bar", None)
     # Without a total, tqdm's own form is a rate.
     form = None if total else "{desc}: {n_fmt}{unit} [{elapsed}{postfix}]"

@@ -49,7 +49,7 @@ OTHERS = "others"  # the other operands of a product; also the divisor of a quot
 OPERANDS = "operands"  # its operands, and perhaps its result
 RESULT = "result"  # its result
 
-# cost: the cost of computing it a second time.
+# cost: the cost of recomputing it.
 FUSED = "fused"  # none: compilers repeat it in every reader by themselves
 DEAR = "dear"  # that of a special function: worth it where it saves memory
 NEVER = "never"  # too high: memory traffic or many operations
@@ -83,9 +83,9 @@ class Rule:
     span: str = KEEPS  # the size of its result: KEEPS, BOUNDED or GROWS
     # The values that its derivative reads: NOTHING, OTHERS, OPERANDS or RESULT.
     saves: str = OPERANDS
-    cost: str = NEVER  # the cost of computing it a second time: FUSED, DEAR or NEVER
+    cost: str = NEVER  # the cost of recomputing it: FUSED, DEAR or NEVER
     traits: frozenset[str] = frozenset()  # any of the traits above
-    # Whether a backward pass may run it a second time to save memory. This excludes matmuls,
+    # Whether a backward pass may recompute it to save memory. This excludes matmuls,
     # reductions, collectives and kernels. Slices and concatenations are included: they are computed
     # where they are read.
     runs_again: bool = dataclasses.field(init=False)
@@ -140,6 +140,7 @@ def row(names: str, need: str, gain: Any = SUM, span: str = KEEPS, **columns: An
 
 
 def _power(params: dict[str, Any]) -> str:
+    # |x f'(x)| / |f(x)| of x**y is |y|. A RANGE is what exp has, whose gain is 88 at most.
     size = abs(params["y"])
     return ONE if size <= 4 else RANGE if size <= 100 else UNBOUNDED
 
@@ -282,7 +283,7 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
             matmul), "full" (float32), "follow" (float32, elementwise arithmetic) or "move" (no
             arithmetic; the dtype of its operands).
         **columns: Further properties. The defaults assume the worst: an operation that amplifies
-            errors, may leave the range of float16, and is never computed a second time.
+            errors, may leave the range of float16, and is never recomputed.
 
             - ``gain``: by how much it amplifies a relative error of an operand: "none", "one",
               "sum", "range" or "unbounded" (the default), or a function from the equation's
@@ -291,8 +292,8 @@ def register_rule(primitive: Any, need: str, **columns: Any) -> None:
               that range), "bounded" (a small number) or "grows" (the default).
             - ``saves``: the values that its derivative reads: "nothing", "others" (the other
               operands of a product), "operands" (the default) or "result".
-            - ``cost``: the cost of computing it a second time: "fused" (none), "dear" (that of a
-              special function) or "never" (the default).
+            - ``cost``: the cost of recomputing it: "fused" (none), "dear" (that of a special
+              function) or "never" (the default).
             - ``traits``: a sequence of further properties; the error message lists the valid ones.
 
     Returns:
@@ -350,7 +351,7 @@ CHOICES: dict[str, Any] = {
 
 # What the rewrite inserts.
 for _name in _jax.BARRIERS:
-    # What is behind an again_barrier is computed from what is kept, not kept itself.
+    # What is behind an again_barrier is recomputed from what is stored, not stored itself.
     row(_name, MOVE, ONE, **(LINEAR if _name == "again_barrier" else HELD))
 row("rounded carrier carried", MOVE, ONE, **LINEAR)
 row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)

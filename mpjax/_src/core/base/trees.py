@@ -264,6 +264,7 @@ def _in_common(pred: Any, leaves: Sequence[Any]) -> Callable[[Any], Any]:
 
     def of(leaf):
         shape = jnp.shape(leaf)
+        # The broadcast has no sharding. One that devices divide would have to be given the leaf's.
         if shapes[shape] < SEVERAL or _jax.is_explicit(leaf) or _jax.may_be_divided(leaf):
             return pred
         if shape not in common:
@@ -343,6 +344,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
             return a if pred else b
         check_fits("on_true", keys, a)
         check_fits("on_false", keys, b)
+        # The same array in both, such as a frozen weight, takes no kernel.
         return a if a is b else jnp.where(of(a), a, b)
 
     return jax.tree_util.tree_map_with_path(choose, on_true, on_false)

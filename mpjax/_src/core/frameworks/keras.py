@@ -44,12 +44,14 @@ def _refuse(_: Any, grad: Any) -> Any:
 
 _turned.defvjp(
     lambda change, x, scale: (x, scale),
+    # The derivative of a gradient would meet the scale once more, so its backward pass refuses.
     lambda change, scale, grad: (_turned(_refuse, change(scale, grad), ()), None),
 )
 
 
 def _turned_tree(change: Any, tree: Any, scale: Any) -> Any:
     def turned(x):
+        # Integers, such as seeds, have no cotangent.
         inexact = is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
         return _turned(change, x, scale) if inexact else x
 
@@ -71,6 +73,7 @@ class _Hooks:
     def attach(self) -> None:
         model = self.model
         for layer in model._flatten_layers(include_self=False):
+            # A model inside of this one to which mixed_precision was applied keeps its own policy.
             if getattr(vars(layer).get("stateless_call"), "model", None) is not layer:
                 self.replace(layer, "stateless_call", self.planned)
         for name, make in (
@@ -83,12 +86,14 @@ class _Hooks:
             ("get_compile_config", self.config),
         ):
             self.replace(model, name, make)
+        # Keras caches its compiled steps, which would run without the hooks.
         model.train_function = model.test_function = model.predict_function = None
         if getattr(model, "optimizer", None) is not None:
             self.wrap_optimizer()
 
     def replace(self, layer: Any, name: str, make: Any) -> None:
         plain = getattr(layer, name)
+        # Applied a second time, mixed_precision replaces its first hooks instead of wrapping them.
         plain = getattr(plain, "plain", plain)
         hook: Any = functools.wraps(plain)(make(layer, plain))
         hook.plain, hook.model = plain, self.model
@@ -123,11 +128,14 @@ class _Hooks:
                         f"there. Call self.stateless_call without it, or {BY_HAND}"
                     )
                 return plain(*args, **kwargs)
+            # A layer that is called by itself, outside of a step, runs as Keras runs it.
             if step is None and layer is not self.model:
                 return plain(*args, **kwargs)
             if scale is None:
                 out = run(*args, **kwargs)
                 return _turned_tree(self.check(), out, ()) if self.needs_scale else out
+            # The backward pass runs the other way: it enters at the results, where cotangents are
+            # scaled, and leaves at the arguments, where they are unscaled.
             args, kwargs = _turned_tree(type(scale).unscale, (args, kwargs), scale)
             step.inside = True
             try:
@@ -140,6 +148,7 @@ class _Hooks:
 
     def check(self) -> Any:
         """Returns a function of the backward pass that fails if no loss is scaled from now on."""
+        # A loop may scale its loss after the model has run, but before the backward pass enters it.
         before = LossScaleOptimizer._losses
 
         def check(_, grad):
@@ -162,6 +171,7 @@ class _Hooks:
                 results = plain(state, data)
             finally:
                 STEP.reset(token)
+            # A step that calls the model itself would train in float32, and nobody would notice.
             if "planned" not in done:
                 name = f"{type(model).__name__}.{getattr(plain, '__name__', 'step')}"
                 raise ValueError(
@@ -187,6 +197,7 @@ class _Hooks:
             logs, new = run(state, data, optimizer=optimizer, scale=scale)
             self.check_optimizers(len(new[2]), "applied" in done)
             trained, carried, variables, metrics = new
+            # The optimizer has restored what it trains. Statistics and seeds are the model's.
             finite = optimizer.finite(variables, state[2])
             carried = select(finite, list(carried), list(state[1]))
             return logs, (trained, carried, variables, metrics)
@@ -228,6 +239,7 @@ class _Hooks:
                 inner = model.optimizer.inner_optimizer
                 saved = [str(self.policy), model.optimizer._saved_scale(), inner.name]
                 optimizer = keras.saving.serialize_keras_object(inner)
+                # Keras warns by this name where it cannot load the optimizer's state.
                 optimizer = _renamed(optimizer, f"{inner.name}-import_mpjax.keras_before_loading")
                 config = {**config, "optimizer": {**optimizer, "mpjax": saved}}
             return config

@@ -104,6 +104,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.skipped_steps = variable("skipped_steps", zero)
         self.consecutive_skips = variable("consecutive_skips", zero)
         self.inner_optimizer.build(var_list)
+        # Not `super().build`, which would add the variables of Keras's own loss scale.
         keras.optimizers.Optimizer.build(self, var_list)
 
     @property
@@ -141,6 +142,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._step is not None:
             return loss
         scale = self._now(optimizer_variables)
+        # A traced scale is an argument of the step, and a static one never changes.
         fixed = _traced(scale) or isinstance(scale, (NoOpLossScale, StaticLossScale))
         if not fixed and _traced(jnp.zeros(())):  # in jit, but not in an eager gradient
             raise ValueError(
@@ -197,6 +199,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = list(optimizer_variables[len(own) :])
         (trained, inner), good = gated(finite, applied, (list(trainable_variables), inner))
         finite = finite & good
+        # Keras passes gradients alone, so whatever is non-finite counts as theirs.
         new = jax.tree.leaves(adjusted(scale, finite, True, True))
         with self._reading(optimizer_variables) as scope:
             for v, value in zip(self._scale, new, strict=True):
@@ -233,6 +236,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             before: Those that it was given, if it may have updated several times, or not at all.
         """
         counter = self.consecutive_skips if before is None else self.skipped_steps
+        # By identity: Keras variables compare by value.
         place = [v is counter for v in self.variables].index(True)
         return optimizer_variables[place] == (0 if before is None else before[place])
 

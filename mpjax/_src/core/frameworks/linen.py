@@ -125,6 +125,7 @@ class TrainState(train_state.TrainState, repr=False):
             tx=optimizer,
             **kwargs,
         )
+        # Flax counts from a Python 0. An array from the start keeps the type of the state as it is.
         return state.replace(step=jnp.zeros((), jnp.int32))
 
     def value_and_grad(
@@ -189,6 +190,7 @@ class TrainState(train_state.TrainState, repr=False):
         finite = stays_finite(new, old)
         updates, opt_state = self.tx.update(trained, self.opt_state, params, finite=finite)
         params = _join(apply_updates(params, updates, opt_state), written)
+        # `update` has chosen its own state already. All other fields follow its verdict.
         after = {"params": params, "step": self.step + 1, **new}
         before = {"params": self.params, "step": self.step, **old}
         return self.replace(opt_state=opt_state, **select(opt_state.finite, after, before))
@@ -199,6 +201,7 @@ known_to_flax(TrainState)
 
 def _split(params: Any) -> tuple[Any, Any]:
     """Returns the trained parameters, and the variables that Flax overwrites with gradients."""
+    # An array is asked first: ``in`` would compare its entries with the name.
     if isinstance(params, jax.Array) or OVERWRITE_WITH_GRADIENT not in params:
         return params, None
     return params["params"], params[OVERWRITE_WITH_GRADIENT]

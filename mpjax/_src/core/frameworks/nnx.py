@@ -201,6 +201,7 @@ def value_and_grad(
     run = with_float32_loss(f, optimizers[0].policy)
 
     def trained(args, argnum, place):
+        # One optimizer may serve several arguments.
         its = optimizers[min(place, len(optimizers) - 1)]
         if not isinstance(argnum, int):
             return argnum
@@ -239,6 +240,7 @@ def value_and_grad(
         for (variable, _), value in zip(state, select(finite, new, before), strict=True):
             variable.set_value(value)
         for each in optimizers:
+            # Several gradients may be computed before one update, which all of them decide.
             each.forward.set_value(jax.tree.map(operator.and_, each.forward.get_value(), checks))
         return ((loss, aux) if has_aux else loss), grads
 

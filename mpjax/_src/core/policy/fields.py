@@ -99,6 +99,7 @@ def _choices(policy: Any) -> dict[str, str | float]:
         value = getattr(policy, name)
         number = _share(value) if row.numbers else None
         if number is not None:
+            # Policies that mean the same have to be equal.
             found[name] = row.values[0] if number == 1 else number
         elif isinstance(value, str) and value in row.values:
             found[name] = value
@@ -110,6 +111,7 @@ def _choices(policy: Any) -> dict[str, str | float]:
 
 def _share(value: Any) -> float | None:
     """Returns a number from 0 to 1, which may be written as a string; None for all else."""
+    # A bool is a Real, too, but storage=True means nothing.
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         return None
     try:
@@ -121,6 +123,7 @@ def _share(value: Any) -> float | None:
 
 def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
     """Refuses what the lists of operations name if it is no primitive, or one without a dtype."""
+    # Of a primitive in two lists this has the last one, so the first one does not match it below.
     listed = {name: names for names, members in lists.items() for name in members}
     for names in OP_LISTS:
         for name in lists[names]:
@@ -149,6 +152,7 @@ def _check_primitives(lists: dict[str, tuple[str, ...]]) -> None:
 def _check_kept(policy: Any, fields: dict[str, Any]) -> None:
     """Refuses settings of masters and rounding that contradict the rest of the policy."""
     stored = fields["param_dtype"]
+    # These settings have no effect on others, of which `training.levels` warns.
     if stored not in HALVES:
         return
     if policy.masters != CHOICES["masters"].values[0]:

@@ -86,6 +86,7 @@ def get_policy(x: "PolicyLike", half: DTypeLike | None = None, **settings: Any) 
         meant = _meant(text)
         if not meant:
             raise
+        # One hint is enough: the whole string that was meant.
         said = re.sub(r" Did you mean .*?\?", "", str(error))
     raise ValueError(
         f"{said} Did you mean {meant!r}? Commas separate settings; lists and mappings are JSON."
@@ -98,7 +99,8 @@ def _is_mapping(x: Any) -> bool:  # that of ml_collections is no `Mapping`
 
 
 def _text_of(x: Any) -> tuple[str | None, list[tuple[Any, Any]]]:
-    """Returns the string of a policy, None if there is none, and the settings beside it."""
+    """Returns the string of a policy, None if there is none, and its further settings."""
+    # A named tuple, such as an optimizer, is no list of settings.
     listed = isinstance(x, Sequence) and not isinstance(x, str) and not hasattr(x, "_fields")
     words, pairs = [], []
     for part in x if listed else [x]:
@@ -148,6 +150,7 @@ def _parsed(text: str | None, pairs: Iterable[tuple[Any, Any]], x: Any, half: An
     values = _added(values, pairs, x)
     if name:
         return _refined(_named(name, text or name, half), values, x, half)
+    # Before the defaults are filled in, which are dtypes too.
     named = any(field.endswith("_dtype") for field in values)
     values.setdefault("param_dtype", FLOAT32)
     values.setdefault("compute_dtype", values["param_dtype"])
@@ -184,6 +187,7 @@ def _field(key: Any, x: Any, values: Collection[str]) -> str:
 def _refined(base: Policy, values: dict[str, Any], x: Any, half: np.dtype | None) -> Policy:
     """Returns a policy with other values of some fields."""
     of = f"policy={brief(x)}: "
+    # Here, because `Policy` itself takes "half" for the dtype of the device, not for the argument.
     dtypes: dict[str, Any] = {
         field: canonical(value, of + field, half)
         for field, value in values.items()
@@ -243,6 +247,7 @@ def _mixed(name: str) -> str:
     words = {*re.findall(r"[a-z0-9]+", name.lower())}
     halves = [BY_NAME[word] for word in words if BY_NAME.get(word) in HALVES]
     rest = words - {*BY_NAME, *MIXED, "precision", "16"}
+    # Any other word may mean something else.
     if rest or len(halves) > 1 or not words & MIXED:
         return ""
     return f"mixed_{(halves or [FLOAT16 if '16' in words else default_half()])[0]}"

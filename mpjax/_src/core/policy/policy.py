@@ -272,6 +272,7 @@ class Policy(NoBlock, jmp.Policy):
 
         def stored(path):
             full = any(matches(pattern, path) for pattern in self.keep_full)
+            # These patterns only widen: under a float64 policy nothing becomes float32.
             return FLOAT32 if full and self.param_dtype in HALVES else self.param_dtype
 
         return self._cast_by_path(tree, stored, uniform=not self.keep_full)
@@ -342,6 +343,7 @@ class Policy(NoBlock, jmp.Policy):
         return FLOAT16 in (self.compute_dtype, *(dtype for _, dtype in self.overrides))
 
     def _cast_by_path(self, tree: T, default: Callable[[str], np.dtype], uniform: bool) -> T:
+        # Without patterns no path matters, and to make all paths takes time.
         if uniform and not self.overrides:
             return cast(tree, default(""))
 

@@ -78,6 +78,7 @@ def warn_if_unfit(policy: Policy) -> None:
     facts = device_facts(device)
     dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
     for dtype in dict.fromkeys(dtypes):
+        # The first one is enough: the warning names the policy to use instead.
         if dtype in HALVES and dtype.name not in facts.fast:
             warn_user(
                 f"policy={str(policy)!r} computes in {dtype.name}, which is no faster than float32 "

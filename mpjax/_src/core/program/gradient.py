@@ -132,7 +132,7 @@ class Pullback(NamedTuple):
 
     loss: Any
     aux: dict[str, Any]  # the arrays of ``aux``, by their paths
-    residuals: Any  # the values that the forward pass keeps for the backward pass, and its program
+    residuals: Any  # the values that the forward pass stores for the backward pass, and its program
     # A function that runs the backward pass and returns the gradients.
     gradients: Callable[[], list[Any]]
 
@@ -157,6 +157,7 @@ def pull_back(
         value, aux = out if has_aux else (out, ())
         pairs = jax.tree_util.tree_leaves_with_path(aux)
         pairs = [(keys, x) for keys, x in pairs if is_array(x)]
+        # The paths of an aux are known while the function runs, and JAX returns arrays alone.
         paths[:] = [path_of(keys) for keys, _ in pairs]
         return scaled(value), (value, [x for _, x in pairs])
 

@@ -26,7 +26,7 @@ PLANNED = "mpjax.autocast"
 KERNEL = "mpjax.kernel="
 ATTENTION = "mpjax.attention="
 LOSS = "mpjax.loss="
-AGAIN = "rematted_computation"  # JAX's own, around what a backward pass computes again
+AGAIN = "rematted_computation"  # JAX's own, around what a backward pass recomputes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -39,7 +39,7 @@ class Value:
     given: bool = False  # a parameter, or made from parameters by moves alone
     constant: bool = False  # a constant of the program, perhaps after layout operations
     literal: bool = False  # written in the program
-    # Read in every sweep, so they are not computed again.
+    # Read in every sweep, so they are computed once.
     is_f32: bool = dataclasses.field(init=False)
     size: int = dataclasses.field(init=False)
 
@@ -221,6 +221,7 @@ def _programs(eqn, ins: Sequence[Value], scopes, callers) -> tuple[Inside, ...]:
         jaxpr, consts = _jax.open_jaxpr(inside.program)
         carried = {argument for _, argument in inside.carry}
         invars = [
+            # A carry has its first value in one iteration alone, so nothing is known of it.
             Value(v.aval) if place in carried else _argument(v.aval, ins[index], row.knows)
             for place, (v, index) in enumerate(zip(jaxpr.invars, inside.ins, strict=True))
         ]
@@ -234,6 +235,7 @@ def _argument(aval: Any, outside: Value, knows: bool) -> Value:
     fields: dict[str, Any] = {"paths": outside.paths, "given": outside.given}
     if knows:
         const = outside.const
+        # A loop passes slices, of which only a number that fills the whole array is known.
         filled = const is not None and np.size(const) == 1
         fields["const"] = np.reshape(const, ()) if filled else None
     return Value(aval, **fields)

@@ -78,6 +78,7 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Site = ROOT)
     def read(atom):
         if not isinstance(atom, _jax.Literal):
             return env[atom]
+        # A literal may be a Python number, whose dtype only its type here says.
         dtype = getattr(atom.aval, "dtype", None)
         return watcher.constant(atom.val if dtype is None else np.asarray(atom.val, dtype))
 
@@ -108,6 +109,7 @@ def operations_in(jaxpr: Any) -> int:
         if not enters(eqn):
             count += 1
             continue
+        # It is not known before which branch of a conditional runs, so the longest one counts.
         programs = [unmapped(eqn)] if kind.kind == MAP else [p.program for p in kind.wire(eqn)]
         inside = [operations_in(program) for program in programs]
         count += turns_of(eqn) * (max(inside, default=0) if kind.kind == BRANCH else sum(inside))

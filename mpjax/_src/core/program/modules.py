@@ -25,6 +25,7 @@ def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
     It differentiates all leaves, but of Flax NNX variables only parameters: no statistics, no
     caches.
     """
+    # Without an import of Flax there are no modules of it, and to import it takes a second.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return [(leaf, True) for leaf in jax.tree.leaves(tree)]
@@ -38,10 +39,10 @@ def leaves_trained(tree: Any) -> list[tuple[Any, bool]]:
 
 def has_modules(tree: Any) -> bool:
     """Returns whether a tree contains Flax NNX modules or variables."""
-    return are_there(*jax.tree_util.tree_flatten(tree))
+    return flat_has_modules(*jax.tree_util.tree_flatten(tree))
 
 
-def are_there(leaves: list[Any], structure: Any) -> bool:
+def flat_has_modules(leaves: list[Any], structure: Any) -> bool:
     """Returns whether a flattened tree contains Flax NNX modules or variables.
 
     The answer is cached by structure: a search of all nodes takes as long as the rest of a call.
@@ -79,6 +80,7 @@ def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
         with nnx.merge_context(TAG, inner=True) as context:
             args, kwargs = context.merge(graph, state)
             nodes = dict(context.index_ref)
+        # Flax does not say what a function changes, so objects are compared before and after.
         before = {i: _held(node) for i, node in nodes.items()}
         out = fun(*args, **kwargs)
         returned = out if has_modules(out) else None
@@ -159,5 +161,6 @@ def _check_may_change(nodes: list[Any]) -> None:
         if isinstance(node, nnx.Variable):
             node.set_raw_value(node.get_raw_value())
         elif isinstance(node, nnx.Pytree):
+            # Flax checks the trace when an attribute is set, whichever it is.
             setattr(node, TAG, None)
             delattr(node, TAG)

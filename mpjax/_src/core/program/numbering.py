@@ -31,6 +31,7 @@ def _numbered(program: Any, ops: list[Op], rows: Mapping[Op, int]) -> Any:
 def _equation(eqn: Any, ops: list[Op], rows: Mapping[Op, int]) -> Any:
     """Returns an equation with the number of its op; a call has that of the first op in it."""
     called, info = _jax.inlined(eqn), eqn.source_info
+    # The ops are in reverse order, so that the next one is the last of the list.
     row = rows.get(ops[-1]) if ops else None
     if row is not None:
         info = info.replace(name_stack=info.name_stack.extend(f"{ROW}{row}"))
@@ -41,5 +42,6 @@ def _equation(eqn: Any, ops: list[Op], rows: Mapping[Op, int]) -> Any:
     inner = op.inside
     pairs = zip(inner.wire(eqn), op.subs, strict=True)
     programs = [with_rows(old.program, new.program, rows) for old, new in pairs]
+    # Programs that autocast has planned stay as they are: no parameter is listed for them.
     params = {**eqn.params, **inner.holding(programs)} if inner.params else eqn.params
     return eqn.replace(params=params, source_info=info)

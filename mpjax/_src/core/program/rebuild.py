@@ -51,6 +51,7 @@ def _call(eqn, bodies, avals, args, gains) -> Sequence[Any]:
         if isinstance(eqn.params["prevent_cse"], tuple):  # one for each operand
             new["prevent_cse"] = (True,) * len(consts) + eqn.params["prevent_cse"]
         return _jax.bind(eqn, [*consts, *args], **new)
+    # A jit with shardings, layouts or donated arguments stays one. Any other call is written out.
     if name in JITS and _jax.inlined(eqn) is None:
         jaxpr = _jax.trace(bodies[0], avals[0], name)
         return _jax.bind(eqn, args, **_jax.jit_of(jaxpr, eqn.params))
@@ -85,6 +86,7 @@ def _scan(eqn, bodies, avals, args, gains) -> Sequence[Any]:
     def body(carried, xs):
         carry, total, turn = carried
         outs = bodies[0](*args[:first], *carry, *xs)
+        # ``turn`` counts from the start, and a reversed scan begins with the last slice.
         total = gains.add(total, outs[results:], length - 1 - turn if reverse else turn)
         return (outs[:count], [*total], turn + 1), outs[count:results]
 

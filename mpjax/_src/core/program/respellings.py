@@ -62,6 +62,7 @@ class Respellings:
 def respellings(block: Block) -> dict[Op, Any]:
     """Returns what is respelled in a block by its op."""
     found: dict[Op, Any] = {}
+    # Most blocks have no gather, so this is not made before one asks.
     makers = functools.cache(lambda: {v: op for op in block.ops for v in op.outs})
     for op in block.ops:
         if op.name == "gather" and op.outs[0].is_f32:
@@ -115,6 +116,7 @@ def known_array(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, An
         if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
             args = [known_array(v, makers, arrays) for v in op.ins]
             if all(arg is not None for arg in args):
+                # If JAX is tracing, it would add the operation to its trace and not run it.
                 with jax.ensure_compile_time_eval():
                     arrays[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
     return arrays[value]
@@ -139,6 +141,7 @@ WINDOWS = "window_dimensions", "window_strides", "window_dilation", "padding"
 def _is_dilated(op: Op) -> bool:
     p = op.params
     windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
+    # `entries_of` does not dilate the operand itself.
     return any(size > 1 < step for size, step in windows) and {*p["base_dilation"]} == {1}
 
 

@@ -33,7 +33,7 @@ class Site:
 
     @property
     def again(self) -> bool:
-        """Whether the backward pass computes again there what the forward pass computed."""
+        """Whether the backward pass recomputes there what the forward pass computed."""
         return AGAIN in (*self.scopes, *self.transforms)
 
     @property

@@ -55,6 +55,7 @@ def handed_out(tree: Any, results: Sequence[Any], subtrees: Any, dtype: Any) -> 
     chosen: list[Any] = [dtype] * len(results)
     done = 0
     for node, where in nodes(tree):
+        # A tree comes before those in it, which belong to its state once it is one.
         if where.start >= done:
             for argument, dtypes in subtrees.get(_kinds(results[where]), ()):
                 if _jax.Structure(argument) == _jax.Structure(node):

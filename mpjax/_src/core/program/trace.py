@@ -77,6 +77,7 @@ class Flat:
         spelled: Callable[[str, Any], str] = lambda name, keys: name + keystr(keys),
     ) -> tuple[str, ...]:
         """Returns the name of each array, spelled from its parameter and its keys in it."""
+        # The root is (args, kwargs): the first key chooses one, the second the parameter in it.
         return tuple(
             spelled(str(which.key) if kind.idx else parameters[which.idx], tuple(inside))
             for kind, which, *inside in self.keys

@@ -118,6 +118,7 @@ def value_and_grad(fun, loss_scale, unscale, argnums, has_aux, axis_name, /, *ar
 
     gradient = jax.value_and_grad(run, argnums, has_aux=True)
     (_, (loss, aux)), grads = gradient(*trained, **kwargs)
+    # Widened here too: jmp's scales divide in the dtype of a gradient, which flushes small ones.
     grads = unscale(widen(grads))
     if axes:
         loss, grads = averaged((loss, grads), axis_name)
@@ -192,6 +193,7 @@ def with_scaled_loss(
             )
         # Widened here too, because jmp's scales multiply in the dtype of the loss.
         whole = loss_scale.scale(widen(jnp.asarray(loss)))
+        # Of a loss without a tangent, JAX runs no rule, so the rule gets the arguments too.
         return _of_arguments(whole, list(filter(is_floating, jax.tree.leaves(args)))), (loss, aux)
 
     return scaled

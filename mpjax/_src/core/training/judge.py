@@ -83,6 +83,7 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[list[int]]] | 
     sets = [{*kind} for kind, divides, _ in needs if divides]
     single = {kind for kind, divides, _ in needs if not divides} - {COMPARED}
     roots = [kind for kind, divides, _ in needs if divides is None]
+    # The verdict computes these roots once more, which pays for elementwise operations alone.
     again = _jax.open_jaxpr(_jax.with_results(jaxpr, roots))[0].eqns
     if UNSAFE in single or not all(rule_of(eqn.primitive.name).runs_again for eqn in again):
         return None
@@ -201,6 +202,7 @@ def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int
     name, levels, risky = eqn.primitive.name, [fact.level for fact in ins], ins[0]
     first, least, most, rule = levels[0], min(levels), max(levels), rule_of(name)
     wild = rule.need == PROGRAM or POLE in rule.traits or rule.amplifies(eqn.params)
+    # No entries are HARMLESS, so a wild operation is unsafe unless a case below asks for less.
     wanted = HARMLESS if wild and name not in FINITE else ANY
     match name:
         case "add" | "add_any":
@@ -234,5 +236,6 @@ def _arithmetic(eqn: Any, ins: list[Fact], scalars: Container[Any]) -> tuple[int
             level = ANY
     if risky.level < wanted:
         return level, _unsafe(risky.root)
+    # What is positive only because some scalars are not zero makes them part of the verdict.
     nonzero = risky.given if wanted == POSITIVE else ()
     return level, frozenset((each, True, risky.root) for each in nonzero)

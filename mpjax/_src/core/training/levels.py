@@ -73,6 +73,7 @@ def under_policy(
 def _warn_if_unused(policy: Policy) -> None:
     """Warns of a setting for 16-bit parameters that this policy has none for."""
     stored = {policy.param_dtype, *(dtype for _, dtype in policy.overrides)}
+    # Each of the two settings has an effect on 16-bit weights either with masters or without them.
     for name, kept in (("masters", True), ("rounding", False)):
         value = getattr(policy, name)
         if value == CHOICES[name].values[0]:

@@ -41,7 +41,8 @@ _UNSET: Any = None  # until __post_init__
 
 
 def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
-    """Multiplies floating and complex leaves in their own dtype, halves in float32."""
+    """Multiplies floating and complex leaves in their own dtype, 16-bit ones in float32."""
+    # The warning that no loss was scaled asks for this fact about the process.
     called.CALLED.add(called.SCALES)
 
     def apply(leaf):
@@ -49,6 +50,7 @@ def _times(tree: T, scale: jax.Array, divide: bool = False) -> T:
             leaf = jnp.asarray(leaf)
         if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
             return leaf
+        # In the dtype of the leaf, which strict promotion asks for, and which the product then has.
         factor = jnp.asarray(scale, leaf.dtype)
         return leaf / factor if divide else leaf * factor
 
@@ -204,6 +206,7 @@ class DynamicLossScale:
             entry = getattr(self, name)
             if entry is not None and not is_traced(entry):
                 _check_scale(name, entry) if dtype == jnp.float32 else check_count(name, entry, 0)
+            # Without weak types, as a step returns them: else it would compile twice.
             object.__setattr__(self, name, jnp.asarray(value if entry is None else entry, dtype))
 
     def _check_settings(self) -> None:
@@ -212,6 +215,7 @@ class DynamicLossScale:
                 f"init_scale={self.init_scale!r} must be between min_scale={self.min_scale!r} and "
                 f"max_scale={self.max_scale!r}, or the first adjustment would jump."
             )
+        # As the device sees it: 1 + 1e-9 is 1 in float32.
         if np.float32(self.growth_factor) <= 1:
             raise ValueError(
                 f"growth_factor={self.growth_factor!r} must be more than 1, or the scale could "
@@ -281,6 +285,7 @@ class DynamicLossScale:
             jnp.where(keep_counting, counted, 0),
             jnp.where(grow, self.hysteresis, left),
         )
+        # Not by the class: its checks read values, which a jitted step does not have.
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
 
@@ -308,6 +313,7 @@ def adjust_shared(scale: LossScale, grads_finite: Any, used: LossScale) -> LossS
         return scale.adjust(grads_finite)
 
     def at(scale, value):
+        # The scale is the first leaf, as `pytree_of` registered it.
         leaves = jnp.maximum(value, scale.min_scale), *jax.tree.leaves(scale)[1:]
         return jax.tree.unflatten(jax.tree.structure(scale), leaves)
 
@@ -339,6 +345,7 @@ def _of_jmp(loss_scale: Any) -> LossScale:
         growth_factor=float(loss_scale.factor),
         backoff_factor=1 / float(loss_scale.factor),
         growth_interval=int(loss_scale.period),
+        # jmp permits a scale below its minimum. Here the first scale has to be within the limits.
         min_scale=min(scale, float(loss_scale.min_loss_scale)),
         max_scale=2.0**126,  # jmp has no limit: the largest valid scale
         growth_tracker=loss_scale.counter,
@@ -377,6 +384,7 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
         }
         if name in names:
             return names[name]()
+    # Not by isinstance: a subclass may adjust otherwise, and is used as it is.
     elif type(loss_scale) in (jmp.NoOpLossScale, jmp.StaticLossScale, jmp.DynamicLossScale):
         return _of_jmp(loss_scale)
     elif is_number(loss_scale):

@@ -38,7 +38,7 @@ from mpjax._src.core.training.stored import (
     need_params,
 )
 
-# The dtype that is kept with a 16-bit parameter, by the policy's `masters`; see `residuals`.
+# The dtype that is stored with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
 STORAGES = dict(zip(CHOICES["masters"].values, KINDS, strict=True))
 COMPENSATED = "compensation"  # in the parameter's own dtype
@@ -124,7 +124,7 @@ def with_master_weights(
             f"storage={brief(storage)} must be one of {', '.join(map(repr, STORAGES))}. It says "
             f"how master weights are stored.{did_you_mean(storage, STORAGES)}"
         )
-    return _beside(inner, storage, "with_master_weights")
+    return _with_masters(inner, storage, "with_master_weights")
 
 
 def with_kahan_summation(
@@ -162,10 +162,10 @@ def with_kahan_summation(
     Kahan 1965, "Further remarks on reducing truncation errors"; Zamirai et al. 2020, "Revisiting
     BFloat16 Training".
     """
-    return _beside(inner, COMPENSATED, "with_kahan_summation")
+    return _with_masters(inner, COMPENSATED, "with_kahan_summation")
 
 
-def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
+def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
     """Returns an optimizer that stores a master or residual of each 16-bit parameter."""
     inner = as_optimizer(inner, "inner")
 
@@ -202,15 +202,15 @@ def _beside(inner: optax.GradientTransformation, storage: str, name: str) -> Opt
         if _are_none(state.masters):  # no 16-bit parameters: the updates are applied as they are
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 
-        def stored(param, beside, value, update):
+        def stored(param, master, value, update):
             if update is None or not is_narrow_array(param):
-                return None, beside
+                return None, master
             return residuals.split(value + widen(update), param.dtype, kind(param.dtype))
 
         updates = reads.trained(updates, params)
         pairs = [stored(*row) for row in by_leaf(params, state.masters, full, updates)]
-        new, besides = zip(*pairs, strict=True)
-        masters = jax.tree.unflatten(jax.tree.structure(params), besides)
+        new, leaves = zip(*pairs, strict=True)
+        masters = jax.tree.unflatten(jax.tree.structure(params), leaves)
         return updates, new, MasterWeightsState(masters, inner_state)
 
     return made(inner, init, core)
@@ -226,6 +226,7 @@ def _full(
     """Returns the parameters, with trained 16-bit ones replaced by their full float32 values."""
 
     if _are_none(masters):
+        # Spelled out for the comparison of structures, and for the map over both trees.
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
     trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
     wanted, of_masters = trees
@@ -235,10 +236,11 @@ def _full(
             f"{brief(of_masters)}, the tree of the parameters {brief(wanted)}."
         )
 
-    def choose(keys, param, beside, frozen):
+    def choose(keys, param, master, frozen):
         if frozen:
             return param
-        if is_narrow_array(param) == is_masked(beside):
+        # 16-bit parameters have a master, and only they do, unless dtypes have changed since init.
+        if is_narrow_array(param) == is_masked(master):
             seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
@@ -247,18 +249,18 @@ def _full(
             )
         if not is_narrow_array(param):
             return param
-        if jnp.shape(beside) != jnp.shape(param):
+        if jnp.shape(master) != jnp.shape(param):
             raise ValueError(
                 f"{name}: {name_of('params', keys)} has shape {jnp.shape(param)}, but its master "
-                f"has shape {jnp.shape(beside)}. The state was created for other parameters."
+                f"has shape {jnp.shape(master)}. The state was created for other parameters."
             )
-        if beside.dtype != kind(param.dtype):
+        if master.dtype != kind(param.dtype):
             raise ValueError(
-                f"{name}: the state has {beside.dtype} for {name_of('params', keys)}, which is "
+                f"{name}: the state has {master.dtype} for {name_of('params', keys)}, which is "
                 f"{param.dtype}, but this optimizer stores {kind(param.dtype)}. Either the state "
                 "has another storage of masters, or the parameters were cast after init."
             )
-        return residuals.full(param, beside)
+        return residuals.full(param, master)
 
     return jax.tree_util.tree_map_with_path(choose, params, masters, reads.flags(params))
 
@@ -306,7 +308,7 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         raise TypeError(
             f"opt_state={brief(opt_state)} must be the state of an optimizer.{misplaced(opt_state)}"
         )
-    return _with_kept(params, opt_state, full_value)
+    return _map_masters(params, opt_state, full_value)
 
 
 def _states_in(tree: Any) -> list[MasterWeightsState]:
@@ -321,48 +323,52 @@ def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
     state are those that the optimizer returned.
     """
 
-    def exact(param, beside):
-        is_master = beside is not None and beside.dtype == FLOAT32
-        return beside.astype(param.dtype) if is_master else param
+    def exact(param, master):
+        # The sum of a parameter and its update may miss the master by a rounding. A split master
+        # has no such value of its own: the sum is all that is known here.
+        is_master = master is not None and master.dtype == FLOAT32
+        return master.astype(param.dtype) if is_master else param
 
-    return _with_kept(jax.tree.map(added, params, updates), opt_state, exact)
+    return _map_masters(jax.tree.map(added, params, updates), opt_state, exact)
 
 
-def full_value(param: Any, beside: Any) -> Any:
+def full_value(param: Any, master: Any) -> Any:
     """Returns the float32 value of a parameter and its master or residual, which may be None."""
-    return widen(param) if beside is None else residuals.full(param, beside)
+    return widen(param) if master is None else residuals.full(param, master)
 
 
 def stored(opt_state: Any, params: Any) -> list[tuple[jax.Array, ...]]:
     """Returns for each parameter the arrays that hold it: itself, and its master or residual."""
 
-    def arrays(param, beside):
-        return (param,) if beside is None else (param, beside)
+    def arrays(param, master):
+        return (param,) if master is None else (param, master)
 
-    by_parameter = _with_kept(params, opt_state, arrays)
+    by_parameter = _map_masters(params, opt_state, arrays)
     return jax.tree.structure(params).flatten_up_to(by_parameter)  # type: ignore[attr-defined]
 
 
-def _with_kept(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> Any:
-    """Returns ``make(param, beside)`` for each parameter; ``beside`` is its master or None."""
-    besides = {}
+def _map_masters(params: Any, opt_state: Any, make: Callable[[Any, Any], Any]) -> Any:
+    """Returns ``make(param, master)`` for each parameter; ``master`` is its master or residual."""
+    by_path = {}
     for state in _states_in(opt_state):
-        for keys, beside in jax.tree_util.tree_leaves_with_path(state.masters):
-            besides[keys] = beside
+        # Several states, of parts of the parameters, may be anywhere in those of other optimizers.
+        # The paths in them are those of the parameters.
+        for keys, master in jax.tree_util.tree_leaves_with_path(state.masters):
+            by_path[keys] = master
 
     def full(keys, param):
-        beside = besides.pop(keys, None)
-        if beside is not None and jnp.shape(beside) != jnp.shape(param):
+        master = by_path.pop(keys, None)
+        if master is not None and jnp.shape(master) != jnp.shape(param):
             raise ValueError(
-                f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(beside)}, but "
+                f"opt_state: the master of {path_of(keys)!r} has shape {jnp.shape(master)}, but "
                 f"the parameter has shape {jnp.shape(param)}. They belong to different models."
             )
-        return make(param, beside)
+        return make(param, master)
 
     tree = jax.tree_util.tree_map_with_path(full, params)
-    if besides:
+    if by_path:
         raise ValueError(
-            f"opt_state has masters of {sorted(map(path_of, besides))[:5]}, which are not in "
+            f"opt_state has masters of {sorted(map(path_of, by_path))[:5]}, which are not in "
             "params. Pass the tree of parameters that the optimizer was initialized with."
         )
     return tree

@@ -218,6 +218,8 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             like = jax.eval_shape(first, params)
             return jax.tree.map(lambda x, to: cast_leaf(x, to.dtype), opt_state, like)
 
+        # Masters, roundings and 8-bit moments call the `init` of what they wrap. This one returns
+        # the state that is continued, so they store it in their own form.
         given = optax.GradientTransformationExtraArgs(init, rules.optimizer.update)
         inner = under_policy(rules.policy, given, "optimizer")
         return dataclasses.replace(rules, inner=inner).init(params)
@@ -246,6 +248,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
         check_kind(state, MixedPrecisionState, "mixed_precision")
         reader = optax.GradientTransformation(rules.optimizer.init, update)
         reader = under_policy(rules.policy, reader, "optimizer")
+        # An update passes the inner optimizer its state in float32, whatever form it is stored in.
         reader.update(jax.tree.map(jnp.zeros_like, params), state.inner_state, params)
         return seen[-1]  # the first ones are traced, to find what is frozen
 
@@ -395,6 +398,7 @@ class Rules:
                 "optax.apply_updates keeps dtypes. Cast after eqx.apply_updates, which does not: "
                 "model = optimizer.policy.cast_to_param(model).",
             )
+        # A non-finite gradient that nothing reads changes no parameter, so it skips no step.
         read = read_grads(reads, updates, params)
         warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
         verdicts = {
@@ -402,12 +406,14 @@ class Rules:
             "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
+        # A device sees the gradients of its own shards, but all devices skip, or none does.
         agree = functools.partial(agreed, count=state.skipped_steps)
         verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
         updates, inner_state, good = updated_if(
             finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
         )
+        # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
         verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, **verdicts, used=used)
@@ -461,6 +467,7 @@ def _scales_in(opt_state: Any, argument: str = "opt_state") -> list[LossScale]:
 
 def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
     """Refuses parameters that the policy stores in another dtype, also numbers without one."""
+    # The policy casts arrays alone, so a float stands here as the float32 that JAX makes of it.
     arrays = jax.tree.map(lambda x: np.float32(x) if type(x) is float else x, params)
     stored = jax.tree.leaves(policy.cast_to_param(arrays))
     for (keys, leaf), new in zip(jax.tree_util.tree_leaves_with_path(params), stored, strict=True):

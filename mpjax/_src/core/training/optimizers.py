@@ -304,6 +304,7 @@ def _check_updates(updates: Any, params: Any, lacking: bool = True) -> None:
     # Equinox has no gradients, and no states, of leaves that are not floating arrays.
     trained = jax.tree.map(lambda x: x if is_floating(x) else None, params)
     grads = _arrays(updates)
+    # A gradient of a leaf that is not trained is no error, if its path and shape are the leaf's.
     differences = difference(_arrays(trained) if lacking else set(), grads, grads - _arrays(params))
     if differences:
         pair = isinstance(updates, tuple) and len(updates) == 2
@@ -329,6 +330,7 @@ def shown(update: Any) -> str:
             if "update" in getattr(part, "__name__", ""):
                 parts.append(shown(part))
     name = getattr(update, "__qualname__", type(update).__name__).split(".")[0]
+    # Wrappers that all optimizers have, of which the name inside says more.
     if name in ("with_extra_args_support", "as_optimizer"):
         return parts[0] if parts else name
     return f"{name}({', '.join(parts)})" if parts else name
@@ -355,6 +357,7 @@ def as_optimizer(
         known = {k: v for k, v in extra_args.items() if taken is None or k in taken}
         try:
             return inner(updates, state, params, **known)
+        # Most optimizers take what they are passed, so copies are made only after one has refused.
         except TypeError as error:
             # optax's chain, masked and their like pass every argument to every part.
             if not any(f"unexpected keyword argument '{name}'" in str(error) for name in known):
@@ -386,6 +389,7 @@ def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
         return value.__func__.__get__(again(value.__self__))
     if isinstance(value, (list, tuple, dict)):
         return jax.tree.map(again, value, is_leaf=lambda x: x is not value)
+    # Its methods read their parts from the object, not from closures.
     if is_optimizer(value) and not isinstance(value, type):  # such as optax.MultiSteps
         done[id(value)] = new = copy.copy(value)
         vars(new).update({k: again(v) for k, v in vars(value).items()})
@@ -400,6 +404,7 @@ def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
         out = new(*args, **{k: v for k, v in kwargs.items() if k not in drop})
         return again(out) if is_optimizer(out) else out  # of what inject_hyperparams is given
 
+    # Before its parts are copied, because a closure may contain the function itself.
     done[id(value)] = lenient
     cells = tuple(types.CellType(again(c.cell_contents)) for c in value.__closure__ or ())
     new = types.FunctionType(

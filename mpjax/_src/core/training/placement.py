@@ -77,6 +77,7 @@ def state_shardings(state: T, param_shardings: Any) -> T:
         )
     by_path = _of_params(state.params, param_shardings)
     first = next(iter(by_path.values()), (None, PartitionSpec()))[1]
+    # In the form of the user's shardings: with their mesh, or as a spec for the mesh that is set.
     everywhere = _with_spec(first, PartitionSpec())
 
     def place(keys: Any, leaf: Any) -> Any:
@@ -132,6 +133,8 @@ def _part(whole: tuple[int, ...], sharding: Any, shape: tuple[int, ...]) -> Any:
     if shape == whole:
         return sharding
     for axis in range(len(whole)):
+        # Of a square matrix either axis fits, and the first one counts. If it was the other one,
+        # devices exchange more, but no number changes.
         if shape == whole[:axis] + whole[axis + 1 :]:
             return _with_spec(sharding, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
     if whole and shape[:-1] == whole[:-1] and len(shape) == len(whole):

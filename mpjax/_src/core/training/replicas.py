@@ -53,6 +53,7 @@ def averaged(tree: Any, axis_name: Any) -> Any:
     """Averages floating leaves over replicas in float32 or wider; copies others from the first."""
 
     def from_first(leaf):
+        # By a sum with zeros, whose result shard_map knows to be the same on all replicas.
         first = jax.lax.axis_index(axis_name) == 0
         return jax.lax.psum(jnp.where(first, leaf, jnp.zeros_like(leaf)), axis_name)
 

@@ -27,16 +27,16 @@ MAGNITUDE, INFINITY, QUIET_NAN, SIGN = np.array(
 class Kind(NamedTuple):
     """A kind of master or residual of a 16-bit weight."""
 
-    # ``full(weight, beside)`` returns the float32 value.
+    # ``full(weight, master)`` returns the float32 value.
     full: Callable[[jax.Array, jax.Array], jax.Array]
     # ``split(value, dtype)`` returns the weight and the array next to it.
     split: Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Array]]
     bits: int  # the bits of the significand that both hold together, of float32's 24
 
 
-def full(param: Any, beside: Any) -> jax.Array:
+def full(param: Any, master: Any) -> jax.Array:
     """Returns the float32 value of a 16-bit weight and its master or residual."""
-    return KINDS[np.dtype(beside.dtype)].full(param, beside)
+    return KINDS[np.dtype(master.dtype)].full(param, master)
 
 
 def split(value: jax.Array, dtype: np.dtype, kind: Any) -> tuple[jax.Array, jax.Array]:
@@ -54,11 +54,11 @@ def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _joined(width: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def joined(param: jax.Array, beside: jax.Array) -> jax.Array:
+    def joined(param: jax.Array, residual: jax.Array) -> jax.Array:
         top = jax.lax.bitcast_convert_type(param, UINT16)
         # If the residual is in the upper half of its range, the weight was rounded up.
-        top = top - (beside >> (width - 1)).astype(UINT16)
-        bits = top.astype(UINT32) << 16 | beside.astype(UINT32) << (16 - width)
+        top = top - (residual >> (width - 1)).astype(UINT16)
+        bits = top.astype(UINT32) << 16 | residual.astype(UINT32) << (16 - width)
         return jax.lax.bitcast_convert_type(bits, FLOAT32)
 
     return joined
@@ -72,7 +72,7 @@ def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Arr
         # Rounding the bits of a NaN could give those of infinity or zero.
         is_nan = bits & MAGNITUDE > INFINITY
         bits = jnp.where(is_nan, bits & SIGN | QUIET_NAN, bits)
-        if unused:  # rounds to nearest, as what is cut off is not kept anywhere
+        if unused:  # rounds to nearest, as what is cut off is not stored anywhere
             bits = bits + (1 << (unused - 1)) >> unused
         # Ties are rounded up, not to even: otherwise the residual at a tie would not tell whether
         # the weight was rounded up or down.
@@ -86,8 +86,8 @@ def _cut(width: int) -> Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Arr
 # ---- floats: a master, or the rounding error ----------------------------------------------------
 
 
-def _summed(param: jax.Array, beside: jax.Array) -> jax.Array:
-    return param.astype(FLOAT32) + beside.astype(FLOAT32)
+def _summed(param: jax.Array, error: jax.Array) -> jax.Array:
+    return param.astype(FLOAT32) + error.astype(FLOAT32)
 
 
 def _compensated(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:

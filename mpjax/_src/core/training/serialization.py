@@ -26,6 +26,7 @@ def known_to_flax(*classes: type) -> None:
 
 def _children(node: Any) -> tuple[list[str], list[Any], Any]:
     """Returns the names and values of a node's children, and its structure."""
+    # One level alone: flax serializes the children by their own rules.
     below = lambda child: child is not node  # noqa: E731
     named, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=below)
     return [keys[0].name for keys, _ in named], [child for _, child in named], structure

@@ -266,9 +266,12 @@ def build_train_step(
         check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads, reports)
         before = {name: getattr(state, name) for name in CHANGED}
+        # Frozen parameters stay out of the choice between old and new: nothing reads them.
         before["params"] = reads.trained(state.params, state.params)
+        # The report is chosen with its state: in a skipped step no update has stalled.
         before["stalled"] = reports.none_stalled(state)
         args = state.params, passes.grads, passes.model_state, extra_args
+        # Plain arithmetic is trusted up to float32's overflow, but float16 moments have 65504.
         run = functools.partial(gated, agree=shards.agreed, wholly=may_overflow(state.opt_state))
         after, good = run(verdict.finite(), update, before, *args)
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
@@ -423,6 +426,7 @@ def _local(
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
     params, model_state = local_to(axes, axis_name, (state.params, state.model_state))
+    # Replicas that drew the same dropout masks would average correlated gradients.
     if axes and rng is not None:
         rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
@@ -475,6 +479,8 @@ def _updated(
     return {
         "step": before["step"] + 1,
         "params": reads.trained(new.params, params),
+        # An optimizer may return moments in the dtype of its gradients, but a state keeps its
+        # dtypes: else the next step would compile again.
         "opt_state": cast_like(new.state, opt_state),
         "model_state": model_state,
         "stalled": reports.shares(new, opt_state, params),
@@ -634,6 +640,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
         try:
             return loss_fn(*half, **_new_containers(kwargs))
         except (TypeError, ValueError) as error:
+            # Without casts to 16 bits, the error is the function's own.
             if policy.compute_dtype not in HALVES:
                 raise
             refused = error
@@ -642,6 +649,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
         try:
             return by_op(params, batch, **kwargs)
         except Exception:
+            # The first error, of the function as it is written, says more.
             raise refused from None
 
     return run
@@ -680,6 +688,7 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
         grad_sum = jax.tree.map(jnp.add, grad_sum, passes.grads)
         return (grad_sum, passes.model_state), (passes.loss, passes.aux, passes.seen)
 
+    # float32 sums, in which no small gradient of a later micro-batch is lost.
     zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
     (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
         micro_step, (zeros, state.model_state), jnp.arange(steps)
@@ -780,6 +789,7 @@ def _check_model(model_state: Any) -> Any:
 def _check_rng(rng: Any) -> Any:
     if rng is None or (is_array(rng) and rng.ndim == 0 and is_key(rng)):
         return rng
+    # The form of jax.random.PRNGKey.
     if is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
         return rng
     raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
@@ -850,6 +860,7 @@ def _unpack(out: Any, has_state: bool, has_aux: bool) -> tuple[Any, Any, Any]:
             f"returned is a {type(value).__name__} where a pair is expected."
         )
 
+    # Without this check, a tuple would be reported as a loss of a wrong type.
     if not (has_state or has_aux):
         if isinstance(out, tuple):
             raise TypeError(

@@ -75,6 +75,8 @@ def made(
     def run(grads, state, params, extra_args):
         tree = grads if params is None else params
         reads = reader(tree)
+        # The caller's functions read the parameters themselves, where the optimizer sees zeros for
+        # frozen integers.
         extra_args |= {k: reads.around(f, tree) for k, f in extra_args.items() if callable(f)}
         if "grad" in extra_args:
             extra_args["grad"] = reads.completed(extra_args["grad"], tree)
@@ -84,6 +86,7 @@ def made(
 
     def update(grads, state, params=None, **extra_args):
         reads, updates, stored, state = run(grads, state, params, extra_args)
+        # What was rounded, or computed by a master, is no longer the sum of parameter and update.
         if stored is not None:
             differences = [
                 update if new is None else new.astype(FLOAT32) - param.astype(FLOAT32)
@@ -96,6 +99,7 @@ def made(
         try:
             _, updates, stored, state = run(grads, state, params, extra_args)
         except (TypeError, ValueError) as error:
+            # The words of Python and of optax for an argument that `update` was not given.
             if not re.search(r"missing \d+ required|must be provided", str(error)):
                 raise
             raise TypeError(
@@ -149,6 +153,7 @@ def inner_update(
     grads = widen(grads)
     tree = grads if full is None else full
     with for_state(inner, state, tree, grads):
+        # Twice, because an error in here is about the gradients without these zeros.
         grads = reads.completed(grads, tree)
     with for_state(inner, state, tree, grads):
         return inner.update(grads, state, full, **extra_args)

@@ -65,6 +65,8 @@ def gated(
     """
     if not _is_chosen(finite):
         new = jax.jit(new, inline=True)  # traced once for all that follows
+    # Outside of jit, `gated_update` passes results instead of a function, so a trace of ``new``
+    # shows no arithmetic that could be judged.
     wholly = wholly or not isinstance(finite, jax.core.Tracer)
     good, run = _with_verdict(new, before, args, agree, wholly)
     may = finite & good
@@ -93,6 +95,7 @@ def _with_verdict(
             program, own, sets = found
             results = _jax.eval_closed(program, *old, *jax.tree.leaves(args))
             scalars = results[len(own) :]
+            # Of each set one scalar has to differ from zero: else this is infinite.
             inverse = [1 / sum(jnp.abs(scalars[i]) for i in each) for each in sets]
             verdict = stays_finite(results[: len(own)], [old[i] for i in own])
             verdict &= all_finite([*scalars, *inverse])
@@ -123,6 +126,7 @@ def gated_update(
         run = run if _is_chosen(finite) else jax.jit(run, inline=True)
         shapes, _ = jax.eval_shape(run, (None, state), *args)
     else:
+        # Outside of jit it runs once, for the shapes of the zeros and for the results.
         result = shapes, _ = run((None, state), *args)
         run = lambda *_: result  # noqa: E731
     # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.

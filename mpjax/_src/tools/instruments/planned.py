@@ -127,7 +127,7 @@ def _row(
     if half is not None and op.spec.need == rules.HALF:
         made = [name_of(v.aval) for v in _alike(outs, op.outs, ())] or ["f32"]
         after = signature([short_name(half)], made)
-    ends = () if op.subs and not op.inside.as_one else itertools.chain(*_ends(group))
+    ends = () if op.subs and not op.inside.one_operation else itertools.chain(*_ends(group))
     return functools.partial(
         Row,
         op.name,
@@ -201,8 +201,8 @@ def _reason(op: Op, told: str, traced: Traced, own: Sequence[Any]) -> tuple[str,
     region = next((name for name in reversed(op.scopes) if name.startswith(REGION)), "")
     if region and not op.subs and op.spec.need not in (rules.MOVE, rules.COMPARE):
         return f"region {region.removeprefix(REGION)}", False
-    if op.subs and not (op.inside.as_one and own):
-        return OWN_RULE if op.inside.backward or op.inside.as_one else PROGRAM, False
+    if op.subs and not (op.inside.one_operation and own):
+        return OWN_RULE if op.inside.backward or op.inside.one_operation else PROGRAM, False
     replaced = op in traced.replaced.instead
     if not own and not replaced and op.name != "convert_element_type":
         return "no result needs it: it does not run", False

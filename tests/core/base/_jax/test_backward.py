@@ -12,7 +12,7 @@ X = jnp.ones(3)
 def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
     """Also of a loss in a jit, which JAX transposes by itself before it knows what is outside."""
     heard = []
-    watched = _jax.told(_jax.TOLD, lambda: heard.append(_jax.is_scaled()))
+    watched = _jax.on_transpose(_jax.FLOAT16_GRADIENT, lambda: heard.append(_jax.is_scaled()))
 
     def loss(x):
         return jnp.sum(watched(x) ** 2)
@@ -43,7 +43,7 @@ def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
         jax.grad(lambda x: jax.checkpoint(inner)(x) * scale)(X)  # noqa: B023
         assert heard == [scale > 1]
     assert not _jax.is_scaled()
-    assert _jax.TOLD in str(jax.make_jaxpr(watched)(X))
+    assert _jax.FLOAT16_GRADIENT in str(jax.make_jaxpr(watched)(X))
     np.testing.assert_array_equal(jax.hessian(loss)(X), 2 * np.eye(X.size))
     np.testing.assert_array_equal(jax.vmap(watched)(X), X)
 

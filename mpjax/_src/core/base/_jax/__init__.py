@@ -13,16 +13,16 @@ from mpjax._src.core.base._jax.backward import is_scaled
 from mpjax._src.core.base._jax.barriers import (
     BARRIERS,
     CARRIER,
+    FLOAT16_GRADIENT,
     GPUS,
-    TOLD,
     again_barrier,
     carried,
     carrier,
     cpu_barrier,
     gpu_barrier,
     held_for_cpu,
+    on_transpose,
     row_major,
-    told,
 )
 from mpjax._src.core.base._jax.calls import eval_once
 from mpjax._src.core.base._jax.convolutions import planned_conv

@@ -98,6 +98,7 @@ def _memory_of(executable: Any) -> dict[str, int]:
 
 def _costs_of(module: Any) -> dict[str, float]:
     """Returns what XLA counts in a module of HLO, whatever device it was compiled for."""
+    # The analysis needs some client. Of the target there is none, but every machine has a CPU.
     cpu = jax.devices("cpu")[0].client
     costs = jaxlib_module.hlo_module_cost_analysis(cpu, module)
     return {
@@ -128,6 +129,7 @@ def as_if_on_gpu(capability: str) -> Iterator[None]:
         "check_compute_capability": lambda least: version(capability) >= version(least),
         "is_cuda_compute_capability_equal": lambda same: version(capability) == version(same),
     }
+    # The functions are replaced for all threads, so only one thread may do it at a time.
     with _ANSWERING:
         before = {name: getattr(cudnn, name) for name in answers}
         try:

@@ -18,9 +18,9 @@ from mpjax._src.core.base._jax.programs import open_jaxpr
 def is_scaled() -> bool:
     """Returns whether a cotangent was multiplied by 2 or more, or by a number that is not known.
 
-    To be called while a backward pass is traced (`told`). That pass is followed, and those around
-    it, of which it is a jit, a loop or a checkpoint. In a JAX that runs it otherwise it is not
-    known, and no warning is better than a wrong one.
+    To be called while a backward pass is traced (`on_transpose`). That pass is followed, and those
+    around it, of which it is a jit, a loop or a checkpoint. In a JAX that runs it otherwise it is
+    not known, and no warning is better than a wrong one.
     """
     try:
         return any(map(_is_large, _factors_so_far()))
@@ -29,6 +29,8 @@ def is_scaled() -> bool:
 
 
 def _factors_so_far() -> list[Any]:
+    # A transpose rule sees its own cotangent alone. What was multiplied into it before is known to
+    # the frames of JAX's loop over the linear equations, which runs them in reverse order.
     frame, factors, first = inspect.currentframe(), list[Any](), ()
     while frame is not None:
         if frame.f_code is ad.backward_pass3.__code__:
@@ -45,6 +47,7 @@ def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
     """Yields the operands of products that are scalars."""
     for eqn in eqns:
         values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
+        # The functions of jax.numpy are jitted, also those that multiply.
         if "jit" in eqn.primitive.name:
             jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
             inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)

@@ -38,6 +38,7 @@ def may_be_partitioned(ctx: Any) -> bool:
     if ctx.module_context.lowering_parameters.for_export:
         return True
     manual = getattr(context, "manual_axes", None)
+    # XLA partitions over the axes that a shard_map leaves to it.
     if manual:
         return {*manual} != {*context.mesh.axis_names}
     return (getattr(context, "num_devices", None) or 1) > 1
@@ -76,7 +77,7 @@ def _batch(primitive: Primitive, args: Any, dims: Any, order: Any = None) -> Any
     return primitive.bind(*args, order=(dim, *(d + (d >= dim) for d in order))), dim
 
 
-def told(name: str, tell: Callable[[], None]) -> Callable[[Any], Any]:
+def on_transpose(name: str, tell: Callable[[], None]) -> Callable[[Any], Any]:
     """Returns an identity that calls ``tell`` while its backward pass is traced.
 
     It sees the backward pass of a function that is traced first and differentiated later, in a jit,
@@ -103,11 +104,11 @@ _cpu_barrier_p = _barrier("cpu_barrier", "cpu")
 _gpu_barrier_p = _barrier("gpu_barrier", *GPUS)
 _again_barrier_p = _barrier("again_barrier", "cpu", *GPUS)
 _row_major_p = _barrier("row_major", *GPUS, held=_laid_out, alone=True)
-TOLD = "float16_gradient"
-BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major", TOLD})
+FLOAT16_GRADIENT = "float16_gradient"
+BARRIERS = frozenset({"cpu_barrier", "gpu_barrier", "again_barrier", "row_major", FLOAT16_GRADIENT})
 
-# What autocast keeps has a name, wherever it is computed: also in code that is transposed as it is,
-# such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.
+# What autocast stores has a name, wherever it is computed: also in code that is transposed as it
+# is, such as a linear function, or a dropout that runs on tangents. JAX has no rule for that.
 ad.primitive_transposes.setdefault(name_p, lambda ct, _, *, name: [ct])
 
 
@@ -186,7 +187,7 @@ def held_for_cpu(
 def gpu_barrier(x: jax.Array) -> jax.Array:
     """Returns ``x``; on GPUs behind an optimization barrier.
 
-    Without it, XLA:GPU recomputes a softmax from its float32 operand, and keeps that for the
+    Without it, XLA:GPU recomputes a softmax from its float32 operand, and stores that for the
     backward pass. On TPUs the barrier costs memory.
     """
     return _gpu_barrier_p.bind(x)

@@ -68,6 +68,7 @@ def jaxpr_of(
 ) -> Any:
     """Returns the closed jaxpr of some equations; ``constants`` are values by their variables."""
     effects = effects_of(equations)
+    # JAX lowers such equations before it compiles, but only where a jaxpr says that it has some.
     high = any(e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in equations)
     jaxpr = Jaxpr([*constants], [*arguments], [*results], [*equations], effects, info, high)
     return close(jaxpr, [*constants.values()])
@@ -80,6 +81,8 @@ def blank() -> Any:
 
 def marked(eqn: Any) -> Any:
     """Returns the equation of a matmul with the mark of those that autocast makes."""
+    # The context of an equation is fixed. A new one records what is active, so the equation's own
+    # settings are entered around the mark.
     with eqn.ctx.manager, matmuls.marked():
         return eqn.replace(ctx=blank().ctx)
 

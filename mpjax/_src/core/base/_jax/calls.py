@@ -37,6 +37,7 @@ class _Inlined(Primitive):
             if isinstance(trace, LinearizeTrace):
                 return trace.process_primitive(self, args, params)
             if isinstance(trace, DynamicJaxprTrace):
+                # All types are known, so a copy evaluates no equation abstractly.
                 return _copy(trace, inner, consts, args, params.get("line"))
         with set_current_trace(trace):
             return eval_closed(params["jaxpr"], *args)
@@ -81,6 +82,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     literals = [(i, a) for i, a in enumerate(eqn.invars) if isinstance(a, Literal)]
     types = tuple(atom.aval for atom in eqn.invars)
     try:
+        # By their bytes: -0.0 equals 0.0 as a number, and a NaN does not equal itself.
         numbers = tuple((i, type(a.val), np.asarray(a.val).tobytes()) for i, a in literals)
         key = call_key(eqn), types, numbers
         if key in programs:
@@ -89,6 +91,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
         return None
     ins = [a if isinstance(a, Literal) else Var(a.aval) for a in eqn.invars]
     outs = [Var(var.aval) for var in eqn.outvars]
+    # Each call puts its own scopes around the program, so what they share has none.
     source = eqn.source_info.replace(name_stack=NameStack())
     alone = eqn.replace(invars=ins, outvars=outs, source_info=source)
     variables = [a for a in ins if not isinstance(a, Literal)]
@@ -130,6 +133,7 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
     operands = [*open_jaxpr(jaxpr)[1], *primals]
     residuals = [next(computed) if i is None else operands[i] for i in places]
     avals = [v.aval.to_tangent_aval() for v in open_jaxpr(jaxpr)[0].outvars]
+    # In forward mode nothing is transposed, so there is nothing to wait for.
     map_of = _linear_p if whole and is_vjp else _inlined_p
 
     def linearized(residuals, *rest):

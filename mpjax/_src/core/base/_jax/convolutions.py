@@ -88,6 +88,7 @@ def _split(x, y, devices, *, dimension_numbers, feature_group_count, **_):
     automatic = tuple(name for name, kind in kinds if kind == AxisType.Auto)
     axes = _names(x, dim) or _names(y, other) or automatic
     rows, count = x.shape[dim], math.prod(mesh.shape[name] for name in axes)
+    # shard_map divides an axis into equal parts only.
     shared = count > 1 and rows % count == 0
     return mesh, axes if shared and feature_group_count == 1 else ()
 
@@ -149,6 +150,8 @@ def _planned_x(ct, x, kernel, *, sums, **params):
 def _planned_kernel(ct, x, kernel, *, sums, **params):
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
+    # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
+    # convolution again: only every second one sums over the batch.
     moved = _of_kernel(ct, x, kernel, **params)
     return _planned_p.bind(x, ct, sums=not sums, **{**params, **moved})
 

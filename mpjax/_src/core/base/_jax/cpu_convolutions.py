@@ -56,6 +56,7 @@ def _pays(x: Any, kernel: Any, out: Any, params: dict[str, Any]) -> bool:
     out_size = math.prod(out.shape[d] for d in places)
     count = min(kernel_size, out_size)
     uses = USES_OF_A_SUM if kernel_size <= out_size else USES_OF_A_STACK
+    # With a single position it is one matmul, for which nothing is copied twice.
     return count == 1 or (1 < count <= MOST and kernel.shape[last] >= uses)
 
 

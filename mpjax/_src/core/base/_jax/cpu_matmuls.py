@@ -134,7 +134,7 @@ def _multiply(
         # A transpose before it is merged into a product of two matrices, but not into one of many.
         if start or order != tuple(range(right.ndim)):
             right = hold(right)
-        # There is no kernel for a vector: it becomes a row, or a column, beside zeros.
+        # There is no kernel for a vector: it becomes a row, or a column, next to zeros.
         if is_row := is_native and rows == 1:
             left = jnp.stack([left, jnp.zeros_like(left)], start)
         if is_column := is_native and columns == 1:

@@ -2,8 +2,8 @@
 
 JAX would take a jit apart to differentiate or batch it, and would choose itself what the backward
 pass gets. These primitives ask the program instead: for its derivative, cut in two where it likes
-(`Cut`), or for its forward mode. So whoever makes programs chooses what is kept between the passes,
-and the derivatives of any order are programs of its making.
+(`Cut`), or for its forward mode. So whoever makes programs chooses what is stored between the
+passes, and the derivatives of any order are programs of its making.
 """
 
 from collections.abc import Callable, Sequence
@@ -186,6 +186,8 @@ def _jvp(primals, tangents, *, program, jaxpr=None):
     moving = _moving(program, tangents)
     moves = program.forward_mode(moving)[1]
     given = [ad.instantiate_zeros(t) for t, m in zip(tangents, moving, strict=True) if m]
+    # JAX may run program and tangents at once (jax.jvp), or separate them by partial evaluation
+    # (jax.checkpoint, rules of custom_jvp). One primitive stands for both until that is known.
     outs = jvp_p.bind(*primals, *given, program=program, moving=moving)
     count = len(program.out_avals)
     return outs[:count], _filled(program.out_avals, moves, outs[count:])
@@ -310,6 +312,8 @@ def _jvp_again(saveable, unknown, instantiated, eqn):
     results, all_of_them = len(program.out_avals), [True] * len(eqn.outvars)
     pairs = zip(eqn.invars, instantiated, strict=True)
     needed = [v for v, done in pairs if isinstance(v, Var) and not done]
+    # JAX asks for five things: what runs now, what runs later, which results are unknown after the
+    # first, which the second computes, and the values that the second needs of the first.
     if any(unknown[:count]):
         return None, eqn, all_of_them, all_of_them, needed
     first, second = program.checkpointed(moving, _where(saveable)) or (program, program)
@@ -367,6 +371,7 @@ linear_p = _holding("planned_linear", _tangent, shown=False)
 
 def _transpose(cts, *args, cut):
     cts = [None if type(ct) is ad.Zero else ct for ct in cts]
+    # The linear primitive has results only for those of the program that move.
     of_results = iter(cts)
     nonzero = tuple(bool(m) and next(of_results) is not None for m in cut.moves)
     first = len(args) - len(cut.by)

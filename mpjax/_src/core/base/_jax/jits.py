@@ -63,8 +63,10 @@ def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
     """Calls a closed jaxpr as one jit, which JAX differentiates, batches and lowers as a whole."""
     inner, consts = open_jaxpr(jaxpr)
     if any(isinstance(c, jax.core.Tracer) for c in consts):
+        # A parameter of an equation may not contain tracers, so traced constants become arguments.
         inner, consts = hoisted(jaxpr)
         jaxpr, args = close(inner, ()), (*consts, *args)
+    # JAX's versions differ in the parameters of a jit, so those of an empty one are completed.
     params = _nothing.trace()._params  # in the context around
     counts = {"in": len(args), "out": len(inner.outvars)}
     each = {

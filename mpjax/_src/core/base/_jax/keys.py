@@ -24,6 +24,7 @@ class _Same:
     """An object without an equality of its own, as a key."""
 
     def __init__(self, x: Any):
+        # The object, not its id: Python uses an id again once its object is gone.
         self.x = x
 
     def __hash__(self) -> int:
@@ -152,8 +153,11 @@ def _rule(x: Any, depth: int = 0) -> Any:
         return _value(x)
     cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
     if (x.__module__ or "").startswith("jax."):
+        # JAX wraps a rule anew in each trace. The code of the wrapper and the user's functions in
+        # its cells say which rule it is.
         parts = [y for y in cells if isinstance(y, lu.WrappedFun | types.FunctionType | tuple)]
         return x.__code__, *(_rule(y, depth + 1) for y in parts)
+    # co_names has attributes and builtins too: those that are no globals are None.
     read = [*cells, *(x.__globals__.get(name) for name in x.__code__.co_names)]
     own = [_rule(y, depth + 1) if isinstance(y, types.FunctionType) else _value(y) for y in read]
     return _Same(x), *own

@@ -50,6 +50,7 @@ def casts_of_numbers() -> Iterator[None]:
         mine = threading.get_ident() == thread
         return None if mine and _is_half(params["new_dtype"]) else fold(constants, params, avals)
 
+    # Two threads would restore each other's functions.
     with _LOCK:
         before = [getattr(module, name) for module, name in _PLACES]
         fold = partial_eval.const_fold_rules[lax.convert_element_type_p]

@@ -47,6 +47,7 @@ def is_local(ctx: Any) -> bool:
     mesh = getattr(axes, "mesh", None)
     if mesh is None:
         return axes.num_devices == 1
+    # In a shard_map over all axes, a device computes with its own part alone.
     return mesh.size == 1 or axes.manual_axes == {*mesh.axis_names}
 
 

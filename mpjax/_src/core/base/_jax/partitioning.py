@@ -63,6 +63,7 @@ def answer_partitioning(question: dict[str, Any]) -> dict[str, Any]:
             question["key"].encode(),
         )
     except Exception as error:
+        # The process that compiles waits for an answer, and raises this one there.
         return {"error": f"{type(error).__name__}: {error}"}
     return {
         "program": base64.b64encode(program).decode(),

@@ -158,6 +158,7 @@ def typed_as(aval: Any, x: Any) -> Any:
     x = jnp.asarray(x, getattr(x, "dtype", aval.dtype))
     if jax.typeof(x).weak_type == aval.weak_type:
         return x
+    # The public cast always returns a strong type.
     return convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=aval.weak_type, sharding=None
     )
@@ -234,6 +235,7 @@ def with_results(jaxpr: Any, outvars: Sequence[Any]) -> Any:
     """Returns a closed jaxpr with other results, of the equations that they depend on."""
     inner, consts = open_jaxpr(jaxpr)
     needed, eqns = {*outvars}, []
+    # From the end, so that all readers of an equation's results are known before it.
     for eqn in reversed(inner.eqns):
         if not needed.isdisjoint(eqn.outvars):
             eqns.append(eqn)
@@ -282,6 +284,7 @@ def is_sharded_along(x: Any, dim: int) -> bool:
     """Returns whether the type of an array says that a given dimension is sharded."""
     if not is_explicit(x):
         return False
+    # A spec may be shorter than the shape: its missing entries mean that nothing is sharded there.
     return (*_sharding(x).spec, *[None] * x.ndim)[: x.ndim][dim] is not None
 
 
@@ -354,6 +357,7 @@ def flops_of(eqn: Any) -> int:
         depth = [eqn.invars[0].aval.shape[d] for d in contracted]
         return 2 * size_of((*out.shape, *depth))
     if name == "ragged_dot_general":
+        # A row is multiplied by the matrix of its own group alone.
         return 2 * size_of((*out.shape, eqn.invars[0].aval.shape[-1]))
     if name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]

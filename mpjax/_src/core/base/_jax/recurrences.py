@@ -68,6 +68,7 @@ def _jvp(primals: Any, tangents: Any, *, axis: int, reverse: bool, half: Any) ->
 def _transpose(ct: Any, a: Any, b: Any, *, axis: int, reverse: bool, half: Any) -> Any:
     if isinstance(ct, ad.Zero):
         return None, ad.Zero(b.aval)
+    # Only ``b`` is linear in what is transposed: the factors of a tangent are primal values.
     following = _moved(a, axis, later=reverse)
     return None, recurrence_p.bind(following, ct, axis=axis, reverse=not reverse, half=half)
 

@@ -14,6 +14,7 @@ rounded_p = Primitive(ROUNDED)
 
 def _as_reduced(x: Any, half: np.dtype) -> Any:
     info = jnp.finfo(half)
+    # XLA drops a cast to 16 bits and back, but not this.
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 

@@ -185,6 +185,7 @@ def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
     """Gives the equations of a custom rule their own source lines; in JAX they get the call's."""
     context = source_info_util._source_info_context
     before = context.context
+    # Where the context has no traceback, JAX records that of each equation.
     context.context = SourceInfo(None, before.name_stack)
     try:
         return fun(*args)

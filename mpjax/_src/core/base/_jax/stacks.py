@@ -1,8 +1,8 @@
 """What the loops of autocast stack is written once: nothing fills its memory with zeros before.
 
 A scan writes the results of its iterations into arrays that JAX fills with zeros first. A GPU then
-writes all that the backward pass keeps of a loop twice. Each entry is overwritten, so on one GPU a
-marked scan starts with `jax.lax.empty`, which may hold anything. XLA does not partition that.
+writes all that a loop stores for the backward pass twice. Each entry is overwritten, so on one GPU
+a marked scan starts with `jax.lax.empty`, which may hold anything. XLA does not partition that.
 """
 
 import types
@@ -42,6 +42,7 @@ def _scan(*args: Any, **params: Any) -> Any:
             started[id(value)] = _empty(prefix, length_spec, aval)
         return started[id(value)]
 
+    # JAX's scan takes no arrays to stack in, so its own code runs with another `_empty_array`.
     code, names = loops._scan_impl.__code__, {**vars(loops), "_empty_array": start}
     return types.FunctionType(code, names)(*args, **params)
 
@@ -76,6 +77,7 @@ def _empty(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
     if special or explicit or aval.memory_space != jax.memory.Space.Device:
         return loops._empty_array(prefix, length_spec, aval)
     empty = jax.lax.empty((*prefix, *aval.shape), aval.dtype)
+    # In a shard_map, the type of what is stacked says over which axes it varies.
     return jax.lax.pcast(empty, axes, to="varying") if axes else empty
 
 

@@ -94,6 +94,7 @@ def placed_freely(x: Any, sharding: Any) -> Any:
 def _multiply(x, y, *, half, preferred_element_type, order, sums, devices, **params):
     """Multiplies in 16 bits, transposes the result and casts it."""
     x, y = (jax.lax.convert_element_type(v, half) for v in (x, y))
+    # Devices add their parts in the dtype of the result, and each addition in 16 bits rounds.
     wide = sums and devices > 1
     params["preferred_element_type"] = np.promote_types(half, np.float32) if wide else half
     with marked():
