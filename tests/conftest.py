@@ -5,6 +5,7 @@ A test without a mark is in the quick tier, which `make test` runs before every 
 test also has a kind, by its file: ``unit``, ``sound``, ``docs`` or ``processes``.
 """
 
+import collections
 import ctypes
 import functools
 import gc
@@ -164,6 +165,7 @@ def reason_to_skip(report):
 
 SLOWEST = 10
 peaks: dict[str, str] = {}  # of each worker
+spent: collections.Counter[str] = collections.Counter()  # seconds of processor time, by file
 own_peak = (0, "")
 
 
@@ -212,9 +214,22 @@ def described_peak():
     return f"{megabytes} MB in {name}"
 
 
+def pytest_runtest_logreport(report):
+    if report.when == "teardown":
+        name = report.nodeid.partition("::")[0]
+        spent[name] += dict(report.user_properties).get("cpu", 0)
+
+
+def over_budget():
+    """Returns whether the tests took more seconds of processor time than BUDGET, if it is set."""
+    return spent.total() > float(os.environ.get("BUDGET", "inf"))
+
+
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = described_peak()
+    elif over_budget():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -224,22 +239,16 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter):
-    files: dict[str, float] = {}
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if getattr(report, "when", "") == "teardown":
-                name = report.nodeid.partition("::")[0]
-                files[name] = files.get(name, 0) + dict(report.user_properties).get("cpu", 0)
-    slowest = sorted(files.items(), key=lambda row: -row[1])[:SLOWEST]
     memory = ", ".join((peaks or {"": described_peak()}).values())
     terminalreporter.section("cost")
     terminalreporter.write_line(f"seed of all random inputs: SEED={seed_of_run()}")
     terminalreporter.write_line(f"peak memory of each worker: {memory}")
-    terminalreporter.write_line(
-        f"processor time of all tests: {sum(files.values()):.0f} s. Most of it:"
-    )
-    for name, seconds in slowest:
+    terminalreporter.write_line(f"processor time of all tests: {spent.total():.0f} s. Most of it:")
+    for name, seconds in spent.most_common(SLOWEST):
         terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
+    if over_budget():
+        text = f"That is over the budget of {os.environ['BUDGET']} s, so the run fails."
+        terminalreporter.write_line(f"{text} CONTRIBUTING.md says what a test may cost.", red=True)
 
 
 # ---- memory -------------------------------------------------------------------------------------
