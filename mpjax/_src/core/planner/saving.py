@@ -125,7 +125,7 @@ class Saved(NamedTuple):
     def second(self, equations: Sequence[Equation]) -> list[Equation]:
         """Returns the equations that are computed from the values.
 
-        A result of a loop that is not needed again, but returned once more, the whole loop gives.
+        The whole loop stays for results that the program returns and the second loop leaves out.
         """
         found = []
         for e in equations:

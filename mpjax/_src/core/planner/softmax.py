@@ -41,8 +41,8 @@ class Affine(NamedTuple):
     """How an exponent is computed from scores: by scaling them, and adding smaller arrays.
 
     Attributes:
-        values: The values on the way back, and by what the exponent is a multiple of each.
-        terms: The smaller arrays, and by what it is a multiple of each.
+        values: The values on the way back, and the factor of each in the exponent.
+        terms: The smaller arrays, and the factor of each.
     """
 
     values: dict[Value, float]
@@ -109,7 +109,7 @@ class Softmax(NamedTuple):
 
 
 def _shifts(old: Affine, new: Affine) -> dict[Value, float]:
-    """Returns by which smaller arrays two exponents differ, and how often."""
+    """Returns the smaller arrays by which two exponents differ, and the factor of each."""
     both = {v: new.terms.get(v, 0.0) - old.terms.get(v, 0.0) for v in old.terms | new.terms}
     return {v: scale for v, scale in both.items() if scale}
 
@@ -210,7 +210,7 @@ class Finder:
         return None
 
     def _step(self, e: Equation) -> Iterator[tuple[Value, Value | None, Value | None]]:
-        """Yields of what an equation gives a multiple, by which factor, or by which mask."""
+        """Yields the operands of which a result is a multiple, each with its factor or its mask."""
         if e.name == "select_n":
             left = [v for v in e.ins[1:] if not self._is_zero(v)]
             if len(left) == 1:

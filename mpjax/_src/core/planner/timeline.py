@@ -194,6 +194,7 @@ class Timeline:
                 read = [v for v in outs if last[v] > -INF]
                 for v in read if times is None else outs:
                     events += _exists(now + self._after[v], last[v], sizes[v])
+                # A kernel runs at a time of its own, unless all results are fused into readers.
                 fused_outs = [v for v in read if not sizes[v]]
                 own_time = [] if fused_outs and len(fused_outs) == len(outs) else [now]
                 start = min([*own_time, *(first[v] for v in fused_outs)])

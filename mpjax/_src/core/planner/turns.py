@@ -314,7 +314,7 @@ class _Turns:
         return found
 
     def _source(self, v: Value) -> Value:
-        """Returns a value that is stacked anyway of which another one is a view, or that one."""
+        """Returns the stacked value of which a value is a view; itself if there is none."""
         x = v
         while self._stack(x) is None:
             e = self.maker.get(x)
