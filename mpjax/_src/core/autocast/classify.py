@@ -119,10 +119,11 @@ def classify(block: Block, policy: Policy) -> tuple[Rulings, frozenset[str]]:
         **dict.fromkeys(policy.follow_ops, ""),
     }
     paths = {path for value in block.invars for path in value.paths}
+    # A pattern may only say how a parameter is stored: no operation has to match it.
     used = {p for p, _ in policy.overrides for path in paths if matches(p, path)}
     half = policy.compute_dtype if policy.compute_dtype in HALVES else None
     rulings = Rulings()
-    for op in _inside_out(block):
+    for op in _post_order(block):
         ruling = _by_primitive(op, rulings, half)
         ruling = _by_lists(op, ruling, listed)
         ruling = _by_overrides(op, ruling, policy, used)
@@ -133,11 +134,11 @@ def classify(block: Block, policy: Policy) -> tuple[Rulings, frozenset[str]]:
     return rulings, frozenset(used)
 
 
-def _inside_out(block: Block) -> Iterator[Op]:
+def _post_order(block: Block) -> Iterator[Op]:
     """Yields the ops of a program, those inside an op before it."""
     for op in block.ops:
         for sub in op.subs:
-            yield from _inside_out(sub.program)
+            yield from _post_order(sub.program)
         yield op
 
 
@@ -156,8 +157,8 @@ def _by_primitive(op: Op, rulings: Rulings, half: Any) -> Ruling:
     if not op.has_float32 and not op.subs and not wide_form:
         return Ruling(ELSEWHERE, half)
     if op.subs:
-        alone = op.inside.one_operation and _is_elementwise(op, rulings)
-        return Ruling(COMPUTES if alone else PROGRAM, half)
+        elementwise = op.inside.one_operation and _is_elementwise(op, rulings)
+        return Ruling(COMPUTES if elementwise else PROGRAM, half)
     if op.spec.need == rules.HALF:
         precision = _jax.own_precision(op.params)
         # JAX writes its default precision into each matmul. Only another one is the user's own.

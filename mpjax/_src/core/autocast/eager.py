@@ -39,6 +39,8 @@ class Entry:
         """Runs a trace of the program; ``compiled`` is called with it and its known constants."""
         jaxpr, consts = _jax.open_jaxpr(traced.jaxpr)
         known, run = self.made or (_read(jaxpr.constvars, consts), None)
+        # A constant that has changed once may change again. From then on it is an argument, so that
+        # not each of its values is compiled.
         same = {i: pair for i, pair in known.items() if _is_same(consts[i], *pair)}
         if run is None or len(same) < len(known):
             run = compiled(traced, {i: value for i, (_, value) in same.items()})

@@ -53,6 +53,7 @@ def overridden(block: Block, policy: Policy) -> dict[int, str]:
         chosen = override_of(op, policy) if boundary else None
         if chosen and _name(chosen[1]) != _name(policy.compute_dtype):
             number, name = int(op.kernel.partition("#")[2] or -1), _name(chosen[1])
+            # float32 has the name "", which is the least.
             dtypes[number] = min(name, dtypes.get(number, name))
     return dtypes
 
@@ -76,6 +77,7 @@ def region(dtype: Any) -> Iterator[None]:
     if current is None:
         yield
     else:
+        # A region overrules overrides, so calls inside need no numbers.
         policy = dataclasses.replace(current.policy, compute_dtype=dtype)
         with PLANNED_FOR(Tracing(_name(dtype), policy)):
             yield
@@ -178,9 +180,11 @@ class HalfInputs(Wrapped):
             return kernel(*args, **kwargs)
         half, mark = current.next_half(), f"{KERNEL}{name}"
         if current.numbers is not None:
+            # By this number `overridden` knows the call: each trace counts in the same order.
             mark = f"{mark}#{current.numbers.count}"
             current.numbers.count += 1
         if not half:
+            # A kernel may consist of operations that autocast knows, and would cast.
             with jax.named_scope(f"{REGION}{FLOAT32.name}"):
                 return kernel(*args, **kwargs)
         with jax.named_scope(mark):
@@ -213,7 +217,7 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
         for place, p in enumerate(parameters):
             if one in (place, p.name) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
                 keys |= {place, p.name}
-        if one not in keys and not _taken(one, kinds, len(parameters)):
+        if one not in keys and not _is_variadic(one, kinds, len(parameters)):
             names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
             raise ValueError(
                 f"float32={brief(one)} is not an argument of the kernel. Choose one of these "
@@ -235,7 +239,7 @@ def _places(chosen: Any) -> tuple[int | str, ...]:
     return tuple(places)
 
 
-def _taken(one: Any, kinds: Collection[Any], count: int) -> bool:
+def _is_variadic(one: Any, kinds: Collection[Any], count: int) -> bool:
     """Returns whether ``*args`` or ``**kwargs`` of a kernel accept an argument."""
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return several[isinstance(one, str)] in kinds and (isinstance(one, str) or one >= 0)

@@ -24,6 +24,7 @@ def check_no_other_policy(block: Block) -> None:
     says.
     """
     for library, files, cure in OTHERS:
+        # Nobody who has not imported the library uses its layers.
         if library not in sys.modules:
             continue
         for op in block.walk():

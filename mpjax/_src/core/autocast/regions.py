@@ -26,6 +26,7 @@ class Region:
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
+        # One object may be entered by several threads, and again inside of itself.
         self.here = threading.local()
 
     def __enter__(self) -> None:
@@ -41,6 +42,7 @@ class Region:
         return InRegion(fun, self.dtype)  # type: ignore[return-value]
 
     def __reduce__(self) -> Any:
+        # What belongs to a thread cannot be pickled.
         return Region, (self.dtype,)
 
 

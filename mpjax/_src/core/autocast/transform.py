@@ -111,6 +111,7 @@ class Traced(programs.Traced):
         """Whether nothing asks for a 16-bit dtype (`Plan.as_written`)."""
         if self.policy.compute_dtype in HALVES:
             return False
+        # Without overrides only a region can ask for it, which is found without a graph.
         if self.policy.overrides:
             return self.outline.as_written
         return not {*half_regions(self.jaxpr)}
@@ -243,6 +244,7 @@ class Autocast(Wrapped):
             traced, _ = _checked(traced, make, names)
             return traced.rebuild(call(traced, flat.arrays))
         if entry.others is not None:
+            # Overrides gave some kernels another dtype when the program was new.
             traced = make(entry.others)
         elif entry.made is None:
             traced, entry.others = _checked(traced, make, names)
@@ -307,6 +309,7 @@ def _checked(traced: Traced, make: Callable[..., Traced], names: Any = None) -> 
     policy, others = traced.policy, None
     if policy.overrides:
         if overridden(traced.outline.block, policy):
+            # The first trace gave calls no numbers. This one does, and the next uses them.
             others = tuple(sorted(overridden(make(()).outline.block, policy).items()))
             traced = make(others)
         _check_patterns(traced.outline, traced.paths)
@@ -338,6 +341,7 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     """
     traced = traced.with_rows if rows else traced
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
+    # An autocast around this one leaves alone what is planned.
     with jax.named_scope(PLANNED):
         if traced.as_written:
             # JAX takes apart a jit that returned NaN by calling its function; this one has none.
@@ -346,6 +350,7 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
         else:
             results = _run_program(traced, arrays)
             if traced.computes_in_float16 and not rows:
+                # What is returned as it was given stays the same object, which callers know.
                 given = {*map(id, arrays)}
                 results = [x if id(x) in given else watched(x) for x in results]
     # A result that is a constant may be a Python number.
@@ -360,6 +365,7 @@ def _run_as_written(traced: Traced, arrays: Sequence[Any], apart: bool) -> list[
     """
     avals = _jax.in_avals(traced.jaxpr)
     inputs = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
+    # A jit around it would ignore what the jit inside donates.
     run = _jax.eval_closed if traced.donates else _jax.call_as_jit
     run = _jax.eval_apart if apart else run
     results = run(traced.jaxpr, *inputs)

@@ -18,6 +18,7 @@ def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> N
     """
     matmuls = {op: rulings[op] for op in block.walk() if op.spec.need == rules.HALF}
     asking = [op for op, ruling in matmuls.items() if ruling.precision is not None]
+    # What a kernel's author planned may run in 16 bits, for all that is known here.
     planned = any(r.in_force == "half" or r.kind == ELSEWHERE for r in matmuls.values())
     if not asking or planned:
         return
@@ -50,6 +51,7 @@ def warn_if_wide(
     wide = [op for op in matmuls if any(map(_is_wide, op.ins))]
     planned = [op for op in matmuls if rulings[op].in_force == "half" and op not in wide]
     flops_of_wide, flops = (sum(_jax.flops_of(op.eqn) for op in ops) for ops in (wide, planned))
+    # A few float64 matmuls beside a model are often meant, as those of a solver.
     if flops_of_wide <= flops:
         return
     causes = [*_wide_sources(block, names())]
@@ -75,6 +77,7 @@ def _wide_sources(block: Block, names: Sequence[str]) -> Iterator[str]:
     arrays = [v for each in block.blocks() for v, _ in each.consts if _is_wide(v)]
     yield from (f"a captured float64 array of shape {v.aval.shape}" for v in arrays)
     if not given and not arrays:
+        # Then an operation makes it of other dtypes, as a cast or a NumPy number.
         first = next(op for op in block.walk() if any(map(_is_wide, op.outs)))
         yield f"a float64 number at {first.source}"
 

@@ -37,7 +37,7 @@ from mpjax._src.core.planner.maxima import unpooled, with_operands
 from mpjax._src.core.planner.partition import Parts, handed, read_of
 from mpjax._src.core.planner.rewrites import rewritten
 from mpjax._src.core.planner.timeline import Timeline
-from mpjax._src.core.planner.turns import apart
+from mpjax._src.core.planner.turns import hoisted
 
 # The turns of a loop whose number is not known.
 MANY = 16
@@ -174,7 +174,7 @@ class Body:
         # Inner pairs first: what they hand over is what the cut of this body chooses from.
         joined(both, new, free, [*returned, *self.back_outs], half, storage)
         self.second, self.back_outs = deduplicated(self.second, self.back_outs)
-        self.first, self.second = apart(self.first), apart(self.second)
+        self.first, self.second = hoisted(self.first), hoisted(self.second)
         parts_of = Parts(self.first, self.second, returned, self.back_outs, new, half)
         self.first, second, *_ = changed = rewritten(parts_of)
         self.second = unpooled(rounding.with_rounded(second, rounded_once(changed), half))

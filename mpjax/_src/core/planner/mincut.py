@@ -40,6 +40,8 @@ def cheapest_cut(
     """
     from scipy.sparse import csgraph  # slow to import, and needed only to plan
 
+    # A flow bounds edges and not nodes, so node i is the edge from vertex 2i to vertex 2i + 1: the
+    # cut goes through it if the node is kept.
     count = len(weights)
     source, sink = 2 * count, 2 * count + 1
     # Rounded up, so that only weight 0 is free; the sum of all weights represents "unbounded". The
@@ -47,6 +49,8 @@ def cheapest_cut(
     total = sum(weights) + sum(costs.values())
     unit = 1 << (total // (MOST // 2 - 2 * count - sum(ties.values()))).bit_length()
     capacity = [-(-w // unit) + (ties.get(i, 0) if w else 0) for i, w in enumerate(weights)]
+    # Nodes on the sink's side are computed again. Where that has a price, it is the capacity of an
+    # edge from the source, which is then cut.
     paid = {(source, 2 * i): -(-cost // unit) for i, cost in costs.items()}
     unbounded = sum(capacity) + sum(paid.values()) + 1
     arcs = {(2 * i, 2 * i + 1): c for i, c in enumerate(capacity)}
@@ -58,6 +62,7 @@ def cheapest_cut(
         return set()
     graph = _matrix(arcs, sink + 1)
     left = graph - csgraph.maximum_flow(graph, source, sink, method="dinic").flow
+    # A search of SciPy follows stored zeros as if they were edges.
     left.eliminate_zeros()
     # Nodes that can still reach the sink lie behind the cut.
     behind = {

@@ -44,12 +44,15 @@ def narrowed(program: Any, half: np.dtype, small: int | None = None, sent: Sent 
         return program
     parts = Opened(program)
     found, facts = streams(parts.equations, parts.outs, half, small, parts.ruled)
+    # A custom rule stays as its author wrote it, since its derivative would not change with it. Its
+    # results can be rounded behind it.
     found = [v for v in found if parts.is_reached(v)]
     writer = Narrowing(parts, facts, half)
     for v in found:
         writer.choose(v)
     inside = sent_in_half(parts, facts, half) if sent.gathered else []
     inside += parts.inside(functools.partial(narrowed, half=half, small=small))
+    # The same object: whoever holds the program sees by `is` that nothing changed.
     if not writer.rounded and not inside:
         return program
     values = [*writer.rounded, *writer.levelled, *inside]
@@ -67,6 +70,7 @@ def sent_in_half(parts: Opened, facts: Facts, half: np.dtype) -> list[Value]:
     lookups = [e for e in lookups if not parts.is_fixed(e.outs[0])]
     if not lookups:
         return []
+    # Without candidates, `streams` returns the facts of no equation.
     facts = facts if facts.kinds else Facts(parts.equations)
     walks = Walks(parts.equations, parts.outs, facts, parts.ruled)
     # Each row is sent by itself: what it is added to does not matter.
@@ -107,6 +111,8 @@ class Narrowing:
                 return
             chain[x] = None
             todo += [y for y in e.ins if self.facts.terms(y)]
+        # Only once every term is in reach: a level that is rounded with its value is lost to
+        # whoever takes it off.
         self.levelled |= chain
         self.rounded[v] = None
 
@@ -123,6 +129,7 @@ class Narrowing:
         kind = self.facts.kinds[e]
         if e.name in ("neg", "transpose", "reshape", "squeeze"):
             return _of_view
+        # `_of_view` reads the first operand. That of a barrier may belong to another result.
         same = kind in (kinds.SAME, kinds.MOVED) and e.name != BARRIER
         return _of_view if same else {kinds.ADDED: _of_sum, kinds.MULTIPLIED: _of_product}.get(kind)
 
@@ -144,12 +151,15 @@ class Narrowing:
     ) -> list[Value]:
         avals = [v.aval for v in values]
         key = key, *avals
+        # The layers of a model have equal recipes: each is traced once.
         if key not in self._traced:
             self._traced[key] = _jax.trace(run, avals, "level")
         first = len(into)
+        # `Opened.changed` redirects the equations of the program alone.
         values = [self.alias.get(v, v) for v in values]
         outs = opened(self._traced[key], values, into, stack=e.stack)
         for new in into[first:]:
+            # Reports name the user's line, not a line of this module.
             new.like = new.like.replace(source_info=e.like.source_info)
         return outs
 
@@ -165,6 +175,7 @@ def _rounded(half: np.dtype, v: Any, *terms: Any) -> list[Any]:
 
 def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     f, aval = n.facts, e.outs[0].aval
+    # ``x - mean(x)`` takes off what the terms of x have in common along these axes.
     own = f.mean_of(e.ins[1], e.ins[0]) if e.name == "sub" else None
     if own is not None:
         return ("centered", tuple(sorted(own))), n.terms[e.ins[0]]
@@ -176,6 +187,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
         constant = tuple(sorted(f.constant_along(v, e.outs[0])))
         each: list[tuple[str, tuple[int, ...], Value]]
         each = [("sliced", constant, v)] if constant else [("term", (), t) for t in n.terms[v]]
+        # Nothing says which level v has, so its mean over the last axis counts as one (`levels`).
         if not constant and f.unknown_level(v):
             each.append(("mean", (len(aval.shape) - 1,), v))
         steps += [(how, axes, e.name == "sub" and i == 1) for how, axes, _ in each]
@@ -186,6 +198,7 @@ def _of_sum(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
 def _of_product(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
     aval = e.outs[0].aval
     constant = [tuple(sorted(n.facts.constant_along(v, e.outs[0]))) for v in e.ins]
+    # Two small factors spread each other, as in an outer product: then the first one is the term.
     both = all(constant)
     whole = 1 if constant[0] and not both else 0  # the operand whose terms are multiplied
     terms = [e.ins[0]] if both else n.terms[e.ins[whole]]
@@ -204,6 +217,7 @@ def _of_view(n: Narrowing, e: Equation) -> tuple[Any, list[Value]]:
 def _computed(recipe: Any, *xs: Any) -> list[Any]:
     how, *rest = recipe
     if how == "centered":
+        # A term with one entry along all these axes is its own mean: nothing is left of it.
         left = [x for x in xs if any(x.shape[axis] != 1 for axis in rest[0])]
         return [x - jnp.mean(x, rest[0], keepdims=True) for x in left]
     if how == "sum":
@@ -212,6 +226,7 @@ def _computed(recipe: Any, *xs: Any) -> list[Any]:
             t = _small(x, rest[0], axes) if way == "sliced" else x
             t = jnp.mean(t, axes, keepdims=True) if way == "mean" else t
             t = -t if negative else t
+            # Terms of one shape become one array, however many layers add to a stream.
             found[t.shape] = found[t.shape] + t if t.shape in found else t
         return [*found.values()]
     if how in ("mul", "div"):
@@ -235,6 +250,7 @@ def _small(x: Any, rank: int, axes: Sequence[int]) -> Any:
 
 
 def _reshaped(x: Any, before: Any, after: Any, places: Any) -> Any:
+    # Where the term has one entry and the value several, the reshaped term has one as well.
     constant = {a for a, (n, m) in enumerate(zip(x.shape, before, strict=True)) if n == 1 != m}
     ones = {i for a, *at in places if a in constant for i in at}
     return lax.reshape(x, [1 if i in ones else n for i, n in enumerate(after)])

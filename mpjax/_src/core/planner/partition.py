@@ -73,6 +73,7 @@ def parted(
     """
     waiting = [out for e in equations if e.again for out in e.outs]
     late = dependents(equations, [*cotangents, *waiting])
+    # Judged by operands, since an effect on a cotangent has no results that could be late.
     early = [e for e in equations if not e.again and late.isdisjoint(e.ins)]
     first = {*early}
     return early, [e for e in equations if e not in first]
@@ -130,12 +131,16 @@ def lightest_of(
     known, same = _constants(equations), {*given}
     for e in equations:
         outs = [number[out] for out in e.outs]
+        # A number that is made of constants is computed again, even by a matmul of constants.
         constant = known.issuperset(e.outs) and all(out.aval.shape == () for out in e.outs)
         computed = [v for v in e.ins if v in number and v not in known]
+        # What does not run again is a source of the flow, as an argument is: it is handed over, or
+        # something that is computed from it.
         if not (constant or runs_again(e) or e in dear) or _jumps(e, computed, known, same):
             sources += outs
             same.update(e.outs)
             continue
+        # Both parts compute these from the same bits, and without rounding: see `_jumps`.
         if e not in dear and _is_exact(e) and same.issuperset(computed):
             same.update(e.outs)
         ins = [number[v] for v in dict.fromkeys(e.ins) if v in number]
@@ -172,6 +177,7 @@ def from_one_array(v: Value, maker: Placed, known: Collection[Value]) -> list[Eq
     while todo:
         x = todo.pop()
         if x in known:
+            # What has fewer entries, as the statistics of a norm, is read almost for free.
             arrays[x] = 4 * x.size >= v.size
         elif x in maker:
             i, e = maker[x]
@@ -207,6 +213,7 @@ def _jumps(e: Equation, computed: list[Value], known: set[Value], same: set[Valu
     if e.rule.need != COMPARE:
         return JUMPS in e.rule.traits
     infinite = any(v.const is not None and np.all(np.isinf(v.const)) for v in e.ins)
+    # ``x != x`` is how JAX asks whether x is NaN.
     return not infinite and e.ins[0] is not e.ins[1]
 
 

@@ -26,6 +26,7 @@ def compared(equations: Sequence[Equation], early: Sequence[Equation]) -> list[E
     zeros: set[Value] = set()
     maker = {out: e for e in (*early, *equations) for out in e.outs}
     for e in equations:
+        # The transpose of a gather adds to zeros that JAX spreads. Sums into other arrays stay.
         zeros.update(e.outs if e.name == SPREAD and is_zero(e.ins[0]) else ())
         adds = e.name == "scatter-add" and e.ins[0] in zeros
         found = (_axis(e) or _counted(e, maker)) if adds else None
@@ -39,8 +40,11 @@ def compared(equations: Sequence[Equation], early: Sequence[Equation]) -> list[E
         def run(indices, updates, axis=axis, shape=shape, clips=clips):
             row = [1 if d == axis else n for d, n in enumerate(shape)]
             indices, updates = lax.reshape(indices, row), lax.reshape(updates, row)
+            # In so few bits, the places beyond the largest number would start again.
             small = indices.dtype.itemsize < np.dtype(np.int32).itemsize
             indices = indices.astype(np.int32) if small else indices
+            # An index that is out of bounds equals no place, so its update is dropped, as by JAX;
+            # `clip` moves it inside.
             indices = jnp.clip(indices, 0, shape[axis] - 1) if clips else indices
             places = lax.broadcasted_iota(indices.dtype, shape, axis)
             return [jnp.where(places == indices, updates, 0)]
@@ -55,9 +59,11 @@ def _axis(e: Equation) -> tuple[int, Value] | None:
     shape, axes = operand.aval.shape, numbers.scatter_dims_to_operand_dims
     rest = tuple(d for d in range(len(shape)) if d not in axes)
     places = numbers.scatter_indices_batching_dims
+    # Indices and updates are reshaped, not transposed, so their rows have the operand's order.
     in_order = numbers.operand_batching_dims == rest and sorted(places) == [*places]
     if len(axes) != 1 or not in_order or is_sharded(operand):
         return None
+    # As many indices and updates as rows: no windows, and no row with two entries to add.
     sizes = {_jax.size_of(v.aval.shape) for v in (indices, updates)}
     return (axes[0], indices) if sizes == {_jax.size_of([shape[d] for d in rest])} else None
 
@@ -67,6 +73,7 @@ def _counted(e: Equation, maker: Makers) -> tuple[int, Value] | None:
     (operand, indices, updates), numbers = e.ins, e.params["dimension_numbers"]
     shape, axes = operand.aval.shape, numbers.scatter_dims_to_operand_dims
     each = maker.get(indices)
+    # Where an array indexes each axis, `jax.numpy` concatenates the indices into one array.
     if each is None or each.name != "concatenate" or numbers.update_window_dims:
         return None
     if axes != tuple(range(len(shape))) or is_sharded(operand):
@@ -74,9 +81,12 @@ def _counted(e: Equation, maker: Makers) -> tuple[int, Value] | None:
     counts = [_counts(v, maker) for v in each.ins]
     picked = [axis for axis, count in enumerate(counts) if count is None]
     rows = [count for count in counts if count is not None]
+    # Each count runs along its own axis of the index array, in the order of the operand's axes, and
+    # one axis is left to be picked from.
     if len(each.ins) != len(shape) or len(picked) != 1 or rows != [*range(len(rows))]:
         return None
     left = [n for axis, n in enumerate(shape) if axis not in picked]
+    # There is an index for every row: ``jnp.arange(3)`` may count some of them only.
     whole = left == [*updates.aval.shape] and [*each.ins[picked[0]].aval.shape] == [*left, 1]
     return (picked[0], each.ins[picked[0]]) if whole else None
 

@@ -63,11 +63,13 @@ class Traffic:
 
     def __call__(self, v: Value) -> int:
         """Returns what it costs to keep a value."""
+        # The backward part reads it. A write comes on top if the forward part has none anyway.
         times = self.kept + (1 if v in self.written else 2)
         return int(2 * times * self.price(v))
 
     def costs(self, values: Iterable[Value]) -> Mapping[int, int]:
         """Returns what it costs to compute values again, by their places, beyond what is free."""
+        # A write and a read of each byte, in halves of a byte.
         half = self.price.half
         return {i: 4 * _jax.bytes_of(v.aval, half) for i, v in enumerate(values) if v in self.again}
 
@@ -84,6 +86,7 @@ def read_by_several(equations: Sequence[Equation], results: Collection[Value]) -
     found: set[Value] = set()
     for e in reversed(equations):
         # A result that two kernels read is written, by one. Of a view, the operand is.
+        # A lookup does not run again either, but it fuses into the kernel that reads the rows.
         if not runs_again(e) and LOOKS_UP not in e.rule.traits:
             kernels: set[Equation | Value] = {e}
         elif not found.isdisjoint(e.outs) and rounding.is_view(e):
@@ -111,11 +114,11 @@ def of_several(equations: Sequence[Equation], values: Collection[Value]) -> list
         if len(read) > MANY:
             read = dict(sorted(read.items(), key=lambda item: -item[1])[:MANY])
         # A view or a statistic of an array is no other array.
-        seen = runs_again(e) or rounding.is_view(e) or REDUCES in e.rule.traits
-        seen = seen and not rounding.is_rounding(e)  # which is stored for all its readers
+        derived = runs_again(e) or rounding.is_view(e) or REDUCES in e.rule.traits
+        derived = derived and not rounding.is_rounding(e)  # which is stored for all its readers
         for out in e.outs:
             several = out in values and sum(read.values()) > LARGER * out.size
             if several:
                 found.append(out)
-            arrays[out] = read if seen and not several else {out: out.size}
+            arrays[out] = read if derived and not several else {out: out.size}
     return found

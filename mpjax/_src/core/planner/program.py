@@ -39,7 +39,7 @@ from mpjax._src.core.planner.prices import KEPT, Traffic
 from mpjax._src.core.planner.replaced import batch
 from mpjax._src.core.planner.rewrites import rewritten
 from mpjax._src.core.planner.timeline import Timeline
-from mpjax._src.core.planner.turns import apart
+from mpjax._src.core.planner.turns import hoisted
 from mpjax._src.core.planner.write import written
 
 
@@ -87,6 +87,7 @@ class Program:
     def closed(self) -> Any:
         """The closed jaxpr."""
         program = self._program
+        # A Ref that the function makes for itself has no derivative in two parts.
         return program.closed() if isinstance(program, Listed) else building.without_refs(program)
 
     @functools.cached_property
@@ -95,6 +96,7 @@ class Program:
         """The closed jaxpr that runs."""
         returned = [i < self.returned for i in range(len(self.result_avals))]
         options = self.half, self.halved_in, self.halved_out, returned, self.exceptions.sent
+        # What was derived is a list of equations already, and need not become a jaxpr in between.
         program = self._program.written_out() if isinstance(self._program, Listed) else self.closed
         return written(program, *options, outermost=True)
 
@@ -110,6 +112,7 @@ class Program:
         """The program that runs, jitted, unless it donates arguments to a jit inside."""
         program = self.written
         run = functools.partial(_jax.eval_closed, program)
+        # A jit around it would ignore what the jit inside donates.
         return run if _donates(program) else jax.jit(lambda *args: run(*args))
 
     def __repr__(self) -> str:  # people read it in jaxprs
@@ -132,6 +135,7 @@ class Program:
                 jaxpr, moves = building.forward_mode(self.closed, moving)
             ins = [*self.halved_in, *_chosen(self.halved_in, moving)]
             outs = [*self.halved_out, *_chosen(self.halved_out, moves)]
+            # Tangents come last: they count as returned only if no residuals stand before them.
             all_of_them = self.returned == len(self.result_avals)
             returned = None if all_of_them else self.returned
             return self.another(self.exceptions.marked(jaxpr), ins, outs, returned), moves
@@ -153,6 +157,7 @@ class Program:
         """Returns the program of the other arguments and cotangents, and the linear arguments."""
 
         def make():
+            # `transposed` expects the linear arguments behind the others.
             order = sorted(range(len(linear)), key=lambda i: linear[i])
             ins, equations, outs = parts(self.closed)
             info = building.anonymous(self.closed)
@@ -205,6 +210,7 @@ class Program:
         """Returns the program with what a policy saves as results, and as arguments, if it does."""
         cut = self.cut(moving)
         saved = cut.saveable(where)
+        # By what is saved, not by the policy: many policies are new functions in each call.
         key = moving, tuple(saved.values.items())
         return self._once(key, lambda: cut.resumed(saved)) if saved.values else None
 
@@ -259,12 +265,15 @@ class Derivative:
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
+        # Loops first: what they hand over, and what `hoisted` takes out of their turns, is then
+        # divided and rewritten as all else is.
         joined(equations, self._cts, self.inputs, results, half, program.storage)
-        self._early, self._late = parted(apart(needed(equations, results)), self._cts)
+        self._early, self._late = parted(hoisted(needed(equations, results)), self._cts)
         parts_of = Parts(self._early, self._late, self._outs, self._grads, self._cts, half)
         self._early, self._late, *_ = rewritten(parts_of)
         halved = _chosen(self.inputs, program.halved_in)
         self._made = rounding.made(self._early, halved, half)
+        # Behind an integer or `stop_gradient` there are no tangents, and JAX does not ask for any.
         moved = dependents([*filter(_moves, self._early)], [self.inputs[i] for i in self.by])
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
@@ -277,8 +286,10 @@ class Derivative:
         program, half, early = self.program, self.program.half, self._early
         asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
         made = self._made
+        # What only matmuls of the backward part read is handed over in the 16 bits that they read.
         price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
         price = coding.priced(price, early, self._late) if program.storage == "8bit" else price
+        # A number as storage starts from what `lean` keeps, and codes of 8 bits are put on that.
         rate = KEPT.get(program.storage, KEPT["lean"])
         prices = self.prices = Traffic.of(price, rate, early, self._late)
         hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
@@ -296,6 +307,8 @@ class Derivative:
         later = [*self._before, *self._again, *self._late]
         read = {*self._grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
+        # What runs again reads saved values too, some in float32. So which ones are handed over in
+        # 16 bits is decided once the cut is known, and may differ from its prices.
         exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
         self._low = [v in carriers or exact.is_half(v) for v in self.saved]
         early, self._padded = stored(early, self._held, later, self._cts)
@@ -320,6 +333,7 @@ class Derivative:
         halved = _chosen(self.inputs, self._low_in)
         timeline = Timeline(early, late, self._grads, self._cts, self.inputs, halved, price)
         crossing = read_of((out for e in early for out in e.outs), late, self._grads)
+        # What a checkpoint of the user keeps is behind a barrier, and stays kept.
         pinned = [v for e in late if e.name == BARRIER for v in e.ins]
         budget = Budget(early, crossing, hand.saved, self.inputs, timeline, pinned)
         return budget.within(number)
@@ -333,6 +347,7 @@ class Derivative:
     def resumed(self, saved: saving.Saved) -> tuple[Program, Program]:
         """Returns the program with saved values as further results, and with them as arguments."""
         program, new = self.program, copy.copy(self)
+        # The cached tangent program reads the residuals of the cut that was copied.
         new.__dict__.pop("tangent", None)
         low_in, low_out, half = program.halved_in, program.halved_out, program.half
         early = saved.first(self._early)
@@ -366,6 +381,8 @@ class Derivative:
         zeros = {*self._cts} - {*cts}
         late, alias = without_zeros(self._late, self._cts, zeros)
         grads = [alias.get(g, g) for g in self._grads]
+        # Once for each pattern of zeros: a cotangent may be rounded for all readers if it meets no
+        # other copy of what it is made of, and fewer meet where some are zero.
         shared = rounded_once(Parts(self._early, late, self._outs, grads, cts, program.half))
         late = unpooled(rounding.with_rounded(late, shared, program.half))
         parts_of = self._held, self._padded, self._before, [*self._again, *late], grads
@@ -404,6 +421,7 @@ class Resumed(Program):
             _jax.close(jaxpr, consts), program.half, [*program.halved_in, *low], *options
         )
         moving = tuple(i in cut.by for i in range(count))
+        # JAX asks for the derivative by what moves, which saved values do not: it is known already.
         self._derived[(*moving, *[False] * len(further))] = cut
 
 
@@ -423,6 +441,7 @@ def _with_gradient(
         nonlocal residuals
 
         def of_moving(*moving):
+            # A custom rule that branches on a number gets the number, not its tracer.
             full = [program.known.get(i, x) for i, x in enumerate(args)]
             for i, x in zip(by, moving, strict=True):
                 full[i] = x
@@ -450,6 +469,7 @@ def _with_gradient(
         first = _jax.trace(ahead, program.float_avals, "planned")
     values, equations, outs = parts(first)
     outs, kept = outs[: len(program.result_avals)], outs[len(program.result_avals) :]
+    # JAX takes a cotangent for each result; those of integers are float0.
     cts = [Value(program.result_avals[i].to_ct_aval()) for i in floats]
     inputs = [*kept, *cts]
     with program.exceptions.around():
@@ -470,6 +490,7 @@ def without_zeros(
     """
     if not zeros:
         return [*equations], {}
+    # The backward part is linear in cotangents: what is made of zeros alone is zero.
     linear = dependents(equations, cotangents)
     alias: dict[Value, Value] = {}
     left = []

@@ -34,11 +34,13 @@ class Opened:
         calls: list[Call] = []
         self.outs = opened(program, self.ins, self.equations, rules=True, calls=calls)
         self.place = {out: i for i, e in enumerate(self.equations) for out in e.outs}
+        # `opened` lists the innermost calls first: of two with the same extent, the later is outer.
         order = sorted(range(len(calls)), key=lambda i: (calls[i].start, -calls[i].stop, -i))
         self._calls = [calls[i] for i in order]  # outer ones first
         self._starts = [c.start for c in self._calls]
         self._fixed: dict[int, Call] = {}
         for call in filter(_is_fixed, self._calls):
+            # The outermost call that is fixed wins: only its results can be read around it.
             self._fixed.update((i, self._fixed.get(i, call)) for i in range(call.start, call.stop))
         rules = [c for c in calls if higher_order(c.equation.name).backward]
         self.ruled = {e for c in rules for e in self.equations[c.start : c.stop]}
@@ -120,6 +122,7 @@ class Opened:
         for e in reversed(equations):
             if not e.acts and read.isdisjoint(_made(e)):
                 continue
+            # Backwards, since a checkpoint returns what is read behind it.
             e = self._checkpoint(e, read) if WAITING in e.params else e
             read.update(e.ins)
             found.append(e)
@@ -130,6 +133,7 @@ class Opened:
         inside = self._grouped(e.params[WAITING], outs)
         made = {v for i in inside for v in i.outs}
         ins = dict.fromkeys(v for i in inside for v in i.ins if v not in made and not v.literal)
+        # The jaxpr of a checkpoint stands alone: values around it become its arguments.
         names = {v: Value(v.aval) for v in ins}
         body = [i.on(names.get(v, v) for v in i.ins) for i in inside]
         program = closed([*names.values()], body, outs, self._info)
@@ -139,6 +143,7 @@ class Opened:
 
 def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
     mapped = e.row.kind == MAP
+    # What is traced in the body of a shard_map needs the mesh's axes in scope.
     with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
         programs = [building.as_closed(program) for program in rounding.programs(e)]
         changed = [change(program) for program in programs]

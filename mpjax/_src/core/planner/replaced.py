@@ -80,8 +80,11 @@ class _Writer:
     def _inside(self, op: Op) -> tuple[Sequence[Value], dict[str, Any]] | None:
         """Returns further operands and the parameters of an op whose programs change."""
         row = op.inside
+        # Another autocast, or the author of a kernel, has planned it.
         if PLANNED in op.scopes:
             return None
+        # A rule is traced when JAX differentiates the function, and gets the same replacements
+        # then: otherwise the derivative would be that of other equations.
         if op.name in CUSTOM:
             ((name,), (sub,)) = row.params, op.subs
             program = self.program(op.params[name], sub.program)
@@ -89,6 +92,7 @@ class _Writer:
                 return None
             return (), _jax.with_rule({**op.params, name: program}, self._in_rule(op.scopes))
         if row.pinned:
+            # Nothing changes, but `find` hears of it: reports say why an attention stays.
             for block in (block for sub in op.subs for block in sub.program.blocks()):
                 self._find(block, True)
             return None
@@ -101,6 +105,8 @@ class _Writer:
             return None
         if not mapped and op.name not in REMATS:
             return (), {**op.params, **row.holding([*map(building.as_closed, new)])}
+        # Checkpoints and shard_map hold open jaxprs: constants of a replacement become operands,
+        # which all devices get whole.
         ((jaxpr, consts),) = map(_jax.hoisted, new)
         params = {**op.params, **row.holding([jaxpr])}
         name = "in_specs" if mapped else "prevent_cse"
@@ -129,10 +135,12 @@ class _Writer:
 
             def run(*arrays):
                 results = found.run(found.how, arrays)
+                # In a shard_map, a type names the mesh axes over which its values vary.
                 results = [functools.reduce(vary_like, arrays, x) for x in results]
                 typed = zip(outs, results, strict=True)
                 return [_jax.typed_as(aval, x.astype(aval.dtype)) for aval, x in typed]
 
+            # The user's settings at this line, as the mesh around it, hold for the replacement too.
             with matmul.eqn.ctx.manager:
                 self._traced[key] = _jax.trace(run, avals, "replaced")
         first = len(into)
@@ -157,6 +165,7 @@ def batch(program: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence
     except REFUSALS:
         each = all_equations(_jax.open_jaxpr(program)[0])
         planned = (e.primitive.name for e, site, _ in each if PLANNED in site.scopes)
+        # Without a kernel, the error is the one that JAX raises for the function itself.
         if not any(rule_of(name) is UNKNOWN for name in planned):
             raise
         return building.one_by_one(program, axis, which)

@@ -29,6 +29,7 @@ def rewritten(both: Parts) -> Parts:
     both = weights_of_softmax(with_positions(both))
     # A checkpoint's softmax has weights of its own.
     late = compared(needed(_weights_again(both), both.results), both.early)
+    # Copies are last: only then is it known what the backward part still reads, and in which dtype.
     return copies(masks(both._replace(late=joined_sums(late))))
 
 
@@ -42,6 +43,7 @@ def copies(both: Parts) -> Parts:
     values = low.intersection(out for e in early for out in e.outs)
     if not values or half == FLOAT32:
         return both
+    # In the forward part nobody reads the copy: its matmuls round the value to the same numbers.
     early = rounding.with_rounded(early, values, half, lambda e: False)
     made = {e.ins[0]: e.outs[0] for e in early if rounding.is_rounding(e)}
     copy = {v: made[v] for v in values}
@@ -58,6 +60,8 @@ def weights_of_softmax(both: Parts) -> Parts:
     if not found:
         return both
     values = [v for softmax in found.values() for v in softmax.values]
+    # JAX computes parts of the derivative, such as factors, in the forward part. They read the
+    # softmax as well, so they move to the backward part.
     order, ends = Order([*deferred(early, outs, values)[1], *late]), {*results}
     found = {weights: allowed(softmax, order, ends) for weights, softmax in found.items()}
     first: list[Equation] = []
@@ -68,6 +72,7 @@ def weights_of_softmax(both: Parts) -> Parts:
         instead |= softmax.again(written[weights], first)
     early, later = deferred(early, outs, instead)
     behind = [*later, *late]
+    # Matmuls read the weights as they were rounded: normalized, they would be rounded once more.
     low, either = rounding.wanted(behind, (), ()), instead | written
     changed = [e.reading(either if takes_half(e, low) else instead) for e in behind]
     read = {v for e in changed for v in e.ins}

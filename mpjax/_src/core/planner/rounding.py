@@ -60,6 +60,7 @@ def is_half_matmul(e: Equation) -> bool:
     """Returns whether an equation is a matmul that reads 16-bit copies of its operands."""
     if e.rule.need != HALF:
         return False
+    # Stored in the equation, for every pass asks; `Equation.enter` resets it.
     if e.is_half_matmul is None:
         e.is_half_matmul = e.region.dtype in ("", *HALF_NAMES) and may_be_half_matmul(e)
     return e.is_half_matmul
@@ -127,6 +128,7 @@ def with_rounded(
         for v in e.outs:
             if v in values:
                 rounded[v] = out = Value(v.aval)
+                # With the effects of its equation, the rounding would have an effect too.
                 plain = e.like.replace(effects=building.NO_EFFECTS)
                 params = {"half": half}
                 written.append(Equation(rounded_p, params, [v], [out], plain, e.stack, e.again))
@@ -151,6 +153,8 @@ def may_be_half_operation(e: Equation) -> bool:
 
 def again(e: Equation) -> Equation:
     """Returns an equation as it runs a second time in a backward pass: in the same dtype."""
+    # In a backward pass, a region asks for 16 bits in matmuls alone. A scope that names the
+    # operation, and says `again`, asks for it of one that belongs to the forward pass.
     region = e.region.dtype if may_be_half_operation(e) else ""
     e = e.on(e.ins)
     e.stack = e.stack.extend(AGAIN)
@@ -288,6 +292,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
     equations = [*equations]
     found, numbers = set(given), constants(equations, half)
     for e in equations:
+        # Plain arithmetic is frequent and makes float32: this question saves the others.
         if is_plain(e):
             continue
         if returns_half(e) or widens(e, half) or is_rounding(e):
@@ -295,16 +300,18 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
         elif is_half_operation(e):
             found.update(filter(is_float32, e.outs))
         elif is_view(e):
-            found.update(_views(e, found, numbers))
+            found.update(_made_views(e, found, numbers))
         elif programs(e):
-            found.update(_results(e, found, half))
+            found.update(_made_results(e, found, half))
     return found
 
 
-def _views(e: Equation, found: Collection[Value], numbers: Collection[Value]) -> list[Value]:
+def _made_views(e: Equation, found: Collection[Value], numbers: Collection[Value]) -> list[Value]:
+    # A barrier returns each operand by itself; the result of another view is made of all of them.
     if e.name == BARRIER:
         return [out for v, out in zip(e.ins, e.outs, strict=True) if v in found]
     floats = [v for v in e.ins if is_float32(v)]
+    # A constant that 16 bits hold, as the zero of a ReLU, may be among the operands, but not alone.
     moves = any(v in found for v in floats)
     return e.outs if moves and all(v in found or v in numbers for v in floats) else []
 
@@ -314,6 +321,7 @@ def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
     found: set[Value] = set()
     for e in equations:
         found.update(v for v in e.ins if v.const is not None and is_exact(v.const, half))
+        # An equation without operands, as an iota, is a view of no constant.
         if e.ins and found.issuperset(e.ins) and (is_view(e) or e.name == "convert_element_type"):
             found.update(e.outs)
     return found
@@ -329,9 +337,10 @@ def is_exact(const: Any, half: np.dtype) -> bool:
         return bool(np.asarray(const, half).astype(np.float32) == np.float32(const))
 
 
-def _results(e: Equation, found: Collection[Value], half: np.dtype) -> list[Value]:
+def _made_results(e: Equation, found: Collection[Value], half: np.dtype) -> list[Value]:
     """Returns the results of a loop, branch or map that are 16-bit numbers; no carries are."""
     first, start, end = places(e)
+    # Each turn would round a carry again, so the errors of all turns would add up.
     exact = [v in found and not start <= i < end for i, v in enumerate(e.ins[first:])]
     each = inside(e, _made_inside, tuple(exact), half)
     carries = end - start
@@ -355,6 +364,7 @@ def wanted(
     ``halved`` are those of the results that leave the program in 16 bits.
     """
     full = {*results} - {*halved}
+    # Backwards: in which dtype a view reads its operand depends on who reads the view.
     for e in reversed(equations):
         full.update(_read_in_full(e, full))
     found = {*results}.union(*(values for e in equations for values in (e.ins, e.outs))) - full
@@ -366,6 +376,7 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     if is_plain(e):
         return e.ins
     if is_half_matmul(e) or is_rounding(e):
+        # What a matmul reads besides, as the sizes of a ragged one's groups, is not rounded.
         return e.ins[2:]
     if is_half_operation(e) or _reads_signs(e):
         return []
@@ -375,6 +386,7 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
         return e.ins if not commutes(e) or any(out in full for out in e.outs) else []
     if programs(e):
         first, start, end = places(e)
+        # Carries, and what selects a branch, enter as they are.
         read = _read_inside(e, _read, lambda v: v not in full)
         return [*e.ins[:first], *e.ins[start:end], *read]
     return e.ins

@@ -60,43 +60,47 @@ def split(
         where: The policy.
         done: What was divided before.
     """
+    # Of a divided loop, both parts would have its effects.
     if e.row.kind != SCAN or e.acts:
         return None
     (program,) = rounding.programs(e)
     body = ins, equations, outs = parts(program, region=e.region)
     _, start, end = rounding.places(e)
-    turns = {i for i, v in enumerate(e.outs) if v in needed}
+    asked = {i for i, v in enumerate(e.outs) if v in needed}
     while True:  # a turn may read what the turn before it carries
-        results = [outs[i] for i in sorted(turns)]
+        results = [outs[i] for i in sorted(asked)]
         inside = saved(equations, results, ins, where, {})
         again = between(inside.second(equations), results, {*ins, *inside.values})
         read = {*results, *(v for a in again for v in a.ins)}
-        more = {i for i, v in enumerate(ins[start:end]) if v in read} - turns
+        more = {i for i, v in enumerate(ins[start:end]) if v in read} - asked
         if not more:
             break
-        turns |= more
+        asked |= more
     made = [v for a in inside.first(equations) for v in a.outs]
-    spots = ((i, inside.values[v]) for i, v in enumerate(made) if v in inside.values)
-    key = e, tuple(sorted(turns)), len(made), tuple(spots)
+    saved_at = ((i, inside.values[v]) for i, v in enumerate(made) if v in inside.values)
+    # `parts` makes new values each time, so the key has their places.
+    key = e, tuple(sorted(asked)), len(made), tuple(saved_at)
     if inside.values and key not in done:
-        done[key] = _split(e, body, inside, again, sorted(turns))
+        done[key] = _split(e, body, inside, again, sorted(asked))
     return done[key] if inside.values else None
 
 
 def _split(
-    e: Equation, body: Any, inside: "Saved", again: Sequence[Equation], turns: Sequence[int]
+    e: Equation, body: Any, inside: "Saved", again: Sequence[Equation], asked: Sequence[int]
 ) -> Split:
     (ins, equations, outs), kept = body, inside.values
     consts, carries, slices = rounding.groups_of(e, ins)
     count, length = len(carries), e.row.turns(e)[0]
+    # What the loop stacks anyway is saved as that stack.
     stacks = {v: out for v, out in zip(outs[count:], e.outs[count:], strict=True) if v in kept}
     new = [v for v in kept if v not in stacks]
     stacks |= {v: Value(building.stacked_aval(length, v.aval)) for v in new}
     groups: rounding.Groups = consts, carries, slices
     operands, params = rounding.scanned(e, groups, inside.first(equations), [*outs, *new])
     first = e.on(operands, outs=[*e.outs, *(stacks[v] for v in new)], params=params)
-    left = [i for i in turns if i < count or outs[i] not in kept]
-    carried = [pair for i, pair in enumerate(carries) if i in turns]
+    # Of the results, carries and the stacks that nobody saved are made again.
+    left = [i for i in asked if i < count or outs[i] not in kept]
+    carried = [pair for i, pair in enumerate(carries) if i in asked]
     groups = consts, carried, [*slices, *((v, stacks[v]) for v in kept)]
     operands, params = rounding.scanned(e, groups, again, [outs[i] for i in left])
     second = e.on(operands, outs=[e.outs[i] for i in left], params=params)
@@ -121,7 +125,7 @@ class Saved(NamedTuple):
     def second(self, equations: Sequence[Equation]) -> list[Equation]:
         """Returns the equations that are computed from the values.
 
-        A result of a loop that is not needed again, but returned once more, the whole loop gives.
+        The whole loop stays for results that the program returns and the second loop leaves out.
         """
         found = []
         for e in equations:
@@ -156,6 +160,7 @@ def saved(
     splits = {e: s for e in again if (s := split(e, needed, where, done))}
     result = Saved({}, splits)
     remade = {v for e in splits for v in e.outs}
+    # The second loop reads less than the whole one does, so less is saved for it.
     rest = [splits[e].second if e in splits else e for e in again]
     read = {*wanted, *(v for e in rest for v in e.ins)}
     result.values.update((v, p) for v, p in found.items() if v in read and v not in remade)

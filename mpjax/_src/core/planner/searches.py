@@ -66,6 +66,7 @@ def loops(equations: Sequence[Equation]) -> set[Equation]:
         if repeats or (row.params and _ends_by_matmul(e.like)):
             found.add(e)
         if reads or e in found:
+            # Among the integers that a loop returns is how often it turned.
             counts.update(v for v in e.outs if not is_inexact(v.aval))
     return found
 
@@ -85,10 +86,11 @@ def _ends_by_matmul(eqn: Any) -> bool:
     if row.kind != WHILE or not _multiplies(eqn):
         return False
     condition, body = row.wire(eqn)
-    carries, _ = _turned(body, Behind(set(), set()))
+    carries, _ = _fixpoint(body, Tainted(set(), set()))
+    # Both programs read the same carries, each behind constants of its own.
     moved = condition.consts - body.consts
-    given = Behind(*({i + moved for i in places if i >= body.consts} for places in carries))
-    return 0 in _turned(condition, given)[1].verdicts
+    given = Tainted(*({i + moved for i in places if i >= body.consts} for places in carries))
+    return 0 in _fixpoint(condition, given)[1].verdicts
 
 
 def _holds_one(eqn: Any) -> bool:
@@ -96,63 +98,65 @@ def _holds_one(eqn: Any) -> bool:
     return any(_ends_by_matmul(each) or _holds_one(each) for each in inside)
 
 
-class Behind(NamedTuple):
+class Tainted(NamedTuple):
     """Some values, or their places among others.
 
     Attributes:
-        made: Those that depend on a matmul.
-        verdicts: Those that are no floats, and depend on a comparison of float32 numbers, made so.
+        by_matmul: Those that depend on a matmul.
+        verdicts: Those that are no floats, and depend on a comparison of such float32 numbers.
     """
 
-    made: set[Any]
+    by_matmul: set[Any]
     verdicts: set[Any]
 
-    def add(self, values: Iterable[Value], made: bool, judged: bool) -> None:
+    def add(self, values: Iterable[Value], by_matmul: bool, judged: bool) -> None:
         """Adds values."""
-        self.made.update(v for v in values if made)
+        self.by_matmul.update(v for v in values if by_matmul)
         self.verdicts.update(v for v in values if judged and not is_inexact(v.aval))
 
-    def places(self, values: Sequence[Value]) -> "Behind":
+    def places(self, values: Sequence[Value]) -> "Tainted":
         """Returns the places of its values among some."""
-        return Behind(*({i for i, v in enumerate(values) if v in known} for known in self))
+        return Tainted(*({i for i, v in enumerate(values) if v in known} for known in self))
 
 
-def _turned(inside: Inside, given: Behind) -> tuple[Behind, Behind]:
+def _fixpoint(inside: Inside, given: Tainted) -> tuple[Tainted, Tainted]:
     """Returns the places of a program's arguments, and of its results, after any turns.
 
     Of the arguments of the first turn these are ``given``.
     """
     ins, equations, outs = parts(inside.program, rules=True)
     while True:
-        found = Behind(*({ins[i] for i in places} for places in given))
+        found = Tainted(*({ins[i] for i in places} for places in given))
         for e in equations:
-            _follow(e, found)
+            _propagate(e, found)
         results = found.places(outs)
         carried = [{arg for out, arg in inside.carry if out in places} for places in results]
-        later = Behind(*(old | new for old, new in zip(given, carried, strict=True)))
+        later = Tainted(*(old | new for old, new in zip(given, carried, strict=True)))
+        # What depends on a matmul only grows from turn to turn, so this ends.
         if later == given:
             return given, results
         given = later
 
 
-def _follow(e: Equation, found: Behind) -> None:
+def _propagate(e: Equation, found: Tainted) -> None:
     """Adds the results of an equation."""
     if e.name == BARRIER:
         for v, out in zip(e.ins, e.outs, strict=True):
-            found.add([out], v in found.made, v in found.verdicts)
+            found.add([out], v in found.by_matmul, v in found.verdicts)
     elif e.row.params:
         ends = _ends_by_matmul(e.like)
+        # What a branch returns is decided by what selects it.
         found.add(e.outs, ends, ends or (e.row.kind == BRANCH and e.ins[0] in found.verdicts))
         for inside in e.row.wire(e.like):
-            _, results = _turned(inside, found.places([e.ins[i] for i in inside.ins]))
+            _, results = _fixpoint(inside, found.places([e.ins[i] for i in inside.ins]))
             for i, place in enumerate(inside.outs):
                 if place is not None:
-                    found.add([e.outs[place]], i in results.made, i in results.verdicts)
+                    found.add([e.outs[place]], i in results.by_matmul, i in results.verdicts)
     else:
         compares = e.rule.need == COMPARE and e.outs[0].aval.dtype == bool
-        judged = compares and any(v.is_float32 and v in found.made for v in e.ins)
+        judged = compares and any(v.is_float32 and v in found.by_matmul for v in e.ins)
         judged |= not found.verdicts.isdisjoint(e.ins)
-        found.add(e.outs, _multiplies(e.like) or not found.made.isdisjoint(e.ins), judged)
+        found.add(e.outs, _multiplies(e.like) or not found.by_matmul.isdisjoint(e.ins), judged)
 
 
 def _multiplies(eqn: Any) -> bool:

@@ -32,17 +32,17 @@ LEAST = 1e-18
 class Way(NamedTuple):
     """How a value is computed from exponentials: by small arrays as factors, and by masks."""
 
-    top: Equation
+    exp: Equation
     steps: list[tuple[Equation, Value | None]]  # with the factors, the last step first
     masks: set[Value]
 
 
-class Line(NamedTuple):
+class Affine(NamedTuple):
     """How an exponent is computed from scores: by scaling them, and adding smaller arrays.
 
     Attributes:
-        values: The values on the way back, and by what the exponent is a multiple of each.
-        terms: The smaller arrays, and by what it is a multiple of each.
+        values: The values on the way back, and the factor of each in the exponent.
+        terms: The smaller arrays, and the factor of each.
     """
 
     values: dict[Value, float]
@@ -54,14 +54,14 @@ class Softmax(NamedTuple):
 
     Attributes:
         equations: What makes multiples of the exponentials.
-        tops: The exponentials of the same scores, and how their exponents are computed.
+        exps: The exponentials of the same scores, and how their exponents are computed.
         way: How what is summed is computed from exponentials.
         sum: Their sum.
         spread: The sum in other layouts, if the weights are divided by it, and nothing else is.
     """
 
     equations: list[Equation]
-    tops: dict[Equation, Line]
+    exps: dict[Equation, Affine]
     way: Way
     sum: Equation
     spread: list[Value]
@@ -73,8 +73,9 @@ class Softmax(NamedTuple):
 
     def again(self, rounded: Value, into: list[Equation]) -> dict[Value, Value]:
         """Appends what computes its values from the rounded weights, and returns those."""
-        top, axes = self.way.top, tuple(self.sum.params["axes"])
-        got = {top.outs[0]: rounded}
+        exp, axes = self.way.exp, tuple(self.sum.params["axes"])
+        got = {exp.outs[0]: rounded}
+        # The sum of the rounded weights, masked and scaled as that of the exponentials was.
         self._run([*(e for e, _ in reversed(self.way.steps)), self.sum], got, into)
 
         def normalized(p, total, *real):  # rows without weights stay zero
@@ -83,14 +84,16 @@ class Softmax(NamedTuple):
             return p * jnp.expand_dims(real[0], axes) if real else p
 
         z = self.sum.outs[0]
-        y = _append(normalized, [rounded, got[z], *([] if self.spread else [z])], top, into)
-        got = {v: _append(jnp.ones_like, [v], top, into) for v in self.spread}
-        got[top.outs[0]] = y
+        # Where the sum cancels, the exponentials are divided by it: it is neither read nor kept.
+        y = _append(normalized, [rounded, got[z], *([] if self.spread else [z])], exp, into)
+        got = {v: _append(jnp.ones_like, [v], exp, into) for v in self.spread}
+        got[exp.outs[0]] = y
         for e in self.equations:
-            if e in self.tops and e is not top:
-                moves = _moves(self.tops[top], self.tops[e])
-                got[e.outs[0]] = _append(_shifted(e.name, moves.values()), [y, *moves], e, into)
-        self._run([e for e in self.equations if e not in self.tops], got, into)
+            if e in self.exps and e is not exp:
+                # Exponentials of the same scores with another shift are multiples of these.
+                shifts = _shifts(self.exps[exp], self.exps[e])
+                got[e.outs[0]] = _append(_shifted(e.name, shifts.values()), [y, *shifts], e, into)
+        self._run([e for e in self.equations if e not in self.exps], got, into)
         return got
 
     def _run(
@@ -105,8 +108,8 @@ class Softmax(NamedTuple):
             into.append(e.on(ins, outs=[got[out]], again=True))
 
 
-def _moves(old: Line, new: Line) -> dict[Value, float]:
-    """Returns by which smaller arrays two exponents differ, and how often."""
+def _shifts(old: Affine, new: Affine) -> dict[Value, float]:
+    """Returns the smaller arrays by which two exponents differ, and the factor of each."""
     both = {v: new.terms.get(v, 0.0) - old.terms.get(v, 0.0) for v in old.terms | new.terms}
     return {v: scale for v, scale in both.items() if scale}
 
@@ -134,39 +137,42 @@ class Finder:
     def softmax(self, weights: Value) -> Softmax | None:
         """Returns the softmax of which a value is the weights, if there is one."""
         way = self._way(weights)
-        found = way and self._multiples(weights, self._line(way.top.ins[0]), way.top)
+        found = way and self._multiples(weights, self._affine(way.exp.ins[0]), way.exp)
         if way is None or found is None:
             return None
-        equations, tops, sums = found
+        equations, exps, sums = found
         own = self._way(sums[0].ins[0]) if len(sums) == 1 else None
-        if own is None or not {way.top, own.top} <= tops.keys() or not way.masks <= own.masks:
+        # A masked weight tells nothing of its exponential, so the sum must leave it out too.
+        if own is None or not {way.exp, own.exp} <= exps.keys() or not way.masks <= own.masks:
             return None
         factors = [f for _, f in way.steps if f is not None and not f.literal]
-        moves = _moves(tops[own.top], tops[way.top])
+        shifts = _shifts(exps[own.exp], exps[way.exp])
         axes = sums[0].params["axes"]
-        if not all(self._is_constant(v, axes) for v in [*factors, *moves]):
+        # A factor that differs along a row does not cancel when rows are divided by sums.
+        if not all(self._is_constant(v, axes) for v in [*factors, *shifts]):
             return None
-        spread = self._spread(sums[0].outs[0], way) if len(tops) == len(factors) == 1 else []
-        return Softmax(equations, tops, own, sums[0], spread)
+        spread = self._spread(sums[0].outs[0], way) if len(exps) == len(factors) == 1 else []
+        return Softmax(equations, exps, own, sums[0], spread)
 
     def _multiples(
-        self, weights: Value, line: Line, top: Equation
-    ) -> tuple[list[Equation], dict[Equation, Line], list[Equation]] | None:
+        self, weights: Value, exponent: Affine, exp: Equation
+    ) -> tuple[list[Equation], dict[Equation, Affine], list[Equation]] | None:
         """Returns what makes multiples of exponentials, the exponentials, and sums; None if others.
 
-        The scores are those at the end of ``line``.
+        The scores are those at the end of ``exponent``.
         """
-        first = [*line.values][-1]
+        first = [*exponent.values][-1]
         before, large = {first}, set[Value]()
         equations, sums = list[Equation](), list[Equation]()
-        tops: dict[Equation, Line] = {}
+        exps: dict[Equation, Affine] = {}
         ahead = Ahead(self._order, [first])
         for e in ahead:
             own = large.isdisjoint(e.ins)
-            if own and e.name == top.name:
-                tops[e] = self._line(e.ins[0])
-                if tops[e].values.get(first) != line.values[first]:
-                    del tops[e]
+            if own and e.name == exp.name:
+                exps[e] = self._affine(e.ins[0])
+                # ``exp(2 s)`` is no multiple of ``exp(s)``.
+                if exps[e].values.get(first) != exponent.values[first]:
+                    del exps[e]
                     continue
             elif own:
                 if e.name not in LINEAR and kind_of(e) != kinds.SAME:
@@ -175,17 +181,19 @@ class Finder:
             elif e.name == "reduce_sum":
                 sums.append(e)
                 continue
+            # A mask needs no exact numbers, and the matmul reads the rounded weights themselves.
             elif kind_of(e) == kinds.COMPARED or (weights in e.ins and takes_half(e, self._low)):
                 continue
+            # What reads exponentials otherwise, or scores too, would see both forms of the scores.
             elif all(v not in large for v, *_ in self._step(e)) or not before.isdisjoint(e.ins):
                 return None
-            if not own or e in tops:
+            if not own or e in exps:
                 large.update(e.outs)
                 equations.append(e)
             ahead.add(e.outs)
             if len(ahead) > LONGEST:
                 return None
-        return equations, tops, sums
+        return equations, exps, sums
 
     def _way(self, v: Value) -> Way | None:
         steps: list[tuple[Equation, Value | None]] = []
@@ -202,7 +210,7 @@ class Finder:
         return None
 
     def _step(self, e: Equation) -> Iterator[tuple[Value, Value | None, Value | None]]:
-        """Yields of what an equation gives a multiple, by which factor, or by which mask."""
+        """Yields the operands of which a result is a multiple, each with its factor or its mask."""
         if e.name == "select_n":
             left = [v for v in e.ins[1:] if not self._is_zero(v)]
             if len(left) == 1:
@@ -216,22 +224,25 @@ class Finder:
                 mask = self._mask(factor)
                 if mask is not None:
                     yield v, None, mask
+                # Where a factor is zero, weights do not tell their exponentials.
                 elif self._is_small(factor, e) and self._is_positive(factor):
                     yield v, factor, None
 
-    def _line(self, v: Value) -> Line:
-        line, scale = Line({v: 1.0}, {}), 1.0
-        while (e := self._maker.get(v)) is not None and len(line.values) < LONGEST:
+    def _affine(self, v: Value) -> Affine:
+        exponent, scale = Affine({v: 1.0}, {}), 1.0
+        while (e := self._maker.get(v)) is not None and len(exponent.values) < LONGEST:
             large = [x for x in e.ins if not self._is_small(x, e)]
             if len(large) != 1:
                 break
             (v,) = large
             rest = [x for x in e.ins if x is not v]
+            # ``v - t`` subtracts a term, ``t - v`` negates all that stands further back.
             if e.name in ("add", "sub") and rest:
                 first = v is e.ins[0]
                 sign = -scale if e.name == "sub" and first else scale
-                line.terms[rest[0]] = line.terms.get(rest[0], 0.0) + sign
+                exponent.terms[rest[0]] = exponent.terms.get(rest[0], 0.0) + sign
                 scale = -scale if e.name == "sub" and not first else scale
+            # Not ``number / v``, which is no multiple of v.
             elif rest and rest[0].literal and (e.name == "mul" or e.ins[0] is v):
                 number = float(rest[0].const)
                 scale = scale * number if e.name == "mul" else scale / number
@@ -239,8 +250,8 @@ class Finder:
                 scale = -scale
             elif kind_of(e) != kinds.SAME or rest:
                 break
-            line.values[v] = scale
-        return line
+            exponent.values[v] = scale
+        return exponent
 
     def _spread(self, total: Value, way: Way) -> list[Value]:
         """Returns a sum and its layouts, if nothing but the quotient of the weights reads it."""
@@ -315,6 +326,7 @@ def softmaxes(
     """
     finder, found, inner = Finder(forward, low), dict[Value, Softmax](), set[Equation]()
     for e in reversed(forward):
+        # Backwards: weights come before what they are made of, which is no softmax by itself.
         if e in inner or kind_of(e) in (*VIEWS, kinds.MOVED) or read.isdisjoint(e.outs):
             continue
         softmax = finder.softmax(e.outs[0])
@@ -338,13 +350,14 @@ def _cancels(softmax: Softmax, late: Order, results: set[Value]) -> bool:
     """Returns whether nothing changes if exponentials and sum are multiplied by one number."""
     powers: dict[Value, int] = dict.fromkeys(softmax.spread, 1)
     for e in softmax.equations:
-        power = 1 if e in softmax.tops else _power(e, powers)
+        power = 1 if e in softmax.exps else _power(e, powers)
         if power is None:
             return False
         powers[e.outs[0]] = power
     powers = {v: power for v, power in powers.items() if power}
     ahead = Ahead(late, powers)
     for e in ahead:
+        # All that is returned must have power zero in the number: then it cancels.
         power = _power(e, powers) if len(ahead) <= LONGEST else None
         if power is None or (power and not results.isdisjoint(e.outs)):
             return False

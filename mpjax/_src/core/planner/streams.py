@@ -35,18 +35,22 @@ def streams(
         ruled: The equations whose author wrote their backward pass, of which nothing is known.
     """
     values = candidates(equations, results, half, rounding.SMALL if small is None else small)
+    # Facts take a walk over all equations: none is needed without candidates.
     facts = Facts(equations if values else ())
     values = [v for v in values if not _is_scaled(v, facts)]
     if not values:
         return [], facts
     walks = Walks(equations, results, facts, ruled)
+    # bfloat16 has the range of float32.
     if half == np.float16:
-        sized = _sized(equations, walks)
-        values = [v for v in values if v in sized]
+        in_range = _in_float16_range(equations, walks)
+        values = [v for v in values if v in in_range]
     found: set[Value] = set()
+    # Backwards: the walk from a value ends at the values behind it that are rounded already.
     for v in reversed(values):
         if walks.refused(v, found) is None:
             found.add(v)
+    # What its readers can compute from one 16-bit array is not written, so nothing is gained.
     return of_several(equations, found), facts
 
 
@@ -76,13 +80,14 @@ def _is_scaled(v: Value, facts: Facts) -> bool:
     return facts.kinds[e] == MULTIPLIED and bool(small)
 
 
-def _sized(equations: Sequence[Equation], walks: Walks) -> set[Value]:
+def _in_float16_range(equations: Sequence[Equation], walks: Walks) -> set[Value]:
     """Returns the values that float16 holds as well as it holds what matmuls make and read.
 
     Others may be too large for it, or too small, as temperatures are. A norm has no units.
     """
     facts, sources = walks.facts, walks.sources
     found: set[Value] = set()
+    # First what matmuls make or read, then what is made of that without leaving its range.
     for e in reversed(equations):
         matmul = rounding.is_half_matmul(e)
         if matmul or (rounding.is_view(e) and not found.isdisjoint(e.outs)):

@@ -50,6 +50,7 @@ def joined_sums(equations: Sequence[Equation]) -> list[Equation]:
         if len(sums) < 2 or not scaled:
             continue
         whole = next((e for e in sums if e not in scaled), None)
+        # All of them have factors: a sum without any is computed in addition.
         if whole is None:
             first = next(iter(sums))
             whole = first.on([value], [Value(first.outs[0].aval)])
@@ -57,6 +58,7 @@ def joined_sums(equations: Sequence[Equation]) -> list[Equation]:
         for e, product in scaled.items():
             _from(whole.outs[0], product, e, changed)
         gone |= {*scaled}
+    # A multiple may be read ahead of the place where the sum stood from which it is computed now.
     return in_order([*(e for e in equations if e not in gone), *changed]) if gone else [*equations]
 
 
@@ -70,6 +72,7 @@ def _product(v: Value, axes: Sequence[int], makers: Mapping[Value, Equation]) ->
             continue
         for place in PLACES.get(e.name, ()):
             rest, found = e.ins[1 - place], constant_along(e.ins[place], axes, makers)
+            # A smaller array is spread by the product, so that its own sum has fewer terms.
             if found is not None and rest.aval.shape == v.aval.shape:
                 factors.append(Factor(e.name, *found))
                 v = rest

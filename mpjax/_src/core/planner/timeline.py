@@ -110,13 +110,15 @@ class Timeline:
         self._after = [*(2 * SOON * (v in again) for v in self.values), 0]
         waiting, events = dependents(late, cotangents), list[float]()
         rest = [e for e in late if not waiting.isdisjoint(e.outs)]
+        # Without cotangents, as in a user's checkpoint, they run when they are first read.
         ready = [e for e in late if waiting.isdisjoint(e.outs)]
         spans, first, self.early = self._unread(), self._unread(), self.steps(early)
         self._run(self.steps(rest), spans, events, range(len(early), len(early) + len(rest)))
         self._run(self.steps(ready), spans, events)
         self._run(self.early, first, events, range(len(early)))
         for at, e in enumerate([*early, *rest]):
-            inner = [_peak(*parts(p, region=e.region), half) for p in _bodies(e)]
+            # The body of a loop has memory of its own while it runs.
+            inner = [_peak(*parts(p, region=e.region)[1:], half) for p in _bodies(e)]
             events += _exists(at, at, max(inner, default=0))
         for v in given:  # the 16-bit copies of parameters
             i = self.number[v]
@@ -154,6 +156,7 @@ class Timeline:
         starts = [*map(math.ceil, self._run(before, spans, events))]
         for v in kept:
             if spans.last[v] > -INF:
+                # Until then it exists anyway, for the forward part reads it.
                 start = self._ends.get(v, 0) + 2 * SOON
                 events += _exists(start, spans.last[v], self.prices[v])
         nothing = [0, 0]  # so that there is a time
@@ -180,19 +183,22 @@ class Timeline:
         """
         (first, last), sizes, starts = spans, self.sizes, list[float]()
         for ins, outs, fused, _ in reversed(steps):
+            # What is fused reads its operands whenever a kernel reads its result.
             start, end, at = first[fused], last[fused], len(steps) - len(starts) - 1
             starts.append(start)
             if start == INF:  # several values, an array, or unread
                 starts[-1] = min([first[v] for v in outs if first[v] < INF], default=0)
+                # Steps that run before the same reader are kept in their order by a fraction.
                 turn = (at + 1) / (len(steps) + 1)  # before what reads it
                 now = math.ceil(starts[-1]) - 1 + turn if times is None else times[at]
                 read = [v for v in outs if last[v] > -INF]
                 for v in read if times is None else outs:
                     events += _exists(now + self._after[v], last[v], sizes[v])
-                there = [v for v in read if not sizes[v]]
-                here = [] if there and len(there) == len(outs) else [now]
-                start = min([*here, *(first[v] for v in there)])
-                end = max([*here, *(last[v] for v in there)])
+                # A kernel runs at a time of its own, unless all results are fused into readers.
+                fused_outs = [v for v in read if not sizes[v]]
+                own_time = [] if fused_outs and len(fused_outs) == len(outs) else [now]
+                start = min([*own_time, *(first[v] for v in fused_outs)])
+                end = max([*own_time, *(last[v] for v in fused_outs)])
             for v in ins:
                 if start < first[v]:
                     first[v] = start
@@ -222,9 +228,7 @@ def _bodies(e: Equation) -> Sequence[object]:
     return rounding.programs(e) if e.row.kind else ()
 
 
-def _peak(
-    ins: Sequence[Value], equations: Sequence[Equation], outs: Sequence[Value], half: Any
-) -> int:
+def _peak(equations: Sequence[Equation], outs: Sequence[Value], half: Any) -> int:
     """Returns the most bytes that exist at any time in a program, beside its operands."""
     timeline = Timeline(equations, [], outs, (), (), (), rounding.Price((), (), half))
     return int(timeline.again((), (), timeline.rest(())).peak)

@@ -48,12 +48,12 @@ MANY = 2  # what there are several turns of runs once
 LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
 
 
-def apart(equations: Sequence[Equation]) -> list[Equation]:
+def hoisted(equations: Sequence[Equation]) -> list[Equation]:
     """Returns equations whose loops leave out the matmuls that no turn waits for."""
     found: list[Equation] = []
     maker = {out: e for e in equations for out in e.outs}
     for e in equations:
-        found += _Turns(e, maker).apart() if e.row.kind == SCAN else [e]
+        found += _Turns(e, maker).hoisted() if e.row.kind == SCAN else [e]
     return found
 
 
@@ -69,13 +69,14 @@ class _Turns:
         self.consts, self.carries, self.slices = map(dict, rounding.groups_of(e, ins))
         self.held = _size([*self.slices, *self.outs[len(self.carries) :]])  # of a turn
 
-    def apart(self) -> list[Equation]:
+    def hoisted(self) -> list[Equation]:
         """Returns the loop with what runs ahead of it and behind it."""
         spread = self._spread()
+        # With a symbolic number of turns the gain is unknown; a single turn gains nothing.
         if not isinstance(self.length, int) or self.length < MANY:
             return [self._closed()] if spread else [self.loop]
         ahead = self._ahead()
-        behind = in_order([*self._moved(), *self._sums(), *self._stacks()])
+        behind = in_order([*self._shifted_stacks(), *self._sums(), *self._stacks()])
         return [*ahead, self._closed(), *behind] if spread or ahead or behind else [self.loop]
 
     # ---- inside
@@ -124,6 +125,7 @@ class _Turns:
         ]
         made = [d.outs[0] for d in dots]
         before = between(self.equations, made, {*self.consts, *self.slices})
+        # Operands are computed ahead and in the turns that read them, so they have to be cheap.
         alone = all(e in dots or runs_again(e) for e in before)
         if not dots or not alone or _size(made) > self.held:
             return []
@@ -132,6 +134,7 @@ class _Turns:
         self.equations = [e for e in self.equations if e not in dots]
         for v, stack in zip(made, stacks, strict=True):
             self.slices[v] = stack
+            # The loop stacked it as a result: now it is that result.
             if v in self.outs[len(self.carries) :]:
                 i = self.outs.index(v, len(self.carries))
                 rename(ahead, stack, self.results[i])
@@ -158,8 +161,11 @@ class _Turns:
 
     # ---- behind it
 
-    def _moved(self) -> list[Equation]:
-        """Takes out stacks of what turns get, where what they give is stacked: moved by a turn."""
+    def _shifted_stacks(self) -> list[Equation]:
+        """Takes out stacks of carries as turns get them, if they are stacked as turns return them.
+
+        The one is the other, shifted by a turn.
+        """
         carried = [*self.carries]
         backwards = self.loop.row.turns(self.loop)[1]
         into: list[Equation] = []
@@ -185,13 +191,15 @@ class _Turns:
         chains, taken = self._chains(), []
 
         def is_worth(d):
+            # What is stacked anyway costs nothing.
             new = {v for v in map(self._source, d.ins) if self._stack(v) is None}
             worth = ADDED * _size(d.outs) > STACKED * _size(new) and _size(new) <= self.held
             return worth and turning.issuperset(d.ins)
 
         while chains:
             sums = [add for chain in chains.values() for add in chain]
-            taken = self._taken(sums, (), is_worth, lambda e: e.name in LINEAR)
+            # A sum also of what stays in the loop stays, and with it what was taken for it alone.
+            taken = self._sinkable(sums, (), is_worth, lambda e: e.name in LINEAR)
             made = {out for e in (*taken, *sums) for out in e.outs}
             carried = [*self.carries]
             alone = {
@@ -206,6 +214,7 @@ class _Turns:
         for e in taken if chains else ():
             behind.append(self._of_all_turns(e, behind) if _is_plain(e) else e)
         for i, chain in chains.items():
+            # The sum begins with what the carry began with.
             instead = {carried[i]: self.carries[carried[i]]}
             for add in chain:
                 behind.append(add.on(instead.get(v, v) for v in add.ins))
@@ -221,6 +230,7 @@ class _Turns:
         for i, (v, out) in enumerate(zip(self.carries, self.outs, strict=False)):
             chain: list[Equation] = []
             while len(readers[v]) == 1 and readers[v][0].name in ("add", "add_any"):
+                # A turn returns the partial sum, so it is needed in the turn.
                 if v in self.outs:
                     break
                 chain += readers[v]
@@ -233,6 +243,7 @@ class _Turns:
         """Returns the sum over turns of a matmul, as one."""
         ins = [self._stacked(v, into) for v in d.ins]
         (left, right), batch = d.params["dimension_numbers"]
+        # The axis of turns is contracted as well: one accumulator adds them up, and rounds once.
         summed, batch = (
             ((0, *(i + 1 for i in left)), (0, *(i + 1 for i in right))),
             [tuple(i + 1 for i in axes) for axes in batch],
@@ -248,7 +259,7 @@ class _Turns:
             return self._is_worth(d, turning, [*new]) and _size(new) <= self.held
 
         stacked = {v for v in self.outs[len(self.carries) :] if self.outs.count(v) == 1}
-        taken = self._taken((), stacked, is_worth, runs_again)
+        taken = self._sinkable((), stacked, is_worth, runs_again)
         dots = [e for e in taken if _is_plain(e)]
         behind = dependents(taken, [e.outs[0] for e in dots])
         places = [i for i, v in enumerate(self.outs) if v in behind]
@@ -264,7 +275,7 @@ class _Turns:
         self._leave_out([e for e in taken if not behind.isdisjoint(e.outs)], places)
         return into
 
-    def _taken(
+    def _sinkable(
         self,
         sums: Collection[Equation],
         stacked: Collection[Value],
@@ -272,6 +283,7 @@ class _Turns:
         follows: Callable[[Equation], bool],
     ) -> list[Equation]:
         """Returns matmuls, and what is made of them alone, that only sums or stacks wait for."""
+        # What is cheap and reads no carry can be computed again behind the loop.
         waiting = dependents(self.equations, self.carries)
         waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
         waiting = dependents(self.equations, waiting)
@@ -302,7 +314,7 @@ class _Turns:
         return found
 
     def _source(self, v: Value) -> Value:
-        """Returns a value that is stacked anyway of which another one is a view, or that one."""
+        """Returns the stacked value of which a value is a view; itself if there is none."""
         x = v
         while self._stack(x) is None:
             e = self.maker.get(x)

@@ -31,7 +31,7 @@ NOT_ROUNDED = "a sum with what no matmul has rounded"
 LONGEST = 400
 
 
-class On(NamedTuple):
+class State(NamedTuple):
     """A value on a walk: it is made of the first value of the walk.
 
     Attributes:
@@ -57,7 +57,7 @@ class On(NamedTuple):
         """Whether each entry stands where it stands in values of the same shift."""
         return self.shift is not None
 
-    def beside(self, other: "On") -> bool:
+    def is_aligned_with(self, other: "State") -> bool:
         """Returns whether the entries of two values that meet are made of the same entries."""
         pairs = ((at, other.places[a]) for a, at in self.places.items())
         return self.shift == other.shift and all(x == y or not x or not y for x, y in pairs)
@@ -101,7 +101,8 @@ class Walks:
             for out in e.outs:
                 if step is None or not is_float32(out) or out in found:
                     continue
-                walk.on[out] = step
+                walk.states[out] = step
+                # A caller sees the rounding of a view, and one that no error of its size hides.
                 if out in self._results and (step.view or not walk.carries(out)):
                     return "returned"
                 ahead.add([out])
@@ -113,6 +114,7 @@ def _sources(equations: Sequence[Equation], facts: Facts) -> dict[Value, int]:
     found: dict[Value, int] = {}
     count = 0
     for e in equations:
+        # The parts of a split array share no entries, so each is a source of its own.
         own = facts.kinds[e] == kinds.MATMUL or (PART in e.rule.traits and e.outs[1:])
         bits, parts = 0, e.ins
         if facts.kinds[e] in (kinds.ADDED, kinds.MULTIPLIED):
@@ -136,78 +138,84 @@ class Walk:
         sources: What values are made of.
         first: The value where it begins.
         levels: The axes along which its rest may have a level.
-        on: The values that it has reached.
+        states: The values that it has reached, and what is known of them.
     """
 
     def __init__(self, walks: Walks, first: Value) -> None:
         self.facts, self.sources, self.first = walks.facts, walks.sources, first
         self._ruled = walks.ruled
         self.levels = self.facts.level(first)
-        self.on = {first: On({a: {a} for a in every(first)}, self.levels, view=True)}
+        self.states = {first: State({a: {a} for a in every(first)}, self.levels, view=True)}
 
-    def step(self, e: Equation) -> On | str | None:
+    def step(self, e: Equation) -> State | str | None:
         """Returns what is known of the results of an equation, or why it refuses the rounding."""
-        mine = [v for v in e.ins if v in self.on]
+        mine = [v for v in e.ins if v in self.states]
         if not mine:
             return None
-        largest = max(mine, key=lambda v: (v.size, -len(self.on[v].summed)))
+        # Of several, the one that has all entries stands for the axes, and not a mean of it.
+        largest = max(mine, key=lambda v: (v.size, -len(self.states[v].summed)))
         if e in self._ruled and not all(map(self.carries, mine)):
             return "read by a rule of its author"
         kind = self.facts.kinds[e]
-        on = STEPS[kind](self, e, mine, largest) if kind in STEPS else f"read by {e.name}"
+        state = STEPS[kind](self, e, mine, largest) if kind in STEPS else f"read by {e.name}"
+        # ``a - v`` negates it.
         adds = kind in PLAIN and not (e.name == "sub" and e.ins[1] in mine)
-        return on._replace(plain=on.plain and adds) if isinstance(on, On) else on
+        return state._replace(plain=state.plain and adds) if isinstance(state, State) else state
 
     def carries(self, v: Value) -> bool:
         """Returns whether a value has an error as large as the new one already."""
-        return self.facts.noise(v) == 2 or (self.facts.noise(self.first) == 2 and self.on[v].still)
+        return self.facts.noise(v) == 2 or (
+            self.facts.noise(self.first) == 2 and self.states[v].still
+        )
 
-    def joined(self, mine: Sequence[Value], largest: Value) -> On:
+    def joined(self, mine: Sequence[Value], largest: Value) -> State:
         """Returns what is known of a value that is made of several."""
-        each = [self.on[v] for v in mine]
-        return self.on[largest]._replace(
+        each = [self.states[v] for v in mine]
+        return self.states[largest]._replace(
             summed=NO_AXES.union(*(x.summed for x in each)),
-            shift=each[0].shift if all(map(each[0].beside, each)) else None,
+            shift=each[0].shift if all(map(each[0].is_aligned_with, each)) else None,
             view=False,
             statistic=all(x.statistic for x in each),
             plain=all(x.plain for x in each),
         )
 
 
-Step = Callable[[Walk, Equation, Sequence[Value], Value], On | str | None]
+Step = Callable[[Walk, Equation, Sequence[Value], Value], State | str | None]
 
 
 def _ends(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> None:
     """A matmul rounds what it reads itself."""
 
 
-def _view(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
+def _view(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
+    # A walk knows one thing of all results of an equation, and those of a barrier differ.
     if e.name == BARRIER and len(e.ins) > 1:
         return "read by a barrier"
-    on, places, out = walk.on[v], axes_of_view(e), e.outs[0]
+    state, places, out = walk.states[v], axes_of_view(e), e.outs[0]
     spread = walk.facts.constant_along(out, out) if e.name == "broadcast_in_dim" else NO_AXES
-    at = {a: {*moved(axes, places)} for a, axes in on.places.items()}
-    return on._replace(places=at, level=moved(on.level, places) | spread)
+    at = {a: {*moved(axes, places)} for a, axes in state.places.items()}
+    return state._replace(places=at, level=moved(state.level, places) | spread)
 
 
-def _moved(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
+def _moved(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State:
     joined, out = walk.joined(mine, v), e.outs[0]
+    # Values that were concatenated alike can still be compared entry by entry.
     place = (e.params.get("dimension"), e.ins.index(v))
     single = e.name == "concatenate" and len(mine) == 1
     shift = (*joined.shift, place) if single and joined.shift is not None else None
     joined = joined._replace(shift=shift)
-    joined = joined._replace(view=all(walk.on[x].view for x in mine))
+    joined = joined._replace(view=all(walk.states[x].view for x in mine))
     if len(v.shape) == len(out.shape) and e.name != "gather":
         return joined
     anywhere = {a: {*every(out)} for a in joined.places}
     return joined._replace(places=anywhere, level=every(out) if joined.level else NO_AXES)
 
 
-def _added(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
+def _added(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     return _sum_of_two(walk, e, mine, v) if len(mine) == 2 else _sum_with(walk, e, v)
 
 
-def _sum_of_two(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
+def _sum_of_two(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     """Both terms are made of the first value."""
     joined, f = walk.joined(mine, v), walk.facts
     positive = e.name != "sub" and all(map(f.is_positive, mine))
@@ -217,21 +225,22 @@ def _sum_of_two(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On 
     if not positive and not carries and e.ins[0] is not e.ins[1]:
         if joined.summed & walk.levels:
             return "its own mean over an axis along which it may have a level"
-        if not joined.still or not any(walk.on[x].statistic for x in mine):
+        if not joined.still or not any(walk.states[x].statistic for x in mine):
             return "a sum of two values made of it"
     if not joined.summed:
         return joined._replace(level=every(v))
     return joined._replace(level=joined.level - moved(joined.summed, joined.places))
 
 
-def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
+def _sum_with(walk: Walk, e: Equation, v: Value) -> State | str:
     """The other term is not made of the first value."""
-    f, on = walk.facts, walk.on[v]._replace(view=False)
+    f, state = walk.facts, walk.states[v]._replace(view=False)
     other = e.ins[1] if e.ins[0] is v else e.ins[0]
     constant = f.constant_along(other, e.outs[0])
-    cancels = [axes for axes in (constant, *f.terms(other)) if axes and axes <= on.level]
+    # Terms of the other one are constant where this one may have a level, and may take it off.
+    cancels = [axes for axes in (constant, *f.terms(other)) if axes and axes <= state.level]
     if (e.name != "sub" and f.is_positive(other) and f.is_positive(v)) or is_zero(other):
-        return on
+        return state
     shared = walk.sources.get(other, 0) & (walk.sources[v] | walk.sources[walk.first])
     if shared and (cancels or not constant):
         return "a sum with what it is made of"
@@ -240,71 +249,75 @@ def _sum_with(walk: Walk, e: Equation, v: Value) -> On | str:
     rounded = bool(constant) or f.noise(other) == 2
     if not walk.carries(v) and ((cancels and not bias) or not rounded):
         return NOT_ROUNDED
-    return on if constant else on._replace(level=on.level | f.level(other))
+    return state if constant else state._replace(level=state.level | f.level(other))
 
 
-def _multiplied(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
+def _multiplied(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State:
     joined, f = walk.joined(mine, v), walk.facts
     if len(mine) == 2:
-        each = [walk.on[x] for x in mine if not walk.on[x].statistic]
+        each = [walk.states[x] for x in mine if not walk.states[x].statistic]
         return joined._replace(level=each[0].level if len(each) == 1 else every(v))
     if e.name == "div" and e.ins[1] is v:
         return joined._replace(level=every(v))
     (other,) = [x for x in e.ins if x is not v]
-    beside = f.all_levels(other) | f.constant_along(other, e.outs[0])
-    return joined._replace(level=joined.level & beside) if not other.literal else joined
+    # A level times what has none along its axis is none: it stays where the factor has one too.
+    levels = f.all_levels(other) | f.constant_along(other, e.outs[0])
+    return joined._replace(level=joined.level & levels) if not other.literal else joined
 
 
-def _picked(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
+def _picked(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     joined = walk.joined(mine, v)
     others = [x for x in e.ins if x not in mine and not is_zero(x)]
     if e.name != "select_n" and (others or len(mine) > 1) and not all(map(walk.carries, mine)):
         return "a threshold"
-    return joined._replace(level=NO_AXES.union(*(walk.on[x].level for x in mine)))
+    return joined._replace(level=NO_AXES.union(*(walk.states[x].level for x in mine)))
 
 
-def _simple(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On:
-    on = walk.on[v]._replace(view=False)
-    return on if e.name == "neg" else on._replace(level=every(v))
+def _simple(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State:
+    state = walk.states[v]._replace(view=False)
+    return state if e.name == "neg" else state._replace(level=every(v))
 
 
-def _special(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
+def _special(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     if not all(map(walk.carries, mine)):
         return f"read by {e.name}"
     return walk.joined(mine, v)._replace(level=every(v))
 
 
-def _ordered(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
+def _ordered(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     if not walk.carries(v):
         return f"read by {e.name}"
-    anywhere = {a: {*every(e.outs[0])} for a in walk.on[v].places}
-    return walk.on[v]._replace(shift=None, view=False, places=anywhere, level=every(e.outs[0]))
+    anywhere = {a: {*every(e.outs[0])} for a in walk.states[v].places}
+    return walk.states[v]._replace(shift=None, view=False, places=anywhere, level=every(e.outs[0]))
 
 
 def _compared(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> str | None:
     ordered = e.name in ("lt", "le", "gt", "ge")
+    # Rounding leaves signs as they are.
     if e.name in ("sign", "is_finite") or (ordered and any(map(is_zero, e.ins))):
         return None
     return None if ordered and all(map(walk.carries, mine)) else f"compared by {e.name}"
 
 
-def _summed(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
-    on, axes = walk.on[v]._replace(view=False), frozenset(e.params["axes"])
+def _summed(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
+    state, axes = walk.states[v]._replace(view=False), frozenset(e.params["axes"])
     if e.name != "reduce_sum" and not walk.carries(v):
         return f"read by {e.name}"
-    if not on.still and not walk.carries(v) and not walk.facts.is_positive(v):
+    if not state.still and not walk.carries(v) and not walk.facts.is_positive(v):
         return "a sum of parts of it"
-    partly = frozenset(a for a, at in on.places.items() if at & axes and not at <= axes)
+    # Over a part of an axis, as a group of channels, a value may have a mean though it has none
+    # over the whole axis.
+    partly = frozenset(a for a, at in state.places.items() if at & axes and not at <= axes)
     walk.levels |= partly
-    summed = on.summed | {a for a, at in on.places.items() if at & axes}
+    summed = state.summed | {a for a, at in state.places.items() if at & axes}
     left = kinds.without_axes(v, axes)
-    at = {a: {*moved(places, left)} for a, places in on.places.items()}
-    level = every(e.outs[0]) if on.level & axes else moved(on.level, left)
-    return on._replace(places=at, level=level, summed=frozenset(summed), statistic=True)
+    at = {a: {*moved(places, left)} for a, places in state.places.items()}
+    level = every(e.outs[0]) if state.level & axes else moved(state.level, left)
+    return state._replace(places=at, level=level, summed=frozenset(summed), statistic=True)
 
 
-def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> On | str:
-    if e.name.startswith("scatter") and e.ins[0] in walk.on and not walk.carries(e.ins[0]):
+def _sums(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
+    if e.name.startswith("scatter") and e.ins[0] in walk.states and not walk.carries(e.ins[0]):
         return NOT_ROUNDED
     joined, out = walk.joined(mine, v), e.outs[0]
     anywhere = {a: {*every(out)} for a in joined.places}

@@ -82,6 +82,7 @@ def written(
     writer = Writer(half, wanted, numbers, sums, {*ins} if outermost else (), sent, lows)
     for e in equations:
         writer.write(e)
+    # A cast has the scopes of the equation next to it. Results are cast behind the last one.
     end = writer.written[-1] if writer.written else None
     results = [
         writer.low(v, end) if low else writer.full(v, end)
@@ -143,6 +144,7 @@ class Writer:
         if v.aval.dtype == aval.dtype:
             return v
         if v.literal and not CONSTANTS_AS_CASTS.value:
+            # A mask's -1e30 becomes infinite in float16, as by a cast: no reason to warn.
             with np.errstate(over="ignore"):
                 return Value(aval, np.asarray(v.const, aval.dtype), literal=True)
         if v.aval.dtype in HALVES:
@@ -173,14 +175,16 @@ class Writer:
     def write(self, e: Equation) -> None:
         """Writes an equation in the dtypes that its operands and readers ask for."""
         if rounding.is_rounding(e):
+            # Who reads float32 casts that back, so all readers see the rounded numbers.
             self.lows[e.outs[0]] = self.low(e.ins[0], e)
             return None
         if (other := rounding.other_half(e)) is not None:
             return self._in_other_half(e, other)
-        if e.name == "convert_element_type" and self._casts(e):
+        if e.name == "convert_element_type" and self._drops_cast(e):
             return None
         halved_in, halved_out, params = self._forms(e)
         if e.row.kind == SCAN:
+            # What a loop stacks need not be filled with zeros before (`base/_jax/stacks`).
             e = e.on(e.ins, like=building.stacking(e.like))
         forms = zip(e.ins, halved_in, strict=True)
         ins = [self.low(v, e) if low else self.full(v, e) for v, low in forms]
@@ -200,7 +204,7 @@ class Writer:
             held = barred(outs, self.written, like=e.like, stack=e.stack)
             self.same.update(zip(outs, held, strict=True))
 
-    def _casts(self, e: Equation) -> bool:
+    def _drops_cast(self, e: Equation) -> bool:
         """Leaves out the user's own cast between float32 and 16 bits, if it changes no number."""
         (v,), (out,) = e.ins, e.outs
         if rounding.widens(e, self.half):
@@ -225,6 +229,7 @@ class Writer:
             return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
         if rounding.is_view(e):
             return self._view(e)
+        # Constants and carries of while loops stay float32: matmuls inside cast what they read.
         if row.kind in (WHILE, CALL) and row.params:
             inner = {k: self._plain(e.params[k], e.region) for k in row.params}
             return *as_they_are, {**e.params, **inner}
@@ -283,6 +288,7 @@ class Writer:
         self.written.append(e.on(map(cast, e.ins), outs, params, _marked(e)))
         for v, out in zip(e.outs, outs, strict=True):
             if out is not v:
+                # `_cast` makes a new value, but readers know the old one.
                 self._cast(out, v.aval, e)
                 self.written[-1].outs = [v]
 
@@ -301,6 +307,8 @@ class Writer:
         read = rounding.wanted([e], e.outs, [v for v in e.outs if v in self.wanted])
         # A turn copies its slice of an array: it casts the copy.
         slices = end if e.row.kind == SCAN else len(e.ins)
+        # In 16 bits enters what was made so, or what is read so by all programs, but no carry and
+        # no operand that selects a branch.
         inside = [
             rounding.is_float32(v)
             and i >= first
