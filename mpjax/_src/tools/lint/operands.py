@@ -77,6 +77,7 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
         if not program.is_backward(again):
             continue
         sources = [set(program.back(v, MOVES | CASTS)) for v in again.ins[:2]]
+        # Forward matmuls are found by their left operand, so not all pairs are compared.
         near = {op: None for each in sources for value in each for op in forward.get(value, ())}
         for op in near:
             if _same_matmul(program, op, again, sources):
@@ -91,6 +92,7 @@ def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]])
     first, second = op.outs[0], again.outs[0]
     if dtype_of(first) == dtype_of(second) or first.size != second.size:
         return False
+    # A rule may recompute the transposed product, so the operands may be swapped.
     own = [set(program.back(v, MOVES | CASTS)) for v in op.ins[:2]]
     return any(
         not (own[0].isdisjoint(one) or own[1].isdisjoint(other))
@@ -111,6 +113,7 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
         half = [v for v in op.ins if is_half(v) and len(v.aval.shape) > 1]
         for value in wide:
             last = value.aval.shape[-1]
+            # A last axis of 1 is that of stored statistics, which would all match.
             other = next((v for v in half if last > 1 and v.aval.shape[-1] == last), None)
             if other is not None:
                 yield Hit(f"{op.name} has the operands {shown(value)} and {shown(other)}.", op)

@@ -84,6 +84,7 @@ class Program:
         for value, place in zip(inner.invars, sub.ins, strict=True):
             self._same(op.ins[place], value)
         for value, out in zip(inner.outvars, sub.outs, strict=True):
+            # The condition of a loop returns its verdict to the loop itself.
             if out is not None:
                 self._same(value, op.outs[out])
         for result, argument in sub.carry:
@@ -190,6 +191,7 @@ class Program:
         if value.literal:
             return np.asarray(value.const)
         array = self._constants.get(value)
+        # A tracer belongs to a trace around this one, and a random key has no numbers.
         known = array is not None and not isinstance(array, jax.core.Tracer) and not is_key(array)
         return np.asarray(array) if known and value.size <= CONSTANT_LIMIT else None
 
@@ -198,6 +200,7 @@ class Program:
         around = self._counters.get(value)
         if around is None:
             return None
+        # fori_loop starts its counter at a constant, and adds a constant in each iteration.
         loop, inside, result = around
         op = self.maker(inside.program.outvars[result])
         start = self.constant(loop.ins[inside.ins[inside.program.invars.index(value)]])
@@ -245,6 +248,7 @@ class Program:
         op = self.maker(value)
         if op is None or not goes(op):
             return ()
+        # The predicate only chooses: no entry of the result comes from it.
         return op.ins[1:] if op.name == "select_n" else op.ins
 
     def argument(self, value: Value) -> str:
@@ -296,6 +300,7 @@ def make_program(
             call = Flat.of((states, more))
             flat = call.on(on_arrays(fun))
             programs.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
+            # Nothing ran, so `call_on_arrays` has no new values to write into the modules.
             return None, None, None
 
         call_on_arrays(run, *jax.tree.map(_stands_for, (args, kwargs)))
@@ -321,6 +326,7 @@ def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
 
 
 def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
+    # JAX casts numbers while it traces. The program would not show that a constant was lost.
     with _jax.casts_of_numbers():
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(
