@@ -56,4 +56,4 @@ def fitted(figures, available, every=False, beside=()):
     if every:
         tried.all_of([*LADDER, *beside])
     assert len(set(compiled)) == len(compiled)
-    return fit.told(tried, H100, 0.25, every), compiled
+    return fit.fit_of(tried, H100, 0.25, every), compiled

@@ -172,7 +172,7 @@ def fitted(available, every=False):
 
     tried = trials.Trials(compile_setting, available)
     tried.all_of(settings)
-    found = fit.told(tried, find_target("h100"), 0.25, every)
+    found = fit.fit_of(tried, find_target("h100"), 0.25, every)
     tries = tuple(dataclasses.replace(t, seconds=1.5) for t in found.tries)
     return dataclasses.replace(found, tries=tries)
 

@@ -18,7 +18,7 @@ STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
 
 def json_to_stdout(data: Any) -> None:
     """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
-    # Python writes these as NaN and Infinity, and reads them back as what it is told.
+    # Python writes these as NaN and Infinity, and reads them back as what this function returns.
     data = json.loads(json.dumps(plain(data)), parse_constant=lambda name: str(float(name)))
     click.echo(json.dumps(data, indent=1, allow_nan=False))
 

@@ -151,6 +151,7 @@ class Program:
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
     """Lowers a function for a target. The arguments may be on any device."""
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
+    # A jitted function may have static arguments, which need not be arrays; `jax.jit` checks them.
     if not _is_jitted(fun):
         _check_args(fun, abstract)
     with _lowering_errors(target), _mesh_of(abstract):

@@ -78,6 +78,7 @@ def _lives(
             if buffer is not None:
                 buffer.leaves.append((computation.name, op.name, index))
         called = [attribute(op, "body")] if op.opcode == "while" else called_by(op)
+        # Only one branch of a conditional runs: the one with the highest peak counts.
         if op.opcode in ("while", "call", "conditional"):
             peaks = (most_at_once(module, name) for name in called if name in module)
             inside[place] = max(peaks, key=lambda alive: sum(b.bytes for b in alive), default=[])

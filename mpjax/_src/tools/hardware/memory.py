@@ -194,10 +194,10 @@ def _temporary(
     whole: float,
 ) -> list[MemoryRow]:
     """Returns the arrays that are alive when memory use is highest."""
-    tell = _teller(module, entry, flow, arguments)
+    classify = _classifier(module, entry, flow, arguments)
     rows = []
     for buffer in most_at_once(module, entry):
-        kind, scope = tell(buffer.leaves)
+        kind, scope = classify(buffer.leaves)
         rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
     if sum(row.bytes for row in rows) <= whole:
         return rows
@@ -205,7 +205,7 @@ def _temporary(
     return [row for row in rows if row.kind != WORKSPACE]
 
 
-def _teller(
+def _classifier(
     module: dict[str, Computation], entry: str, flow: Flow, arguments: Sequence[MemoryRow]
 ) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
     """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
@@ -235,7 +235,7 @@ def _teller(
     # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
 
-    def tell(parts: Sequence[Leaf]) -> tuple[str, str]:
+    def classify(parts: Sequence[Leaf]) -> tuple[str, str]:
         makers = [names[x[:2]] for x in reached(flow.before, parts, MOVED)]
         # An instruction that XLA made has no name: then the longest, as it says the most.
         scope = scope_of(names[parts[0][:2]]) or max(map(scope_of, makers), key=len)
@@ -249,7 +249,7 @@ def _teller(
             return (CODES if module[room].ops[name].shapes[index].dtype in EIGHT else KEPT), scope
         return WORKSPACE, scope
 
-    return tell
+    return classify
 
 
 def op_name(op: Op) -> str:

@@ -154,8 +154,8 @@ class Tuning(Report):
 
 def _cells(step: TuneStep) -> tuple[str, ...]:
     errors = (step.error_before, step.error, step.alone)
-    told = ("-" if error is None else f"{error:.3g}" for error in errors)
-    return (str(step.operations), f"{step.flops:.1%}", *told, step.pattern)
+    texts = ("-" if error is None else f"{error:.3g}" for error in errors)
+    return (str(step.operations), f"{step.flops:.1%}", *texts, step.pattern)
 
 
 def _place(step: TuneStep) -> Operation:
@@ -341,6 +341,7 @@ class _Trial:
         if self._scale is not None:
             return self._scale
         scale = training_scale(program, self.arrays, self.policy, self.loss_scale)
+        # 1 may also mean that no scale was finite with these places; with others one may be.
         if scale != 1 or not self.policy.needs_loss_scaling:
             self._scale = scale
         return scale
@@ -354,6 +355,7 @@ class _Trial:
         }
         odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
         if any(name not in self._terms for name in odd):
+            # One more run tells results that are noise in float32 from results that are wrong.
             again = self._results(self._full, 1.0, moved(self.arrays))
             self._terms = {n: size_of_terms(x, again[n]) for n, x in self.wanted.items()}
         return {
@@ -450,6 +452,7 @@ def _distances(
     """Returns for each result the norm of its error, and `ENTRIES` sums of it with random signs."""
 
     def distance(got, wanted):
+        # The difference of equal infinities would be NaN.
         error = jnp.ravel(jnp.where(got == wanted, 0, got - wanted))
         columns = min(error.size, ENTRIES)
         rows = -(-error.size // max(columns, 1))
@@ -473,7 +476,9 @@ def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
     compared = compare_program(trial.program, trial.arrays, trial.scale(trial.program))
     for row in compared.rows:
         if row.op is not None and not row.noise:
+            # An operation that overflows adds an infinite error, which would hide all others.
             squares[row.op] = squares.get(row.op, 0.0) + min(row.added, 1.0) ** 2
+    # An op is suspected in the smallest place that contains it.
     inner = [frozenset().union(*(q.ops for q in places if q.ops < p.ops)) for p in places]
     return [
         sum(squares.get(op, 0.0) for op in place.ops - inside)
