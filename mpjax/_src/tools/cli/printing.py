@@ -52,6 +52,7 @@ def _rich(table: Table, width: int) -> list[str]:
         out.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in table.rows[: table.most]:
         out.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    # Captured as lines, so that `text_of` prints the table between sentences.
     console = Console()
     with console.capture() as capture:
         console.print(out)

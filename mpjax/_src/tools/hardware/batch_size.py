@@ -222,6 +222,7 @@ def search(
 
     if not fits(1):
         _refuse_smallest(target, tries[0], available, reserve)
+    # In units of `multiple_of`, so that every size between two others is valid.
     good, bad = _bracketed(fits, max(1, limit // multiple_of))
     report, beyond = reports[good], reports.get(bad)
     assert report is not None

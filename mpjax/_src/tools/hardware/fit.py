@@ -224,7 +224,7 @@ def fit_memory(
         trials = Trials(lambda setting: steps.compiled(setting, args), available)
         every = every or not trials.climb(ladder)
         if every:  # the last setting of the ladder need not be the smallest of all
-            trials.all_of([*ladder, *steps.off_ladder(ladder, args)])
+            trials.measure_all([*ladder, *steps.off_ladder(ladder, args)])
         found = fit_of(trials, accelerator, reserve, every)
         if found.fits:
             return found

@@ -145,6 +145,7 @@ def _owners(
                 if its.dims == shape.dims and _keys(path)[-len(tail) or len(path) :] == tail
                 if kinds[other][0] in (ARGUMENTS, PARAMETERS)
             ]
+            # If several fit, it is not known to which of them the moment or master belongs.
             if len(like) == 1:
                 yield like[0]
 
@@ -217,6 +218,7 @@ def _classifier(
         if trainable(module[c].ops[name].shapes[i])
     }
     results = zip(flow.results, module[entry].ops[module[entry].root].shapes, strict=True)
+    # Results of the shape of an argument are its new value or its gradient.
     new = [leaf for leaf, shape in results if trainable(shape) and shape.dims in shapes]
     updates = reached(flow.before, new, MAPPED)
     kinds = (PARAMETERS, MASTERS)

@@ -174,7 +174,7 @@ class Trials:
         self.tries: dict[Setting, FitTry] = {}
         self.reports: dict[Setting, CompileReport | None] = {}
 
-    def all_of(self, settings: Iterable[Setting]) -> None:
+    def measure_all(self, settings: Iterable[Setting]) -> None:
         """Compiles settings."""
         for setting in settings:
             self.measure(setting)

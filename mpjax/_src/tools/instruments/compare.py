@@ -49,7 +49,7 @@ from mpjax._src.tools.document.model import (
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.document.text import table
 from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_moved, size_of_terms
+from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_perturbed, size_of_terms
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.ranges import turns_of
@@ -481,9 +481,11 @@ def _terms_of_noise(
     if not suspects:
         return {}
     program.ran()
-    results = results_of_moved(program.jaxpr, arrays, jnp.float32(scale))
-    again = dict(zip(program.results, results, strict=True)) if results else {}
-    sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects if again}
+    results = results_of_perturbed(program.jaxpr, arrays, jnp.float32(scale))
+    perturbed = dict(zip(program.results, results, strict=True)) if results else {}
+    sizes = {
+        name: size_of_terms(named[name].shadow, perturbed[name]) for name in suspects if perturbed
+    }
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -323,13 +323,12 @@ def explain(
         if argnums is None:
             written = _jax.open_jaxpr(traced.jaxpr)[0]
             check_result("explain", traced.returned(), written.outvars)
-            # From what runs, the casts of the program as it is written are subtracted: it has them
-            # anyway.
             new = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
             runs = _jax.open_jaxpr(new)[0]
             return CastReport(
                 tuple(planned.rows_of(traced, runs)),
                 _half_share(runs),
+                # The function's own casts run without autocast too.
                 *_totals(_casts(runs) - _casts(written)),
             )
         active = differentiated("explain", args, kwargs, argnums)

@@ -42,7 +42,7 @@ from mpjax._src.tools.document.model import (
     place_of,
 )
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments.derivative import Made, derivative_at
+from mpjax._src.tools.instruments.derivative import Producer, derivative_at
 from mpjax._src.tools.instruments.places import Places
 from mpjax._src.tools.instruments.programs import (
     LEAST_EXPONENT,
@@ -313,7 +313,8 @@ class _Finder(Watcher):
         self.program = program
         self.parameters = frozenset(program.parameters)
         self.events: list[NonfiniteReport] = []
-        self.made: list[Made | None] = []  # the operations of the events; None for an argument
+        # The operations of the events; None for an argument.
+        self.producers: list[Producer | None] = []
         self._read: dict[int, list[str]] = {}  # the parameters that an equation reads, by number
 
     def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
@@ -378,18 +379,18 @@ class _Finder(Watcher):
         )
         here = dataclasses.replace(place, callers=())
         lines = source, library
-        self.made.append(Made(eqn.primitive.name, inputs, result, here, lines))
+        self.producers.append(Producer(eqn.primitive.name, inputs, result, here, lines))
         return len(self.events) - 1
 
     def argument(self, array: Any, path: str) -> Watched:
         nans, infs = counts(array)
-        # Infinities may be a mask. They are an event only if they reach a result.
+        # Infinities may be a mask, so they are no event by themselves.
         if not nans:
             names = frozenset({path} if infs else ())
             return Watched(array, bool(infs), given=names, path=path)
         result = range_of(array)
         self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=result))
-        self.made.append(None)
+        self.producers.append(None)
         return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
 
     def constant(self, array: Any) -> Watched:
@@ -435,12 +436,15 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
         first = min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))
-        event = _as_derivative(finder.events[first], finder.made[: first + 1], program, arrays)
+        event = _as_derivative(finder.events[first], finder.producers[: first + 1], program, arrays)
     return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
 
 
 def _as_derivative(
-    event: NonfiniteReport, makers: Sequence[Made | None], program: Program, arrays: list[jax.Array]
+    event: NonfiniteReport,
+    makers: Sequence[Producer | None],
+    program: Program,
+    arrays: list[jax.Array],
 ) -> NonfiniteReport:
     """Returns an event as that of the operation whose derivative it belongs to, if it does.
 
@@ -553,7 +557,7 @@ def _moved_to_float32(
         fresh = [place.pattern for place in around if place.ops and place.pattern not in patterns]
         if not fresh:
             break
-        # The smallest place first, because the rest of the program shall stay in 16 bits.
+        # The smallest place first, so that as much as possible stays in 16 bits.
         patterns.append(fresh[0])
         program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
         outs = program.compiled(*arrays, jnp.float32(event.loss_scale))

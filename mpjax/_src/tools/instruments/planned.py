@@ -257,15 +257,15 @@ def _storage(jaxpr: Any, kept: Sequence[Kept]) -> dict[int, list[str]]:
             dtypes[array.row].add(array.dtype)
     for row, names in dtypes.items():
         texts[row].append(f"kept in {', '.join(sorted(names))}")
-    for row, sources in computed_again(jaxpr).items():
+    for row, sources in recomputed_rows(jaxpr).items():
         others = ", ".join(map(str, sorted(sources - {row})))
         word = "rows" if len(sources - {row}) > 1 else "row"
         texts[row].append(f"computed again from {word} {others}" if others else "computed again")
     return texts
 
 
-def computed_again(jaxpr: Any) -> dict[int, set[int]]:
-    """Returns the rows that the backward pass computes again, and the kept rows they come from."""
+def recomputed_rows(jaxpr: Any) -> dict[int, set[int]]:
+    """Returns the rows that the backward pass recomputes, and the kept rows they come from."""
     found: dict[int, set[int]] = collections.defaultdict(set)
     makers = functools.cache(makers_of)
     for eqn in jaxpr.eqns:

@@ -31,7 +31,7 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.compare import compare_program
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, moved, size_of_terms
+from mpjax._src.tools.instruments.noise import SUSPICIOUS, perturbed, size_of_terms
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.places import Place, Places
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
@@ -283,6 +283,7 @@ class _Trial:
         self.places = Places(self.program.plan)
         self._scale: float | None = None  # a loss scale at which the gradients are finite
         self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
+        # The reference keeps the rest of the policy, such as its storage.
         full = dataclasses.replace(
             policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
         )
@@ -300,6 +301,7 @@ class _Trial:
         advance(RUN)
 
     def _results(self, program: Program, scale: float, arrays) -> dict[str, jax.Array]:
+        # An auxiliary result of a loss trains nothing, so the tolerance does not concern it.
         outs = program.compiled(*arrays, jnp.float32(scale))
         return {
             name: x
@@ -356,8 +358,8 @@ class _Trial:
         odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
         if any(name not in self._terms for name in odd):
             # One more run tells results that are noise in float32 from results that are wrong.
-            again = self._results(self._full, 1.0, moved(self.arrays))
-            self._terms = {n: size_of_terms(x, again[n]) for n, x in self.wanted.items()}
+            changed = self._results(self._full, 1.0, perturbed(self.arrays))
+            self._terms = {n: size_of_terms(x, changed[n]) for n, x in self.wanted.items()}
         return {
             name: _ratio(distance, max(norms[name], self._terms.get(name, 0.0)))
             for name, distance in distances.items()

@@ -128,7 +128,7 @@ def _sum_of_shares(
 def _product(
     program: Program, op: Op, state: Value, moved: set[Value], shares: Known
 ) -> Share | None:
-    # The state itself begins as a constant, possible.
+    # The state itself may begin as a constant.
     number = [None if v in moved else program.number(v) for v in op.ins]
     place = 1 if number[1] is not None else 0
     by = number[place]

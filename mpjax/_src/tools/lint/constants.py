@@ -40,7 +40,7 @@ def lost_constants(program: Program) -> Iterator[Hit]:
 
 
 def _is_librarys_mask(program: Program, op: Op) -> bool:
-    masks = all(reader.name == "select_n" for reader in program.ends(op.outs[0]))
+    masks = all(reader.name == "select_n" for reader in program.final_readers(op.outs[0]))
     return masks and bool(op.lines[1])
 
 

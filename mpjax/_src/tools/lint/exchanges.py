@@ -30,7 +30,7 @@ def gathers_before_casts(program: Program) -> Iterator[Hit]:
         value = op.outs[0]
         if dtype_of(value) != FLOAT32 or program.is_backward(op) or not _gathers(program, op):
             continue
-        readers, moved = program.ends(value), program.forward(value)
+        readers, moved = program.final_readers(value), program.forward(value)
         # The caller reads a result of the program in float32, so such a gather is not wasted.
         if readers and all(map(narrows, readers)) and results.isdisjoint(moved):
             yield Hit(

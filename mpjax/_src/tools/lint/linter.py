@@ -120,6 +120,7 @@ def lint(
 def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) -> str:
     """Runs one step with the rules that check values; returns why that failed, or ""."""
     watcher = _Watcher(program, rules, hits)
+    # A new list, because `interpret` empties the one that it is given.
     arrays = [jnp.asarray(x) for x in program.call.arrays]
     try:
         interpret(program.traced.jaxpr, arrays, watcher)

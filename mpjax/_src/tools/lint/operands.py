@@ -73,23 +73,23 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
         if not program.is_backward(op):
             for value in program.back(op.ins[0], MOVES | CASTS):
                 forward[value].append(op)
-    for again in program.named(*MATMULS):
-        if not program.is_backward(again):
+    for backward in program.named(*MATMULS):
+        if not program.is_backward(backward):
             continue
-        sources = [set(program.back(v, MOVES | CASTS)) for v in again.ins[:2]]
+        sources = [set(program.back(v, MOVES | CASTS)) for v in backward.ins[:2]]
         # Forward matmuls are found by their left operand, so not all pairs are compared.
         near = {op: None for each in sources for value in each for op in forward.get(value, ())}
         for op in near:
-            if _same_matmul(program, op, again, sources):
+            if _same_matmul(program, op, backward, sources):
                 yield Hit(
                     f"The forward pass computes {shown(op.outs[0])} here, and the backward pass "
-                    f"recomputes the same matmul as {shown(again.outs[0])}.",
+                    f"recomputes the same matmul as {shown(backward.outs[0])}.",
                     op,
                 )
 
 
-def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]]) -> bool:
-    first, second = op.outs[0], again.outs[0]
+def _same_matmul(program: Program, op: Op, backward: Op, sources: list[set[Value]]) -> bool:
+    first, second = op.outs[0], backward.outs[0]
     if dtype_of(first) == dtype_of(second) or first.size != second.size:
         return False
     # A rule may recompute the transposed product, so the operands may be swapped.

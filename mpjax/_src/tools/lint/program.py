@@ -82,17 +82,17 @@ class Program:
         """Joins what an inner program reads and returns with what is the same outside of it."""
         inner = sub.program
         for value, place in zip(inner.invars, sub.ins, strict=True):
-            self._same(op.ins[place], value)
+            self._connect(op.ins[place], value)
         for value, out in zip(inner.outvars, sub.outs, strict=True):
             # The condition of a loop returns its verdict to the loop itself.
             if out is not None:
-                self._same(value, op.outs[out])
+                self._connect(value, op.outs[out])
         for result, argument in sub.carry:
             if op.inside.kind == SCAN:
                 self._counters[inner.invars[argument]] = op, sub, result
-            self._same(inner.outvars[result], inner.invars[argument])
+            self._connect(inner.outvars[result], inner.invars[argument])
 
-    def _same(self, source: Value, target: Value) -> None:
+    def _connect(self, source: Value, target: Value) -> None:
         self._from[target].append(source)
         self._to[source].append(target)
 
@@ -123,10 +123,6 @@ class Program:
     def is_backward(self, op: Op) -> bool:
         """Returns whether an operation belongs to the backward pass that JAX derived."""
         return op in self._backward
-
-    def turns(self, op: Op) -> int:
-        """Returns the number of times that an operation runs, as far as it is known."""
-        return int(np.prod([turns_of(each.eqn) for each in self.around[op]], dtype=np.int64))
 
     def maker(self, value: Value) -> Op | None:
         """Returns the operation that produces a value, or None for a loop, branch or call."""
@@ -217,7 +213,7 @@ class Program:
         same = self.forward(value, ())
         return [op for v in same for op in self._read[v] if not op.subs]
 
-    def ends(self, value: Value, through: Collection[str] = MOVES) -> list[Op]:
+    def final_readers(self, value: Value, through: Collection[str] = MOVES) -> list[Op]:
         """Returns the operations that read a value, moved at most, and do more than move it."""
         moved = self.forward(value, through)
         return [op for v in moved for op in self.readers(v) if op.name not in through]
@@ -326,7 +322,7 @@ def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
 
 
 def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
-    # JAX casts numbers while it traces. The program would not show that a constant was lost.
+    # JAX casts numbers while it traces, so the program would not show that a constant is lost.
     with _jax.casts_of_numbers():
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(

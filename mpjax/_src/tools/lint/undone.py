@@ -62,7 +62,7 @@ def undone(program: Program) -> Iterator[Op]:
             maker is None or program.around[maker] != here for maker in makers
         ):
             continue
-        readers = program.ends(op.outs[0], SHAPES)
+        readers = program.final_readers(op.outs[0], SHAPES)
         # Values of the forward pass that the backward pass reads are stored.
         if not readers or not all(widens(r) and not program.is_backward(r) for r in readers):
             continue
@@ -91,7 +91,7 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
     for op in program.named(*CASTS):
         if not (program.is_backward(op) and narrows(op) and _jax.is_written_cast(op.eqn)):
             continue
-        readers = program.ends(op.outs[0], SHAPES)
+        readers = program.final_readers(op.outs[0], SHAPES)
         wanted = bool(readers) and all(widens(r) and not program.is_backward(r) for r in readers)
         if wanted and len(op.outs[0].aval.shape) > 1:
             half = short_name(dtype_of(op.outs[0]))

@@ -105,6 +105,7 @@ def _enter(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, 
     def add(total, seen, turn):
         return jax.tree.leaves(combined(Figures(*total), in_turn(Figures(*seen), turn)))
 
+    # A loop begins with figures of nothing, and adds those of each iteration.
     gains = Gains(jax.tree.leaves(_nothing(watches, axes)), add)
     bodies = [body(number) for number in range(len(programs))]
     return split(rebuild(eqn, bodies, [*map(_jax.in_avals, programs)], ins, gains))
