@@ -91,7 +91,7 @@ def programs(case: str, smoke: bool) -> tuple[Steps, tuple[Any, ...]]:
 def wanted(steps: Steps, args: tuple[Any, ...], parts: tuple[str, ...]) -> Iterator[Setting]:
     """Returns the settings to compile, those that are judged first."""
     ladder = steps.ladder(POLICY, args)
-    settings = dict.fromkeys([*ladder, *steps.beside(ladder, args)])
+    settings = dict.fromkeys([*ladder, *steps.off_ladder(ladder, args)])
     for setting in sorted(settings, key=lambda s: s.name not in JUDGED):
         part = "judged" if setting.name in JUDGED else PARTS[1 + bool(setting.keeping)]
         if part in parts:

@@ -54,6 +54,6 @@ def fitted(figures, available, every=False, beside=()):
     tried = trials.Trials(compile_setting, available * MIB)
     every = every or not tried.climb(LADDER)
     if every:
-        tried.all_of([*LADDER, *beside])
+        tried.measure_all([*LADDER, *beside])
     assert len(set(compiled)) == len(compiled)
-    return fit.told(tried, H100, 0.25, every), compiled
+    return fit.fit_of(tried, H100, 0.25, every), compiled

@@ -171,8 +171,8 @@ def fitted(available, every=False):
         return dataclasses.replace(template, temp_bytes=temp, memory_ms=ms, bytes_accessed=3e9 * ms)
 
     tried = trials.Trials(compile_setting, available)
-    tried.all_of(settings)
-    found = fit.told(tried, find_target("h100"), 0.25, every)
+    tried.measure_all(settings)
+    found = fit.fit_of(tried, find_target("h100"), 0.25, every)
     tries = tuple(dataclasses.replace(t, seconds=1.5) for t in found.tries)
     return dataclasses.replace(found, tries=tries)
 

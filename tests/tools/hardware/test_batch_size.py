@@ -134,7 +134,7 @@ def any_setting(figures, available):
     steps = Sizes(figures)
     smallest = batch_size._Smallest(steps, rungs, lambda batch: batch, available * 2**20)
     found = batch_size.search(H100, smallest, available * 2**20, 0.25, 1, 2**20)
-    return smallest.told(found), steps
+    return smallest.with_fastest(found), steps
 
 
 FAST, LEAN, EIGHT = "storage=fast", "storage=lean", "fused_attention=true"

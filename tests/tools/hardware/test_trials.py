@@ -33,14 +33,14 @@ def test_a_tenth_of_a_percent_is_no_frontier():
 def test_fit_memory_names_the_same_program_once():
     first = program(10, 1.0)
     tried = trials.Trials(lambda s: first if s.name != "third" else program(5, 2.0), 20 * MIB)
-    tried.all_of(LADDER)
-    found = fit.told(tried, H100, 0.25, True)
+    tried.measure_all(LADDER)
+    found = fit.fit_of(tried, H100, 0.25, True)
     assert [t.same_as for t in found.tries] == ["", "first", "", "first", "first"]
     assert [t.frontier for t in found.tries] == [True, False, True, False, False]
     assert "All settings give the same program" not in str(found)
     alike = trials.Trials(lambda s: first, 20 * MIB)
-    alike.all_of(LADDER)
-    assert "All settings give the same program" in str(fit.told(alike, H100, 0.25, True))
+    alike.measure_all(LADDER)
+    assert "All settings give the same program" in str(fit.fit_of(alike, H100, 0.25, True))
 
 
 def test_fit_memory_leaves_out_what_a_compiler_refuses():
@@ -87,7 +87,7 @@ def test_the_ladder_of_a_step_leaves_out_what_does_not_change_it(monkeypatch):
     found = steps(make_step).ladder(BASE, args)
     # There is no attention.
     assert [setting.name for setting in found] == [ladder.AS_GIVEN, "storage lean"]
-    beside = steps(make_step).beside(found, args)
+    beside = steps(make_step).off_ladder(found, args)
     assert [setting.name for setting in beside] == ["storage lean"]
     assert [s.name for s in steps(lambda policy: loss_fn).ladder(BASE, args)] == [ladder.AS_GIVEN]
 
@@ -103,6 +103,6 @@ def test_the_ladder_keeps_a_setting_that_cannot_be_traced_for_the_table():
     found = making.ladder(BASE, args)
     assert any(setting.policy.storage == "lean" for setting in found)
     tried = trials.Trials(lambda setting: making._lowered(setting, args) and program(1, 1.0), MIB)
-    tried.all_of(found)
+    tried.measure_all(found)
     refused = {t.refused for t in tried.tries.values() if "storage=lean" in t.policy}
     assert refused == {"NotImplementedError: not lean"}

@@ -108,6 +108,8 @@ def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterato
     ``devices`` has the number of devices of each platform to advise for; 0 if a platform is absent.
     """
     for flag in FLAGS:
+        # The flags concern communication, which one device has none of. 0 stands for an absent
+        # platform, of which the user may rent several devices.
         if devices.get(flag.platform, 1) != 1:
             variable = VARIABLES[flag.platform]
             yield {
@@ -122,12 +124,14 @@ def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterato
 def setting(name: str, flags: str) -> str:
     """Returns the last value that a flag is set to, or "" if it is not set."""
     values = re.findall(rf"(?:^|\s)--?{name}(?:=(\S*))?(?=\s|$)", flags)
+    # XLA reads a flag without a value as true.
     return (values[-1] or "true") if values else ""
 
 
 def problems(platforms: Sequence[str], versions: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Yields the known problems of the installed versions on some platforms."""
     for problem in PROBLEMS:
+        # A package that is not installed has no numbers, and so comes before every version.
         installed = _numbers(versions.get(problem.package, ""))
         fixed = bool(problem.fixed) and installed >= _numbers(problem.fixed)
         if problem.platform in platforms and installed >= _numbers(problem.first) and not fixed:

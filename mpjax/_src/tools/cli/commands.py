@@ -38,6 +38,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except TargetError as error:
+            # The cause is the user's own exception, whose traceback ends in the user's code.
             if ctx.params.get("show_traceback"):
                 traceback.print_exception(error.__cause__ or error)
             raise UserError(str(error)) from None
@@ -76,6 +77,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     Also lists XLA flags that are worth trying, and known problems of the installed jaxlib. Takes
     about two seconds for each 16-bit dtype. Exits with 1 if a test failed.
     """
+    # Imported here: it loads optax and the training step, which no other command needs.
     from mpjax._src.tools.cli.doctor import examine, shown
 
     with printing.waiting("testing float16 and bfloat16"):
@@ -135,6 +137,7 @@ def explain(
     _check_argnums(argnums, args)
     with running(f"explaining {target}"):
         report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
+        # Before anything is printed: without jinja2 the command fails as a whole.
         page = report.to_html(f"{target} under {policy}") if html else None
     if as_json:
         printing.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
@@ -142,6 +145,7 @@ def explain(
         click.echo(f"{target} under {policy}")
         printing.show(report.document(len(report.rows) if all_rows else rows))
     _write(html, page, as_json)
+    # Last, because it exits: the report and the page are written in any case.
     if fail_under is not None and report.half_flops < fail_under:
         _finding(
             f"{report.half_flops:.2%} of the matmul FLOPs run in 16 bits, below {fail_under:.2%}"
@@ -184,6 +188,7 @@ def compile_(
       mpjax compile train:step --target v5e --policy mixed_bfloat16 --json
     """
     _use_cpu()
+    # After the platform is chosen: the user's module may start JAX when it is imported.
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
     reports: list[CompileReport] = []
@@ -202,9 +207,11 @@ def compile_(
     for name, page in pages.items():
         several = f"-{name.replace(' ', '')}" if len(devices) > 1 else ""  # a file for each
         _write(html and html.with_stem(html.stem + several), page, as_json)
+    # One target that fails does not hide the reports on the others, which are shown by now.
     wrong = [each for each in results if each.get("status") == "error"]
     if wrong:
         raise TargetError("\n".join(_grouped(wrong)))
+    # A program that was refused has no report, and so no entry "fits".
     bad = [each["target"] for each in results if not each.get("fits", False)]
     if bad:
         _finding(f"does not fit, or was refused: {', '.join(bad)}")
@@ -281,6 +288,8 @@ def fit(
 
 def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the function from a policy to the step, and the arguments of the step."""
+    # Settings that are added change the step and not its arguments, so those under the policy as
+    # it is given serve all of them.
     if takes_checkpoint(make):
         args = make(policy, checkpoint=lambda fun: fun)[1]
         return lambda policy, checkpoint: make(policy, checkpoint=checkpoint)[0], args
@@ -348,6 +357,7 @@ def compare(
     _check_arrays(target, args)
     with running(f"comparing {target}"):
         comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
+        # A plot of no rows raises, although a program that rounds nothing is fine.
         drawn = plot is not None and bool(comparison.rows)
         if drawn:
             comparison.plot(plot)
@@ -385,6 +395,7 @@ def _judge(results: Sequence[tuple[str, float]], tolerance: float, target: str) 
             "floating-point array."
         )
     name, error = results[0]
+    # NaN is not below any tolerance.
     if not error <= tolerance:
         _finding(f"the error of the {name} is {error:.3g}, above {tolerance:g}")
 
@@ -463,6 +474,7 @@ def lint(
             fun, argnums, has_aux, select=select, ignore=ignore, run=not no_run, target=device
         )
     )
+    # `lint` only notes rules that it could not run. A script that asks for them must not pass.
     if device not in (None, CPU) and any(r.needs == HLO for r in chosen(select, ignore)):
         with running(f"compiling for {device}"):
             require(find_target(device))

@@ -53,6 +53,7 @@ def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
     """Returns all findings as plain data, with advice for ``platforms`` even if they are absent."""
     checks = [run(check, dtype) for dtype in HALVES for check in CHECKS]
     devices = local_facts()
+    # Devices that are present replace the zeros of platforms that the user asked about.
     counts = {**dict.fromkeys(platforms, 0), **collections.Counter(d.platform for d in devices)}
     return {
         "versions": versions(),
@@ -88,6 +89,7 @@ def run(check: Callable[[np.dtype], Check], dtype: np.dtype) -> Check:
             warnings.simplefilter("ignore")  # slow 16-bit dtypes are reported elsewhere
             return check(dtype)
     except Exception as error:
+        # A check that raised has returned no row, which would have its name.
         name = (check.__doc__ or "").removesuffix(".")
         return Check(dtype.name, name, FAIL, describe(error))
 
@@ -135,6 +137,7 @@ def training(dtype: np.dtype) -> Check:
 def overflow(dtype: np.dtype) -> Check:
     """overflow."""
     params = {"w": jnp.zeros((8, 8))}
+    # The loss is 0, but each entry of its gradient is the sum of eight such numbers.
     huge = jnp.full((8, 8), float(jnp.finfo(dtype).max) / 4)
     state, losses = _train(lambda p, x: jnp.sum(x @ p["w"]), dtype, params, huge, steps=1)
     scale = float(state.loss_scale.loss_scale)
@@ -147,6 +150,7 @@ def overflow(dtype: np.dtype) -> Check:
 
 def subnormals(dtype: np.dtype) -> Check:
     """subnormals."""
+    # Four times the smallest number is subnormal too, so a device that flushes returns 0.
     tiny = jnp.finfo(dtype).smallest_subnormal
     got = jax.jit(lambda x, y: x * y)(jnp.asarray(tiny, dtype), jnp.asarray(4, dtype))
     kept = bool(np.asarray(got, np.float64) == 4 * float(tiny))
@@ -168,6 +172,7 @@ CHECKS = (matmul, training, overflow, subnormals, speed)
 def _train(
     loss_fn: Callable[..., Any], dtype: np.dtype, params: Any, batch: Any, steps: int
 ) -> tuple[TrainState, list[float]]:
+    # A dynamic scale for bfloat16 too, which needs none: the check of an overflow reads it.
     init, step = build_train_step(
         loss_fn, optax.sgd(0.1), f"mixed_{dtype.name}", loss_scale="dynamic"
     )

@@ -84,6 +84,7 @@ def running(what: str) -> Iterator[None]:
             yield
     except TargetError:
         raise
+    # A script without a main guard may end in sys.exit(), which would end the command silently.
     except SystemExit as error:
         raise TargetError(
             f"{what} ended the program ({describe(error)}). Put code that runs as a script under "
@@ -101,6 +102,7 @@ def describe(error: BaseException) -> str:
         lines = []
     message = next((line.strip() for line in lines if line.strip()), "")
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    # The file did not run, so the traceback has no line of it.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -128,6 +130,7 @@ def _is_part(missing: str | None, place: str) -> bool:
 def _module(place: str) -> ModuleType:
     if place.endswith(".py") or os.sep in place:
         return _from_file(Path(place))
+    # The installed command has its own folder on the path, and not the current one as python has.
     here = _here()
     if here and not {"", here} & {*sys.path}:
         sys.path.insert(0, here)
@@ -160,6 +163,7 @@ def _from_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise TargetError(f"{str(path)!r} must be a Python file: its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickle look modules up by their names.
     sys.modules[path.stem] = module
     with running(f"importing {path}"):
         spec.loader.exec_module(module)
@@ -226,5 +230,6 @@ def _as_options(message: str) -> str:
 
 def _is_users(filename: str) -> bool:
     """Returns whether a file is the user's, not mpjax's, Python's or a library's."""
+    # An editable install of mpjax is in no folder of packages, so `is_library` misses it.
     ours = (str(Path(__file__).parents[3]), "<string>")
     return not filename.startswith(ours) and not is_library(filename)

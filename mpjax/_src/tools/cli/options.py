@@ -25,6 +25,7 @@ class _Parsed(click.ParamType):
         self.name, self.parse = name, parse
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        # click also converts defaults, and values that were converted before.
         if not isinstance(value, str):
             return value
         try:
@@ -61,6 +62,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _rules(text: str) -> tuple[str, ...]:
+    # No rules are valid, unlike no names: all are selected then, or none ignored.
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
@@ -68,6 +70,7 @@ def _loss_scale(text: str) -> float | str:
     scale: float | str = text
     with contextlib.suppress(ValueError):
         scale = float(text)
+    # Refuses unknown words while the command line is read, and not after the function is loaded.
     resolve_loss_scale(scale, False)
     return scale
 

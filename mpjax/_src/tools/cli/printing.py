@@ -18,7 +18,7 @@ STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
 
 def json_to_stdout(data: Any) -> None:
     """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
-    # Python writes these as NaN and Infinity, and reads them back as what it is told.
+    # Python writes these as NaN and Infinity, and reads them back as what this function returns.
     data = json.loads(json.dumps(plain(data)), parse_constant=lambda name: str(float(name)))
     click.echo(json.dumps(data, indent=1, allow_nan=False))
 
@@ -52,6 +52,7 @@ def _rich(table: Table, width: int) -> list[str]:
         out.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in table.rows[: table.most]:
         out.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    # Captured as lines, so that `text_of` prints the table between sentences.
     console = Console()
     with console.capture() as capture:
         console.print(out)

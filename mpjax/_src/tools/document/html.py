@@ -31,6 +31,7 @@ def page_of(document: Document, title: str = "") -> str:
     count = len(drawing.operations)
     counted = f"{count} {drawing.things if count != 1 else drawing.things.removesuffix('s')}"
     style, script = _part("page.css"), _part("map.js")
+    # The page forbids all scripts but the one with this digest, so no text of a program can run.
     digest = hashlib.sha256(script.encode()).digest()
     return template.render(
         title=title or document.title,

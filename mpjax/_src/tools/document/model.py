@@ -147,8 +147,8 @@ PASS = Color("pass", "The pass that the operation runs in.", ("forward", "backwa
 
 def facts(**pairs: object) -> tuple[tuple[str, str], ...]:
     """Returns the facts about an operation without empty ones, "_" in titles as spaces."""
-    told = ((title.replace("_", " "), value) for title, value in pairs.items())
-    return tuple((title, str(value)) for title, value in told if value not in (None, "", False))
+    titled = ((title.replace("_", " "), value) for title, value in pairs.items())
+    return tuple((title, str(value)) for title, value in titled if value not in (None, "", False))
 
 
 def code_at(source: str) -> str:

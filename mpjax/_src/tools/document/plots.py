@@ -40,6 +40,7 @@ def plot_compare(comparison: Any, path: str | Path | None = None) -> Any:
         some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
         if not some:
             continue
+        # A logarithmic axis has no place for an error of 0.
         places = [i for i, row in some if row.error]
         name = "backward" if backward else "forward"
         shown_at = [_drawn(row.error, floor) for _, row in some if row.error]
@@ -61,6 +62,7 @@ def plot_compare(comparison: Any, path: str | Path | None = None) -> Any:
         axes.annotate(
             str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", zorder=5
         )
+        # Draws nothing: the legend gets the number and the name of what it marks.
         axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
     for dtype, bits in (("float16", 11), ("bfloat16", 8)):
         axes.axhline(2.0**-bits, color="gray", lw=0.8, ls="--")
@@ -120,6 +122,7 @@ def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
         offset = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
         axes.annotate(str(number), _place(each), **offset, fontsize="small")
         axes.plot([], [], " ", marker=f"${number}$", color=color, label=each.setting)
+    # A limit far above all settings would press them to the bottom of the picture.
     room, most = fit.available_bytes / 2**30, 1.2 * max(memory for _, memory in map(_place, shown))
     if room < 2 * most:
         axes.axhline(room, color="tab:red", lw=1, ls="--", label=f"available on {fit.target}")
@@ -191,6 +194,8 @@ def plot_gradient_histogram(
         raise ValueError("histogram has no finite nonzero gradient, so there is nothing to plot.")
     marks = {"flushed to zero": limits.flush - shift, "overflow": limits.overflow - shift}
     marks["subnormal"] = limits.normal - shift
+    # The window shows what was counted and the lower limits. It shows the overflow only if
+    # gradients come near it.
     first = min(exponents[used[0]], marks["flushed to zero"]) - 2
     last = max(exponents[used[-1]], marks["subnormal"]) + 3
     first, last = max(first, smallest), min(last, exponents[-1] + 1)

@@ -56,6 +56,8 @@ class Report:
     def is_read(self) -> bool:
         """Whether the report is of one step, and its arrays have values."""
         _, name, axes = self._array
+        # A report of several steps, or one that is being traced, has no text: `repr` is shown
+        # instead.
         array = operator.attrgetter(name)(self) if name else 0
         return not isinstance(array, jax.core.Tracer) and np.ndim(array) == axes
 

@@ -43,6 +43,7 @@ def scale_of(color: Color, operations: Sequence[Operation]) -> Scale:
 def _of_classes(color: Color, values: Sequence) -> Scale:
     named = [NONE if value is None else str(value) for value in values]
     order = [*dict.fromkeys((*color.classes, *sorted({*named} - {NONE}), NONE))]
+    # Classes beyond the number of colors share the last one.
     styles = {name: f"c{min(i, SLOTS - 1)}" for i, name in enumerate(order)} | {NONE: "a0"}
     return _scale(color, named, [name for name in order if name in named], styles)
 

@@ -61,9 +61,11 @@ def table(
     if they do not fit; if there is no room for the last one, it goes on its own lines.
     """
     cells = [list(titles), *map(list, rows)]
+    # The titles do not count: a column that has nothing else says nothing.
     used = [i for i in range(len(titles)) if any(row[i] for row in cells[1:])]
     cells = [[row[i] for i in used] for row in cells]
     wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # What the other columns, and two spaces between columns, leave to the folded one.
     room = width - sum(wide) - 2 * (len(wide) - 1) + wide[folded]
     below = folded == -1 and room < min(NARROWEST, wide[-1])
     wide[folded] = width - INDENT if below else min(wide[folded], max(room, NARROWEST))

@@ -151,6 +151,7 @@ class Program:
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
     """Lowers a function for a target. The arguments may be on any device."""
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
+    # A jitted function may have static arguments, which need not be arrays; `jax.jit` checks them.
     if not _is_jitted(fun):
         _check_args(fun, abstract)
     with _lowering_errors(target), _mesh_of(abstract):
@@ -170,24 +171,22 @@ def compile_program(
     return report_of(target, answer)
 
 
-def compiled_texts(
-    target: str, fun: Callable[..., Any], args: Sequence[Any]
-) -> tuple[str, str, CompileReport | None]:
-    """Returns the HLO of a program before and after optimization, and the report.
+def compiled_texts(target: str, fun: Callable[..., Any], args: Sequence[Any]) -> tuple[str, str]:
+    """Returns the HLO of a program before and after optimization.
 
-    The target is one of `compile_for`, or "cpu" for this machine, which has no report.
+    The target is one of `compile_for`, or "cpu" for this machine.
     """
     if target == CPU:
         lowered = jax.jit(fun).lower(*args)
         module: Any = lowered.compiler_ir("hlo")
         before = module.as_hlo_module().to_string()  # `as_text` would leave out signatures
-        return before, lowered.compile().as_text() or "", None
+        return before, lowered.compile().as_text() or ""
     accelerator = find_target(target)
     require(accelerator)
     program = lower(accelerator, fun, args)
     with compilers(accelerator) as child:
         answer = child.compile(accelerator, program.stablehlo, TIMEOUT, {}, _partition(accelerator))
-    return answer["asked"], answer["hlo"], report_of(accelerator, answer)
+    return answer["asked"], answer["hlo"]
 
 
 # ---- inside --------------------------------------------------------------------------------------

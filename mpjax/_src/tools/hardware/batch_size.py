@@ -180,7 +180,7 @@ def largest_batch(
             ladder = steps.ladder(base, args(multiple_of))
             smallest = _Smallest(steps, ladder, args, available)
             found = search(accelerator, smallest, available, reserve, multiple_of, limit)
-            return smallest.told(found)
+            return smallest.with_fastest(found)
     with (
         compilers(accelerator) as child,
         progress_bar(progress, f"batches for {accelerator.name}", TRY),
@@ -222,6 +222,7 @@ def search(
 
     if not fits(1):
         _refuse_smallest(target, tries[0], available, reserve)
+    # In units of `multiple_of`, so that every size between two others is valid.
     good, bad = _bracketed(fits, max(1, limit // multiple_of))
     report, beyond = reports[good], reports.get(bad)
     assert report is not None
@@ -257,6 +258,7 @@ class _Smallest:
     def __call__(self, batch: int) -> CompileReport | None:
         args = self.args(batch)
         report = self.steps.compiled(self.setting, args)
+        # Once, because a comparison compiles the whole ladder.
         if not self.compared and not self._fits(report):
             self.compared = True
             reports = {s: self.steps.compiled(s, args) for s in reversed(self.ladder)}
@@ -266,7 +268,7 @@ class _Smallest:
         self.names[batch] = self.setting.name
         return report
 
-    def told(self, found: LargestBatch) -> LargestBatch:
+    def with_fastest(self, found: LargestBatch) -> LargestBatch:
         """Returns the result of a search with the fastest setting with which its batch fits."""
         args = self.args(found.batch)
         trials = Trials(lambda setting: self.steps.compiled(setting, args), self.available)
@@ -318,6 +320,7 @@ def _args(make_args: Callable[[int], Any], batch: int) -> tuple[Any, ...]:
 
 def _check_dependence(make_args: Callable[[int], Any], multiple_of: int) -> None:
     small, large = (jax.tree.map(_shape, _args(make_args, units * multiple_of)) for units in (1, 2))
+    # Such a program is the same for all sizes, and the search would end at its limit.
     if small == large:
         raise ValueError(
             f"make_args returns the same shapes for batches of {multiple_of} and "

@@ -34,11 +34,13 @@ def _edited(module: Module, computation: Computation, op: Op) -> Sequence[Comput
     joined = computation.ops[op.operands[0]]
     inner = _kernel(module, joined)
     root = inner.ops[inner.root] if inner else joined
+    # XLA joins arrays that it has flattened: each is a range of the only axis.
     if root.opcode != "concatenate" or len(root.shapes[0].dims) != 1:
         return ()
     place = inner or computation
     shapes = tuple(place.ops[operand].shapes[0] for operand in root.operands)
     users = users_of(computation)
+    # Readers of an asynchronous sum read what its end returns.
     sums = [op, *users[op.name]] if op.opcode.endswith("-start") else [op]
     if len(users[joined.name]) > 1:  # another reader needs it as one array
         return ()

@@ -112,6 +112,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
     for computation, op, times, scope in exchanges(module, entry, flow):
         kind = op.opcode.removesuffix("-start")
         devices = _group(op, everyone)
+        # A group of one device sends nothing.
         if devices == 1:
             continue
         if kind == "all-reduce" and computation.name.startswith(SCATTERS):

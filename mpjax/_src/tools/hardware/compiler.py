@@ -36,6 +36,7 @@ DROPPED = (
     "PYTHONWARN",
     "PYTHONINSPECT",
 )
+# The compilers need no device, and must not wait for one, nor for a cloud's metadata server.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
@@ -54,6 +55,7 @@ BOOT = (
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 NVCC = ("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc")
 
+# The first pattern that matches counts, so special cases come before general ones.
 ADVICE = (
     (
         r"ptxas too old",
@@ -110,11 +112,13 @@ class Compilers:
             "timeout": timeout,
             "options": options,
         }
+        # In a file, because requests are JSON, which has no bytes.
         (self.folder / "program").write_bytes(program)
         try:
             self.connection.send_bytes(json.dumps(request).encode())
             end = time.monotonic() + timeout
             while True:
+                # Waits in short turns, so that the progress bar shows that the compiler still runs.
                 if not self.connection.poll(min(REFRESH, max(0.0, end - time.monotonic()))):
                     still_running()
                     if time.monotonic() < end:
@@ -209,6 +213,7 @@ def missing_for(platform: str) -> list[str]:
     plugins = {name: _version(name) for name in CUDA_PLUGINS}
     if not any(plugins.values()):
         missing.append(f"{CUDA_PLUGINS[0]}=={wanted}")
+    # JAX does not load a plugin of another version than jaxlib's.
     elif wanted not in plugins.values():
         present = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
         missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {present})")

@@ -41,6 +41,7 @@ def main() -> None:
 
 def _end_with(parent: int) -> None:
     """Ends this process when its parent has ended."""
+    # A parent that is killed says nothing, but its children then have another one.
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

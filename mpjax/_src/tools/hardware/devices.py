@@ -78,6 +78,6 @@ def local_facts() -> tuple[DeviceFacts, ...]:
 
 def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
     """Says how long a matmul took in each 16-bit dtype, relative to float32, if any was timed."""
-    told = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
-    sentence = f"A matmul just took {told}, relative to float32. The policy does not depend on it."
-    return (sentence,) if told else ()
+    words = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
+    sentence = f"A matmul just took {words}, relative to float32. The policy does not depend on it."
+    return (sentence,) if words else ()

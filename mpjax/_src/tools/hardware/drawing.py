@@ -101,6 +101,7 @@ def _is_argument(row: MemoryRow, module: Mapping[str, Computation]) -> bool:
 def _argument(row: MemoryRow, module: Mapping[str, Computation]) -> Operation:
     assert row.leaf is not None
     shape = module[row.leaf[0]].ops[row.leaf[1]].shapes[row.leaf[2]]
+    # The path state.params['w'][0] is drawn as boxes: state/params/w/0.
     path = row.name.replace("['", "/").replace("']", "").replace(".", "/").replace("[", "/")
     scope, _, label = path.replace("]", "").rpartition("/")
     return Operation(
@@ -128,6 +129,7 @@ def _instructions(
         if row.leaf:
             rows_of[row.leaf[:2]].append(row)
     for computation, op, times, fused, _ in runs(module, entry):
+        # The start of an asynchronous operation stands for its end too.
         if fused or op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
             continue
         name, line = op_name(op), line_of(op)
@@ -168,6 +170,7 @@ def _matmul(module: Mapping[str, Computation], op: Op) -> str:
     inside = module[called_by(op)[0]] if op.opcode == "fusion" else None
     ops = inside.ops.values() if inside else (op,)
     matmuls = [o for o in ops if o.opcode in ("dot", "convolution")]
+    # The operands of a dot outside of kernels are not at hand, so its result's dtype is shown.
     if not matmuls or inside is None:
         return matmuls[0].shapes[0].dtype if matmuls else ""
     return inside.ops[matmuls[0].operands[0]].shapes[0].dtype

@@ -112,11 +112,11 @@ class MemoryFit(Report):
         )
         if self.report is None:
             return f"{self.target}: NOTHING FITS {room}: its compiler refuses all settings"
-        told = f"{self.setting}, with {size(self.report.total_bytes)}"
+        shown = f"{self.setting}, with {size(self.report.total_bytes)}"
         if self.fits:
-            return f"{self.target}: the fastest setting that fits is {told} of {room}"
+            return f"{self.target}: the fastest setting that fits is {shown} of {room}"
         over = size(self.report.total_bytes - self.available_bytes)
-        return f"{self.target}: NOTHING FITS {room}. The smallest is {told}: {over} too much"
+        return f"{self.target}: NOTHING FITS {room}. The smallest is {shown}: {over} too much"
 
     def _lines(self) -> Iterable[str]:
         if self.fits:
@@ -134,8 +134,8 @@ class MemoryFit(Report):
 
     def _notes(self) -> Iterable[str]:
         yield from self.report.notes if self.report else ()
-        told = [t for t in self.tries if not t.refused]
-        if len(told) > 1 and all(t.same_as for t in told[1:]):
+        compiled = [t for t in self.tries if not t.refused]
+        if len(compiled) > 1 and all(t.same_as for t in compiled[1:]):
             yield (
                 "All settings give the same program: make_step does not use its policy, or nothing "
                 "that the step differentiates runs under autocast."
@@ -224,15 +224,15 @@ def fit_memory(
         trials = Trials(lambda setting: steps.compiled(setting, args), available)
         every = every or not trials.climb(ladder)
         if every:  # the last setting of the ladder need not be the smallest of all
-            trials.all_of([*ladder, *steps.beside(ladder, args)])
-        found = told(trials, accelerator, reserve, every)
+            trials.measure_all([*ladder, *steps.off_ladder(ladder, args)])
+        found = fit_of(trials, accelerator, reserve, every)
         if found.fits:
             return found
         smallest = trials.smallest() or ladder[-1]
         return _with_rows(found, args, lambda cut: steps.compiled(smallest, cut))
 
 
-def told(trials: Trials, target: Target, reserve: float, every: bool) -> MemoryFit:
+def fit_of(trials: Trials, target: Target, reserve: float, every: bool) -> MemoryFit:
     """Returns the report on all settings that were compiled."""
     best = trials.best()
     shown = best or trials.smallest()
@@ -270,7 +270,9 @@ def _with_rows(
     if not rows:
         return found
     devices = find_target(found.target).devices
+    # A batch is spread over all devices, so its size must be a multiple of their number.
     step = devices * math.ceil(rows / STEPS / devices)
+    # The whole batch does not fit. 0 is never compiled: it stands for no batch at all.
     good, bad = 0, math.ceil(rows / step)
     try:
         while bad - good > 1:

@@ -103,11 +103,13 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _op(name: str, text: str) -> Op:
+    # The type of a tuple has brackets, and spaces inside of them.
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     kind, rest = text[:end], text[end:].lstrip()
     start = rest.index("(")
     end = _closing(rest, start)
     inside = rest[start + 1 : end - 1]
+    # The brackets of a constant contain its value, and no operands.
     operands = tuple(NAME.findall(inside)) if rest[:start] != "constant" else ()
     return Op(name, rest[:start], _shapes(kind), operands, inside, rest[end:].lstrip(", "))
 
@@ -140,6 +142,7 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     shapes = []
     for dtype, dims, layout in SHAPE.findall(text):
         space = SPACE.search(layout)
+        # A dynamic dimension is written as its bound, "<=8".
         sizes = tuple(int(d.strip("<=")) for d in dims.split(",") if d)
         shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
     return tuple(shapes)
@@ -175,6 +178,7 @@ def source_lines(text: str) -> Callable[[Op], str]:
         file = tables["FileNames"].get(field(location, "file_name_id"), "").strip('"')
         if file:
             yield f"{file}:{field(location, 'line')}"
+            # The outermost frame names itself as its caller.
             caller = field(row, "parent_frame_id")
             yield from lines_of(caller) if caller != frame else ()
 

@@ -109,6 +109,7 @@ def costs(text: str) -> Costs:
             groups.append(Kernel(computation, op, jax_name(op, scope), times, moved))
             sent += times * host_bytes(op, to_host=True)
             received += times * host_bytes(op, to_host=False)
+        # `runs` yields a kernel, and directly after it what is fused in it.
         group = groups[-1]
         group.codes.add(op.opcode)
         product = matmul(computation, op, times, scope)

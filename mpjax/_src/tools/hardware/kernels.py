@@ -1,4 +1,4 @@
-"""The kinds of a program's kernels, told by what stands in its HLO.
+"""The kinds of a program's kernels, found from its HLO.
 
 The first rule that holds decides:
 
@@ -43,6 +43,7 @@ def kinds_of(text: str) -> Callable[[Kernel], str]:
     flow, shared = flow_of(module, entry), shared_results(text)
     shapes = module[entry].ops[module[entry].root].shapes
     results = list(enumerate(zip(flow.results, shapes, strict=True)))
+    # A result in the memory of a donated argument is its new value: a weight or a moment.
     replaced = [leaf for index, (leaf, _) in results if index in shared]
     updates = {leaf[:2] for leaf in _back(module, flow, replaced, _is_kernel)}
     numbers = [leaf for index, (leaf, shape) in results if index not in shared and _one(shape)]
@@ -57,10 +58,12 @@ def kinds_of(text: str) -> Callable[[Kernel], str]:
         changes = {KINDS.get(c, MAPPED) for c in kernel.codes if c not in (*STRUCTURE, "fusion")}
         if kernel.matmuls:
             return _of_matmuls(kernel)
+        # A scatter mixes entries too, but XLA writes it: it is no call.
         if MIXED in changes and "scatter" not in kernel.codes:
             return CALLS
         if (around.name, op.name) in updates:
             return UPDATES
+        # By the size and the longest axis, because kernels may reshape and transpose the logits.
         if logits and any(s.size == logits.size and max(logits.dims) in s.dims for s in arrays):
             return LOSS
         if {"gather", "scatter"} & kernel.codes:

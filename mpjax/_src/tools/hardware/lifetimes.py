@@ -73,11 +73,12 @@ def _lives(
         if op.opcode not in ("tuple", "get-tuple-element", "bitcast"):  # these read no memory
             for read in (b for each in operands for b in each if b is not None):
                 read.last = max(read.last, place)
-        buffers_of[op.name] = list(_places(module, computation, op, operands, place, buffers))
+        buffers_of[op.name] = list(_places(module, op, operands, place, buffers))
         for index, buffer in enumerate(buffers_of[op.name]):
             if buffer is not None:
                 buffer.leaves.append((computation.name, op.name, index))
         called = [attribute(op, "body")] if op.opcode == "while" else called_by(op)
+        # Only one branch of a conditional runs: the one with the highest peak counts.
         if op.opcode in ("while", "call", "conditional"):
             peaks = (most_at_once(module, name) for name in called if name in module)
             inside[place] = max(peaks, key=lambda alive: sum(b.bytes for b in alive), default=[])
@@ -88,7 +89,6 @@ def _lives(
 
 def _places(
     module: Module,
-    computation: Computation,
     op: Op,
     operands: list[list[Buffer | None]],
     place: int,

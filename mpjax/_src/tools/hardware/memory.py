@@ -145,6 +145,7 @@ def _owners(
                 if its.dims == shape.dims and _keys(path)[-len(tail) or len(path) :] == tail
                 if kinds[other][0] in (ARGUMENTS, PARAMETERS)
             ]
+            # If several fit, it is not known to which of them the moment or master belongs.
             if len(like) == 1:
                 yield like[0]
 
@@ -194,10 +195,10 @@ def _temporary(
     whole: float,
 ) -> list[MemoryRow]:
     """Returns the arrays that are alive when memory use is highest."""
-    tell = _teller(module, entry, flow, arguments)
+    classify = _classifier(module, entry, flow, arguments)
     rows = []
     for buffer in most_at_once(module, entry):
-        kind, scope = tell(buffer.leaves)
+        kind, scope = classify(buffer.leaves)
         rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
     if sum(row.bytes for row in rows) <= whole:
         return rows
@@ -205,7 +206,7 @@ def _temporary(
     return [row for row in rows if row.kind != WORKSPACE]
 
 
-def _teller(
+def _classifier(
     module: dict[str, Computation], entry: str, flow: Flow, arguments: Sequence[MemoryRow]
 ) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
     """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
@@ -217,6 +218,7 @@ def _teller(
         if trainable(module[c].ops[name].shapes[i])
     }
     results = zip(flow.results, module[entry].ops[module[entry].root].shapes, strict=True)
+    # Results of the shape of an argument are its new value or its gradient.
     new = [leaf for leaf, shape in results if trainable(shape) and shape.dims in shapes]
     updates = reached(flow.before, new, MAPPED)
     kinds = (PARAMETERS, MASTERS)
@@ -235,7 +237,7 @@ def _teller(
     # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
 
-    def tell(parts: Sequence[Leaf]) -> tuple[str, str]:
+    def classify(parts: Sequence[Leaf]) -> tuple[str, str]:
         makers = [names[x[:2]] for x in reached(flow.before, parts, MOVED)]
         # An instruction that XLA made has no name: then the longest, as it says the most.
         scope = scope_of(names[parts[0][:2]]) or max(map(scope_of, makers), key=len)
@@ -249,7 +251,7 @@ def _teller(
             return (CODES if module[room].ops[name].shapes[index].dtype in EIGHT else KEPT), scope
         return WORKSPACE, scope
 
-    return tell
+    return classify
 
 
 def op_name(op: Op) -> str:

@@ -249,17 +249,17 @@ def document_of(reports: Sequence[CompileReport]) -> Document:
     names = tuple(r.target for r in reports)
     shown = COSTS | (TIMED if any(r.kernels for r in reports) else {})
     shown |= OFFLOADED if any(r.host_bytes for r in reports) else {}
-    costs = tuple((name, *map(told_of, reports)) for name, told_of in shown.items())
+    costs = tuple((name, *map(written, reports)) for name, written in shown.items())
     tables = [Table("Memory and costs of one run", ("", *names), costs, ("",))]
     matmuls = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
-    told, notes = [], dict[str, list[str]]()
+    sentences, notes = [], dict[str, list[str]]()
     for r in reports:
         fits = "fits" if r.fits else "DOES NOT FIT"
-        told.append(
+        sentences.append(
             f"{r.target}: {fits} {r.device} ({r.total_bytes / r.device_bytes:.1%} of its memory); "
             f"compiled without the device by jax {r.jax_version}"
         )
-        told += [
+        sentences += [
             f"wider than asked for: {row.share:.1%} of the matmul FLOPs run in {row.operands}, "
             f"but the program asked for {row.asked}"
             for row in r.disguised
@@ -270,12 +270,13 @@ def document_of(reports: Sequence[CompileReport]) -> Document:
             tables.append(table_of(r.target, r.kernels))
         sent = f"What each device of {r.target} sends in one run"
         tables.append(Table(sent, COLUMNS, tuple(grouped(r.collectives)), WORDS))
+        # Targets of one kind have the same notes, which are printed once.
         for note in r.notes:
             notes.setdefault(note, []).append(r.target)
     return Document(
         f"Compiled for {', '.join(names)}",
-        told[0],
-        tuple(told[1:]),
+        sentences[0],
+        tuple(sentences[1:]),
         tuple(tables),
         tuple(f"{', '.join(targets)}: {note}" for note, targets in notes.items()),
         drawing=reports[0]._drawing,
@@ -359,9 +360,11 @@ def _asked(asked: dict[str, collections.Counter[str]], matmul: hlo_costs.Matmul)
         dtypes = sum(near, collections.Counter[str]()) if near else None
     if not dtypes:
         return matmul.operands
+    # A compiler may copy a matmul, so that more of a name run than were asked for.
     left = [dtype for dtype, count in dtypes.items() if count > 0] or list(dtypes)
     dtype = matmul.operands if matmul.operands in left else min(left, key=bits)
     if matmul.name in asked:
+        # Each matmul of this name uses up one, because they may have different dtypes.
         dtypes[dtype] -= 1
     return dtype
 

@@ -93,6 +93,7 @@ def find_target(name: str) -> Target:
     key = ALIASES.get(asked.key, asked.key)
     if key in GPUS or key in TPU_CHIPS:
         one = _gpu(key) if key in GPUS else _tpu(key)
+        # Of a variant, neither the number of cores nor the bandwidth is known.
         if not asked.variant and _fits(asked.memory, one.memory):
             return _several(one, int(several[2]), name) if several else one
         raise ValueError(

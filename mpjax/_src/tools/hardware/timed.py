@@ -26,6 +26,7 @@ def matmul_time(dtype: np.dtype, seconds: float) -> float:
     """
     run = jax.jit(_multiply)
     operands = [jnp.ones((matmul_size(),) * 2, each) for each in (FLOAT32, dtype)]
+    # The first call compiles, which must not be timed.
     for x in operands:
         jax.block_until_ready(run(x, x))
     ratios: list[float] = []
@@ -37,6 +38,7 @@ def matmul_time(dtype: np.dtype, seconds: float) -> float:
 
 
 def _multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+    # autocast marks its matmuls, and the lowering of marked ones chooses a form for the device.
     with _jax.marked():
         return jax.lax.dot(x, y)
 

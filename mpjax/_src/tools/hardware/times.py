@@ -76,6 +76,7 @@ def unit(target: Target, matmul: Matmul) -> tuple[str, float]:
         dtype, passes = "bf16", {"default": 1, "high": 3, "highest": 6}[matmul.precision]
     elif dtype == "f32" and "tf32" in target.peaks and _may_round(matmul):
         dtype = "tf32"
+    # All 8-bit floats have one peak rate.
     kind = "f8" if dtype.startswith("f8") else dtype
     if target.platform == "tpu" and bits(kind) < 32:
         peak = target.peaks.get(kind, target.peaks["bf16"])
@@ -99,6 +100,7 @@ def compute_seconds(target: Target, costs: Costs) -> float:
     for matmul in costs.matmuls:
         runs_as, peak = unit(target, matmul)
         seconds = matmul.times * matmul.flops / peak
+        # A GPU's matrix units do not multiply float32: its vector units do, next to them.
         if target.platform == "cuda" and runs_as == "f32":
             vector += seconds
         else:
@@ -188,6 +190,7 @@ def notes_on_kernels(target: Target, costs: Costs, rows: Sequence[KernelRow]) ->
     for kernel in costs.kernels:
         for matmul in (m for m in kernel.matmuls if m.odd):
             scopes = (axes.get(matmul.odd, ""), scope_of(matmul.name), scope_of(kernel.name))
+            # The longest scope says the most precisely where the axis is.
             axes[matmul.odd] = max(scopes, key=len)
     largest = sorted(axes.items(), reverse=True)[:MOST]
     named = ", ".join(f"{axis} in {scope}" if scope else str(axis) for axis, scope in largest)

@@ -111,7 +111,7 @@ class Steps:
         """Returns the ladder of a policy, without settings that do not change the program."""
         return rungs(policy, lambda one, other: self._differ(one, other, args))
 
-    def beside(self, ladder: Sequence[Setting], args: Sequence[Any]) -> list[Setting]:
+    def off_ladder(self, ladder: Sequence[Setting], args: Sequence[Any]) -> list[Setting]:
         """Returns the settings that are not on a ladder: each alone, and ``jax.checkpoint``."""
         given = ladder[0]
         alone = [s for s in each_alone(given.policy) if self._differ(given, s, args)]
@@ -119,6 +119,7 @@ class Steps:
 
     def compiled(self, setting: Setting, args: Sequence[Any]) -> CompileReport | None:
         """Returns the report, or None if the compiler refused the program as too large."""
+        # By the text: settings that change nothing in a program share its compilation.
         program, text = self._lowered(setting, args)
         if text not in self._compiled:
             advance(TRY, f"compiling {setting.name}", by=0)
@@ -136,6 +137,7 @@ class Steps:
     def _lowered(self, setting: Setting, args: Sequence[Any]) -> tuple[Program, str]:
         """Returns a program, and its text without lines of code, which caches of JAX change."""
         known = self._traced.get(setting)
+        # `largest_batch` asks again with other arguments, which are other objects.
         if known is None or known[0] is not args:
             advance(TRY, f"tracing {setting.name}", by=0)
             program = lower(self.target, self._step(setting), args)
@@ -172,7 +174,7 @@ class Trials:
         self.tries: dict[Setting, FitTry] = {}
         self.reports: dict[Setting, CompileReport | None] = {}
 
-    def all_of(self, settings: Iterable[Setting]) -> None:
+    def measure_all(self, settings: Iterable[Setting]) -> None:
         """Compiles settings."""
         for setting in settings:
             self.measure(setting)
@@ -210,6 +212,7 @@ class Trials:
         try:
             report = self.reports[setting] = self.compile_setting(setting)
         except REFUSALS as error:
+            # An error of the policy as it is given is an error of the step, and not of a setting.
             if not self.tries:
                 raise
             text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -275,4 +278,5 @@ def _beaten(one: FitTry, tries: Iterable[FitTry]) -> bool:
     if one.same_as or one.refused:
         return True
     ratios = ((memory_of(t) / memory_of(one), t.roofline_ms / one.roofline_ms) for t in tries)
+    # A rival is no worse in either, and better in one by more than what counts as equal.
     return any(max(pair) <= 1 + EQUAL and min(pair) < 1 - EQUAL for pair in ratios)

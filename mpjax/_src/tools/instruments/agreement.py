@@ -31,7 +31,7 @@ from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.healed import run_healed
 from mpjax._src.tools.instruments.likeness import Pool, alike, pool_of
-from mpjax._src.tools.instruments.noise import results_of_moved
+from mpjax._src.tools.instruments.noise import results_of_perturbed
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.shadows import Comparer, CompareRow, Shadowed
 
@@ -316,10 +316,10 @@ class _Run:
 
     def noise(self, meaning: str) -> float:
         """Returns the change of the float32 result when the arguments change in the last bit."""
-        again = results_of_moved(self.jaxpr, self.arrays)
-        if again is None:
+        perturbed = results_of_perturbed(self.jaxpr, self.arrays)
+        if perturbed is None:
             return 0.0
-        return _parting_of(meaning, again[self.which], self.results().shadow).mean
+        return _parting_of(meaning, perturbed[self.which], self.results().shadow).mean
 
     def without(self, line: tuple[str, str]) -> Any:
         """Returns the result of the program if the results of one line are float32."""
@@ -433,6 +433,7 @@ def _roots(run: _Run, lost: set[int], side: int) -> Iterator[Parting]:
     for step in (run.watcher.steps[number] for number in sorted(lost)):
         if not step.given & lost:
             roots.setdefault(step.place.lines(step.eqn), step)
+    # Steps without a line, which the user cannot look up, count only if no step has one.
     lined = {line: step for line, step in roots.items() if line[0]} or roots
     for line, step in [*lined.items()][:ROOTS]:
         dtypes = f"{_names_of(step.eqn.invars)}->{_names_of(step.eqn.outvars)}"
@@ -448,6 +449,7 @@ def _pools(run: _Run) -> list[Pool]:
         key = id(step.eqn), step.place.scopes, len(step.place.loops), step.shadow.shape
         turns.setdefault(key, []).append(step.shadow)
     arguments = [[np.asarray(x)] for x in run.arrays if is_float(x)]
+    # One program may have in one array what the other computes iteration by iteration.
     alone = [step.pool for step in run.watcher.steps if step.place.loops]
     return [*alone, *map(pool_of, [*arguments, *turns.values()])]
 

@@ -49,7 +49,7 @@ from mpjax._src.tools.document.model import (
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.document.text import table
 from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_moved, size_of_terms
+from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_perturbed, size_of_terms
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.ranges import turns_of
@@ -149,10 +149,10 @@ class Comparison(Report):
     def document(self, most: int = 12) -> Document:
         """Returns what the report shows, with at most so many of its rows."""
         worst, count = self.worst_results()[:1], len(self.rows)
-        told = [f"The worst result is {name}: error {percent(error)}." for name, error in worst]
+        opening = [f"The worst result is {name}: error {percent(error)}." for name, error in worst]
         blamed = self.rows[0] if self.rows and not self.rows[0].noise else None
         place = blamed and (short(blamed.source) or blamed.scope or "no line")
-        told += [
+        opening += [
             f"{blamed.primitive} at {place} adds the most."
             if blamed
             else "No operation adds an error."
@@ -179,7 +179,7 @@ class Comparison(Report):
         worst_rows = Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
         return Document(
             "The error that each operation adds",
-            " ".join(told),
+            " ".join(opening),
             tuple(lines),
             (results, worst_rows),
             drawing=self._drawing,
@@ -415,6 +415,7 @@ def _why(row: CompareRow) -> str:
 
 def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
     """Compares a program with float32, for `compare`."""
+    # Counts as a run, of which `tune` has a limited number.
     program.ran()
     comparer = Comparer(program.lines)
     paths = [*program.names, ""]
@@ -424,6 +425,7 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
     ]
     results = interpret(program.jaxpr, args, comparer)
     first = comparer.order
+    # Negative positions, because the order is reversed: of equally bad rows the first comes first.
     keys = sorted(first, key=lambda key: (*badness(comparer.rows[key]), -first[key]), reverse=True)
     named = {
         name: v
@@ -436,6 +438,7 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
     errors |= _errors({name: pairs[name] for name in terms}, terms)
     unscaled = {}
     if scale != 1 and any(program.gradients):
+        # Compiled as a whole, because only the gradients are read, and no row of an operation.
         outs = program.compiled(*arrays, jnp.float32(1))
         gradients = itertools.compress(zip(program.results, outs, strict=True), program.gradients)
         unscaled = {name: (out, named[name].shadow) for name, out in gradients if name in named}
@@ -469,6 +472,7 @@ def _terms_of_noise(
     errors: dict[str, float],
 ) -> dict[str, float]:
     """Returns the size of the canceled terms of each result that is only float32 rounding."""
+    # A result that overflowed is wrong, however its terms cancel.
     suspects = [
         name
         for name, error in errors.items()
@@ -477,9 +481,11 @@ def _terms_of_noise(
     if not suspects:
         return {}
     program.ran()
-    results = results_of_moved(program.jaxpr, arrays, jnp.float32(scale))
-    again = dict(zip(program.results, results, strict=True)) if results else {}
-    sizes = {name: size_of_terms(named[name].shadow, again[name]) for name in suspects if again}
+    results = results_of_perturbed(program.jaxpr, arrays, jnp.float32(scale))
+    perturbed = dict(zip(program.results, results, strict=True)) if results else {}
+    sizes = {
+        name: size_of_terms(named[name].shadow, perturbed[name]) for name in suspects if perturbed
+    }
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -43,8 +43,8 @@ class Derivative:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """An operation that produced NaN or Inf."""
+class Producer:
+    """An operation that ran, as it is recognized in another run: by its name and its ranges."""
 
     name: str
     inputs: tuple[Range, ...]  # the ranges of its operands
@@ -53,13 +53,13 @@ class Made:
     lines: tuple[str, str] = ("", "")  # its line, and that of the library that it calls there
 
     @property
-    def alone(self) -> "Made":
+    def alone(self) -> "Producer":
         """The same operation at any place."""
-        return Made(self.name, self.inputs, self.result)
+        return Producer(self.name, self.inputs, self.result)
 
 
 def derivative_at(
-    program: Program, arrays: Sequence[Any], maker: Made, before: Sequence[Made | None]
+    program: Program, arrays: Sequence[Any], maker: Producer, before: Sequence[Producer | None]
 ) -> Derivative | None:
     """Returns the derivative that an operation belongs to, if this derivative is non-finite.
 
@@ -75,7 +75,7 @@ def derivative_at(
     search = _Search(place, eqn.primitive.name)
     interpret(program.alone, _arguments(program, arrays), search)
     # A rule may compute for the derivative what the function itself computes too.
-    if search.made.count(maker.alone) > before.count(maker):
+    if search.producers.count(maker.alone) > before.count(maker):
         return _taken_inside(program, arrays, maker)
     term = search.operands and _unbounded(eqn, search.operands)
     if not term:
@@ -83,7 +83,7 @@ def derivative_at(
     return _derivative(_name(eqn, program, place), term, search.operands or ())
 
 
-def _taken_inside(program: Program, arrays: Sequence[Any], maker: Made) -> Derivative | None:
+def _taken_inside(program: Program, arrays: Sequence[Any], maker: Producer) -> Derivative | None:
     """Returns the derivative that an operation of the function itself belongs to.
 
     The function differentiates, as for a gradient penalty. The operation is on the same line, and
@@ -98,7 +98,8 @@ def _taken_inside(program: Program, arrays: Sequence[Any], maker: Made) -> Deriv
     for eqn, operands, place in line.found:
         term = _unbounded(eqn, operands)
         if term and (
-            term.made == maker.alone or ("transpose" in transforms and term.made.name == maker.name)
+            term.producer == maker.alone
+            or ("transpose" in transforms and term.producer.name == maker.name)
         ):
             return _derivative(_name(eqn, program, place), term, operands)
     return None
@@ -148,19 +149,19 @@ class _Search(Watcher):
 
     Attributes:
         operands: Its operands, or None.
-        made: It, or the operations inside of it, without their places.
+        producers: It, or the operations inside of it, without their places.
     """
 
     def __init__(self, place: Site, name: str = ""):
         self._numbers, self._loops, self._name = place.numbers, place.loops, name
         self.operands: list[_Moving] | None = None
-        self.made: list[Made] = []
+        self.producers: list[Producer] = []
 
     def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
         outs = run(eqn, [v.array for v in ins])
         if self._is_around(place):
             self.entered(eqn, ins, place)
-            self.made += _made(eqn, ins, outs)
+            self.producers += _producers(eqn, ins, outs)
         moves = any(v.moves for v in ins)
         return [_Moving(x, moves and jnp.issubdtype(x.dtype, jnp.inexact)) for x in outs]
 
@@ -191,14 +192,14 @@ class _Line(_Search):
         found: The operations in the order in which they run, with their operands and places.
     """
 
-    def __init__(self, program: Program, maker: Made):
+    def __init__(self, program: Program, maker: Producer):
         super().__init__(maker.place)
-        self._program, self._made = program, maker
+        self._program, self._producer = program, maker
         self.found: list[tuple[Any, list[_Moving], Site]] = []
 
     def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
         outs = super().operation(eqn, ins, place)
-        if self._made.alone not in _made(eqn, ins, [v.array for v in outs]):
+        if self._producer.alone not in _producers(eqn, ins, [v.array for v in outs]):
             self._note(eqn, ins, place)
         return outs
 
@@ -207,14 +208,14 @@ class _Line(_Search):
             self._note(eqn, ins, place)
 
     def _note(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
-        here = place.loops == self._made.place.loops
-        if here and self._program.lines(eqn, place) == self._made.lines:
+        here = place.loops == self._producer.place.loops
+        if here and self._program.lines(eqn, place) == self._producer.lines:
             self.found.append((eqn, list(ins), place))
 
 
-def _made(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> list[Made]:
+def _producers(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> list[Producer]:
     ranges = tuple(range_of(v.array) for v in ins if is_number(v.array))
-    return [Made(eqn.primitive.name, ranges, range_of(x)) for x in outs if is_number(x)]
+    return [Producer(eqn.primitive.name, ranges, range_of(x)) for x in outs if is_number(x)]
 
 
 # ---- the derivative of one operation ------------------------------------------------------------
@@ -270,9 +271,9 @@ class _Term:
         return tuple(map(int, np.argwhere(fresh)[0])) if fresh.any() else None
 
     @property
-    def made(self) -> Made:
+    def producer(self) -> Producer:
         """The operation that computed it."""
-        return _made(self.eqn, self.terms, [self.array])[0]
+        return _producers(self.eqn, self.terms, [self.array])[0]
 
     @property
     def value(self) -> str:

@@ -143,8 +143,8 @@ class CastReport(Report):
         scopes = dict.fromkeys(scope for row in self.rows for scope in row.scope.split("/"))
         for name, mark in (("attention", ATTENTION), ("loss", LOSS)):
             taken = [s.removeprefix(mark) for s in scopes if s.startswith(mark)]
-            taken += [told for row in self.rows if (told := getattr(row, name))]
-            lines += [f"{name}: {told}" for told in dict.fromkeys(taken)]
+            taken += [text for row in self.rows if (text := getattr(row, name))]
+            lines += [f"{name}: {text}" for text in dict.fromkeys(taken)]
         if self.stored_before is not None and self.stored_after is not None:
             lines.append(
                 f"stored for the backward pass: {size(self.stored_before)} as written, "
@@ -158,6 +158,7 @@ class CastReport(Report):
         """Returns what the report shows, with so many of its rows."""
         sentence, *lines = self.summary()
         rows = [*enumerate(self.rows)]
+        # One device exchanges nothing.
         wide = self.wide if jax.device_count() > 1 else ()
         frames = sum(is_frame(row.primitive) for row in self.rows)
         note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
@@ -327,6 +328,7 @@ def explain(
             return CastReport(
                 tuple(planned.rows_of(traced, runs)),
                 _half_share(runs),
+                # The function's own casts run without autocast too.
                 *_totals(_casts(runs) - _casts(written)),
             )
         active = differentiated("explain", args, kwargs, argnums)
@@ -379,15 +381,17 @@ def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> Ca
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
     rounded = planned.rounded_for(jaxpr)
     for eqn, site, times, back in planned.running(jaxpr):
-        if not back or planned.is_told(eqn):
+        if not back or planned.is_for_compilers(eqn):
             continue
         index = site.op
         origin = forward[index] if index is not None else None
         dtypes = signature(
             [name_of(v.aval) for v in eqn.invars], [name_of(v.aval) for v in eqn.outvars]
         )
+        # What a program inside of an equation moves is in the rows of its own equations.
         values = () if _jax.inner_jaxprs(eqn) else (*eqn.invars, *eqn.outvars)
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"
+        # The derivative has the number of the row too, but is another operation.
         again = origin is not None and site.again and eqn.primitive.name == origin.primitive
         lines = (origin.source, origin.library) if origin else _jax.source_lines(eqn)
         yield Row(
@@ -413,6 +417,7 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
     for half in ("bf16", "f16"):
         dtypes = dtypes if half in own else dtypes.replace(half, "f32")
     ins, _, outs = dtypes.partition("->")
+    # In float32 such a cast would change nothing, so autocast alone has it.
     if ins == outs and primitive in CASTS:
         return ""
     return signature(ins.split(","), outs.split(","))
@@ -429,6 +434,7 @@ def _half_share(jaxpr: Any) -> float:
             total += flops
             dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}
             half += flops if dtypes <= set(HALVES) else 0
+    # A program without matmuls has none that falls short.
     return half / total if total else 1.0
 
 

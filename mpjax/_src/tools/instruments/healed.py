@@ -27,6 +27,7 @@ class Healed(Plain):
     def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         halves = [is_half(v.aval) for v in eqn.outvars]
         heals = any(halves) and self.heals(eqn, place)
+        # An operand may be the float32 result of a healed line, where the program has 16 bits.
         wide = any(
             is_half(atom.aval) and not is_half(x) for atom, x in zip(eqn.invars, ins, strict=True)
         )

@@ -352,6 +352,7 @@ def recommend_loss_scale(
             f"{', '.join(histogram.narrow[:3])} came in float16, which has no number below 2^-24: "
             "count gradients before they are cast to it."
         )
+    # Within these limits, the scale and its inverse are normal float32 numbers.
     scale = 2.0 ** max(-126, min(power, 126))
     scaled = histogram.total(dtype, scale)
     reasons.append(
@@ -380,9 +381,12 @@ def check_histogram(histogram: Any) -> None:
 
 def _count(leaf: jax.Array) -> jax.Array:
     """Counts the entries of an array by their exponents, from their bits."""
+    # A device that flushes subnormal numbers would count them as zeros; their bits stay.
     bits = jax.lax.bitcast_convert_type(jnp.abs(leaf.astype(jnp.float32)), jnp.uint32).ravel()
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     subnormal = 32 - jax.lax.clz(mantissa)  # 0 if the value is zero
+    # The subnormal numbers have bins 1 to 23, each biased exponent the next one, and 255, which is
+    # Inf and NaN, the last.
     place = jnp.where(exponent > 0, exponent + 23, subnormal).astype(jnp.int32)
     return jnp.zeros(BINS, jnp.uint32).at[place].add(jnp.uint32(1))
 

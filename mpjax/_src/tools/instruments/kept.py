@@ -78,6 +78,8 @@ def _array(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> Any
             if first in inner.invars:
                 var = eqn.invars[inner.invars.index(first)]
                 break
+            # With the call, because JAX shares one jaxpr among equal calls, whose arrays are
+            # others.
             if same and not isinstance(first, _jax.Literal):
                 return id(eqn), first
         else:
@@ -123,6 +125,8 @@ def origin_of(var: Any, jaxpr: Any, makers: Callable[[Any], dict[Any, Any]]) -> 
                 var = eqn.invars[inner.invars.index(origin)]
                 break
         else:
+            # A cast belongs to the row of what it casts. An equation without a row, such as a
+            # broadcast that JAX adds, belongs to the row of its only operand.
             number = ROOT.at(eqn).op
             read = [v for v in eqn.invars if not isinstance(v, _jax.Literal)]
             origin = origin_of(read[0], jaxpr, makers) if is_cast(eqn) and read else None

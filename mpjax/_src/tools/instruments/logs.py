@@ -187,6 +187,7 @@ def flush_metrics(writer: Any) -> None:
 
 def _append(path: Path, line: bytes) -> None:
     """Appends a line to a file, completely or not at all."""
+    # Unbuffered, so that it is known how much of a line was written when the disk is full.
     with path.open("a+b", buffering=0) as file:
         if not _ends_whole(file):  # an earlier process was stopped in the middle of a line
             line = b"\n" + line
@@ -222,6 +223,7 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
     for name, value in values.items():
         if not isinstance(value, str) and not math.isfinite(value):
             continue  # a chart has no place for it, and tensorboardX prints a line for each
+        # A writer of numbers may have no method for texts, which it then does not get.
         write = getattr(writer, METHODS[methods[0]] if isinstance(value, str) else methods[0], None)
         if write is not None:
             write(name, value, step)

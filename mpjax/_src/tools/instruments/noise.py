@@ -28,29 +28,29 @@ CHANGES = 2.0**-3
 SUSPICIOUS = 0.25
 
 
-def moved(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def perturbed(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns arrays whose floating entries are changed in the last bit, up or down at random."""
-    return [_moved(x, i) for i, x in enumerate(arrays)]
+    return [_perturbed(x, i) for i, x in enumerate(arrays)]
 
 
-def results_of_moved(jaxpr: Any, arrays: Sequence[jax.Array], *more: Any) -> list[Any] | None:
-    """Returns the float32 results for `moved` arrays, or None if something has no float32 form."""
+def results_of_perturbed(jaxpr: Any, arrays: Sequence[jax.Array], *more: Any) -> list[Any] | None:
+    """Returns the float32 results for `perturbed` arrays, or None without a float32 form."""
     try:
-        return interpret(jaxpr, [*moved([widen(x) for x in arrays]), *more], Wide())
+        return interpret(jaxpr, [*perturbed([widen(x) for x in arrays]), *more], Wide())
     except NotImplementedError:
         return None
 
 
-def size_of_terms(wanted: Any, again: Any) -> float:
+def size_of_terms(wanted: Any, result: Any) -> float:
     """Returns the size of the terms of a value that is only rounding error, and 0 for any other.
 
-    ``wanted`` is the value in float32, ``again`` that for `moved` arguments.
+    ``wanted`` is the value in float32, ``result`` that for `perturbed` arguments.
     """
-    noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (again - wanted, wanted))
+    noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (result - wanted, wanted))
     return noise / ROUNDING if noise > CHANGES * size else 0.0
 
 
-def _moved(x: jax.Array, seed: int) -> jax.Array:
+def _perturbed(x: jax.Array, seed: int) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     # In NumPy, because JAX would compile for each shape.

@@ -42,7 +42,7 @@ from mpjax._src.tools.document.model import (
     place_of,
 )
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments.derivative import Made, derivative_at
+from mpjax._src.tools.instruments.derivative import Producer, derivative_at
 from mpjax._src.tools.instruments.places import Places
 from mpjax._src.tools.instruments.programs import (
     LEAST_EXPONENT,
@@ -159,12 +159,12 @@ class NonfiniteReport(Report):
             *values,
             ("reaches", ", ".join(self.reaches)),
         )
-        told = tuple(row for row in rows if row[1])
+        filled = tuple(row for row in rows if row[1])
         return Document(
             title,
             self.headline,
             advice,
-            (Table("Where, and of what", ("", ""), told, ("",)),),
+            (Table("Where, and of what", ("", ""), filled, ("",)),),
             drawing=self._drawing,
         )
 
@@ -313,7 +313,8 @@ class _Finder(Watcher):
         self.program = program
         self.parameters = frozenset(program.parameters)
         self.events: list[NonfiniteReport] = []
-        self.made: list[Made | None] = []  # the operations of the events; None for an argument
+        # The operations of the events; None for an argument.
+        self.producers: list[Producer | None] = []
         self._read: dict[int, list[str]] = {}  # the parameters that an equation reads, by number
 
     def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
@@ -342,9 +343,12 @@ class _Finder(Watcher):
     def _event(self, eqn, ins, arrays, index, out, arguments, place) -> int:
         wide = run_in_float32(eqn, arrays) if touches_half(eqn) else None
         in_float32 = None if wide is None else wide[index]
+        # Fewer, not none: the infinities of a mask are in float32 too.
         finite = in_float32 is not None and sum(counts(in_float32)) < sum(counts(out))
         nans, _ = counts(out)
         paths = [v.path for v in ins if v.path in self.parameters]
+        # An operation of the backward pass often reads no parameter, but its forward operation
+        # does.
         own = [path for number in place.numbers[-1:] for path in self._read.get(number, ())]
         paths = paths or own or [v.path for v in ins if v.path]
         source, library = self.program.lines(eqn, place)
@@ -375,23 +379,25 @@ class _Finder(Watcher):
         )
         here = dataclasses.replace(place, callers=())
         lines = source, library
-        self.made.append(Made(eqn.primitive.name, inputs, result, here, lines))
+        self.producers.append(Producer(eqn.primitive.name, inputs, result, here, lines))
         return len(self.events) - 1
 
     def argument(self, array: Any, path: str) -> Watched:
         nans, infs = counts(array)
+        # Infinities may be a mask, so they are no event by themselves.
         if not nans:
             names = frozenset({path} if infs else ())
             return Watched(array, bool(infs), given=names, path=path)
         result = range_of(array)
         self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=result))
-        self.made.append(None)
+        self.producers.append(None)
         return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
 
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
 
     def slice(self, value: Watched, index: int) -> Watched:
+        # The bad entries may be in the slices of other iterations.
         array = take(value.array, index)
         return dataclasses.replace(value, array=array, bad=value.bad and any(counts(array)))
 
@@ -430,12 +436,15 @@ def _search(program: Program, arrays: list[jax.Array], scale: float) -> Nonfinit
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
         first = min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))
-        event = _as_derivative(finder.events[first], finder.made[: first + 1], program, arrays)
+        event = _as_derivative(finder.events[first], finder.producers[: first + 1], program, arrays)
     return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
 
 
 def _as_derivative(
-    event: NonfiniteReport, makers: Sequence[Made | None], program: Program, arrays: list[jax.Array]
+    event: NonfiniteReport,
+    makers: Sequence[Producer | None],
+    program: Program,
+    arrays: list[jax.Array],
 ) -> NonfiniteReport:
     """Returns an event as that of the operation whose derivative it belongs to, if it does.
 
@@ -502,12 +511,14 @@ def _advised(
         n for n, is_grad in zip(program.results, program.gradients, strict=True) if is_grad
     }
     safe = None
+    # If the loss is non-finite too, no scale of it helps.
     if event.kind not in ("argument", "compiled") and set(event.reaches) <= gradients:
         safe = largest_finite_scale(program, arrays, math.ceil(math.log2(event.loss_scale)))
     event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
     if event.kind == "compiled":
         return event
     op = None if event.op is None else program.ops[event.op]
+    # As the function is written: a cast of its own stays under any policy.
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
     tried: list[str] = []
     if not event.curable and not own and _in_half(event):
@@ -546,6 +557,7 @@ def _moved_to_float32(
         fresh = [place.pattern for place in around if place.ops and place.pattern not in patterns]
         if not fresh:
             break
+        # The smallest place first, so that as much as possible stays in 16 bits.
         patterns.append(fresh[0])
         program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
         outs = program.compiled(*arrays, jnp.float32(event.loss_scale))
@@ -685,6 +697,7 @@ def _is_new(eqn: Any, arrays: Sequence[Any], out: Any) -> bool:
     name = eqn.primitive.name
     if rule_of(name).need not in (rules.FOLLOW, rules.FULL) and name != "convert_element_type":
         return False
+    # Only operands of the shape of the result can be compared with it entry by entry.
     same = [x for x in arrays if np.shape(x) == out.shape and is_number(x)]
     if len(same) + sum(np.ndim(x) == 0 for x in arrays) < len(arrays):
         return False

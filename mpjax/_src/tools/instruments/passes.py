@@ -63,6 +63,7 @@ def _passes(traced: Traced) -> dict[str, Rows]:
     The derivative is that by all floating arguments.
     """
     program = traced.with_rows.program
+    # Constants come first among the arguments, and nothing is differentiated by them.
     consts = len(program.in_avals) - len(traced.avals)
     cut = program.cut(
         tuple(i >= consts and is_inexact(aval) for i, aval in enumerate(program.in_avals))

@@ -37,6 +37,7 @@ class Places:
 
     def around(self, op: Op) -> list[Place]:
         """Returns the places that contain an op, the smallest first."""
+        # A cast has no place of its own. It goes away if the 16-bit ops that read it move.
         near = [op] if op in self.movable else self._readers(op)
         places = {self.place(pattern): None for each in near for pattern in patterns(each)}
         return sorted(places, key=lambda place: (self.flops(place.ops), len(place.ops)))
@@ -62,6 +63,7 @@ class Places:
             for pattern in patterns(op):
                 if pattern not in places:
                     places[pattern] = self.place(pattern)
+            # Of patterns that move as few ops, one of the scope says more than a parameter's path.
             best = min(
                 (places[pattern] for pattern in patterns(op)),
                 key=lambda p: (len(p.ops), not p.pattern.startswith(scoped), len(p.pattern)),
@@ -92,6 +94,7 @@ class Places:
         chosen: list[Place] = []
         left = set(moved)
         while left:
+            # A greedy cover: the place with most of what is left, and of equal ones the smallest.
             ops = max(wider, key=lambda c: (len(c & left), -len(c)))
             chosen.append(wider[ops])
             left -= ops
@@ -120,6 +123,7 @@ def patterns(op: Op) -> list[str]:
 
 
 def _escape(path: str) -> str:
+    # A pattern would read the brackets of a path such as ['w'] as a set of characters.
     return path.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
 
 

@@ -41,6 +41,7 @@ def running(
     for eqn in jaxpr.eqns:
         here = site.at(eqn)
         part = here.backward if back is None else back
+        # An equation that holds a planned program has no row: it only says which pass runs it.
         inside = part if eqn.primitive.name in PROGRAMS else back
         if inside is back:
             yield Running(eqn, here, times, part)
@@ -59,7 +60,7 @@ def is_added(eqn: Any) -> bool:
     return is_cast(eqn) or eqn.primitive.name == "optimization_barrier"
 
 
-def is_told(eqn: Any) -> bool:
+def is_for_compilers(eqn: Any) -> bool:
     """Returns whether an equation tells compilers what they may not change, and does nothing."""
     return is_added(eqn) and eqn.primitive.name != "convert_element_type"
 
@@ -112,6 +113,7 @@ def _by_row(jaxpr: Any) -> dict[int, list[Any]]:
 
 def _own(op: Op, group: Sequence[Any]) -> list[Any]:
     """Returns the equations of a row that compute its results."""
+    # The plan may run other operations instead; the casts and barriers around are not its work.
     same = [eqn for eqn in group if eqn.primitive.name == op.name]
     return same or [eqn for eqn in group if not is_added(eqn)]
 
@@ -255,15 +257,15 @@ def _storage(jaxpr: Any, kept: Sequence[Kept]) -> dict[int, list[str]]:
             dtypes[array.row].add(array.dtype)
     for row, names in dtypes.items():
         texts[row].append(f"kept in {', '.join(sorted(names))}")
-    for row, sources in computed_again(jaxpr).items():
+    for row, sources in recomputed_rows(jaxpr).items():
         others = ", ".join(map(str, sorted(sources - {row})))
         word = "rows" if len(sources - {row}) > 1 else "row"
         texts[row].append(f"computed again from {word} {others}" if others else "computed again")
     return texts
 
 
-def computed_again(jaxpr: Any) -> dict[int, set[int]]:
-    """Returns the rows that the backward pass computes again, and the kept rows they come from."""
+def recomputed_rows(jaxpr: Any) -> dict[int, set[int]]:
+    """Returns the rows that the backward pass recomputes, and the kept rows they come from."""
     found: dict[int, set[int]] = collections.defaultdict(set)
     makers = functools.cache(makers_of)
     for eqn in jaxpr.eqns:
@@ -294,6 +296,7 @@ def _follow(program: Any, given: Sequence[Rows], site: Site, found: dict[int, se
         union = NOTHING.union(*each)
         if here.again and here.op is not None and not is_added(eqn):
             found[here.op] |= union
+        # A barrier returns its operands one by one, which others mix.
         if len(each) == len(eqn.outvars) and eqn.primitive.name == "optimization_barrier":
             known.update(zip(eqn.outvars, each, strict=True))
         elif here.again or is_added(eqn):
@@ -318,6 +321,8 @@ def rounded_for(jaxpr: Any) -> dict[int, int]:
         maker = makers.get(eqn.invars[0]) if casts(eqn, FLOAT32) else None
         if maker is not None and not is_added(maker):
             low, wide = _reading(eqn.outvars[0], readers)
+            # A matmul casts its operands in any case. Only readers in float32 show that the value
+            # itself is rounded.
             if wide:
                 found[id(maker)] = len(low) + len(wide)
     return found

@@ -71,6 +71,7 @@ def counts(x: Any) -> tuple[int, int]:
     if isinstance(x, np.ndarray | np.generic):
         x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
         return int(np.isnan(x).sum()), int(np.isinf(x).sum())
+    # The usual case, in one reduction to one bool.
     if _all_finite(x):
         return 0, 0
     nans, infs = np.asarray(_counts(x))
@@ -102,6 +103,7 @@ def range_of(x: Any, path: str = "") -> Range:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         x = jnp.abs(x)
     low, high = (float(end) for end in _ends(jnp.asarray(x, at_least_float32(x.dtype))))
+    # Without finite entries, these are the ends that the reductions start with.
     if low > high:
         low = high = math.nan
     return Range(name, shape, low, high, *counts(x), path)

@@ -97,6 +97,7 @@ def computed_in(signature: str) -> str:
     """Returns the compute dtype, one of `COMPUTES`, for dtypes such as "bf16,f32->f32"."""
     operands, _, results = signature.partition("->")
     dtypes = set(COMPUTES) & set((operands or results).split(","))
+    # What reads no float, such as a cast of integers, computes in what it returns.
     dtypes = dtypes or set(COMPUTES) & set(results.split(","))
     return next((name for name in ("f32", "bf16", "f16") if name in dtypes), "other")
 

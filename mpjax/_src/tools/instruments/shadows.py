@@ -188,6 +188,7 @@ class Comparer(Watcher):
         return results
 
     def _lines(self, eqn: Any, place: Site) -> tuple[str, str]:
+        # Cached, because loops run an equation many times.
         key = (id(eqn), place.op, *map(id, place.callers))
         if key not in self._found:
             self._found[key] = self._find(eqn, place)

@@ -31,7 +31,7 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.compare import compare_program
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, moved, size_of_terms
+from mpjax._src.tools.instruments.noise import SUSPICIOUS, perturbed, size_of_terms
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.places import Place, Places
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
@@ -154,8 +154,8 @@ class Tuning(Report):
 
 def _cells(step: TuneStep) -> tuple[str, ...]:
     errors = (step.error_before, step.error, step.alone)
-    told = ("-" if error is None else f"{error:.3g}" for error in errors)
-    return (str(step.operations), f"{step.flops:.1%}", *told, step.pattern)
+    texts = ("-" if error is None else f"{error:.3g}" for error in errors)
+    return (str(step.operations), f"{step.flops:.1%}", *texts, step.pattern)
 
 
 def _place(step: TuneStep) -> Operation:
@@ -283,6 +283,7 @@ class _Trial:
         self.places = Places(self.program.plan)
         self._scale: float | None = None  # a loss scale at which the gradients are finite
         self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
+        # The reference keeps the rest of the policy, such as its storage.
         full = dataclasses.replace(
             policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
         )
@@ -300,6 +301,7 @@ class _Trial:
         advance(RUN)
 
     def _results(self, program: Program, scale: float, arrays) -> dict[str, jax.Array]:
+        # An auxiliary result of a loss trains nothing, so the tolerance does not concern it.
         outs = program.compiled(*arrays, jnp.float32(scale))
         return {
             name: x
@@ -341,6 +343,7 @@ class _Trial:
         if self._scale is not None:
             return self._scale
         scale = training_scale(program, self.arrays, self.policy, self.loss_scale)
+        # 1 may also mean that no scale was finite with these places; with others one may be.
         if scale != 1 or not self.policy.needs_loss_scaling:
             self._scale = scale
         return scale
@@ -354,8 +357,9 @@ class _Trial:
         }
         odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
         if any(name not in self._terms for name in odd):
-            again = self._results(self._full, 1.0, moved(self.arrays))
-            self._terms = {n: size_of_terms(x, again[n]) for n, x in self.wanted.items()}
+            # One more run tells results that are noise in float32 from results that are wrong.
+            changed = self._results(self._full, 1.0, perturbed(self.arrays))
+            self._terms = {n: size_of_terms(x, changed[n]) for n, x in self.wanted.items()}
         return {
             name: _ratio(distance, max(norms[name], self._terms.get(name, 0.0)))
             for name, distance in distances.items()
@@ -450,6 +454,7 @@ def _distances(
     """Returns for each result the norm of its error, and `ENTRIES` sums of it with random signs."""
 
     def distance(got, wanted):
+        # The difference of equal infinities would be NaN.
         error = jnp.ravel(jnp.where(got == wanted, 0, got - wanted))
         columns = min(error.size, ENTRIES)
         rows = -(-error.size // max(columns, 1))
@@ -473,7 +478,9 @@ def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
     compared = compare_program(trial.program, trial.arrays, trial.scale(trial.program))
     for row in compared.rows:
         if row.op is not None and not row.noise:
+            # An operation that overflows adds an infinite error, which would hide all others.
             squares[row.op] = squares.get(row.op, 0.0) + min(row.added, 1.0) ** 2
+    # An op is suspected in the smallest place that contains it.
     inner = [frozenset().union(*(q.ops for q in places if q.ops < p.ops)) for p in places]
     return [
         sum(squares.get(op, 0.0) for op in place.ops - inside)

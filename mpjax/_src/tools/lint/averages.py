@@ -33,20 +33,20 @@ def half_averages(program: Program) -> Iterator[Hit]:
     0.97 in bfloat16, above 0.996 in float16. A first moment with d = 0.9 may be bfloat16.
     """
     pairs = [(each.before, each.after) for each in carried(program)]
-    perhaps = [(each.before, each.after) for each in alone(program)]
+    possible = [(each.before, each.after) for each in alone(program)]
     for op in program.ops:
         if op.inside.kind == SCAN:
             (inside,) = op.subs
             body = inside.program
             pairs += [(body.invars[a], body.outvars[r]) for r, a in inside.carry]
-    for before, after in pairs + perhaps:
+    for before, after in pairs + possible:
         if not is_half(before):
             continue
         share = share_of(program, after, before)
         if share is None or not share.rest:
             continue
         step = 1 - share.factor
-        if (before, after) in perhaps and abs(share.rest - step) > step / 2:
+        if (before, after) in possible and abs(share.rest - step) > step / 2:
             continue  # not an average: its weights do not sum to 1
         if stops(share, dtype_of(before)):
             yield Hit(
@@ -75,6 +75,7 @@ def share_of(program: Program, after: Value, before: Value) -> Share | None:
 
 def stops(share: Share, dtype: Any) -> bool:
     """Returns whether an average may stop changing in a dtype."""
+    # A factor of 1 is a plain sum, which `half_accumulators` judges.
     return 0 < 1 - share.factor <= 2.0 ** -digits(dtype) / STUCK
 
 
@@ -104,6 +105,8 @@ def _sum_of_shares(
         )
         return scaled or Share(0.0, 1.0)
     if op is None:
+        # Several sources are the branches of a conditional, or the start of a carry and its last
+        # iteration: one factor does not describe them.
         sources = program.sources(value)
         return _share(program, sources[0], state, moved, shares) if len(sources) == 1 else None
     if op.name in CASTS | MOVES and len(op.ins) == 1:
@@ -125,11 +128,12 @@ def _sum_of_shares(
 def _product(
     program: Program, op: Op, state: Value, moved: set[Value], shares: Known
 ) -> Share | None:
-    # The state itself begins as a constant, perhaps.
+    # The state itself may begin as a constant.
     number = [None if v in moved else program.number(v) for v in op.ins]
     place = 1 if number[1] is not None else 0
     by = number[place]
     if by is None and op.name == "mul":
+        # Discounted sums are multiplied by a mask such as 1 - done, whose largest number counts.
         masks = [None if v in moved else bounds_of(program, v) for v in op.ins]
         parts = [(i, b.high) for i, b in enumerate(masks) if b and b.low == 0 < b.high <= 1]
         place, by = parts[0] if parts else (0, None)  # where nothing is masked

@@ -51,10 +51,12 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
     op = program.maker(value)
     rule = OPS.get(op.name) if op else None
     if op is not None and rule is not None:
+        # The ends of an interval may overflow, and Inf - Inf is NaN, which counts as unknown.
         with np.errstate(all="ignore"):
             bounds = rule(op, [bounds_of(program, v, depth - 1) for v in op.ins])
         if bounds is not None and not math.isnan(bounds.low + bounds.high):
             return bounds
+    # The length of the scan bounds a counter. Its sources do not: one of them is computed from it.
     if op is None and (turns := program.counts(value)) is not None:
         return Bounds(*turns, True)
     if op is None and (sources := program.sources(value)):
@@ -101,6 +103,7 @@ def _corners(combine: Callable[[float, float], float], whole: bool = True) -> Ru
     """Returns the bounds of a function of two operands, from the four pairs of their ends."""
 
     def rule(op: Op, a: Bounds, b: Bounds) -> Bounds:
+        # With one operand fixed, all of these functions are monotone in the other one.
         ends = [combine(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
         return Bounds(min(ends), max(ends), whole and a.whole and b.whole)
 
@@ -123,6 +126,7 @@ def _quotient(op: Op, a: Bounds, b: Bounds) -> Bounds | None:
 
 
 def _power(op: Op, a: Bounds, b: Bounds) -> Bounds | None:
+    # Only of a positive base is a power monotone in its base and in its exponent.
     if a.low <= 0:
         return None
     ends = [float(np.float_power(x, y)) for x in (a.low, a.high) for y in (b.low, b.high)]
@@ -134,6 +138,7 @@ def _integer_power(op: Op, a: Bounds) -> Bounds | None:
     if y < 0 and a.low <= 0 <= a.high:
         return None
     ends = [float(a.low) ** y, float(a.high) ** y]
+    # An even power is least inside of an interval that contains 0, not at an end.
     low = 0.0 if a.low <= 0 <= a.high and y % 2 == 0 else min(ends)
     return Bounds(low, max(ends), a.whole and y > 0)
 
@@ -213,11 +218,13 @@ OPS: dict[str, Rule] = {
     "rem": _remainder,
     "select_n": lambda op, ins: _join(ins[1:]),
     "concatenate": lambda op, ins: _join(ins),
+    # The limits bound the result, even if the operand between them is unknown.
     "clamp": lambda op, ins: _join([ins[0], ins[2]]),
     "reduce_sum": _count("axes"),
     "cumsum": _count("axis"),
     "reduce_max": _moved,
     "reduce_min": _moved,
+    # A pad also returns its padding value, which is another operand.
     **dict.fromkeys(MOVES - {"pad"}, _moved),
     **dict.fromkeys(CASTS, _cast),
 }

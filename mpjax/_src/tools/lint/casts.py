@@ -21,6 +21,7 @@ def double_rounding(program: Program) -> Iterator[Hit]:
         for before in program.makers(source, MOVES | CASTS):
             if before.name not in CASTS:
                 continue
+            # The first cast rounds only a value that has more digits than both 16-bit dtypes.
             middle, wide = dtype_of(before.outs[0]), before.ins[0]
             halves = is_float(wide) and digits(dtype_of(wide)) > max(digits(middle), digits(target))
             if halves and digits(middle) < 24 and middle != target:

@@ -15,6 +15,7 @@ def is_silenced(source: str, rule: str) -> bool:
     file, _, number = source.rpartition(":")
     if not file:
         return False
+    # JAX names one line of a statement, and the comment may be on another one.
     first, last = _statement(file, int(number))
     for line in linecache.getlines(file)[first - 1 : last]:
         for names in COMMENT.findall(line):
@@ -37,5 +38,6 @@ def _statements(text: str) -> tuple[tuple[int, int], ...]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):  # not Python
         return ()
+    # Only statements without a body: a comment in a function must not silence all of it.
     simple = (n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not hasattr(n, "body"))
     return tuple((node.lineno, node.end_lineno or node.lineno) for node in simple)

@@ -40,7 +40,7 @@ def lost_constants(program: Program) -> Iterator[Hit]:
 
 
 def _is_librarys_mask(program: Program, op: Op) -> bool:
-    masks = all(reader.name == "select_n" for reader in program.ends(op.outs[0]))
+    masks = all(reader.name == "select_n" for reader in program.final_readers(op.outs[0]))
     return masks and bool(op.lines[1])
 
 
@@ -53,6 +53,7 @@ def half_counts(program: Program) -> Iterator[Hit]:
     for op in program.ops:
         if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
             continue
+        # A cast reads integers in their own dtype; an iota makes them in 16 bits.
         value = op.outs[0] if op.name == "iota" else op.ins[0]
         bounds = bounds_of(program, value) if _is_count(program, value) else None
         limit = 2 ** digits(dtype_of(op.outs[0]))
@@ -86,6 +87,7 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
         return
     before = np.asarray(ins[0]).astype(np.int64)
     after = np.asarray(outs[0]).astype(np.float64)
+    # Compared as float64, which has every 16-bit number and every integer below 2**53.
     changed = before != after
     if changed.any():
         first = int(np.argmax(changed))
@@ -134,6 +136,7 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
         most = float(jnp.finfo(dtype_of(op.outs[0])).max)
         parts = [_least_of_masks(program, value) for value in op.ins]
         if op.name == "sub":
+            # A mask that is subtracted lowers the difference most by its largest number.
             parts[1] = [-high for high in _least_of_masks(program, op.ins[1], max)]
         least = [number for part in parts for number in part]
         # A part that overflows alone is the fault of an addition in it, which is found there.
@@ -153,6 +156,7 @@ def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
         sums = op.name in MOVES or op.name in CASTS or op.name == "add"
         return sums and bounds_of(program, op.outs[0]) is None
 
+    # The walk passes sums with logits, whose bounds are unknown, and stops at whole masks.
     bounds = [bounds_of(program, each) for each in program.back(value, is_unknown)]
     return [end(each.low, each.high) for each in bounds if each and each.low != each.high]
 

@@ -30,7 +30,8 @@ def gathers_before_casts(program: Program) -> Iterator[Hit]:
         value = op.outs[0]
         if dtype_of(value) != FLOAT32 or program.is_backward(op) or not _gathers(program, op):
             continue
-        readers, moved = program.ends(value), program.forward(value)
+        readers, moved = program.final_readers(value), program.forward(value)
+        # The caller reads a result of the program in float32, so such a gather is not wasted.
         if readers and all(map(narrows, readers)) and results.isdisjoint(moved):
             yield Hit(
                 f"{op.name} gathers {shown(op.ins[0])}, and every reader casts the result to 16 "
@@ -47,6 +48,7 @@ def _gathers(program: Program, op: Op) -> bool:
     shape = op.outs[0].aval.shape
     if sharding.is_fully_replicated:
         return sharding.mesh.size > 1
+    # How an array is spread before the constraint is known of arguments alone.
     arrays = dict(zip(program.block.invars, program.call.arrays, strict=True))
     before = (getattr(arrays.get(v), "sharding", None) for v in program.back(op.ins[0], ()))
     return any(
@@ -69,6 +71,7 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
     for row in collectives(compiled.after, compiled.before):
         if row.kind not in SUMS or row.carries not in ("gradients", "statistics"):
             continue
+        # A promoted sum adds in float32, but each device has rounded its term to 16 bits before.
         promoted = sums.get(row.exchange, "").endswith(PROMOTED)
         if row.dtype in HALVES or promoted:
             shape = ",".join(map(str, row.shape))
@@ -88,6 +91,7 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
     for computation, op, *_ in exchanges(module, entry, flow):
         if op.opcode.removesuffix("-start") != "all-gather":
             continue
+        # XLA combines several gathers to one, each operand of which has its own readers.
         for index, operand in enumerate(op.operands):
             shape = computation.ops[operand].shapes[0]
             if shape.dtype != "f32" or _was_half(module, flow, (computation.name, operand, 0)):
@@ -119,6 +123,7 @@ def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[h
     while waiting:
         for following, _ in flow.after.get(waiting.pop(), ()):
             op = _op(module, following)
+            # XLA fuses casts, so the search goes into the kernels that read the array.
             moved = op.opcode in ("parameter", "get-tuple-element", "tuple", "fusion", "copy")
             moved |= op.opcode in ("bitcast", "reshape", "transpose", "all-gather-done", "call")
             if not moved:
@@ -138,6 +143,7 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
         yield NotRun("how a CPU multiplies says nothing about accelerators: pass one as target")
         return
     wanted = asked(compiled.before)
+    # The optimized matmul may have lost its line, which the module before still has.
     lines = _lines(compiled.before)
     module, entry = parse(compiled.after)
     line_of = source_lines(compiled.after)

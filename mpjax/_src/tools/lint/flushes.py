@@ -45,6 +45,7 @@ def backward_values(program, op, ins, outs) -> Iterator[Hit]:
         for i in halves:
             counts = program.notes.setdefault("backward", {})
             counts[op] = counts.get(op, 0) + _exponents(wide[i])
+    # All checks are generators. This one only counts: `flushed_gradients` reports after the step.
     yield from ()
 
 
@@ -92,12 +93,13 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
         gradients.setdefault(next(iter(names), "a result"), op)
         behind |= names
     more = [name for name in behind if name not in gradients]
-    first, *others = ((name, *_told(lossy[op])) for name, op in gradients.items())
-    told = "of the nonzero entries behind the gradient of {} to zero and makes {} subnormal"
-    told = f"{first[1]} {told.format(first[0], first[2])}"
-    told += "".join(f"; for {name} {zero} and {small}" for name, zero, small in others[: NAMED - 1])
-    told += f"; and {len(others) - NAMED + 1} more" if len(others) >= NAMED else ""
-    told += f". Those of {first_of(more, NAMED)} depend on them" if more else ""
+    first, *others = ((name, *_lost_shares(lossy[op])) for name, op in gradients.items())
+    lost = "of the nonzero entries behind the gradient of {} to zero and makes {} subnormal"
+    lost = f"{first[1]} {lost.format(first[0], first[2])}"
+    named = (f"; for {name} {zero} and {small}" for name, zero, small in others[: NAMED - 1])
+    lost += "".join(named)
+    lost += f"; and {len(others) - NAMED + 1} more" if len(others) >= NAMED else ""
+    lost += f". Those of {first_of(more, NAMED)} depend on them" if more else ""
     total = np.sum([*lossy.values()], axis=0)
     least = next((k for k in range(1, most) if _lost(total, k) < CURED), most)
     # Between the two: what is flushed now says nothing of smaller cotangents behind it.
@@ -106,12 +108,12 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
     at = f"At a loss scale of {scale}, which nothing raises," if scale else "Without a loss scale,"
     cure = f"one that is {2**power} times as large" if scale else f"a loss scale of {2**power}"
     yield Hit(
-        f"{at} float16 flushes {told}. With {cure}, {left:.2%} have half of their digits or none.",
+        f"{at} float16 flushes {lost}. With {cure}, {left:.2%} have half of their digits or none.",
         worst[0],
     )
 
 
-def _told(counts: np.ndarray) -> tuple[str, str]:
+def _lost_shares(counts: np.ndarray) -> tuple[str, str]:
     """Returns the shares that float16 flushes and makes subnormal, as text."""
     flushed, small = (_share(counts, below) for below in (LIMITS.flush, LIMITS.normal))
     return f"{flushed:.0%}", f"{small - flushed:.0%}"

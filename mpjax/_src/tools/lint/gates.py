@@ -58,6 +58,7 @@ def ungated_states(program: Program) -> Iterator[Hit]:
 def _gate(program: Program, each: Carried) -> Op | None:
     """Returns the operation that selects the new or old value of a state by a finite test."""
     for value in program.back(each.after, MOVES | CASTS):
+        # A step may be skipped by a select or by a branch (lax.cond).
         op = program.branch(value) or program.maker(value)
         if op is None or not (op.name == "select_n" or op.inside.kind == BRANCH):
             continue

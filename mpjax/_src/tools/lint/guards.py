@@ -24,12 +24,15 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
     for op in program.named("select_n"):
         which, *cases = op.ins
         numbers = [program.number(case) for case in cases]
+        # As in jnp.where(jnp.isfinite(g), g, 0): one case is a number, and the other the gradient.
         if len(cases) != 2 or sum(n is not None for n in numbers) != 1:
             continue
         value = cases[numbers.index(None)]
         number = next(n for n in numbers if n is not None)
+        # What becomes Inf or NaN is not hidden.
         if not is_float(value) or not np.isfinite(number):
             continue
+        # A test of another value, such as the loss, skips whole steps and hides no entry.
         same = set(program.back(value, MOVES | CASTS))
         asked = any(_asks_finite(program, test, same) for test in program.makers(which, LOGIC))
         if asked and is_gradient(program, value):
@@ -116,6 +119,7 @@ NONE: frozenset[Value] = frozenset()
 
 def endless_scales(program: Program) -> Iterator[Hit]:
     """Finds numbers that grow by a factor on a condition, without an upper limit."""
+    # A loss scale is a state of one number, so it is an argument and a result.
     arguments = {v for v in program.block.invars if is_float(v) and v.is_one}
     results = {v for v in program.block.outvars if is_float(v) and v.is_one}
     for op in program.named("mul", "div"):
@@ -126,6 +130,7 @@ def endless_scales(program: Program) -> Iterator[Hit]:
         source = set(program.back(grown, MOVES | CASTS | {"select_n", "max"}))
         if source.isdisjoint(arguments):
             continue
+        # A select that compares the grown number, as jnp.where(s < most, 2 * s, s), limits it.
         passes = functools.partial(_passes_on, program, {*op.outs, *op.ins})
         kept = set(program.forward(op.outs[0], passes))
         if _is_chosen(program, op, kept) and not kept.isdisjoint(results):

@@ -82,6 +82,7 @@ def lint(
     rules = chosen(select, ignore)
     check_flag("run", run)
     check_flag("progress", progress)
+    # Raises for an unknown target now, before the function is traced and run.
     if target not in (None, CPU):
         find_target(target)
 
@@ -119,6 +120,7 @@ def lint(
 def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) -> str:
     """Runs one step with the rules that check values; returns why that failed, or ""."""
     watcher = _Watcher(program, rules, hits)
+    # A new list, because `interpret` empties the one that it is given.
     arrays = [jnp.asarray(x) for x in program.call.arrays]
     try:
         interpret(program.traced.jaxpr, arrays, watcher)
@@ -142,6 +144,7 @@ class _Watcher(Plain):
         outs = Plain.operation(eqn, ins, place)
         op = self.ops.get(id(eqn)) or self.ops.get(_origin(eqn))
         for rule in self.rules if op else ():
+            # Further iterations of a loop would repeat the finding.
             if (id(eqn), rule.name) not in self.done:
                 hits = [(rule, hit) for hit in rule.check(self.program, op, ins, outs)]
                 self.found += hits
@@ -160,6 +163,7 @@ def _compile(
     flat = functools.partial(_jax.eval_closed, program.traced.jaxpr)
     try:
         compiled = Compiled(target, *compiled_texts(target, flat, program.call.arrays))
+    # A missing compiler or a refused program must not cost the findings of the other rules.
     except (RuntimeError, TimeoutError, MemoryError, ImportError) as error:
         reason = f"compiling for {target} failed: {type(error).__name__}: {_first_line(error)}"
         return {rule.name: reason for rule in rules}
@@ -180,11 +184,14 @@ def _findings(
     groups: dict[tuple[str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
     for rule, hit in hits:
         source = hit.source or (hit.op.source if hit.op else "") or program.place
+        # A line runs many operations, for example in each call of a layer: one finding has them
+        # all.
         groups[source, rule.name].append((rule, hit))
     findings = []
     for (source, name), group in groups.items():
         rule, hit = group[0]
         scope = "/".join(shown(hit.op.scopes)) if hit.op else hit.scope
+        # Hits in a compiled program have no operation.
         count = len({id(hit.op) for _, hit in group if hit.op}) or 1
         findings.append(Finding(name, source, scope, hit.message, rule.why, rule.instead, count))
     findings.sort(key=_line)

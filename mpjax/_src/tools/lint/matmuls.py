@@ -67,6 +67,7 @@ def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Va
     for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
         op = program.maker(v)
         if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
+            # JAX widened the other operands because of these, which were float32 already.
             strong = [each for each in op.ins if not _is_promoted(program, each)]
             if strong and len(strong) < len(op.ins):
                 promoting[v] = op, strong
@@ -115,6 +116,8 @@ def _cause(program: Program, value: Value) -> str:
 
 def _origin(program: Program, value: Value) -> str:
     """Returns in words what a strongly typed float32 value is, if that is why others are too."""
+    # A weakly typed number promotes nothing. What has sources only enters or leaves a loop, branch
+    # or call, and its origin is among them.
     if dtype_of(value) != FLOAT32 or value.aval.weak_type or program.sources(value):
         return ""
     op = program.maker(value)

@@ -73,24 +73,26 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
         if not program.is_backward(op):
             for value in program.back(op.ins[0], MOVES | CASTS):
                 forward[value].append(op)
-    for again in program.named(*MATMULS):
-        if not program.is_backward(again):
+    for backward in program.named(*MATMULS):
+        if not program.is_backward(backward):
             continue
-        sources = [set(program.back(v, MOVES | CASTS)) for v in again.ins[:2]]
+        sources = [set(program.back(v, MOVES | CASTS)) for v in backward.ins[:2]]
+        # Forward matmuls are found by their left operand, so not all pairs are compared.
         near = {op: None for each in sources for value in each for op in forward.get(value, ())}
         for op in near:
-            if _same_matmul(program, op, again, sources):
+            if _same_matmul(program, op, backward, sources):
                 yield Hit(
                     f"The forward pass computes {shown(op.outs[0])} here, and the backward pass "
-                    f"recomputes the same matmul as {shown(again.outs[0])}.",
+                    f"recomputes the same matmul as {shown(backward.outs[0])}.",
                     op,
                 )
 
 
-def _same_matmul(program: Program, op: Op, again: Op, sources: list[set[Value]]) -> bool:
-    first, second = op.outs[0], again.outs[0]
+def _same_matmul(program: Program, op: Op, backward: Op, sources: list[set[Value]]) -> bool:
+    first, second = op.outs[0], backward.outs[0]
     if dtype_of(first) == dtype_of(second) or first.size != second.size:
         return False
+    # A rule may recompute the transposed product, so the operands may be swapped.
     own = [set(program.back(v, MOVES | CASTS)) for v in op.ins[:2]]
     return any(
         not (own[0].isdisjoint(one) or own[1].isdisjoint(other))
@@ -111,6 +113,7 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
         half = [v for v in op.ins if is_half(v) and len(v.aval.shape) > 1]
         for value in wide:
             last = value.aval.shape[-1]
+            # A last axis of 1 is that of stored statistics, which would all match.
             other = next((v for v in half if last > 1 and v.aval.shape[-1] == last), None)
             if other is not None:
                 yield Hit(f"{op.name} has the operands {shown(value)} and {shown(other)}.", op)

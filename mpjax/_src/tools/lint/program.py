@@ -82,16 +82,17 @@ class Program:
         """Joins what an inner program reads and returns with what is the same outside of it."""
         inner = sub.program
         for value, place in zip(inner.invars, sub.ins, strict=True):
-            self._same(op.ins[place], value)
+            self._connect(op.ins[place], value)
         for value, out in zip(inner.outvars, sub.outs, strict=True):
+            # The condition of a loop returns its verdict to the loop itself.
             if out is not None:
-                self._same(value, op.outs[out])
+                self._connect(value, op.outs[out])
         for result, argument in sub.carry:
             if op.inside.kind == SCAN:
                 self._counters[inner.invars[argument]] = op, sub, result
-            self._same(inner.outvars[result], inner.invars[argument])
+            self._connect(inner.outvars[result], inner.invars[argument])
 
-    def _same(self, source: Value, target: Value) -> None:
+    def _connect(self, source: Value, target: Value) -> None:
         self._from[target].append(source)
         self._to[source].append(target)
 
@@ -122,10 +123,6 @@ class Program:
     def is_backward(self, op: Op) -> bool:
         """Returns whether an operation belongs to the backward pass that JAX derived."""
         return op in self._backward
-
-    def turns(self, op: Op) -> int:
-        """Returns the number of times that an operation runs, as far as it is known."""
-        return int(np.prod([turns_of(each.eqn) for each in self.around[op]], dtype=np.int64))
 
     def maker(self, value: Value) -> Op | None:
         """Returns the operation that produces a value, or None for a loop, branch or call."""
@@ -190,6 +187,7 @@ class Program:
         if value.literal:
             return np.asarray(value.const)
         array = self._constants.get(value)
+        # A tracer belongs to a trace around this one, and a random key has no numbers.
         known = array is not None and not isinstance(array, jax.core.Tracer) and not is_key(array)
         return np.asarray(array) if known and value.size <= CONSTANT_LIMIT else None
 
@@ -198,6 +196,7 @@ class Program:
         around = self._counters.get(value)
         if around is None:
             return None
+        # fori_loop starts its counter at a constant, and adds a constant in each iteration.
         loop, inside, result = around
         op = self.maker(inside.program.outvars[result])
         start = self.constant(loop.ins[inside.ins[inside.program.invars.index(value)]])
@@ -214,7 +213,7 @@ class Program:
         same = self.forward(value, ())
         return [op for v in same for op in self._read[v] if not op.subs]
 
-    def ends(self, value: Value, through: Collection[str] = MOVES) -> list[Op]:
+    def final_readers(self, value: Value, through: Collection[str] = MOVES) -> list[Op]:
         """Returns the operations that read a value, moved at most, and do more than move it."""
         moved = self.forward(value, through)
         return [op for v in moved for op in self.readers(v) if op.name not in through]
@@ -245,6 +244,7 @@ class Program:
         op = self.maker(value)
         if op is None or not goes(op):
             return ()
+        # The predicate only chooses: no entry of the result comes from it.
         return op.ins[1:] if op.name == "select_n" else op.ins
 
     def argument(self, value: Value) -> str:
@@ -296,6 +296,7 @@ def make_program(
             call = Flat.of((states, more))
             flat = call.on(on_arrays(fun))
             programs.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
+            # Nothing ran, so `call_on_arrays` has no new values to write into the modules.
             return None, None, None
 
         call_on_arrays(run, *jax.tree.map(_stands_for, (args, kwargs)))
@@ -321,6 +322,7 @@ def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
 
 
 def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
+    # JAX casts numbers while it traces, so the program would not show that a constant is lost.
     with _jax.casts_of_numbers():
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(

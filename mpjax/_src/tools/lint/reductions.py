@@ -72,10 +72,10 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
             yield from _decaying(program, loop, returned, carried)
             continue
         op, others = chain
-        stands = any(carried in program.back(v, lambda op: True) for v in others)
+        depends = any(carried in program.back(v, lambda op: True) for v in others)
         dtype = carried.aval.dtype
         derived = program.is_backward(op)
-        limit = stalls_at(dtype) if stands or derived else 2 ** (digits(dtype) / 2)
+        limit = stalls_at(dtype) if depends or derived else 2 ** (digits(dtype) / 2)
         turns = turns_of(loop.eqn)
         if turns > limit:
             yield Hit(
@@ -157,21 +157,17 @@ def _leads_to(program: Program, value: Value, carried: Value) -> bool:
     return True
 
 
-COLLECTIVES = {
-    "psum": "adds",
-    "psum_invariant": "adds",
-    "psum2": "adds",
-    "unreduced_psum": "adds",
-    "reduce_scatter": "adds",
-    "psum_scatter": "adds",
-}
+COLLECTIVES = (
+    *("psum", "psum_invariant", "psum2", "unreduced_psum"),
+    *("reduce_scatter", "psum_scatter"),
+)
 
 
 def half_collectives(program: Program) -> Iterator[Hit]:
     """Finds sums over devices in 16 bits, where each device rounds its partial sum.
 
     The usual case is gradients: an average over replicas is small relative to its terms if they
-    cancel. A sum over a single device is ignored.
+    cancel.
     """
     for op in program.named(*COLLECTIVES):
         value = op.ins[0]

@@ -71,6 +71,7 @@ class LintReport(Report):
         if self.suppressed:
             ignored = ", ".join(f"{short(f.source)} {f.rule}" for f in self.suppressed)
             notes.append(f"suppressed: {ignored}")
+        # Many rules lack the same, such as a target, and share a line.
         reasons: dict[str, list[str]] = {}
         for name, reason in self.not_run.items():
             reasons.setdefault(reason, []).append(name)
@@ -92,6 +93,7 @@ class LintReport(Report):
         """
         index = {rule.name: i for i, rule in enumerate(self.rules)}
         results = [(each, False) for each in self.findings]
+        # SARIF has a mark for suppressed results, so that code scanning can list them too.
         results += [(each, True) for each in self.suppressed]
         driver = {
             "name": "mpjax lint",

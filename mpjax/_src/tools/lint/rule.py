@@ -70,4 +70,3 @@ class Compiled:
     before: str  # the HLO that the compiler received
     # The optimized HLO that runs. `hardware.hlo` reads both.
     after: str
-    report: Any = None  # the `CompileReport` of an accelerator; None for "cpu"

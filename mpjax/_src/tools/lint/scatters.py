@@ -33,10 +33,12 @@ def half_scatters(program: Program) -> Iterator[Hit]:
 
 
 def _updates(op: Op) -> int:
+    # The last axis of JAX's scatter indices has the coordinates of one update.
     return math.prod(op.ins[1].aval.shape[:-1])
 
 
 def _rows(op: Op) -> int:
+    # Along axes that the indices do not choose, an update adds to all entries.
     numbers = op.params["dimension_numbers"]
     return math.prod(op.ins[0].aval.shape[d] for d in numbers.scatter_dims_to_operand_dims)
 

@@ -62,7 +62,7 @@ def undone(program: Program) -> Iterator[Op]:
             maker is None or program.around[maker] != here for maker in makers
         ):
             continue
-        readers = program.ends(op.outs[0], SHAPES)
+        readers = program.final_readers(op.outs[0], SHAPES)
         # Values of the forward pass that the backward pass reads are stored.
         if not readers or not all(widens(r) and not program.is_backward(r) for r in readers):
             continue
@@ -91,7 +91,7 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
     for op in program.named(*CASTS):
         if not (program.is_backward(op) and narrows(op) and _jax.is_written_cast(op.eqn)):
             continue
-        readers = program.ends(op.outs[0], SHAPES)
+        readers = program.final_readers(op.outs[0], SHAPES)
         wanted = bool(readers) and all(widens(r) and not program.is_backward(r) for r in readers)
         if wanted and len(op.outs[0].aval.shape) > 1:
             half = short_name(dtype_of(op.outs[0]))
@@ -106,6 +106,7 @@ def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds casts to 16 bits and back that the compiler removed."""
     line_of = source_lines(compiled.after)
     module, _ = parse(compiled.after)
+    # Found by line and dtype, because the compiler renames and merges instructions.
     kept = {
         (line_of(op), op.shapes[0].dtype)
         for computation in module.values()
@@ -131,10 +132,11 @@ def rounding_errors(program: Program) -> Iterator[Hit]:
 
 
 def _of_half_sum(program: Program, op: Op) -> str:
-    """Returns whether a value is ``(x + y) - x`` in 16 bits, or its negative, as in Kahan sums."""
+    """Says what is wrong if a value is ``(x + y) - x`` in 16 bits or its negative (Kahan sums)."""
     for total, term in (op.ins, op.ins[::-1]) if is_half(op.outs[0]) else ():
         terms = set(program.back(term, SHAPES))
         for maker in program.makers(total, SHAPES):
+            # Of x - y only x counts: (x - y) - y is no rounding error.
             added = maker.ins[: 2 if maker.name == "add" else 1] if maker.name in SUMS else ()
             if any(not terms.isdisjoint(program.back(v, SHAPES)) for v in added):
                 return (
@@ -146,7 +148,7 @@ def _of_half_sum(program: Program, op: Op) -> str:
 
 
 def _of_rounded(program: Program, op: Op) -> str:
-    """Returns whether a value is ``half(z) - f(z)``: one side rounded, the other not."""
+    """Says what is wrong if a value is ``half(z) - f(z)``: one side rounded, the other not."""
     for rounded, other in (op.ins, op.ins[::-1]):
         narrow = _narrowed(program, rounded)
         if narrow is None:
@@ -162,7 +164,7 @@ def _of_rounded(program: Program, op: Op) -> str:
 
 
 def _narrowed(program: Program, value: Value) -> Op | None:
-    """Returns the cast to half of a value that was only widened and moved since, or None."""
+    """Returns the cast to 16 bits of a value that was only widened and moved since, or None."""
     if is_half(value):
         return None
     before = program.makers(value, (MOVES | CASTS) - FIXED)

@@ -50,6 +50,7 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
             for op in program.makers(each.after, MOVES | CASTS | {"select_n"}):
                 if op.name not in ("add", "sub"):
                     continue
+                # One operand has to be the old weight, so that the other one is its update.
                 ways = [each.before in program.back(v, MOVES | CASTS) for v in op.ins]
                 if sum(ways) != 1 or _is_rounded_by_bits(program, op, each.after):
                     continue
@@ -92,6 +93,7 @@ def overflowing_scales(program, op, ins, outs) -> Iterator[Hit]:
     half = [x for x in outs if is_half(x)]
     if not half or all(bool(jnp.isfinite(x).all()) for x in half):
         return
+    # An operation that reads Inf only passes it on.
     if not all(bool(jnp.isfinite(x).all()) for x in ins if _is_number(x)):
         return
     scale = static_scale(program)
@@ -112,6 +114,7 @@ def static_scale(program: Program) -> str:
 
 
 def _scale(program: Program) -> str:
+    # A scale that the step returns as it came is as static as a constant.
     kept = {each.before: each.name for each in carried(program) if each.before is each.after}
     for v in _factors(program):
         constant = program.constant(v)

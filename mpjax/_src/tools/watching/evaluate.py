@@ -54,6 +54,7 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
                 outs = _jax.bind(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
         for v, t in watch.before.get(i, ()):
+            # The program's own cast says what is stored, so that the figures need no second one.
             parts.append(measured(read(v), t, axes, outs[0] if t.part == "cast" else None))
         parts += seen + [measured(env[v], t, axes) for v, t in watch.after.get(i, ())]
     return [read(atom) for atom in inner.outvars], joined(parts)
@@ -94,6 +95,7 @@ def _enter(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, 
             parts = [_nothing([watch], axes) for watch in watches]
             return joined([*parts[:number], figures, *parts[number + 1 :]])
 
+        # JAX's while loop accepts no result of its condition besides the verdict.
         if row.kind == WHILE and number == 0:  # the condition
             return functools.partial(_jax.eval_closed, programs[number])
         ends = {BRANCH: among_all, MAP: lambda figures: over_devices(figures, mine)}
@@ -103,6 +105,7 @@ def _enter(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, 
     def add(total, seen, turn):
         return jax.tree.leaves(combined(Figures(*total), in_turn(Figures(*seen), turn)))
 
+    # A loop begins with figures of nothing, and adds those of each iteration.
     gains = Gains(jax.tree.leaves(_nothing(watches, axes)), add)
     bodies = [body(number) for number in range(len(programs))]
     return split(rebuild(eqn, bodies, [*map(_jax.in_avals, programs)], ins, gains))

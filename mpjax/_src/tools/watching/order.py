@@ -142,11 +142,13 @@ def _walk(jaxpr: Any, ins: Sequence[_Node | None], nodes: list[_Node]) -> list[_
         name, inner = eqn.primitive.name, _jax.inner_jaxprs(eqn)
         kind = higher_order(name).kind
         if kind == BRANCH:
+            # Which branch runs is not known, so a result waits for what any of them needs.
             branches = [_walk(each, operands[1:], nodes) for each in inner]
             outs = [
                 _add(nodes, needed, 0) if (needed := [n for n in each if n is not None]) else None
                 for each in zip(*branches, strict=True)
             ]
+        # A while loop, which has two programs and an unknown number of iterations, is one node.
         elif len(inner) == 1 and _same_form(inner[0], eqn):
             outs = _walk(inner[0], operands, nodes)
             if kind == SCAN:
@@ -178,6 +180,7 @@ def _stacked(eqn: Any, outs: list[_Node | None], nodes: list[_Node]) -> list[_No
 
 def _rows(eqn: Any, live: Sequence[_Node]) -> _Rows | None:
     """Returns the rows that an equation's result inherits from an operand, or None."""
+    # Scalars such as a scale aside, another shape may mean that rows were moved or summed.
     shapes = map(operator.attrgetter("aval.shape"), (*eqn.invars, *eqn.outvars))
     if eqn.primitive.name not in ROWWISE or len({s for s in shapes if s}) > 1:
         return None

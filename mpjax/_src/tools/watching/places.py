@@ -88,6 +88,7 @@ def watch(jaxpr: Any) -> Watch:
     inner, _ = _jax.open_jaxpr(jaxpr)
     everything = [True] * len(inner.outvars)
     watched, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
+    # Backwards, so that of equal keys the first tensor in the program stays.
     first = {t.key: t for t in reversed(watched.tensors) if not t.again}
     twice = [t for t in watched.tensors if t.again and t.key in first]
     for tensor in twice:  # in the program's order, in which a report names them
@@ -154,6 +155,7 @@ def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) ->
         watches.append(watch)
         carried = {result for result, _ in inside.carry}
         for n, result in zip(inside.outs, results, strict=True):
+            # What was measured in a branch or an iteration need not be what is read outside.
             if row.kind != BRANCH and n not in carried:
                 tensors[eqn.outvars[n]] = result
     return watches
@@ -186,6 +188,7 @@ def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:
     need = rule_of(name).need
     if name == CAST:
         (v,), new = eqn.invars, eqn.params["new_dtype"]
+        # The cast of a matmul's accumulator is measured as the result of the matmul (`_made`).
         if new in HALVES and _is_float(v) and v.aval.dtype != new and v not in makers:
             yield v, "cast", new
     elif need in (HALF, PROGRAM, UNKNOWN.need) and not is_precise(eqn):
@@ -257,6 +260,7 @@ def _cast_alone(jaxpr: Any, readers: dict[Any, list[Any]], results: set[Any]) ->
 def is_elementwise(eqn: Any) -> bool:
     """Returns whether compilers fuse an equation with its operands."""
     if is_entered(eqn):
+        # jnp.where and jax.nn.relu are jits of elementwise operations, which XLA inlines and fuses.
         row = higher_order(eqn.primitive.name)
         programs = [_jax.open_jaxpr(inside.program)[0] for inside in row.wire(eqn)]
         return row.kind == CALL and all(is_elementwise(e) for p in programs for e in p.eqns)

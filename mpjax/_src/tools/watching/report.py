@@ -292,6 +292,7 @@ class PrecisionReport(Report):
         )
 
     def _drawing(self) -> Drawing:
+        # A map shows tensors where they are in the program; `rows` are sorted by urgency.
         order = {tensor.name: i for i, tensor in enumerate(self.tensors)}
         rows = sorted(self.rows, key=lambda row: order[row.name])
         return Drawing(
@@ -303,6 +304,7 @@ class PrecisionReport(Report):
 
 def _scope_and_name(t: Tensor) -> tuple[str, str]:
     """Returns where a tensor is, and its name, which others may have too."""
+    # mpjax's marks are scopes too, and say nothing to the user.
     scope = "/".join(s for s in t.scopes if not s.startswith("mpjax."))
     parts = [scope or short(t.lines[0]), *(["backward"] if t.backward else [])]
     parts += ["cast"] if t.part == "cast" else [t.op, t.part]
@@ -316,6 +318,7 @@ def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
     for t in tensors:
         scope, name = _scope_and_name(t)
         direction = "backward" if t.backward else "forward"
+        # Layers without a scope that share their lines have equal names.
         names[name] += 1
         number = f"/{names[name]}" if names[name] > 1 else ""
         readers = tuple(
@@ -339,6 +342,7 @@ def _row(
     steps: Sequence[int],
     past: Sequence[float],
 ) -> PrecisionRow:
+    # Behind the counts are the two sums of squares, which have no names.
     numbers = dict(zip(COUNTS, map(float, sums), strict=False))
     entries, part = (numbers.pop(name) for name in ("entries", "looked_at"))
     shares: dict[str, Any] = {name: n / max(part, 1) for name, n in numbers.items()}

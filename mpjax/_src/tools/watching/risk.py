@@ -56,6 +56,7 @@ def growth_of(steps: Sequence[int], past: Sequence[float]) -> float | None:
     if len(seen) < ENOUGH:
         return None
     at, logs = np.asarray(seen, np.float64).T
+    # Centered, the slope of the regression line is one quotient.
     at = at - at.mean()
     return float(at @ (logs - logs.mean()) / (at @ at))
 

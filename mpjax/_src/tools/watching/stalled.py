@@ -120,6 +120,7 @@ def stalled(
     def share(update, old, new):
         if update is None:
             return jnp.float32(0)
+        # A weight moves if one of its arrays does, such as a residual that collects small updates.
         same = functools.reduce(jnp.logical_and, map(_unchanged, old, new))
         moved = update != 0
         counts = [jnp.sum(x, dtype=jnp.uint32).astype(jnp.float32) for x in (moved & same, moved)]

@@ -76,6 +76,8 @@ def _differentiable(jaxpr: Any, watched: Any) -> Callable[..., tuple[list[Any], 
     def run(*args):
         return evaluate(inner, watched, args)
 
+    # JAX refuses most effects in a custom_jvp. Its own derivative is the same, because `measure`
+    # stops gradients.
     if inner.effects:
         return functools.partial(run, *consts)
     call = jax.custom_jvp(run)
@@ -162,6 +164,7 @@ class WatchedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         number, self.calls = self.calls, self.calls + 1
+        # The first call is sampled even if a resumed run begins between two samples.
         if self._started and number % self.every:
             return self.step(*args, **kwargs)
         self._started = True
@@ -184,8 +187,9 @@ class WatchedStep:
             )
         if call.jaxpr not in self._programs:
             watched = watch(call.jaxpr)
-            program = _jax.jit_of(traced(call.jaxpr, watched), call.with_places())
-            self._programs[call.jaxpr] = program, described(watched.tensors)
+            # The jit's own parameters, so that donation and shardings stay those of the step.
+            params = _jax.jit_of(traced(call.jaxpr, watched), call.with_places())
+            self._programs[call.jaxpr] = params, described(watched.tensors)
         params, tensors = self._programs[call.jaxpr]
         with unchecked():  # the report says what is not finite
             outs = call.run(params)
