@@ -41,6 +41,14 @@ def silenced_whole(x):
     return jax.lax.reduce_sum(x, (0,))  # why not  # mpjax: ignore
 
 
+def silenced_in_another_case(x, kind="sum"):
+    match kind:
+        case "none":
+            return x  # mpjax: ignore
+        case _:
+            return jax.lax.reduce_sum(x, (0,))
+
+
 def test_one_line_and_rule_is_one_finding():
     (found,) = mpjax.lint(twice)(bf16(300)).findings
     assert found.count == 3 and found.rule == "half-sum"
@@ -48,7 +56,8 @@ def test_one_line_and_rule_is_one_finding():
 
 
 def test_comments_silence_a_line():
-    for fun, findings in ((silenced, 0), (silenced_for_others, 1), (silenced_whole, 0)):
+    functions = silenced, silenced_for_others, silenced_whole, silenced_in_another_case
+    for fun, findings in zip(functions, (0, 1, 0, 1), strict=True):
         report = mpjax.lint(fun)(bf16(300))
         assert (len(report.findings), len(report.suppressed)) == (findings, 1 - findings)
     assert "suppressed: " in str(mpjax.lint(silenced)(bf16(300)))

@@ -122,7 +122,7 @@ def _quotient(op: Op, a: Bounds, b: Bounds) -> Bounds | None:
     if b.low <= 0 <= b.high:  # a quotient near a pole may be anything
         return None
     ends = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
-    return Bounds(min(ends), max(ends))
+    return _cast(op, [Bounds(min(ends), max(ends))])
 
 
 def _power(op: Op, a: Bounds, b: Bounds) -> Bounds | None:
@@ -161,8 +161,11 @@ def _cast(op: Op, ins: list[Bounds | None]) -> Bounds | None:
     a = ins[0]
     if a is None:
         return None
-    integer = jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer)
-    return a._replace(whole=a.whole or bool(integer))
+    if not jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer):
+        return a
+    # Integers are cut off towards zero.
+    ends = (float(np.trunc(end)) for end in (a.low, a.high))
+    return Bounds(*ends, True)
 
 
 def _within(low: float, high: float, whole: bool = False) -> Rule:
@@ -183,11 +186,15 @@ def _count(axes: str) -> Rule:
 
 
 def _remainder(op: Op, ins: list[Bounds | None]) -> Bounds | None:
-    b = ins[1]
-    if b is None or not b.whole:
+    a, b = ins
+    if b is None:
         return None
-    # It has the sign of the dividend, which may be either.
-    return Bounds(-b.largest + 1, b.largest - 1, True)
+    # It has the sign of the dividend, which may be either, and is smaller than the divisor: of
+    # integers by one at least.
+    whole = b.whole and jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer)
+    whole = whole or (a is not None and a.whole and b.whole)
+    most = b.largest - whole
+    return Bounds(-most, most, whole)
 
 
 OPS: dict[str, Rule] = {

@@ -39,5 +39,6 @@ def _statements(text: str) -> tuple[tuple[int, int], ...]:
     except (SyntaxError, ValueError):  # not Python
         return ()
     # Only statements without a body: a comment in a function must not silence all of it.
-    simple = (n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not hasattr(n, "body"))
+    statements = (n for n in ast.walk(tree) if isinstance(n, ast.stmt))
+    simple = (n for n in statements if not (hasattr(n, "body") or isinstance(n, ast.Match)))
     return tuple((node.lineno, node.end_lineno or node.lineno) for node in simple)
