@@ -13,8 +13,8 @@ FEW, FEW_EXACT = range(0, 12, 2), range(100, 103)
 # Nests that keep up to a quarter more than JAX, for fewer bytes moved: the operand of a branch
 # beside what the others hand over, and the sums of a norm's rows of eight beside a product.
 KEEP_MORE = {1132, 1242, 1961} | {1580, 1603}
-# A softmax whose rows are nearly one entry: the exponentials that its weights tell have been rounded
-# twice more, and the other entries are what those of a row lack to one. JAX is 3e-4 off, this 3e-3.
+# A softmax whose rows are nearly one entry, of which the others are what it lacks to one: JAX is
+# 3e-4 off. Exponentials that are read from the weights have been rounded twice more: 3e-3.
 CONFIDENT = 529
 # JAX itself stands in for an exact planner: compiled, and all is computed again from the arguments.
 AGAIN = lambda fun, policy: jax.jit(jax.checkpoint(fun))  # noqa: E731
