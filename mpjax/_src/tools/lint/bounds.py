@@ -164,8 +164,7 @@ def _cast(op: Op, ins: list[Bounds | None]) -> Bounds | None:
     if not jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer):
         return a
     # Integers are cut off towards zero.
-    ends = (float(np.trunc(end)) for end in (a.low, a.high))
-    return Bounds(*ends, True)
+    return Bounds(float(np.trunc(a.low)), float(np.trunc(a.high)), True)
 
 
 def _within(low: float, high: float, whole: bool = False) -> Rule:
