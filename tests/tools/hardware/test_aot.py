@@ -253,7 +253,7 @@ def test_attention_keeps_its_softmax_in_16_bits_and_not_its_scores():
 
 
 @compiles("h100")
-def test_a_logsumexp_reads_its_logits_once():
+def test_a_logsumexp_moves_fewer_bytes_than_one_pass_over_them_in_float32():
     def loss(h, w):
         return jnp.sum(jax.nn.logsumexp(h @ w, -1))
 
@@ -262,7 +262,7 @@ def test_a_logsumexp_reads_its_logits_once():
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 128), (128, words))]
     logits = 4 * rows * words
     found = mpjax.compile_for("h100", fun, *args).bytes_accessed
-    assert 2 * logits < found < 2.3 * logits  # written, read
+    assert 1.5 * logits < found < 1.7 * logits  # in 16 bits: written, read twice
     assert mpjax.compile_for("h100", jax.jit(loss), *args).bytes_accessed > 2.9 * logits
 
 

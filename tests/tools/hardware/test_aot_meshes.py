@@ -89,8 +89,11 @@ def test_fully_sharded_parameters_are_gathered_in_16_bits(target):
     assert {(row.dtype, row.devices) for row in gathers} == {("bf16", 8)}
     assert "all-gather" in {row.kind for row in gathers}
     whole = 7 / 8 * 8 * WIDTH**2 * 2
-    # On a TPU, shards that wander both ways along a ring may be sent once too often.
-    assert 0.99 * whole < sum(row.wire_bytes * row.runs for row in gathers) < 1.2 * whole
+    # On a TPU, shards that wander both ways along a ring may be sent once too often. On a GPU, the
+    # weight that the backward pass reads too is gathered for it again: XLA joins the casts of both
+    # passes after it has chosen what is sent.
+    most = 1.51 if target == "h100" else 1.2
+    assert 0.99 * whole < sum(row.wire_bytes * row.runs for row in gathers) < most * whole
     assert {row.carries for row in report.collectives} >= {"parameters", "gradients"}
     assert report.argument_bytes == WIDTH * WIDTH * 4 * (8 / 8 + 1)  # a shard, and rows
     assert report.matmul_flops == 5 * 2 * 1024 * WIDTH * 4 * WIDTH
