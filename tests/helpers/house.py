@@ -248,6 +248,31 @@ def spread(numbers):
     return f"median {statistics.median(numbers):g}, p90 {p90}, most {numbers[-1]}"
 
 
+def primitives(modules):
+    """Returns the names that have a row in base/rules, in the modules of a tree."""
+    calls = (
+        node
+        for name in modules
+        if name.endswith("base.rules")
+        for node in ast.walk(tree_of(modules[name]))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "row"
+    )
+    constants = (call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant))
+    return {name for text in constants for name in text.split()}
+
+
+def spelled(modules):
+    """Returns how often each other module spells out the name of a primitive."""
+    names = primitives(modules)
+    return {
+        module: sum(
+            isinstance(node, ast.Constant) and node.value in names for node in ast.walk(tree)
+        )
+        for module, tree in ((module, tree_of(path)) for module, path in modules.items())
+        if not module.endswith(("base.rules", "base.higher_order"))
+    }
+
+
 def room_of(name):
     top, *inner = name.split(".")
     return f"{top}.{inner[0]}" if top in ("core", "tools") and inner else top
@@ -270,6 +295,9 @@ def totals(root):
         for name, path in modules.items()
     }
     yield f"modules named by a string: {sum(named.values())}, in {[n for n in named if named[n]]}"
+
+    found = [count for count in spelled(modules).values() if count]
+    yield f"primitives named by strings outside base/rules: {sum(found)}, in {len(found)} modules"
 
     lines = collections.Counter()
     comments = collections.Counter()
