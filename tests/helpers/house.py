@@ -53,8 +53,12 @@ def tree_of(path):
 @functools.cache
 def imports(path):
     """Returns what a module imports, by its whole name."""
+    return imported_in(tree_of(path))
+
+
+def imported_in(tree):
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -74,25 +78,17 @@ def modules_of(root):
     return found
 
 
-def is_core(name):
-    return name.startswith("core.")
+def in_core(path):
+    return "_src/core/" in path.as_posix()
 
 
 @functools.cache
 def asked_for(path):
     """Returns what the functions of a module of the core import of the leaves and tools."""
-    functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, FUNCTIONS)]
-    found = {f"{n.module}.{a.name}" for n in within(functions, ast.ImportFrom) for a in n.names}
-    ours = {name.removeprefix("mpjax._src.") for name in found if name.startswith("mpjax._src.")}
-    return {f"mpjax._src.{name}" for name in ours if not is_core(name)} if in_core(path) else set()
-
-
-def in_core(path):
-    return "_src/core/" in path.as_posix()
-
-
-def within(nodes, kind):
-    return (inner for node in nodes for inner in ast.walk(node) if isinstance(inner, kind))
+    functions = (node for node in ast.walk(tree_of(path)) if isinstance(node, FUNCTIONS))
+    found = {name for function in functions for name in imported_in(function)}
+    ours = {name for name in found if name.startswith("mpjax._src.")} if in_core(path) else set()
+    return {name for name in ours if not name.startswith("mpjax._src.core.")}
 
 
 def graph_of(modules):

@@ -71,6 +71,7 @@ def exact(
     argnums: Any = 0,
     planned: Callable[..., Any] = in_exact_mode,
     more: float = 1.0,
+    times: float = measure.TIMES,
 ) -> list[str]:
     """Returns in what a planned program is not JAX's own: results, gradients, bytes kept.
 
@@ -80,6 +81,7 @@ def exact(
         argnums: The arguments to differentiate in.
         planned: The planner: ``planned(fun, policy)`` returns the planned function.
         more: How many times as much as JAX it may keep.
+        times: How many times as far from float64 as JAX it may be.
     """
     args = jax.tree.map(jnp.asarray, tuple(args))
     auto = planned(fun, "float32")
@@ -94,18 +96,18 @@ def exact(
     for i, (part, w, g) in enumerate(parts):
         lines = different(w, g)
         if lines:
-            lines = different(w, g, measure.in_float64(fun, args, argnums)[i])
+            lines = different(w, g, measure.in_float64(fun, args, argnums)[i], times)
         wrong += [f"{part}{line}" for line in lines]
     mine, theirs = (kept(f, args, argnums) for f in (auto, fun))
     return [*wrong, *[f"keeps {mine} bytes, JAX {theirs}"] * (mine > more * theirs)]
 
 
-def different(want: Any, got: Any, truth: Any = None) -> list[str]:
+def different(want: Any, got: Any, truth: Any = None, times: float = measure.TIMES) -> list[str]:
     """Returns the leaves of two trees that differ by more than `CLOSE`, or in shape or dtype.
 
     A leaf that vanishes beside the whole tree is judged by the norm of the tree. Where float32
     itself is further off than `CLOSE`, the order of sums decides: if the ``truth`` is given, a leaf
-    may be a few times as far from it as the one that is wanted.
+    may be ``times`` as far from it as the one that is wanted.
     """
     pairs = jax.tree_util.tree_flatten_with_path(want)[0]
     floats = [np.asarray(w, np.float64) for _, w in pairs if measure.is_f32(w)]
@@ -124,7 +126,7 @@ def different(want: Any, got: Any, truth: Any = None) -> list[str]:
             w, g, t = (np.where(np.isfinite(x), x, 0).astype(np.float64) for x in (w, g, t))
             size = measure.norm(w)
             size = size if size > measure.VANISHES * whole else whole
-            off, most = measure.norm(g - w), max(CLOSE * size, measure.TIMES * measure.norm(w - t))
+            off, most = measure.norm(g - w), max(CLOSE * size, times * measure.norm(w - t))
             off = off if truth is None else measure.norm(g - t)
             wrong += [f"{name} is {off / (size or 1):.2g} off"] * (off > most)
     return wrong

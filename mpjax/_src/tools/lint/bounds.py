@@ -190,8 +190,8 @@ def _remainder(op: Op, ins: list[Bounds | None]) -> Bounds | None:
         return None
     # It has the sign of the dividend, which may be either, and is smaller than the divisor: of
     # integers by one at least.
-    whole = b.whole and jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer)
-    whole = whole or (a is not None and a.whole and b.whole)
+    integer = bool(jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer))
+    whole = integer or (a is not None and a.whole and b.whole)
     most = b.largest - whole
     return Bounds(-most, most, whole)
 
