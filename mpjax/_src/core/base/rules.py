@@ -355,3 +355,27 @@ for _name in _jax.BARRIERS:
     row(_name, MOVE, ONE, **(LINEAR if _name == "again_barrier" else HELD))
 row("rounded carrier carried", MOVE, ONE, **LINEAR)
 row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)
+
+# ---- families: primitives that several passes treat as one ---------------------------------------
+
+SUMS_OF_TWO = frozenset(["add", "add_any", "sub"])
+ADDITIONS = SUMS_OF_TWO - {"sub"}
+PRODUCTS = frozenset(names_where(lambda rule: rule.multiplies))  # and quotients
+MATMULS = frozenset(names_where(lambda rule: rule.need == HALF))
+EXPONENTIALS = frozenset(["exp", "exp2"])
+LOGARITHMS = frozenset(["log", "log2"])
+SQUARES = frozenset(["integer_pow", "square"])
+ROOTS = frozenset(["rsqrt", "sqrt"])
+LARGEST = frozenset(["max", "reduce_max"])
+SMALLEST = frozenset(["min", "reduce_min"])
+EXTREMES = frozenset(["reduce_max", "reduce_min"])
+ORDERS = frozenset(["ge", "gt", "le", "lt"])
+EQUALITIES = frozenset(["eq", "ne"])
+COMPARISONS = ORDERS | EQUALITIES
+LOGIC = frozenset(["and", "not", "or"])
+# The same entries in another shape or order, or several times.
+VIEWS = frozenset(["broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "transpose"])
+RESHAPES = frozenset(["reshape", "squeeze"])
+# Sums over devices.
+ALL_SUMS = frozenset(["psum", "psum_invariant", "unreduced_psum", "reduce_scatter"])
+KERNELS = frozenset(["ffi_call", "pallas_call"])  # code that JAX does not see
