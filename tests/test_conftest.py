@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import thorough_but
 
 CHEAP = Path(__file__).parent / "test_layout.py"
 
 
-@pytest.mark.parametrize(("budget", "status"), [("0.001", 1), ("100", 0)])
+@pytest.mark.parametrize(("budget", "status"), thorough_but([("0.001", 1), ("100", 0)], 0))
 def test_a_run_over_its_budget_of_processor_time_fails(budget, status):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", CHEAP]
     environ = {**os.environ, "BUDGET": budget, "PYTEST_ADDOPTS": ""}

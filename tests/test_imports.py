@@ -197,7 +197,6 @@ def test_a_step_loads_the_core_alone():
 @pytest.mark.parametrize(
     ("missing", "code", "extra"),
     [
-        ("keras", "import mpjax.keras", "keras"),
         ("keras", "mpjax.keras.mixed_precision", "keras"),
         ("matplotlib", "mpjax.debug.gradient_histogram(A).plot()", "plot"),
     ],
