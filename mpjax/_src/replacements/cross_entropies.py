@@ -11,15 +11,15 @@ the forward pass can make the gradients.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.rules import CAST, DOT, PRODUCTS, SELECT
+from mpjax._src.core.program.affine import factor, number
 from mpjax._src.core.program.graph import PLANNED, Op, Value
-from mpjax._src.core.program.views import is_view, own_axes
+from mpjax._src.core.program.views import before, behind, is_view, own_axes
 from mpjax._src.replacements import written
 from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
 from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed, leads_to
-from mpjax._src.replacements.forms import behind_views, is_number, narrowed, numbered_values
+from mpjax._src.replacements.forms import numbered_values
 from mpjax._src.replacements.logits import (
     KNOWN,
     LSE,
@@ -30,6 +30,7 @@ from mpjax._src.replacements.logits import (
     Reading,
     Row,
     Summed,
+    kind_of,
 )
 from mpjax._src.replacements.written import Written
 
@@ -48,7 +49,7 @@ class Root(NamedTuple):
 
 
 # Operations between a matmul and the exponentials of its logits.
-THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
+THROUGH = PRODUCTS | {"exp", "sub", "add", "slice"}
 
 
 def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
@@ -70,63 +71,70 @@ def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
 
 
 def _root(matmul: Op, flow: Flow) -> Root | None:
-    """Returns the logits that a matmul makes, or None if it is no linear layer."""
-    (contracted, batch), out = matmul.params["dimension_numbers"], matmul.outs[0]
-    ranks = [len(v.aval.shape) for v in matmul.ins]
-    if batch[0] or 2 not in ranks or len(contracted[0]) != 1 or not out.is_f32:
-        return None
-    hidden = 0 if ranks[1] == 2 else 1  # the logits of the left operand come first
-    words = matmul.ins[1 - hidden].aval.shape[1 - contracted[1 - hidden][0]]
-    moves: list[Any] = []
+    """Returns the logits that a matmul makes, or None if it is no linear layer.
+
+    They are its result after all that a loss by blocks can do to the hidden values in its place:
+    scale them, add a bias, and reshape or slice the rows.
+    """
+    hidden, words = _layer(matmul)
+    out = matmul.outs[0] if hidden is not None else None
     if hidden == 1:  # [vocabulary, ...]
-        (mover,) = flow.readers.get(out, []) if len(flow.readers.get(out, [])) == 1 else (None,)
-        turned = (*range(1, len(out.aval.shape)), 0)
-        if mover is None or mover.name != "transpose" or mover.params["permutation"] != turned:
-            return None
-        out = mover.outs[0]
-    scale, bias = 1.0, None
-    while len(readers := flow.readers.get(out, [])) == 1 and readers[0] is not None:
-        op = readers[0]
-        shape = op.outs[0].aval.shape if op.outs else ()
-        if op.name == "add" and bias is None and (bias := _bias(op, out, flow)) is not None:
-            pass
-        elif bias is None and (factor := _factor(op, out)):
+        op = _reader(matmul.outs[0], flow)
+        turned = (*range(1, len(matmul.outs[0].aval.shape)), 0)
+        out = op.outs[0] if op is not None and op.params.get("permutation") == turned else None
+    if hidden is None or out is None:
+        return None
+    scale, bias, moves = 1.0, None, list[Any]()
+    while (op := _reader(out, flow)) is not None:
+        added, scaled = _bias(op, out, flow), factor(op, out)
+        if bias is None and added is not None:
+            bias = added
+        elif bias is None and scaled:
             # Before the bias only: the form scales first, so a later factor ends the search.
-            scale *= factor
-        elif shape[-1:] != (words,) or flow.rulings[op].forced == "half":
-            break
-        elif op.name == "reshape" and is_view(op):
-            moves.append(("reshape", shape[:-1]))
-        elif op.name == "slice":
-            whole = (op.params["start_indices"], op.params["limit_indices"], op.params["strides"])
-            moves.append(("slice", *(x and tuple(x[:-1]) for x in whole)))
-        elif op.name != "convert_element_type" or not is_view(op):
+            scale *= scaled
+        elif op.outs[0].aval.shape[-1:] == (words,) and (move := _move(op)) is not None:
+            moves += move
+        else:
             break
         out = op.outs[0]
     return Root(matmul, hidden, out, scale, bias, tuple(moves))
 
 
-def _factor(op: Op, value: Value) -> float | None:
-    """Returns the number other than 0 by which an op multiplies a value."""
-    if op.name not in ("mul", "div") or op.ins[0] is op.ins[1]:
+def _layer(matmul: Op) -> tuple[int | None, int]:
+    """Returns the operand of a linear layer that is no weight, and the number of words."""
+    contracted, batch = matmul.params["dimension_numbers"]
+    ranks = [len(v.aval.shape) for v in matmul.ins]
+    if batch[0] or 2 not in ranks or len(contracted[0]) != 1 or not matmul.outs[0].is_f32:
+        return None, 0
+    hidden = 0 if ranks[1] == 2 else 1  # the logits of the left operand come first
+    return hidden, matmul.ins[1 - hidden].aval.shape[1 - contracted[1 - hidden][0]]
+
+
+def _move(op: Op) -> list[Any] | None:
+    """Returns what an op that keeps words together does to rows, as in `Written`."""
+    if op.name == "slice":
+        whole = (op.params["start_indices"], op.params["limit_indices"], op.params["strides"])
+        return [("slice", *(x and tuple(x[:-1]) for x in whole))]
+    if not is_view(op) or op.name not in ("reshape", CAST):
         return None
-    place = op.ins.index(value)
-    other = op.ins[1 - place]
-    if not is_number(other) or (op.name == "div" and place == 1):
-        return None
-    number = float(np.asarray(other.const).reshape(()))
-    return (number if op.name == "mul" else 1 / number) if number else None
+    return [("reshape", op.outs[0].aval.shape[:-1])] if op.name == "reshape" else []
+
+
+def _reader(value: Value, flow: Flow) -> Op | None:
+    """Returns the only reader of a value, unless it has effects or computes in 16 bits."""
+    readers = flow.readers.get(value, [])
+    op = readers[0] if len(readers) == 1 else None
+    plain = op is not None and len(op.outs) == 1 and not op.eqn.effects and not flow.in_half(op)
+    return op if plain else None
 
 
 def _bias(op: Op, logits: Value, flow: Flow) -> Value | None:
     """Returns the array of one entry for each word that an op adds to logits."""
-    other = op.ins[1] if op.ins[0] is logits else op.ins[0]
-    shape = op.outs[0].aval.shape
-    if op.outs[0].aval.shape != logits.aval.shape or other is logits:
+    if op.name != "add" or op.ins[0] is op.ins[1] or op.outs[0].aval.shape != logits.aval.shape:
         return None
-    own = own_axes(shape)
-    value, axes = behind_views(other, narrowed(other, own), flow)
-    along = value.aval.shape == shape[-1:] and axes == own[-1:]
+    own, place = own_axes(logits.aval.shape), 1 - op.ins.index(logits)
+    value, axes = behind(op.ins[place], before(op, own, place) or (), flow.producer)
+    along = value.aval.shape == logits.aval.shape[-1:] and axes == own[-1:]
     return value if along and value.is_f32 else None
 
 
@@ -146,24 +154,24 @@ class Loss(NamedTuple):
 def _loss(row: Row, words: int) -> Loss | None:
     """Returns the loss that a linear combination is, or None if it is none."""
     row = dict(row)
-    picked = [name for name in row if isinstance(name, tuple) and name[0] == PICKED]
+    picked = [name for name in row if kind_of(name) == PICKED]
     if len(picked) != 1:
         return None
     labels: Labels = picked[0][1]
     here = row.pop(picked[0])
     always, known, square, total = (row.pop(n, 0.0) for n in (LSE, (KNOWN, LSE), SQUARE, TOTAL))
-    factor = always + known
-    if row or not factor:
+    scale = always + known
+    if row or not scale:
         return None
-    smoothing, z_loss = -total / factor * words, square / factor
+    smoothing, z_loss = -total / scale * words, square / scale
     unknown = labels.unknown
     if unknown == SHARE and not known:
         unknown = NORMALIZER
     share = smoothing if unknown == SHARE else 1.0
     # The form has one factor and one smoothing, which both terms have to agree on.
-    pairs = (-here / factor, 1 - smoothing), (always / factor, share)
+    pairs = (-here / scale, 1 - smoothing), (always / scale, share)
     fits = all(abs(a - b) < 1e-5 for a, b in pairs) and -1e-6 < smoothing < 1 and z_loss >= 0
-    return Loss(factor, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
+    return Loss(scale, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
 
 
 # ---- what is read of it --------------------------------------------------------------------------
@@ -181,30 +189,25 @@ class Sum(NamedTuple):
 
 def _sum_of(losses: Value, flow: Flow) -> Sum | None:
     """Returns the sum of all losses if nothing else is read, with the weights in it."""
-    value, factor = losses, 1.0
+    value, scale = losses, 1.0
     ops: list[Op] = []
     weights: list[tuple[str, tuple[int, ...], Value]] = []
-    while True:
-        readers = flow.readers.get(value, [])
-        op = readers[0] if len(readers) == 1 else None
-        if op is None or op.eqn.effects or flow.rulings[op].forced == "half":
-            return None
+    while (op := _reader(value, flow)) is not None:
         ops.append(op)
-        if op.name == "reduce_sum" and op.outs[0].size == 1:
-            return Sum(op, tuple(ops), factor, tuple(weights))
-        if len(op.outs) != 1 or (op.outs[0].size != value.size and op.name != "reduce_sum"):
+        scaled, weight = factor(op, value), _weight(op, value)
+        if op.name == "reduce_sum":  # perhaps over some axes first
+            if op.outs[0].size == 1:
+                return Sum(op, tuple(ops), scale, tuple(weights))
+        elif op.outs[0].size != value.size:
             return None
-        if op.name == "reduce_sum":  # over some axes first
-            pass
-        elif op.name == "neg":
-            factor = -factor
-        elif (number := _factor(op, value)) is not None:
-            factor *= number
-        elif value.size == losses.size and (weight := _weight(op, value)) is not None:
+        elif scaled:
+            scale *= scaled
+        elif value.size == losses.size and weight is not None:
             weights.append((weight[0], op.outs[0].aval.shape, weight[1]))
         elif not is_view(op) or op.name == "transpose":
             return None
         value = op.outs[0]
+    return None
 
 
 def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
@@ -212,10 +215,9 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
     if op.name == "mul" and op.ins[0] is not op.ins[1]:
         other = op.ins[1 - op.ins.index(losses)]
         return ("times", other) if other.is_f32 else None
-    if op.name == "select_n" and len(op.ins) == 3:
+    if op.name == SELECT and len(op.ins) == 3:
         place = op.ins.index(losses)
-        other = op.ins[3 - place]
-        if place and is_number(other) and not np.any(np.asarray(other.const)):
+        if place and number(op.ins[3 - place]) == 0:
             return ("kept" if place == 2 else "dropped"), op.ins[0]
     return None
 
@@ -240,7 +242,7 @@ def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
     read: set[Op] = set()
     for total, chain in _chains(flow):
         maker = chain[-1]
-        root = _root(maker, flow) if maker.name == "dot_general" else None
+        root = _root(maker, flow) if maker.name == DOT else None
         if root is None:
             yield from _given(total, chain, flow)
             continue
@@ -273,7 +275,7 @@ def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[CrossEntropy]:
 
 def _is_of_weights(op: Op) -> bool:
     """Returns whether an op multiplies by a parameter, as a linear layer does."""
-    return op.name == "dot_general" and any(v.given or v.constant for v in op.ins)
+    return op.name == DOT and any(v.given or v.constant for v in op.ins)
 
 
 def _found(root: Root, reading: Reading) -> Found:

@@ -22,7 +22,6 @@ from mpjax._src.replacements.forms import (
     Reading,
     guards_of,
     is_constant_along,
-    narrowed,
     numbered_values,
     same,
 )
@@ -259,7 +258,7 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     if shifted is None or flow.producer[value].name != "sub" or scaled:
         return False
     own = own_axes(value.aval.shape)
-    op, where = largest_of(shifted[1], narrowed(shifted[1], own), flow, ("max", "stop_gradient"))
+    op, where = largest_of(shifted[1], own, flow, ("max", "stop_gradient"))
     if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
         return False
     whole = {numbers.get(op.ins[0])}

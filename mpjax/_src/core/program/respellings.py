@@ -116,10 +116,14 @@ def known_array(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, An
         if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
             args = [known_array(v, makers, arrays) for v in op.ins]
             if all(arg is not None for arg in args):
-                # If JAX is tracing, it would add the operation to its trace and not run it.
-                with jax.ensure_compile_time_eval():
-                    arrays[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
+                arrays[value] = computed(op, args)[op.outs.index(value)]
     return arrays[value]
+
+
+def computed(op: Op, args: Sequence[Any]) -> list[Any]:
+    """Runs an op now, whatever JAX is tracing: it would add the op to its trace."""
+    with jax.ensure_compile_time_eval():
+        return _jax.bind(op.eqn, args)
 
 
 def repeat(x: Any, axis: int, times: int) -> Any:
