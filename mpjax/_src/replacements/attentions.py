@@ -12,6 +12,8 @@ The kernel computes the same function: a shift that is the same for a whole row 
 entry masked by a large negative number has weight 0, whatever the number is.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,107 +25,74 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.rules import CAST, DOT, EXPONENTIALS, PRODUCTS, SELECT, VIEWS
 from mpjax._src.core.program.affine import number, terms
 from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.core.program.respellings import Found
 from mpjax._src.core.program.views import Axes, after, before, behind, is_view, own_axes
 from mpjax._src.replacements import fused, fused_kernels, positions
-from mpjax._src.replacements.flow import REACH, Flow, Found, Unfit, absorbed, leads_to
+from mpjax._src.replacements.flow import REACH, Candidate, Flow, Unfit, absorbed, judged, leads_to
 from mpjax._src.replacements.forms import is_constant_along
 from mpjax._src.replacements.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.replacements.softmaxes import Softmax
+from mpjax._src.replacements.softmaxes import Softmax, softmaxes
 
 # Entries this far below others have weight 0: their exponential underflows.
 MASKED = -(2.0**13)
+LATE = "normalized after the product"
+DIVIDED_BY_MORE = "its weights are divided by more than their sum"
 
 
-class Attention(NamedTuple):
-    """A softmax that leads to a matmul."""
+def attentions(flow: Flow, taken: Collection[Op]) -> Iterator[Candidate]:
+    """Yields the attentions of a block, and the kernels that run them, or why none does.
 
-    matmul: Op
-    note: str  # the kernel that runs it, or "xla: " and why none does
-    found: Found | None  # what the kernel takes the place of
-
-
-def attention(softmax: Softmax, flow: Flow) -> Attention | None:
-    """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits.
-
-    Where all of it has to be float32, nobody asks for a kernel.
+    No softmax is looked at of which ops are ``taken`` by then. Where all of an attention has to be
+    float32, nobody asks for a kernel.
     """
-    matmul = _attends(softmax, flow)
-    if matmul is None or flow.in_full(matmul, softmax.ops):
-        return None
-    try:
-        found = _fuse(softmax, flow)
-    except Unfit as why:
-        return Attention(matmul, f"xla: {why}", None)
-    return Attention(matmul, found.how.describe(), found)
+    known: set[Op] = set()
+    for softmax in softmaxes(flow):
+        matmul = _attends(softmax, flow) if softmax.ops.isdisjoint(taken) else None
+        if matmul is not None and not flow.in_full(matmul, softmax.ops):
+            known.add(matmul)
+            yield judged(matmul, functools.partial(_fuse, softmax, flow), "xla: ")
+    yield from _others(flow, known)
 
 
-def others(flow: Flow, known: Collection[Op]) -> Iterator[Attention]:
-    """Yields attentions without a softmax that is known, unless their matmuls are ``known``.
+def _others(flow: Flow, known: Collection[Op]) -> Iterator[Candidate]:
+    """Yields attentions whose weights do not sum to one, unless their matmuls are ``known``.
 
-    Those that are normalized after the product have no weights that sum to one.
-    """
-    late = dict.fromkeys(_late_norms(flow))
-    yield from (Attention(op, "xla: normalized after the product", None) for op in late)
-    for op in flow.ops:
-        plain = op.name in EXPONENTIALS and flow.is_plain(op)
-        summed = plain and leads_to(op.outs[0], "reduce_sum", flow)
-        if not summed or not _comes_from_matmul(op.ins[0], flow):
-            continue
-        matmul = leads_to(op.outs[0], DOT, flow)
-        if matmul is not None and not flow.in_full(matmul, [op]) and matmul not in (*late, *known):
-            why = "its weights are divided by more than their sum"
-            yield Attention(matmul, f"xla: {why}", None)
-
-
-def _late_norms(flow: Flow) -> Iterator[Op]:
-    """Yields the matmuls of attentions that are normalized after the product.
-
-    Its weights are exponentials, and the product of them and the values is divided by their sum.
+    They have exponentials of a matmul's result, which are summed and which another matmul reads.
     """
     for op in flow.ops:
-        if op.name not in PRODUCTS:
+        if op.name not in EXPONENTIALS or not flow.is_plain(op):
             continue
-        # A product may have the reciprocal on either side.
-        for value, norm in (op.ins, op.ins[::-1])[: 1 + (op.name == "mul")]:
-            matmul, total = _source(value, flow), _source(norm, flow)
-            if op.name == "mul" and total is not None and total.name == "div":
-                total = _source(total.ins[1], flow)
-            if matmul is None or total is None or matmul.name != DOT:
-                continue
-            summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
-            weights = [_source(v, flow) for v in matmul.ins]
-            if summed is not None and summed in weights and _is_weight(summed, flow):
-                yield matmul
+        total, matmul = (leads_to(op.outs[0], name, flow) for name in ("reduce_sum", DOT))
+        if total is None or matmul is None or matmul in known or flow.in_full(matmul, [op]):
+            continue
+        if _comes_from_matmul(op.ins[0], flow):
+            late = _is_divided(matmul, total, flow)
+            yield Candidate(matmul, f"xla: {LATE if late else DIVIDED_BY_MORE}", None)
+
+
+def _is_divided(matmul: Op, total: Op, flow: Flow) -> bool:
+    """Returns whether the result of a matmul is divided by a sum, apart from casts and layouts."""
+    for op in flow.after(matmul.outs[0], lambda op, v: _moves(op)):
+        norms = [_source(v, flow) for v in op.ins] if op.name in PRODUCTS else []
+        # A product has the reciprocal.
+        norms += [_source(norm.ins[1], flow) for norm in norms if norm and norm.name == "div"]
+        if total in norms:
+            return True
+    return False
 
 
 def _source(value: Value, flow: Flow) -> Op | None:
     """Returns the op that a value comes from, through casts and changes of layout."""
-    op = flow.producer.get(value)
-    while op is not None and (op.name == CAST or op.name in VIEWS):
-        op = flow.producer.get(op.ins[0])
-    return op
+    return next((op for op in flow.before([value], _moves) if not _moves(op)), None)
 
 
-def _is_weight(op: Op, flow: Flow) -> bool:
-    """Returns whether an op computes exponentials of a matmul's result, masked or not."""
-    if op.name == SELECT:
-        return any(
-            case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
-        )
-    return op.name in EXPONENTIALS and _comes_from_matmul(op.ins[0], flow)
+def _moves(op: Op) -> bool:
+    return op.name == CAST or op.name in VIEWS
 
 
 def _comes_from_matmul(value: Value, flow: Flow) -> bool:
     """Returns whether a value is computed from a matmul's result."""
-    seen = {value: None}
-    for v in (todo := [value]):  # grows
-        producer = flow.producer.get(v)
-        if producer is not None and producer.name == DOT:
-            return True
-        fresh = [x for x in (producer.ins if producer else ()) if x not in seen]
-        seen.update(dict.fromkeys(fresh))
-        todo += fresh if len(seen) < REACH else []
-    return False
+    return any(op.name == DOT for op in itertools.islice(flow.before([value]), REACH))
 
 
 def _attends(softmax: Softmax, flow: Flow) -> Op | None:
@@ -191,7 +160,7 @@ def _fuse(softmax: Softmax, flow: Flow) -> Found:
     sequence = _sequence(rows, keys, lines)
     covered, options = _causal(lines, sequence, keys)
     left = [_seen_through(leaf, flow) for leaf, yes in zip(leaves, covered, strict=True) if not yes]
-    terms = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
+    added = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
 
     # The kernel has four axes of its own. The last shared axis counts as heads.
     batch = _in_order(shared)
@@ -211,7 +180,7 @@ def _fuse(softmax: Softmax, flow: Flow) -> Found:
         "",
         flow.rulings[matmul].half,
         operands,
-        (*terms,),
+        (*added,),
         result,
         groups,
         tuple(sorted(options.items())),
@@ -338,27 +307,32 @@ def _in_order(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
     return tuple(sorted(atoms, key=lambda a: (a[0], -a[1])))
 
 
-def _operand_axes(matmul: Op, axes: Axes) -> list[Axes]:
-    """Returns the axes of a matmul's operands, given those of its result."""
-    contracting, batch = matmul.params["dimension_numbers"]
-    rest = iter(axes[len(batch[0]) :])
-    per_operand = []
-    for value, summed, along in zip(matmul.ins, contracting, batch, strict=True):
-        by_dim: dict[int, Any] = {d: axes[i] for i, d in enumerate(along)}
-        by_dim |= dict.fromkeys(summed, ())
-        dims = range(len(value.aval.shape))
-        per_operand.append(tuple(by_dim[d] if d in by_dim else next(rest) for d in dims))
-    return per_operand
+def _names(matmul: Op) -> list[list[Any]]:
+    """Returns a name for each axis of a matmul's operands and of its result, as in an einsum.
+
+    The names are (SUM, i) and ("both", i) for what operands share, else (operand, axis).
+    """
+    summed, shared = matmul.params["dimension_numbers"]
+    of: list[list[Any]] = []
+    for place, value in enumerate(matmul.ins):
+        known = {d: (SUM, i) for i, d in enumerate(summed[place])}
+        known |= {d: ("both", i) for i, d in enumerate(shared[place])}
+        of.append([known.get(d, (place, d)) for d in range(len(value.aval.shape))])
+    own = [name for names in of for name in names if isinstance(name[0], int)]
+    return [*of, [*(("both", i) for i in range(len(shared[0]))), *own]]
 
 
 def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, Labels, set[Atom]]:
     """Returns which operand holds the queries, the axes of both operands, and the shared axes."""
-    contracting, batch = matmul.params["dimension_numbers"]
-    shared = {a for axis in axes[: len(batch[0])] for a in axis}
-    labels = []
-    for value, of, summed in zip(matmul.ins, _operand_axes(matmul, axes), contracting, strict=True):
-        named = {d: ((SUM, i, value.aval.shape[d]),) for i, d in enumerate(summed)}
-        labels.append(tuple(named.get(d, axis) for d, axis in enumerate(of)))
+    *names, out = _names(matmul)
+    of = dict(zip(out, axes, strict=True))
+    shared = {a for name, axis in of.items() if name[0] == "both" for a in axis}
+    of |= {
+        name: ((*name, size),)
+        for name, size in zip(names[0], matmul.ins[0].aval.shape, strict=True)
+        if name[0] == SUM
+    }
+    labels = [tuple(of[name] for name in each) for each in names]
     # The keys run over what the softmax sums; the other operand holds the queries.
     for first in (0, 1):
         own = {a for axis in labels[1 - first] for a in axis if a[0] != SUM} - shared
@@ -371,22 +345,16 @@ def _values(
     matmul: Op, place: int, weights: Labels, keys: set[Atom], shared: set[Atom]
 ) -> tuple[Labels, Labels]:
     """Returns what the axes of the values and of the result run over."""
-    contracting, batch = matmul.params["dimension_numbers"]
-    if {a for d in contracting[place] for a in weights[d]} != keys:
+    *names, out = _names(matmul)
+    of = dict(zip(names[place], weights, strict=True))
+    if {a for name, axis in of.items() if name[0] == SUM for a in axis} != keys:
         raise Unfit("the matmul that reads it does not sum over keys")
-    if {a for d in batch[place] for a in weights[d]} != shared:
+    if {a for name, axis in of.items() if name[0] == "both" for a in axis} != shared:
         raise Unfit("values and keys are shared across different axes")
-    shape = matmul.ins[1 - place].aval.shape
-    # The axes that both operands of this matmul share, by their places in each.
-    pairs = ((*contracting[1 - place], *batch[1 - place]), (*contracting[place], *batch[place]))
-    by_dim = {d: weights[p] for d, p in zip(*pairs, strict=True)}
-    values = tuple(by_dim.get(d, ((VALUE, d, shape[d]),)) for d in range(len(shape)))
-    used = {*contracting[place], *batch[place]}
-    free = [
-        [axis for d, axis in enumerate(weights) if d not in used],
-        [axis for d, axis in enumerate(values) if d not in by_dim],
-    ]
-    return values, (*(weights[d] for d in batch[place]), *free[place], *free[1 - place])
+    for d, name in enumerate(names[1 - place]):
+        of.setdefault(name, ((VALUE, d, matmul.ins[1 - place].aval.shape[d]),))
+    values, result = (tuple(of[name] for name in each) for each in (names[1 - place], out))
+    return values, result
 
 
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
@@ -398,18 +366,17 @@ def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
             continue
         if op.name == "sharding_constraint":
             spec = getattr(op.params["sharding"], "spec", ())
-            along = {
-                place for axis, of in zip(axes, spec, strict=False) if of for place, *_ in axis
-            }
-            if along & dims:
+            split = (axis for axis, of in zip(axes, spec, strict=False) if of)
+            if any(place in dims for axis in split for place, *_ in axis):
                 return True
         if op.name == DOT:
-            todo += zip(op.ins, _operand_axes(op, axes), strict=True)
-        elif is_view(op):
-            todo.append((op.ins[0], before(op, axes)))
-        else:
-            same = [v for v in op.ins if v.is_f32 and v.aval.shape == source.aval.shape]
-            todo += [(v, axes) for v in same]
+            *names, out = _names(op)
+            of = dict(zip(out, axes, strict=True))
+            operands = (tuple(of.get(name, ()) for name in each) for each in names)
+            todo += zip(op.ins, operands, strict=True)
+        for place, v in enumerate(op.ins if op.name != DOT else ()):
+            if is_view(op) or (v.is_f32 and v.aval.shape == source.aval.shape):
+                todo.append((v, before(op, axes, place)))
     return False
 
 
@@ -510,24 +477,17 @@ def _causal(
     if len(keys) != 1 or len(sequence) != 1:
         return always, {"is_causal": False}
     (row,), (column,) = sequence, keys
-    backward, forward = {(row, 1), (column, -1)}, {(row, -1), (column, 1)}
+    causal = positions.Line(frozenset([(row, 1), (column, -1)]), 0)
+    forward = frozenset([(row, -1), (column, 1)])
 
-    def is_causal(line):
-        return line.slopes == backward and line.constant == 0
+    def is_covered(line):
+        return line == causal or (line.slopes == forward and line.constant >= 0)
 
-    def is_reach(line):
-        return line.slopes == forward and line.constant >= 0
-
-    covered = [
-        of_leaf is not None and all(is_causal(line) or is_reach(line) for line in of_leaf)
-        for of_leaf in lines
-    ]
+    covered = [of_leaf is not None and all(map(is_covered, of_leaf)) for of_leaf in lines]
     pairs = zip(lines, covered, strict=True)
-    covered_lines = [line for of_leaf, yes in pairs if yes for line in of_leaf]
-    if not any(map(is_causal, covered_lines)):  # no kernel has a window alone
+    covered_lines = {line for of_leaf, yes in pairs if yes for line in of_leaf}
+    if causal not in covered_lines:  # no kernel has a window alone
         return always, {"is_causal": False}
-    reaches = [line.constant for line in covered_lines if is_reach(line)]
-    return covered, {
-        "is_causal": True,
-        **({"local_window_size": (min(reaches), 0)} if reaches else {}),
-    }
+    reaches = [line.constant for line in covered_lines - {causal}]
+    window = {"local_window_size": (min(reaches), 0)} if reaches else {}
+    return covered, {"is_causal": True, **window}

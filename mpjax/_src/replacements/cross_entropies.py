@@ -8,6 +8,7 @@ matmul on. If only its sum is read, perhaps with masks or weights, the sum is re
 the forward pass can make the gradients.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.rules import CAST, DOT, PRODUCTS, SELECT
 from mpjax._src.core.program.affine import factor, number
 from mpjax._src.core.program.graph import PLANNED, Op, Value
+from mpjax._src.core.program.respellings import Found
 from mpjax._src.core.program.views import before, behind, is_view, own_axes
 from mpjax._src.replacements import written
 from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
-from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed, leads_to
+from mpjax._src.replacements.flow import Candidate, Flow, Unfit, absorbed, judged, leads_to
 from mpjax._src.replacements.forms import numbered_values
 from mpjax._src.replacements.logits import (
     KNOWN,
@@ -146,9 +148,7 @@ class Loss(NamedTuple):
 
     factor: float
     labels: Labels
-    smoothing: float  # the probability that all words share
-    z_loss: float  # the factor of the squared normalizer
-    unknown: str  # as of `chunked.Form`
+    form: Form  # of logits that are there
 
 
 def _loss(row: Row, words: int) -> Loss | None:
@@ -164,14 +164,13 @@ def _loss(row: Row, words: int) -> Loss | None:
     if row or not scale:
         return None
     smoothing, z_loss = -total / scale * words, square / scale
-    unknown = labels.unknown
-    if unknown == SHARE and not known:
-        unknown = NORMALIZER
+    unknown = NORMALIZER if labels.unknown == SHARE and not known else labels.unknown
     share = smoothing if unknown == SHARE else 1.0
     # The form has one factor and one smoothing, which both terms have to agree on.
     pairs = (-here / scale, 1 - smoothing), (always / scale, share)
     fits = all(abs(a - b) < 1e-5 for a, b in pairs) and -1e-6 < smoothing < 1 and z_loss >= 0
-    return Loss(scale, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
+    form = Form(words, z_loss=z_loss, label_smoothing=max(smoothing, 0.0), unknown=unknown)
+    return Loss(scale, labels, form) if fits else None
 
 
 # ---- what is read of it --------------------------------------------------------------------------
@@ -225,18 +224,11 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
 # ---- what runs in its place ----------------------------------------------------------------------
 
 
+UNCHANGED = "unchanged: "
 NONE = "it is no cross entropy of labels"
 
 
-class CrossEntropy(NamedTuple):
-    """A loss of logits."""
-
-    maker: Op  # the op that makes the logits
-    note: str  # its blocks, or "unchanged: " and why there are none
-    found: Found | None  # what runs by blocks
-
-
-def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
+def cross_entropies(flow: Flow) -> Iterator[Candidate]:
     """Yields the losses of a block, and how they run without their logits, or why not."""
     numbers: dict[Value, int] = {}
     read: set[Op] = set()
@@ -245,44 +237,31 @@ def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
         root = _root(maker, flow) if maker.name == DOT else None
         if root is None:
             yield from _given(total, chain, flow)
-            continue
-        if flow.producer[root.logits] in read:  # they were written twice
-            continue
-        numbers = numbers or numbered_values(flow)
-        reading = Reading(flow, root.logits, numbers)
-        read |= {*reading.ops}
-        if not reading.is_loss:
-            if leads_to(total.outs[0], "log", flow):
-                why = reading.leak or NONE
-                yield CrossEntropy(maker, f"unchanged: {why}", None)
-            continue
-        try:
-            found = _found(root, reading)
-            yield CrossEntropy(maker, found.how.describe(), found)
-        except Unfit as why:
-            yield CrossEntropy(maker, f"unchanged: {why}", None)
+        elif flow.producer[root.logits] not in read:  # else they were written twice
+            numbers = numbers or numbered_values(flow)
+            reading = Reading(flow, root.logits, numbers)
+            read |= {*reading.ops}
+            if reading.is_loss or leads_to(total.outs[0], "log", flow):
+                yield judged(maker, functools.partial(_found, root, reading), UNCHANGED)
 
 
-def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[CrossEntropy]:
+def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[Candidate]:
     """Yields the loss of logits that no linear layer makes, unless they are given."""
     maker = chain[-1]
+    # A linear layer multiplies by a parameter.
+    layer = maker.name == DOT and any(v.given or v.constant for v in maker.ins)
     for op in reversed(chain) if maker.name not in THROUGH else ():
         logits = op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss
-        if logits or (op is maker and _is_of_weights(op) and leads_to(total.outs[0], "log", flow)):
-            yield CrossEntropy(op, f"unchanged: {maker.name} computes its logits", None)
+        if logits or (op is maker and layer and leads_to(total.outs[0], "log", flow)):
+            yield Candidate(op, f"{UNCHANGED}{maker.name} computes its logits", None)
             return
-
-
-def _is_of_weights(op: Op) -> bool:
-    """Returns whether an op multiplies by a parameter, as a linear layer does."""
-    return op.name == DOT and any(v.given or v.constant for v in op.ins)
 
 
 def _found(root: Root, reading: Reading) -> Found:
     flow, matmul = reading.flow, root.matmul
     ruling = flow.rulings[matmul]
-    if reading.leak:
-        raise Unfit(reading.leak)
+    if reading.leak or not reading.is_loss:
+        raise Unfit(reading.leak or NONE)
     if ruling.in_force not in ("half", "full") or matmul.params.get("out_sharding") is not None:
         raise Unfit("its matmul sets its own precision or sharding")
     if not all(isinstance(n, int) for v in (*matmul.ins, root.logits) for n in v.aval.shape):
@@ -296,7 +275,9 @@ def _found(root: Root, reading: Reading) -> Found:
     assert loss is not None
     own = Sum(flow.producer[value], ())
     total = own if isinstance(reading.kinds[value], Summed) else _sum_of(value, flow)
-    if total is not None and not _is_made_of(total, value, flow):
+    weights = [weight for *_, weight in total.weights] if total else []
+    # The weights of a sum have to be made without its losses.
+    if value in weights or any(value in op.outs for op in flow.before(weights)):
         total = None
     end = total or own
     how, inputs = _written(root, reading, loss, end, total is not None)
@@ -304,20 +285,6 @@ def _found(root: Root, reading: Reading) -> Found:
     if ops is None:
         raise Unfit("its logits are also read elsewhere")
     return Found(ops, inputs, end.op, matmul, written.run, how)
-
-
-def _is_made_of(total: Sum, losses: Value, flow: Flow) -> bool:
-    """Returns whether the weights of a sum are made without its losses, as they have to be."""
-    seen: set[Value] = set()
-    todo = [value for *_, value in total.weights]
-    while todo:
-        value = todo.pop()
-        if value is losses:
-            return False
-        if value not in seen:
-            seen.add(value)
-            todo += flow.producer[value].ins if value in flow.producer else ()
-    return True
 
 
 def _written(
@@ -332,15 +299,8 @@ def _written(
     if turned is not None and turned.name == "transpose":  # a table is read as it lies
         weight, transposed = turned.ins[0], not transposed
     features = hidden.aval.shape[contracted[root.hidden]]
-    form = Form(
-        reading.words,
-        transposed,
-        loss.z_loss,
-        loss.smoothing,
-        blocks_of(reading.rows, features),
-        loss.unknown,
-        root.scale,
-    )
+    blocks = blocks_of(reading.rows, features)
+    form = loss.form._replace(transposed=transposed, blocks=blocks, scale=root.scale)
     if form.blocks == 1 and not is_sum:
         # One block has all logits. It pays only if a sum's forward pass makes the gradients.
         raise Unfit("its logits are no larger than one block")

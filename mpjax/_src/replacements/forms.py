@@ -5,6 +5,7 @@ The logarithm of a value is read as a sum of terms: ``e / s``, ``e * (1 / s)``, 
 term records how its axes correspond to the axes of the value that is read.
 """
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -22,31 +23,24 @@ from mpjax._src.replacements.flow import Flow
 
 def numbered_values(flow: Flow) -> dict[Value, int]:
     """Returns a number for each value of a block; equal computations get equal numbers."""
-    block = flow.block
     numbers: dict[Any, int] = {}
     numbered: dict[Value, int] = {}
 
-    def number(value: Value) -> int:
-        if value not in numbered:
-            key: Any = value
-            if value.literal:
-                const = np.asarray(value.const)
-                key = const.dtype, const.shape, const.tobytes()
-            numbered[value] = numbers.setdefault(key, len(numbers))
-        return numbered[value]
+    def add(value: Value, key: Any) -> int:
+        return numbered.setdefault(value, numbers.setdefault(key, len(numbers)))
+
+    def number_of(value: Value) -> int:
+        const = np.asarray(value.const) if value.literal else None
+        return add(value, value if const is None else (const.dtype, const.shape, const.tobytes()))
 
     for op in flow.ops:
-        ins = tuple([number(v) for v in op.ins])
-        key = flow.key(op), ins
-        try:
-            hash(key)
-        except TypeError:
-            continue
-        if not op.eqn.effects:
-            for place, value in enumerate(op.outs):
-                numbered[value] = numbers.setdefault((key, place), len(numbers))
-    for value in (*block.invars, *block.outvars):
-        number(value)
+        key = flow.key(op), tuple(map(number_of, op.ins))
+        # Operations with effects, or with parameters that have no hash, equal no others.
+        with contextlib.suppress(TypeError):
+            for place, value in enumerate(() if op.eqn.effects else op.outs):
+                add(value, (key, place))
+    for value in (*flow.block.invars, *flow.block.outvars):
+        number_of(value)
     return numbered
 
 

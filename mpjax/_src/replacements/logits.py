@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.core.base._jax import size_of
 from mpjax._src.core.base.rules import CAST, PRODUCTS, SELECT, SQUARES, SUMS_OF_TWO, VIEWS
 from mpjax._src.core.program.affine import number, powers, terms, total
 from mpjax._src.core.program.graph import Op, Value
@@ -287,13 +286,11 @@ class Reading:
         fits = isinstance(kind, Linear) and _of_logits(kind) and kind.row[LOGITS] == 1
         return Exponential(kind.row) if fits else None
 
-    def _log(self, op: Op) -> Any:
+    def _of_exponential(self, op: Op) -> Any:
         kind = self.kind(op.ins[0])
-        return Linear(kind.row) if isinstance(kind, Exponential) else None
-
-    def _abs(self, op: Op) -> Any:
-        kind = self.kind(op.ins[0])
-        return kind if isinstance(kind, Exponential) else None
+        if not isinstance(kind, Exponential):
+            return None
+        return Linear(kind.row) if op.name == "log" else kind  # an absolute value
 
     def _held(self, op: Op) -> Any:
         kind = self.kind(op.ins[0])
@@ -326,13 +323,13 @@ class Reading:
         return Linear(total([(no, 1.0), (_of_label(labels, total([(yes, 1.0), (no, -1.0)])), 1.0)]))
 
     def _gather(self, op: Op) -> Any:
-        kind, (operand, indices) = self.kind(op.ins[0]), op.ins
+        kind, operand = self.kind(op.ins[0]), op.ins[0]
         if op.outs[0].size != self.rows:
             return None
         if isinstance(kind, Linear) and not _wide(kind.row) and operand.size == self.rows:
             axes = op.params["dimension_numbers"].start_index_map  # of size 1
             return kind if all(operand.aval.shape[d] == 1 for d in axes) else None
-        labels = self._indices(op, indices) if _of_logits(kind) else None
+        labels = self._picked(op) if _of_logits(kind) else None
         mode = str(op.params["mode"]).lower()
         # Of a label that is no word, a gather returns NaN or the nearest word. Both have a form.
         fills = "fill" in mode and np.isnan(op.params.get("fill_value") or np.nan)
@@ -340,44 +337,35 @@ class Reading:
             return None
         return type(kind)(_renamed(kind.row, (PICKED, Labels(labels, NAN, not fills))))
 
-    def _indices(self, op: Op, indices: Value) -> Value | None:
+    def _picked(self, op: Op) -> Value | None:
         """Returns the labels of a gather that takes one entry of each row."""
-        shape = op.ins[0].aval.shape
-        numbers = op.params["dimension_numbers"]
-        if _picks_one_per_row(op.eqn) and tuple(numbers.start_index_map) == (len(shape) - 1,):
-            return indices if indices.size == self.rows else None
-        made = self.flow.producer.get(indices)
-        every = tuple(numbers.start_index_map) == tuple(range(len(shape)))
+        (operand, indices), numbers = op.ins, op.params["dimension_numbers"]
+        last, axes = len(operand.aval.shape) - 1, tuple(numbers.start_index_map)
+        batched = tuple(numbers.operand_batching_dims)
         single = all(n == 1 for n in op.params["slice_sizes"])
-        if made is None or made.name != "concatenate" or not (every and single):
+        in_order = batched == tuple(numbers.start_indices_batching_dims)
+        if (
+            not (single and in_order)
+            or axes[-1:] != (last,)
+            or {*axes, *batched} != {*range(last + 1)}
+        ):
             return None
-        *places, labels = made.ins
-        if made.params["dimension"] != len(indices.aval.shape) - 1 or labels.size != self.rows:
+        parts = [indices]
+        if len(axes) > 1:
+            made = self.flow.producer.get(indices)
+            ends = len(indices.aval.shape) - 1
+            joined = made and made.name == "concatenate" and made.params["dimension"] == ends
+            parts = [*made.ins] if made and joined else []
+        if len(parts) != len(axes) or parts[-1].size != self.rows:
             return None
         # logits[arange(n), labels] gathers by the indices of all axes, of which all but the last
         # have to number the rows in order.
-        grid = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
-        for place, wanted in zip(places, grid, strict=True) if len(places) == len(grid) else ():
-            array = known_array(place, self.flow.producer, dict(self.flow.constants))
-            if array is None or not np.array_equal(np.ravel(array), wanted):
+        for axis, part in zip(axes[:-1], parts[:-1], strict=True):
+            array = known_array(part, self.flow.producer, dict(self.flow.constants))
+            wanted = np.indices(operand.aval.shape[:-1])[axis]
+            if array is None or not np.array_equal(np.ravel(array), np.ravel(wanted)):
                 return None
-        return labels if len(places) == len(grid) else None
-
-
-def _picks_one_per_row(eqn: Any) -> bool:
-    """Returns whether a gather takes one entry along one axis for every index of the other axes."""
-    numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
-    axes = tuple(numbers.start_index_map)
-    return (
-        len(axes) == 1
-        and all(size == 1 for size in eqn.params["slice_sizes"])
-        and size_of([operand.shape[axes[0]]]) > 1
-        and len(numbers.operand_batching_dims) == operand.ndim - 1
-        and tuple(numbers.start_indices_batching_dims) == tuple(range(operand.ndim - 1))
-        and tuple(numbers.operand_batching_dims)
-        == tuple(d for d in range(operand.ndim) if d != axes[0])
-        and size_of((*eqn.outvars[0].aval.shape, operand.shape[axes[0]])) == size_of(operand.shape)
-    )
+        return parts[-1]
 
 
 READ: dict[str, Callable[[Reading, Op], Any]] = {
@@ -385,8 +373,7 @@ READ: dict[str, Callable[[Reading, Op], Any]] = {
     **dict.fromkeys(("neg", *SUMS_OF_TWO), Reading._sum),
     **dict.fromkeys(PRODUCTS | SQUARES, Reading._times),
     "exp": Reading._exp,
-    "log": Reading._log,
-    "abs": Reading._abs,
+    **dict.fromkeys(("log", "abs"), Reading._of_exponential),
     "stop_gradient": Reading._held,
     **dict.fromkeys(("reduce_sum", "reduce_max"), Reading._reduce),
     SELECT: Reading._select,

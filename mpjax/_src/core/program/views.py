@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax._src.core.base.rules import RESHAPES, VIEWS
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.rules import CAST, RESHAPES, VIEWS
 from mpjax._src.core.program.graph import Op, Value
 
 # The correspondence of an axis: digits (axis, stride, size) of the axes of the value that is read,
@@ -98,21 +99,18 @@ def after(op: Op, axes: Axes) -> Axes | None:
     shape = op.outs[0].aval.shape
     if op.name in RESHAPES:
         return reshaped(axes, shape)
-    if op.name == "transpose":
-        return tuple(axes[d] for d in op.params["permutation"])
     if op.outs[0].size != op.ins[0].size:
         return None
-    if op.name == "broadcast_in_dim":
-        new_axes: list[Axis] = [()] * len(shape)
-        for axis, d in zip(axes, op.params["broadcast_dimensions"], strict=True):
-            new_axes[d] = axis
-        return tuple(new_axes)
-    return axes
+    new_axes: list[Axis] = [()] * len(shape)
+    for axis, new in zip(axes, before(op, own_axes(shape)) or (), strict=True):
+        for place, *_ in new:
+            new_axes[place] = axis
+    return tuple(new_axes)
 
 
 def is_view(op: Op) -> bool:
     """Returns whether an op changes the layout alone, or is a cast without effect."""
-    if op.name == "convert_element_type":
-        return op.ins[0].is_f32 and op.outs[0].is_f32
+    if op.name == CAST:
+        return {v.aval.dtype for v in (op.ins[0], op.outs[0])} == {FLOAT32}
     in_order = op.name != "reshape" or op.params.get("dimensions") is None
     return op.name in VIEWS and in_order
