@@ -157,7 +157,7 @@ def losses(found: Statistics, labels: Any, form: Form) -> Any:
 
 def each(operands: Operands, form: Form) -> Any:
     """Returns the loss of each row, by parts of the vocabulary, times its weight if it has one."""
-    found = losses(statistics(operands._replace(weights=None), form), operands.labels, form)
+    found = losses(statistics(operands, form), operands.labels, form)
     return found if operands.weights is None else weighed(found, operands.weights)
 
 

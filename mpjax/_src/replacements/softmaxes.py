@@ -205,7 +205,7 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     if shifted is None or flow.producer[value].name != "sub" or scaled:
         return False
     own = own_axes(value.aval.shape)
-    op, where = largest_of(shifted[1], own, flow, ("max", "stop_gradient"))
+    op, where = largest_of(shifted[1], before(flow.producer[value], own, 1), flow)
     if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
         return False
     whole = {numbers.get(op.ins[0])}
@@ -219,17 +219,14 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     return numbers.get(shifted[0]) in whole and tuple(map(int, op.params["axes"])) == axes
 
 
-def largest_of(
-    value: Value, where: Axes | None, flow: Flow, through: tuple[str, ...]
-) -> "tuple[Op | None, Axes | None]":
+def largest_of(value: Value, where: Axes | None, flow: Flow) -> "tuple[Op | None, Axes | None]":
     """Returns the maximum that a value is computed from, and its axes, given those of the value.
 
-    Changes of layout are skipped, and so are operations of the given names with one operand that is
-    not constant.
+    Changes of layout are skipped, and so are a lower bound and a stopped gradient.
     """
     while (op := flow.producer.get(value)) is not None and op.name != "reduce_max":
         varying = [v for v in op.ins if v.const is None and v.is_f32]
-        if len(varying) != 1 or not (is_view(op) or op.name in through):
+        if len(varying) != 1 or not (is_view(op) or op.name in ("max", "stop_gradient")):
             return None, None
-        value, where = varying[0], before(op, where) if is_view(op) and where else where
+        value, where = varying[0], before(op, where, op.ins.index(varying[0]))
     return op, where
