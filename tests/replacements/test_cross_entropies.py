@@ -146,6 +146,12 @@ def labels_of_other_rows(h, w, b):
     return -jnp.sum(targets.T * jax.nn.log_softmax(h[0] @ w[:, :T]))
 
 
+def normalizers_of_other_rows(h, w, b):
+    logits = h[0] @ w[:, :T]
+    normalizers = jax.nn.logsumexp(logits, -1)[None]
+    return -jnp.sum(jax.nn.one_hot(LABELS[0] % T, T) * (logits - normalizers))
+
+
 def reversed_labels(h, w, b):
     logits = h @ w
     picked = jnp.take_along_axis(logits, LABELS[..., None], -1)[..., 0]
@@ -162,6 +168,7 @@ LEFT = {
         "tanh computes its logits",
     ),
     "labels of other rows": (labels_of_other_rows, "its logits are also read by mul"),
+    "normalizers of other rows": (normalizers_of_other_rows, "its logits are also read by sub"),
     "no cross entropy": (reversed_labels, "it is no cross entropy of labels"),
 }
 

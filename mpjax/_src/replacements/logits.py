@@ -120,6 +120,12 @@ def _summed(row: Row, words: int) -> Row:
     return total(sums)
 
 
+def _by_rows(operand: Value, op: Op) -> bool:
+    """Returns whether an operand is a number, as wide as the result, or the same along its rows."""
+    shape = op.outs[0].aval.shape
+    return operand.size in (1, op.outs[0].size) or operand.aval.shape == (*shape[:-1], 1)
+
+
 # ---- reading ------------------------------------------------------------------------------------
 
 
@@ -208,7 +214,10 @@ class Reading:
         return self._shift(op) if found is None and op.outs[0].size <= self.rows else found
 
     def _rule(self, op: Op) -> Any:
-        return READ[op.name](self, op) if op.name in READ else None
+        broadcasts = op.name != "gather" and len(op.ins) > 1
+        if op.name not in READ or (broadcasts and not all(_by_rows(v, op) for v in op.ins)):
+            return None
+        return READ[op.name](self, op)
 
     def _shift(self, op: Op) -> Any:
         """Reads a value that is computed from shifts alone, such as a maximum if that is finite."""
@@ -226,7 +235,8 @@ class Reading:
             return None
         axes = own_axes(value.aval.shape)
         for labels, columns in (op.ins, op.ins[::-1]):
-            if positions.read(columns, axes, self.flow) == positions.along(axes[-1]):
+            is_iota = positions.read(columns, axes, self.flow) == positions.along(axes[-1])
+            if is_iota and _by_rows(labels, op):
                 while labels.size != self.rows and (made := self.flow.producer.get(labels)):
                     if not (is_view(made) and self._keeps_rows(made)):
                         return None
@@ -238,11 +248,11 @@ class Reading:
     def _keeps_rows(self, op: Op) -> bool:
         """Returns whether a change of layout leaves the order of rows as it is."""
         if op.name == "broadcast_in_dim":
-            dims = [*map(int, op.params["broadcast_dimensions"])]
-            shape, new = op.ins[0].aval.shape, op.outs[0].aval.shape
-            kept = [new[d] for d, n in zip(dims, shape, strict=True) if n == new[d]]
-            lead = new[:-1] if op.outs[0].size > op.ins[0].size else new
-            return dims == sorted(dims) and math.prod(kept) == math.prod(lead)
+            dims, shape = op.params["broadcast_dimensions"], op.ins[0].aval.shape
+            new, wider = op.outs[0].aval.shape, op.outs[0].size > op.ins[0].size
+            lead = new[:-1] if wider else new  # what is repeated along a row has its other axes
+            kept = [n for d, n in zip(dims, shape, strict=True) if lead[d : d + 1] == (n,)]
+            return [*dims] == sorted(dims) and math.prod(kept) == math.prod(lead)
         return op.name != "transpose"
 
     # ---- operations ----
