@@ -368,7 +368,8 @@ def statistics(operands: Operands, form: Form) -> Statistics:
         return as_one_operation(functools.partial(_online, form=form))(operands)
 
     def jvp(primals, tangents):
-        found, moving = ruled(*primals), _moving(*tangents)
+        # Statistics do not depend on the weights of losses.
+        found, moving = ruled(*primals), _moving(*tangents)._replace(weights=None)
         if all(t is None for t in moving):
             return found, jax.tree.map(_jax.zero_tangent, found)
         return found, _online_tangent(primals[0], moving, found.normalizer, form)
