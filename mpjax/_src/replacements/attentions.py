@@ -265,11 +265,7 @@ def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
     """Returns the matmul that is the only reader of a softmax: operand, axes, and ops between."""
     axes: Axes | None = own_axes(value.aval.shape)
     views: list[Op] = []
-    while True:
-        readers = flow.readers.get(value, [])
-        op = readers[0] if len(readers) == 1 else None
-        if op is None:
-            raise Unfit("its weights are also read elsewhere")
+    while (op := flow.reader(value)) is not None:
         if op.name == DOT and op.ins[0] is not op.ins[1]:
             return op, op.ins.index(value), _known(axes), views
         if not is_view(op) or op.ins[0].size != op.outs[0].size:
@@ -277,6 +273,7 @@ def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
         axes = after(op, _known(axes))
         views.append(op)
         value = op.outs[0]
+    raise Unfit("its weights are also read elsewhere")
 
 
 # ---- axes ---------------------------------------------------------------------------------------

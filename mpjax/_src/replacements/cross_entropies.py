@@ -21,7 +21,6 @@ from mpjax._src.core.program.views import before, behind, is_view, own_axes
 from mpjax._src.replacements import written
 from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
 from mpjax._src.replacements.flow import Candidate, Flow, Unfit, absorbed, judged, leads_to
-from mpjax._src.replacements.forms import numbered_values
 from mpjax._src.replacements.logits import (
     KNOWN,
     LSE,
@@ -124,8 +123,7 @@ def _move(op: Op) -> list[Any] | None:
 
 def _reader(value: Value, flow: Flow) -> Op | None:
     """Returns the only reader of a value, unless it has effects or computes in 16 bits."""
-    readers = flow.readers.get(value, [])
-    op = readers[0] if len(readers) == 1 else None
+    op = flow.reader(value)
     plain = op is not None and len(op.outs) == 1 and not op.eqn.effects and not flow.in_half(op)
     return op if plain else None
 
@@ -230,7 +228,6 @@ NONE = "it is no cross entropy of labels"
 
 def cross_entropies(flow: Flow) -> Iterator[Candidate]:
     """Yields the losses of a block, and how they run without their logits, or why not."""
-    numbers: dict[Value, int] = {}
     read: set[Op] = set()
     for total, chain in _chains(flow):
         maker = chain[-1]
@@ -238,8 +235,7 @@ def cross_entropies(flow: Flow) -> Iterator[Candidate]:
         if root is None:
             yield from _given(total, chain, flow)
         elif flow.producer[root.logits] not in read:  # else they were written twice
-            numbers = numbers or numbered_values(flow)
-            reading = Reading(flow, root.logits, numbers)
+            reading = Reading(flow, root.logits)
             read |= {*reading.ops}
             if reading.is_loss or leads_to(total.outs[0], "log", flow):
                 yield judged(maker, functools.partial(_found, root, reading), UNCHANGED)

@@ -1,11 +1,13 @@
 """The data flow of a block: which op computes each value, and which ops read it."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.program.graph import PLANNED, Block, Op, Value
@@ -59,6 +61,32 @@ class Flow:
         """The arrays that the block closes over."""
         return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
 
+    @functools.cached_property
+    def numbers(self) -> dict[Value, int]:
+        """A number for each value; equal computations have equal numbers."""
+        numbers: dict[Any, int] = {}
+        numbered: dict[Value, int] = {}
+
+        def add(value: Value, key: Any) -> int:
+            return numbered.setdefault(value, numbers.setdefault(key, len(numbers)))
+
+        def number_of(value: Value) -> int:
+            const = np.asarray(value.const)
+            same: Any = (const.dtype, const.shape, const.tobytes()) if value.literal else value
+            return add(value, same)
+
+        for op in self.ops:
+            # What equal ops on equal operands have in common.
+            key = _jax.equation_key(op.eqn)[:-1], self.rulings[op].forced
+            ins = tuple(map(number_of, op.ins))
+            # Operations with effects, or with parameters that have no hash, equal no others.
+            with contextlib.suppress(TypeError):
+                for place, value in enumerate(() if op.eqn.effects else op.outs):
+                    add(value, (key, ins, place))
+        for value in (*self.block.invars, *self.block.outvars):
+            number_of(value)
+        return numbered
+
     def is_plain(self, op: Op) -> bool:
         """Returns whether an op computes one float32 array, and nothing asks for 16 bits."""
         return (
@@ -78,9 +106,10 @@ class Flow:
         inside = any(self.rulings[op].forced == "full" for op in weights)
         return inside and self.rulings[matmul].forced == "full"
 
-    def key(self, op: Op) -> Any:
-        """Returns what equal ops on equal operands have in common."""
-        return _jax.equation_key(op.eqn)[:-1], self.rulings[op].forced
+    def reader(self, value: Value) -> Op | None:
+        """Returns the op that reads a value, if nothing else does."""
+        readers = self.readers.get(value, ())
+        return readers[0] if len(readers) == 1 else None
 
     def readers_of(self, op: Op) -> "set[Op | None]":
         """Returns the ops that read what an op returns; None means the block's results."""

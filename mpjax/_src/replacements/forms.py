@@ -5,7 +5,6 @@ The logarithm of a value is read as a sum of terms: ``e / s``, ``e * (1 / s)``, 
 term records how its axes correspond to the axes of the value that is read.
 """
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -17,34 +16,6 @@ from mpjax._src.core.program.affine import RATES, Parts, number, powers, terms, 
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.views import Axes, before, is_view
 from mpjax._src.replacements.flow import Flow
-
-# ---- which values are the same ------------------------------------------------------------------
-
-
-def numbered_values(flow: Flow) -> dict[Value, int]:
-    """Returns a number for each value of a block; equal computations get equal numbers."""
-    numbers: dict[Any, int] = {}
-    numbered: dict[Value, int] = {}
-
-    def add(value: Value, key: Any) -> int:
-        return numbered.setdefault(value, numbers.setdefault(key, len(numbers)))
-
-    def number_of(value: Value) -> int:
-        const = np.asarray(value.const) if value.literal else None
-        return add(value, value if const is None else (const.dtype, const.shape, const.tobytes()))
-
-    for op in flow.ops:
-        key = flow.key(op), tuple(map(number_of, op.ins))
-        # Operations with effects, or with parameters that have no hash, equal no others.
-        with contextlib.suppress(TypeError):
-            for place, value in enumerate(() if op.eqn.effects else op.outs):
-                add(value, (key, place))
-    for value in (*flow.block.invars, *flow.block.outvars):
-        number_of(value)
-    return numbered
-
-
-# ---- the form -----------------------------------------------------------------------------------
 
 EXPONENT, MASK, SUM, FACTOR, CONSTANT = "exponent", "mask", "sum", "factor", "constant"
 
@@ -59,8 +30,7 @@ DEPTH = 64
 class Reading:
     """Reads values into the normal form, and records the operations that it passes."""
 
-    flow: Flow  # the data flow of the block
-    numbers: dict[Value, int]  # the number of each value; equal values have equal numbers
+    flow: Flow  # the data flow of the block, with a number for each value
     # The number of the exponent at which reading stops; None for no exponent.
     end: int | None = None
     ops: dict[Op, None] = dataclasses.field(default_factory=dict)  # the operations that were passed
@@ -76,12 +46,9 @@ class Reading:
         op = self._maker(value, depth)
         if op is None:
             return self._term(FACTOR, value, axes)
-        if op.name == "reduce_sum":
-            self.ops[op] = None
-            return self._term(SUM, value, axes)
         if op.name in EXPONENTIALS:
             return self._sum(self.exponent, op, ((0, RATES[op.name]),), axes, depth)
-        for special in (self._mask_of_numbers, self._selected, self._guarded):
+        for special in (self._guarded_sum, self._mask_of_numbers, self._selected):
             if (form := special(op, axes, depth)) is not None:
                 return form
         if parts := powers(op):
@@ -91,7 +58,7 @@ class Reading:
     def exponent(self, value: Value, axes: Axes | None, depth: int = DEPTH) -> Form:
         """Returns the terms of a value itself."""
         # Where the exponent ends is what the softmax is a function of: its scores.
-        if axes is None or self.end is None or self.numbers.get(value) == self.end:
+        if axes is None or self.end is None or self.flow.numbers.get(value) == self.end:
             return self._term(EXPONENT, value, axes)
         if (constant := number(value)) is not None:
             return _constant(constant)
@@ -122,14 +89,14 @@ class Reading:
         return number(value)
 
     def _term(self, kind: str, value: Value, axes: Axes | None) -> Form:
-        named = self.numbers.get(value, value)
+        named = self.flow.numbers.get(value, value)
         # A term without known axes equals no other term.
         term = (kind, named, axes) if axes is not None else (kind, value, (((-1, 1, 1),),))
         self.values.setdefault(term, []).append(value)
         return {term: 1.0}
 
     def _mask(self, which: Value, axes: Axes, kept: bool) -> Form:
-        return {(MASK, (self.numbers.get(which, which), kept), axes): 1.0}
+        return {(MASK, (self.flow.numbers.get(which, which), kept), axes): 1.0}
 
     def _mask_of_numbers(self, op: Op, axes: Axes, depth: int) -> Form | None:
         """Reads a boolean that is cast to float."""
@@ -139,71 +106,55 @@ class Reading:
         return self._mask(op.ins[0], axes, True)
 
     def _selected(self, op: Op, axes: Axes, depth: int) -> Form | None:
-        """Reads a select between a value and 0, a mask, or one that replaces 0 by 1."""
+        """Reads a select between a value and 0."""
         shapes = (), op.outs[0].aval.shape
         if op.name != SELECT or len(op.ins) != 3 or op.ins[0].aval.shape not in shapes:
             return None
-        which, *cases = op.ins
-        for place, value in enumerate(cases):
-            other, part = number(cases[1 - place]), ((1 + place, 1.0),)
-            if other == 0:
-                mask = self._mask(which, before(op, axes, 0) or (), bool(place))
-                return total([(mask, 1), (self._sum(self.logarithm, op, part, axes, depth), 1)])
-            if other is not None and self._is_sum(value) and self._is_kept(which, value, place):
-                self.ops[self.flow.producer[which]] = None
-                return _behind_guard(op, other, self._sum(self.logarithm, op, part, axes, depth))
-        return None
-
-    def _is_kept(self, which: Value, value: Value, place: int) -> bool:
-        """Returns whether a value compares a sum with 0 and so selects it where it is not 0."""
-        op = self.flow.producer.get(which)
-        if op is None or op.name not in TESTS_OF_ZERO[place]:
-            return False
-        return self.numbers.get(op.ins[0]) == self.numbers.get(value) and number(op.ins[1]) == 0
-
-    def _guarded(self, op: Op, axes: Axes, depth: int) -> Form | None:
-        """Reads a sum with a constant that keeps it away from 0, or its absolute value."""
-        if op.name not in GUARDS:
-            return None
-        for place, value in enumerate(op.ins):
-            constant = number(op.ins[1 - place]) if len(op.ins) == 2 else 0
-            if constant is not None and constant >= 0 and self._is_sum(value):
+        for place in (1, 2):
+            if number(op.ins[3 - place]) == 0:
+                mask = self._mask(op.ins[0], before(op, axes) or (), place == 2)
                 rest = self._sum(self.logarithm, op, ((place, 1.0),), axes, depth)
-                return rest if op.name == "abs" else _behind_guard(op, constant, rest)
+                return total([(mask, 1), (rest, 1)])
         return None
 
-    def _is_sum(self, value: Value) -> bool:
-        """Returns whether a value is a sum, perhaps after changes of layout and guards."""
-        while (op := self.flow.producer.get(value)) is not None and op.name != "reduce_sum":
-            varying = [v for v in op.ins if v.const is None and v.is_f32]
-            through = is_view(op) or op.name in GUARDS or op.name == SELECT
-            if not through or len(varying) != 1 or not self.flow.is_plain(op):
-                return False
-            (value,) = varying
-        return op is not None
+    def _guarded_sum(self, op: Op | None, axes: Axes | None, depth: int) -> Form | None:
+        """Reads a sum, behind changes of layout and what keeps it away from 0."""
+        guards, passed = [], []
+        while op is not None and op.name != "reduce_sum" and self.flow.is_plain(op):
+            varying = [i for i, v in enumerate(op.ins) if v.const is None and v.is_f32]
+            if len(varying) != 1 or not (is_view(op) or op.name in GUARDS):
+                return None
+            (place,) = varying
+            if op.name in ("add", "max", SELECT):
+                constant = number(op.ins[3 - place if op.name == SELECT else 1 - place])
+                if constant is None or constant < 0:
+                    return None
+                guards.append((op.name, constant))
+            if op.name == SELECT:
+                test = self.flow.producer.get(op.ins[0])
+                if test is None or not self._is_not_zero(test, op.ins[place], place == 2):
+                    return None
+                passed.append(test)
+            passed.append(op)
+            axes, op = before(op, axes, place), self.flow.producer.get(op.ins[place])
+        if op is None or op.name != "reduce_sum" or axes is None:
+            return None
+        self.ops |= dict.fromkeys([*passed, op])
+        return {(SUM, (self.flow.numbers[op.outs[0]], tuple(guards)), axes): 1.0}
+
+    def _is_not_zero(self, op: Op, value: Value, answer: bool) -> bool:
+        """Returns whether an op compares a sum with 0, with this answer if it is not 0."""
+        names = ("gt", "ne") if answer else ("eq", "le")
+        same = op.name in names and self.flow.numbers.get(op.ins[0]) == self.flow.numbers.get(value)
+        return same and number(op.ins[1]) == 0
 
 
 # What keeps a sum away from 0, or leaves a positive one as it is.
-GUARDS = frozenset(["abs", "add", "max"])
-# The comparisons of a number that is not negative with 0 that are false, and true, if it is not 0.
-TESTS_OF_ZERO = frozenset(["eq", "le"]), frozenset(["gt", "ne"])
+GUARDS = frozenset(["abs", "add", "max", SELECT])
 
 
 def _constant(value: float) -> Form:
     return {(CONSTANT, "", ()): value} if value else {}
-
-
-def _behind_guard(op: Op, constant: float, form: Form) -> Form:
-    return {(kind, (op.name, constant, of), axes): n for (kind, of, axes), n in form.items()}
-
-
-def guards_of(term: Term) -> "tuple[list[tuple[str, float]], Any]":
-    """Returns the guard that keeps a sum away from 0, and the number of the sum itself."""
-    guards, named = [], term[1]
-    while isinstance(named, tuple):
-        guards.append(named[:2])
-        named = named[2]
-    return guards, named
 
 
 def same(first: Form, second: Form) -> bool:

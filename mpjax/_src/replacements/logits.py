@@ -135,7 +135,6 @@ class Reading:
 
     flow: Flow  # the data flow of the block
     root: Value  # the logits
-    numbers: dict[Value, int] = dataclasses.field(default_factory=dict)  # equal ones are equal
     # The expressions of the values that are computed from them.
     kinds: dict[Value, Any] = dataclasses.field(default_factory=dict)
     targets: dict[Value, Any] = dataclasses.field(default_factory=dict)  # those of other values
@@ -145,9 +144,10 @@ class Reading:
     leak: str = ""  # why the logits have to exist, or ""
 
     def __post_init__(self) -> None:
-        makers = {self.flow.producer[self.root]: None}  # people write logits twice
-        number = self.numbers.get(self.root)
-        makers |= {self.flow.producer[v]: None for v, n in self.numbers.items() if n == number}
+        numbers = self.flow.numbers
+        # People write logits twice.
+        equal = [v for v, n in numbers.items() if n == numbers.get(self.root)]
+        makers = dict.fromkeys(self.flow.producer[v] for v in (self.root, *equal))
         for op in makers:
             self._add(op, Linear({LOGITS: 1.0}))
         # Ops are in order, so the operands of each one have been read before it.
@@ -217,7 +217,7 @@ class Reading:
         broadcasts = op.name != "gather" and len(op.ins) > 1
         if op.name not in READ or (broadcasts and not all(_by_rows(v, op) for v in op.ins)):
             return None
-        return READ[op.name](self, op)
+        return READ[op.name](self, op, *map(self.kind, op.ins))
 
     def _shift(self, op: Op) -> Any:
         """Reads a value that is computed from shifts alone, such as a maximum if that is finite."""
@@ -257,57 +257,48 @@ class Reading:
 
     # ---- operations ----
 
-    def _view(self, op: Op) -> Any:
-        (operand,) = op.ins
+    # Each gets an op and the expressions of its operands.
+
+    def _view(self, op: Op, kind: Any) -> Any:
+        (operand,), shape = op.ins, op.outs[0].aval.shape
         if op.name == CAST and not operand.is_f32:
             labels = self._one_hot(operand)
             return labels and Linear(_of_label(labels, {ONE: 1.0}))
-        kind, shape = self.kind(operand), op.outs[0].aval.shape
         known = isinstance(kind, Linear | Exponential) and is_view(op)
         if not known or not self._keeps_rows(op):
             return None
         same = operand.size == op.outs[0].size and shape[-1:] == (self.words,)
         return kind if same or not _wide(kind.row) else None
 
-    def _sum(self, op: Op) -> Any:
+    def _sum(self, op: Op, *kinds: Any) -> Any:
         """Reads sums, differences and multiples."""
-        parts = terms(op, lambda v: _number(self.kind(v)))
-        kinds = [(self.kind(op.ins[i]), weight) for i, weight in parts]
-        if not parts or not all(isinstance(kind, Linear) for kind, _ in kinds):
+        parts = terms(op, dict(zip(op.ins, map(_number, kinds), strict=True)).get)
+        if not parts or not all(isinstance(kinds[i], Linear) for i, _ in parts):
             return None
-        return Linear(total((kind.row, weight) for kind, weight in kinds))
+        return Linear(total((kinds[i].row, weight) for i, weight in parts))
 
-    def _times(self, op: Op) -> Any:
+    def _times(self, op: Op, *kinds: Any) -> Any:
         """Reads products, quotients and squares."""
-        if (multiple := self._sum(op)) is not None:
+        if (multiple := self._sum(op, *kinds)) is not None:
             return multiple
-        kinds = [(self.kind(op.ins[i]), power) for i, power in powers(op)]
-        if all(isinstance(kind, Exponential) for kind, _ in kinds):
-            row = total((kind.row, power) for kind, power in kinds)
+        if all(isinstance(kind, Exponential) for kind in kinds):
+            row = total((kinds[i].row, power) for i, power in powers(op))
             return Exponential(row) if row.get(LOGITS, 0) in (0, 1) else None
-        factors = [kind for kind, power in kinds for _ in range(int(power))]
+        factors = [kinds[i] for i, power in powers(op) for _ in range(int(power))]
         if len(factors) != 2 or not all(isinstance(kind, Linear) for kind in factors):
             return None
         product = _product(*(kind.row for kind in factors))
         return None if product is None else Linear(product)
 
-    def _exp(self, op: Op) -> Any:
-        kind = self.kind(op.ins[0])
+    def _exp(self, op: Op, kind: Any) -> Any:
         fits = isinstance(kind, Linear) and _of_logits(kind) and kind.row[LOGITS] == 1
         return Exponential(kind.row) if fits else None
 
-    def _of_exponential(self, op: Op) -> Any:
-        kind = self.kind(op.ins[0])
-        if not isinstance(kind, Exponential):
-            return None
-        return Linear(kind.row) if op.name == "log" else kind  # an absolute value
+    def _log(self, op: Op, kind: Any) -> Any:
+        return Linear(kind.row) if isinstance(kind, Exponential) else None
 
-    def _held(self, op: Op) -> Any:
-        kind = self.kind(op.ins[0])
-        return kind if _is_shift(kind) else None
-
-    def _reduce(self, op: Op) -> Any:
-        kind, last = self.kind(op.ins[0]), len(op.ins[0].aval.shape) - 1
+    def _reduce(self, op: Op, kind: Any) -> Any:
+        last = len(op.ins[0].aval.shape) - 1
         axes = tuple(map(int, op.params["axes"]))
         if not isinstance(kind, Linear | Exponential) or not _wide(kind.row):
             return None
@@ -322,9 +313,9 @@ class Reading:
             return Exponential(_renamed(kind.row, LSE))
         return Linear(_summed(kind.row, self.words))
 
-    def _select(self, op: Op) -> Any:
+    def _select(self, op: Op, which: Any, *kinds: Any) -> Any:
         """Reads ``where(onehot, yes, no)``, which is ``no + onehot * (yes - no)``."""
-        labels, kinds = self._one_hot(op.ins[0]), [self.kind(v) for v in op.ins[1:]]
+        labels = self._one_hot(op.ins[0])
         if labels is None or len(kinds) != 2 or not all(isinstance(k, Linear) for k in kinds):
             return None
         no, yes = (kind.row for kind in kinds)
@@ -332,8 +323,8 @@ class Reading:
             return None
         return Linear(total([(no, 1.0), (_of_label(labels, total([(yes, 1.0), (no, -1.0)])), 1.0)]))
 
-    def _gather(self, op: Op) -> Any:
-        kind, operand = self.kind(op.ins[0]), op.ins[0]
+    def _gather(self, op: Op, kind: Any, indices: Any) -> Any:
+        operand = op.ins[0]
         if op.outs[0].size != self.rows:
             return None
         if isinstance(kind, Linear) and not _wide(kind.row) and operand.size == self.rows:
@@ -378,13 +369,14 @@ class Reading:
         return parts[-1]
 
 
-READ: dict[str, Callable[[Reading, Op], Any]] = {
+READ: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((CAST, *VIEWS), Reading._view),
     **dict.fromkeys(("neg", *SUMS_OF_TWO), Reading._sum),
     **dict.fromkeys(PRODUCTS | SQUARES, Reading._times),
     "exp": Reading._exp,
-    **dict.fromkeys(("log", "abs"), Reading._of_exponential),
-    "stop_gradient": Reading._held,
+    "log": Reading._log,
+    "abs": lambda self, op, kind: kind if isinstance(kind, Exponential) else None,
+    "stop_gradient": lambda self, op, kind: kind if _is_shift(kind) else None,
     **dict.fromkeys(("reduce_sum", "reduce_max"), Reading._reduce),
     SELECT: Reading._select,
     "gather": Reading._gather,

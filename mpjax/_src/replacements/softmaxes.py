@@ -21,9 +21,7 @@ from mpjax._src.replacements.forms import (
     SUM,
     Form,
     Reading,
-    guards_of,
     is_constant_along,
-    numbered_values,
     same,
 )
 
@@ -54,12 +52,11 @@ class Softmax(NamedTuple):
 def softmaxes(flow: Flow) -> list[Softmax]:
     """Returns the softmaxes of a block. No op is part of two: two may share one sum."""
     sums = [op for op in flow.ops if op.name == "reduce_sum" and sums_exponentials(op, flow)]
-    numbers = numbered_values(flow) if sums else {}
     found: list[Softmax] = []
     taken: set[Op] = set()
     for total in sums:
         for quotient in _quotients(total, flow):
-            softmax = _softmax(total, quotient, flow, numbers)
+            softmax = _softmax(total, quotient, flow)
             if softmax is not None and softmax.ops.isdisjoint(taken):
                 found.append(softmax)
                 taken |= softmax.ops
@@ -87,9 +84,9 @@ def _quotients(total: Op, flow: Flow) -> list[Op]:
     return sorted((op for op in ends if op.outs[0].size == size), key=lambda op: op.index)
 
 
-def _softmax(total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int]) -> Softmax | None:
+def _softmax(total: Op, quotient: Op, flow: Flow) -> Softmax | None:
     """Returns a softmax that ends in a quotient, or None if it is not a softmax."""
-    exponents = Reading(flow, numbers)
+    exponents = Reading(flow)
     exponents.logarithm(total.ins[0], own_axes(total.ins[0].aval.shape))
     over = tuple(map(int, total.params["axes"]))
     varying = [
@@ -100,7 +97,7 @@ def _softmax(total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int]) -> 
     # What is shifted may be the scores, or what the shift is subtracted from.
     ends = varying if len(varying) == 1 else []
     for end in ends:  # grows
-        reading = Reading(flow, numbers, numbers[end])
+        reading = Reading(flow, flow.numbers[end])
         if (match := _matches(reading, total, quotient.outs[0])) is not None:
             return _made(reading, quotient, *match)
         deeper = shifted_by(end, flow)
@@ -130,7 +127,7 @@ def _made(
 
 def _matches(
     reading: Reading, total: Op, result: Value
-) -> "tuple[tuple[int, ...], Form, list[tuple[str, float]]] | None":
+) -> tuple[tuple[int, ...], Form, Any] | None:
     """Returns the axes, the log of the sum and the guards of a softmax; None for other results."""
     own = own_axes(result.aval.shape)
     whole = reading.logarithm(result, own)
@@ -139,8 +136,8 @@ def _matches(
     if len(divisors) != 1 or abs(divisors[0][1] + 1) > 1e-6:
         return None
     ((term, _),) = divisors
-    guards, number = guards_of(term)
-    if number != reading.numbers[total.outs[0]]:
+    number, guards = term[1]
+    if number != reading.flow.numbers[total.outs[0]]:
         return None
     # The sum runs over those axes of the result along which it is the same.
     rows = {place for axis in term[2] for place, *_ in axis}
@@ -194,7 +191,7 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
 
     They sum to 0 if all are masked.
     """
-    flow, numbers = reading.flow, reading.numbers
+    flow, numbers = reading.flow, reading.flow.numbers
     (scores,) = (t for t in form if t[0] == EXPONENT)
     value = reading.values[scores][0]
     op = flow.producer.get(value)

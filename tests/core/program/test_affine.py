@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from measure import run
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.planner.equations import Value, opened
 from mpjax._src.core.program import affine
 from mpjax._src.core.program.graph import build
 
@@ -104,6 +105,14 @@ def test_factor_is_of_the_value_that_is_multiplied():
     for fun in (lambda x, y: x + y, lambda x, y: x[0]):
         op, *_ = last(fun, X, Y)
         assert affine.factor(op, op.ins[0]) is None
+
+
+def test_equations_of_the_planner_are_read_alike():
+    program = jax.make_jaxpr(lambda x, y: (jnp.reshape(x, 3) / 4.0, x - y, jnp.sqrt(y)))(X, Y)
+    into: list = []
+    opened(program, [Value(v.aval) for v in program.jaxpr.invars], into)
+    assert [*map(affine.terms, into)] == [((0, 1.0),), ((0, 0.25),), ((0, 1.0), (1, -1.0)), ()]
+    assert affine.powers(into[-1]) == ((0, 0.5),)
 
 
 def test_number_is_what_fills_a_value():

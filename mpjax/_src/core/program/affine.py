@@ -43,12 +43,12 @@ def terms(op: Any, known: Callable[[Any], float | None] = number) -> Parts:
         return ((0, 1.0),)
     if op.name in PRODUCTS:
         for place, other in ((1, 0), (0, 1)):
-            factor = known(op.ins[other])
-            if factor is not None and op.name == "mul":
-                return ((place, factor),)
+            by = known(op.ins[other])
+            if by is not None and op.name == "mul":
+                return ((place, by),)
             # A number divided by an operand is no multiple of it, nor is anything divided by 0.
-            if factor and place == 0:
-                return ((0, 1 / factor),)
+            if by and place == 0:
+                return ((0, 1 / by),)
     return tuple(enumerate(WEIGHTS.get(op.name, ())))
 
 
