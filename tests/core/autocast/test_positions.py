@@ -90,6 +90,19 @@ def test_mask_of_positions_that_is_read_equals_the_array(name):
     assert_same(found, array)
 
 
+CHECKS = [lambda: jax.transfer_guard("disallow"), lambda: jax.debug_nans(True)]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=["transfers", "NaNs"])
+def test_masks_are_read_whatever_jax_checks_of_the_program(check):
+    fun = lambda: (1.0 - jnp.tri(T, S)) * -jnp.inf  # noqa: E731
+    block = build(*_jax.open_jaxpr(jax.make_jaxpr(fun)()))
+    (value,) = block.outvars
+    with check():
+        found = positions.read(value, own_axes(value.aval.shape), Flow(block, Rulings()))
+    assert np.isnan(found.yes) and found.no == -np.inf
+
+
 UNREAD = {
     "equal": lambda: rows() == columns(),
     "either": lambda: (rows() >= columns()) | (rows() - columns() < -3),
