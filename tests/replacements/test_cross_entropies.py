@@ -141,6 +141,17 @@ def rounded(h, w, b):
     return each((h @ w).astype(jnp.bfloat16).astype(jnp.float32), LABELS).mean()
 
 
+def labels_of_other_rows(h, w, b):
+    targets = jax.nn.one_hot(LABELS[0] % T, T)  # as many rows as words
+    return -jnp.sum(targets.T * jax.nn.log_softmax(h[0] @ w[:, :T]))
+
+
+def normalizers_of_other_rows(h, w, b):
+    logits = h[0] @ w[:, :T]
+    normalizers = jax.nn.logsumexp(logits, -1)[None]
+    return -jnp.sum(jax.nn.one_hot(LABELS[0] % T, T) * (logits - normalizers))
+
+
 def reversed_labels(h, w, b):
     logits = h @ w
     picked = jnp.take_along_axis(logits, LABELS[..., None], -1)[..., 0]
@@ -156,6 +167,8 @@ LEFT = {
         lambda h, w, b: each(30 * jnp.tanh(h @ w / 30), LABELS).mean(),
         "tanh computes its logits",
     ),
+    "labels of other rows": (labels_of_other_rows, "its logits are also read by mul"),
+    "normalizers of other rows": (normalizers_of_other_rows, "its logits are also read by sub"),
     "no cross entropy": (reversed_labels, "it is no cross entropy of labels"),
 }
 

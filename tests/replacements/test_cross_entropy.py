@@ -95,6 +95,18 @@ def gradients(fun, *args):
     return jax.jit(jax.value_and_grad(fun, (0, 1, 2)))(*args)
 
 
+@pytest.mark.parametrize(("reduction", "chunk"), [("mean", 8), ("mean", 1), (None, 8)])
+def test_the_weights_of_losses_alone_have_gradients(reduction, chunk):
+    hidden, weight, _, labels = arrays(2, 8)
+
+    def loss(where, fun):
+        return jnp.sum(fun(hidden, weight, labels, where=where, reduction=reduction) ** 2)
+
+    where = jnp.linspace(0.5, 2.0, 16).reshape(2, 8)
+    blocks = functools.partial(ours, chunk=chunk)
+    assert_near(jax.grad(loss)(where, blocks), jax.grad(loss)(where, optax_s), 1e-4)
+
+
 @pytest.mark.parametrize(
     ("half", "reduction"),
     thorough_but([(half, r) for half in HALVES for r in ("mean", None)], 0, 3),

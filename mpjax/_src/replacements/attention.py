@@ -112,35 +112,29 @@ def dot_product_attention(
     bias, mask = optional_array("bias", bias), optional_array("mask", mask)
     if mask is not None and mask.dtype != bool:  # flax makes masks of floats
         mask = mask != 0
-    flags = {"is_causal": is_causal, "return_residual": return_residual}
-    flags |= {"broadcast_dropout": broadcast_dropout, "deterministic": deterministic}
-    _check_settings(scale, flags, local_window_size, implementation, dropout_rate)
-    lengths = {
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
     options = {
         "scale": scale,
         "is_causal": is_causal,
-        **lengths,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
         "local_window_size": local_window_size,
         "return_residual": return_residual,
     }
+    flax = {
+        "dropout_rng": dropout_rng,
+        "dropout_rate": dropout_rate,
+        "broadcast_dropout": broadcast_dropout,
+        "deterministic": deterministic,
+        "precision": precision,
+        "module": module,
+    }
+    _check_settings({**options, **flax}, implementation)
+    arrays = query, key, value, bias, mask
     drops = dropout_rate > 0 and not deterministic
     # JAX's attention has no dropout and no precision, and sows no weights.
     if drops or precision is not None or module is not None:
-        return _flax(
-            *(query, key, value, bias, mask),
-            {**options, "implementation": implementation},
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            precision=precision,
-            module=module,
-        )
-    arrays = query, key, value, bias, mask
-    _check_shapes(*arrays, lengths)
+        return _flax(*arrays, {**options, "implementation": implementation}, **flax)
+    _check_shapes(*arrays, {name: options[name] for name in fused_kernels.LENGTHS})
     if implementation is not None:
         return _chosen(arrays, options, implementation)
     return _fused_if_possible(arrays, options)
@@ -201,13 +195,12 @@ def _named(kernel: str, why: str = "") -> Any:
 # ---- checks -------------------------------------------------------------------------------------
 
 
-def _check_settings(
-    scale: Any, flags: dict[str, Any], window: Any, implementation: Any, dropout_rate: Any
-) -> None:
+def _check_settings(options: dict[str, Any], implementation: Any) -> None:
+    scale, window = options["scale"], options["local_window_size"]
     if not (scale is None or is_traced(scale) or finite_number(scale) is not None):
         raise ValueError(f"scale={brief(scale)} must be a finite number or None.")
-    for name, flag in flags.items():
-        check_flag(name, flag)
+    for name in ("is_causal", "return_residual", "broadcast_dropout", "deterministic"):
+        check_flag(name, options[name])
     sides = window if isinstance(window, tuple | list) else (window, window)
     if window is not None and (len(sides) != 2 or any(whole_number(x) is None for x in sides)):
         raise ValueError(
@@ -215,6 +208,7 @@ def _check_settings(
             "for the left and the right, or None."
         )
     check_choice("implementation", implementation, "cudnn", "xla")
+    dropout_rate = options["dropout_rate"]
     refuse_traced("dropout_rate", dropout_rate)
     rate = finite_number(dropout_rate)
     if rate is None or not 0 <= rate <= 1:

@@ -12,6 +12,8 @@ The kernel computes the same function: a shift that is the same for a whole row 
 entry masked by a large negative number has weight 0, whatever the number is.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,105 +22,77 @@ import jax
 import numpy as np
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base.rules import CAST, DOT, EXPONENTIALS, PRODUCTS, SELECT, VIEWS
+from mpjax._src.core.program.affine import number, terms
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.core.program.views import VIEWS, Axes, after, before, is_view, own_axes
+from mpjax._src.core.program.respellings import Found
+from mpjax._src.core.program.views import Axes, after, before, behind, is_view, own_axes
 from mpjax._src.replacements import fused, fused_kernels, positions
-from mpjax._src.replacements.flow import REACH, Flow, Found, Unfit, absorbed, leads_to
-from mpjax._src.replacements.forms import MASKED, is_linear, is_number, is_same_along, narrowed
+from mpjax._src.replacements.flow import REACH, Candidate, Flow, Unfit, absorbed, judged, leads_to
+from mpjax._src.replacements.forms import is_constant_along
 from mpjax._src.replacements.fused import SUM, VALUE, Atom, Fusion, Labels, Term
-from mpjax._src.replacements.softmaxes import Softmax
+from mpjax._src.replacements.softmaxes import Softmax, softmaxes
+
+# Entries this far below others have weight 0: their exponential underflows.
+MASKED = -(2.0**13)
+LATE = "normalized after the product"
+DIVIDED_BY_MORE = "its weights are divided by more than their sum"
 
 
-class Attention(NamedTuple):
-    """A softmax that leads to a matmul."""
+def attentions(flow: Flow, taken: Collection[Op]) -> Iterator[Candidate]:
+    """Yields the attentions of a block, and the kernels that run them, or why none does.
 
-    matmul: Op
-    note: str  # the kernel that runs it, or "xla: " and why none does
-    found: Found | None  # what the kernel takes the place of
-
-
-def attention(softmax: Softmax, flow: Flow) -> Attention | None:
-    """Returns the attention that a softmax is a part of, if it is, and its kernel, if it fits.
-
-    Where all of it has to be float32, nobody asks for a kernel.
+    No softmax is looked at of which ops are ``taken`` by then. Where all of an attention has to be
+    float32, nobody asks for a kernel.
     """
-    matmul = _attends(softmax, flow)
-    if matmul is None or flow.in_full(matmul, softmax.ops):
-        return None
-    try:
-        found = _fuse(softmax, flow)
-    except Unfit as why:
-        return Attention(matmul, f"xla: {why}", None)
-    return Attention(matmul, found.how.describe(), found)
+    known: set[Op] = set()
+    for softmax in softmaxes(flow):
+        matmul = _attends(softmax, flow) if softmax.ops.isdisjoint(taken) else None
+        if matmul is not None and not flow.in_full(matmul, softmax.ops):
+            known.add(matmul)
+            yield judged(matmul, functools.partial(_fuse, softmax, flow), "xla: ")
+    yield from _others(flow, known)
 
 
-def others(flow: Flow, known: Collection[Op]) -> Iterator[Attention]:
-    """Yields attentions without a softmax that is known, unless their matmuls are ``known``.
+def _others(flow: Flow, known: Collection[Op]) -> Iterator[Candidate]:
+    """Yields attentions whose weights do not sum to one, unless their matmuls are ``known``.
 
-    Those that are normalized after the product have no weights that sum to one.
-    """
-    late = dict.fromkeys(_late_norms(flow))
-    yield from (Attention(op, "xla: normalized after the product", None) for op in late)
-    for op in flow.ops:
-        plain = op.name in ("exp", "exp2") and flow.is_plain(op)
-        summed = plain and leads_to(op.outs[0], "reduce_sum", flow)
-        if not summed or not _comes_from_matmul(op.ins[0], flow):
-            continue
-        matmul = leads_to(op.outs[0], "dot_general", flow)
-        if matmul is not None and not flow.in_full(matmul, [op]) and matmul not in (*late, *known):
-            why = "its weights are divided by more than their sum"
-            yield Attention(matmul, f"xla: {why}", None)
-
-
-def _late_norms(flow: Flow) -> Iterator[Op]:
-    """Yields the matmuls of attentions that are normalized after the product.
-
-    Its weights are exponentials, and the product of them and the values is divided by their sum.
+    They have exponentials of a matmul's result, which are summed and which another matmul reads.
     """
     for op in flow.ops:
-        if op.name not in ("div", "mul"):
+        if op.name not in EXPONENTIALS or not flow.is_plain(op):
             continue
-        # A product may have the reciprocal on either side.
-        for value, norm in (op.ins, op.ins[::-1])[: 1 + (op.name == "mul")]:
-            matmul, total = _source(value, flow), _source(norm, flow)
-            if op.name == "mul" and total is not None and total.name == "div":
-                total = _source(total.ins[1], flow)
-            if matmul is None or total is None or matmul.name != "dot_general":
-                continue
-            summed = _source(total.ins[0], flow) if total.name == "reduce_sum" else None
-            weights = [_source(v, flow) for v in matmul.ins]
-            if summed is not None and summed in weights and _is_weight(summed, flow):
-                yield matmul
+        total, matmul = (leads_to(op.outs[0], name, flow) for name in ("reduce_sum", DOT))
+        if total is None or matmul is None or matmul in known or flow.in_full(matmul, [op]):
+            continue
+        if _comes_from_matmul(op.ins[0], flow):
+            late = _is_divided(matmul, total, flow)
+            yield Candidate(matmul, f"xla: {LATE if late else DIVIDED_BY_MORE}", None)
+
+
+def _is_divided(matmul: Op, total: Op, flow: Flow) -> bool:
+    """Returns whether the result of a matmul is divided by a sum, apart from casts and layouts."""
+    for op in flow.after(matmul.outs[0], lambda op, v: _moves(op)):
+        norms = [_source(v, flow) for v in op.ins] if op.name in PRODUCTS else []
+        # A product has the reciprocal.
+        norms += [_source(norm.ins[1], flow) for norm in norms if norm and norm.name == "div"]
+        if total in norms:
+            return True
+    return False
 
 
 def _source(value: Value, flow: Flow) -> Op | None:
     """Returns the op that a value comes from, through casts and changes of layout."""
-    op = flow.producer.get(value)
-    while op is not None and (op.name == "convert_element_type" or op.name in VIEWS):
-        op = flow.producer.get(op.ins[0])
-    return op
+    return next((op for op in flow.before([value], _moves) if not _moves(op)), None)
 
 
-def _is_weight(op: Op, flow: Flow) -> bool:
-    """Returns whether an op computes exponentials of a matmul's result, masked or not."""
-    if op.name == "select_n":
-        return any(
-            case and _is_weight(case, flow) for case in (_source(v, flow) for v in op.ins[1:])
-        )
-    return op.name in ("exp", "exp2") and _comes_from_matmul(op.ins[0], flow)
+def _moves(op: Op) -> bool:
+    return op.name == CAST or op.name in VIEWS
 
 
 def _comes_from_matmul(value: Value, flow: Flow) -> bool:
     """Returns whether a value is computed from a matmul's result."""
-    seen = {value: None}
-    for v in (todo := [value]):  # grows
-        producer = flow.producer.get(v)
-        if producer is not None and producer.name == "dot_general":
-            return True
-        fresh = [x for x in (producer.ins if producer else ()) if x not in seen]
-        seen.update(dict.fromkeys(fresh))
-        todo += fresh if len(seen) < REACH else []
-    return False
+    return any(op.name == DOT for op in itertools.islice(flow.before([value]), REACH))
 
 
 def _attends(softmax: Softmax, flow: Flow) -> Op | None:
@@ -127,8 +101,18 @@ def _attends(softmax: Softmax, flow: Flow) -> Op | None:
     That is through any operations if its scores come from a matmul; else through a dropout alone.
     """
     if _comes_from_matmul(softmax.scores, flow):
-        return leads_to(softmax.weights, "dot_general", flow)
-    return leads_to(softmax.weights, "dot_general", flow, lambda op, v: is_linear(op, v))
+        return leads_to(softmax.weights, DOT, flow)
+    return leads_to(softmax.weights, DOT, flow, _drops)
+
+
+def _drops(op: Op, weights: Value) -> bool:
+    """Returns whether an op multiplies weights, or sets some to 0, as dropout does."""
+    if op.outs[0].aval != weights.aval or weights not in op.ins:
+        return False
+    others = [v for v in op.ins if v is not weights]
+    if op.name == SELECT:
+        return len(op.ins) == 3 and number(others[-1]) == 0
+    return op.name in PRODUCTS and len(others) == 1 and (op.name == "mul" or weights is op.ins[0])
 
 
 # ---- the match ----------------------------------------------------------------------------------
@@ -176,7 +160,7 @@ def _fuse(softmax: Softmax, flow: Flow) -> Found:
     sequence = _sequence(rows, keys, lines)
     covered, options = _causal(lines, sequence, keys)
     left = [_seen_through(leaf, flow) for leaf, yes in zip(leaves, covered, strict=True) if not yes]
-    terms = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
+    added = [Term(_labels(leaf.axes, atoms), leaf.factor, leaf.kept) for leaf in left]
 
     # The kernel has four axes of its own. The last shared axis counts as heads.
     batch = _in_order(shared)
@@ -196,7 +180,7 @@ def _fuse(softmax: Softmax, flow: Flow) -> Found:
         "",
         flow.rulings[matmul].half,
         operands,
-        (*terms,),
+        (*added,),
         result,
         groups,
         tuple(sorted(options.items())),
@@ -237,76 +221,59 @@ def _scores(
     op = flow.producer.get(value)
     if op is None or axes is None or not value.is_f32:
         raise Unfit("its scores do not come from a matmul")
-    if op.name == "dot_general":
+    if op.name == DOT:
         return Scores(op, axes, factor)
-    if flow.is_fixed(op) or op.eqn.effects:
+    if flow.in_half(op) or op.eqn.effects:
         raise Unfit(f"{op.name} on its scores has a fixed dtype")
-
-    def further(place: int, axes: Axes | None, factor: float, *leaves: Leaf) -> Scores:
-        scores = _scores(op.ins[place], axes, factor, summed, flow)
-        return scores._replace(ops=(*scores.ops, op), leaves=(*scores.leaves, *leaves))
-
-    if is_view(op) and op.ins[0].size == op.outs[0].size:
-        return further(0, before(op, axes), factor)
-    if op.name == "neg":
-        return further(0, axes, -factor)
-    if op.name in ("mul", "div"):
-        for place in (0, 1) if op.name == "mul" else (0,):
-            number = _number(op.ins[1 - place])
-            # A division by zero is no scaling.
-            if number is not None and (number or op.name == "mul"):
-                scaled = factor * number if op.name == "mul" else factor / number
-                return further(place, axes, scaled)
-    if op.name in ("add", "sub", "add_any"):
-        return _of_sum(op, axes, factor, summed, flow, further)
-    if op.name == "select_n" and len(op.ins) == 3 and op.ins[0].aval.dtype == np.bool_:
-        for place, fill in ((2, op.ins[1]), (1, op.ins[2])):
-            if (number := _number(fill)) is not None:
-                # The factor applies to what is filled in, too.
-                if not number * factor <= MASKED:
-                    raise Unfit(f"{number:g} instead of a score does not mask it")
-                chosen = Leaf(op.ins[0], _known(narrowed(op.ins[0], axes)), None, place == 2)
-                return further(place, axes, factor, chosen)
-    raise Unfit(f"{op.name} is applied to its scores")
-
-
-def _number(value: Value) -> float | None:
-    """Returns the number that fills a value, or None if it is not known."""
-    return float(np.asarray(value.const).reshape(())) if is_number(value) else None
-
-
-def _of_sum(op: Op, axes: Axes, factor: float, summed: Any, flow: Flow, further: Any) -> Scores:
-    """Reads a sum of scores and a bias; a bias that is the same for a whole row is a shift."""
     reasons = []
-    # Either operand may hold the scores. The other one is then the bias.
-    for place in (0, 1):
-        other = op.ins[1 - place]
-        signs = [1.0, -1.0 if op.name == "sub" else 1.0]
-        bias = Leaf(other, _known(narrowed(other, axes)), factor * signs[1 - place])
-        shift = is_same_along(other, axes, summed, flow)
+    for place, weight, leaves in _ways(op, axes, factor, summed, flow):
         try:
-            return further(place, axes, factor * signs[place], *(() if shift else (bias,)))
+            further = before(op, axes, place)
+            scores = _scores(op.ins[place], further, factor * weight, summed, flow)
+            return scores._replace(ops=(*scores.ops, op), leaves=(*scores.leaves, *leaves))
         except Unfit as why:
             reasons.append(why)
-    raise reasons[0]
+    raise reasons[0] if reasons else Unfit(f"{op.name} is applied to its scores")
+
+
+def _ways(
+    op: Op, axes: Axes, factor: float, summed: tuple[int, ...], flow: Flow
+) -> Iterator[tuple[int, float, list[Leaf]]]:
+    """Yields the operands that may hold the scores, with their factors and what is beside each."""
+    if op.name == SELECT and len(op.ins) == 3 and op.ins[0].aval.dtype == np.bool_:
+        for place in (2, 1):
+            if (fill := number(op.ins[3 - place])) is not None:
+                # The factor applies to what is filled in, too.
+                if not fill * factor <= MASKED:
+                    raise Unfit(f"{fill:g} instead of a score does not mask it")
+                yield place, 1.0, [Leaf(op.ins[0], _known(before(op, axes)), None, place == 2)]
+                return
+    parts = () if is_view(op) and op.ins[0].size != op.outs[0].size else terms(op)
+    for place, weight in parts:
+        # The other operand of a sum is a bias; one that is the same for a whole row is a shift.
+        others = [
+            Leaf(op.ins[i], _known(before(op, axes, i)), factor * w) for i, w in parts if i != place
+        ]
+        yield place, weight, [x for x in others if not _is_shift(x, summed, flow)]
+
+
+def _is_shift(leaf: Leaf, summed: tuple[int, ...], flow: Flow) -> bool:
+    return is_constant_along(_seen_through(leaf, flow).axes, summed)
 
 
 def _weighed(value: Value, flow: Flow) -> tuple[Op, int, Axes, list[Op]]:
     """Returns the matmul that is the only reader of a softmax: operand, axes, and ops between."""
     axes: Axes | None = own_axes(value.aval.shape)
     views: list[Op] = []
-    while True:
-        readers = flow.readers.get(value, [])
-        op = readers[0] if len(readers) == 1 else None
-        if op is None:
-            raise Unfit("its weights are also read elsewhere")
-        if op.name == "dot_general" and op.ins[0] is not op.ins[1]:
+    while (op := flow.reader(value)) is not None:
+        if op.name == DOT and op.ins[0] is not op.ins[1]:
             return op, op.ins.index(value), _known(axes), views
         if not is_view(op) or op.ins[0].size != op.outs[0].size:
             raise Unfit(f"{op.name} is applied to its weights, as in dropout or scaling")
         axes = after(op, _known(axes))
         views.append(op)
         value = op.outs[0]
+    raise Unfit("its weights are also read elsewhere")
 
 
 # ---- axes ---------------------------------------------------------------------------------------
@@ -337,27 +304,32 @@ def _in_order(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
     return tuple(sorted(atoms, key=lambda a: (a[0], -a[1])))
 
 
-def _operand_axes(matmul: Op, axes: Axes) -> list[Axes]:
-    """Returns the axes of a matmul's operands, given those of its result."""
-    contracting, batch = matmul.params["dimension_numbers"]
-    rest = iter(axes[len(batch[0]) :])
-    per_operand = []
-    for value, summed, along in zip(matmul.ins, contracting, batch, strict=True):
-        by_dim: dict[int, Any] = {d: axes[i] for i, d in enumerate(along)}
-        by_dim |= dict.fromkeys(summed, ())
-        dims = range(len(value.aval.shape))
-        per_operand.append(tuple(by_dim[d] if d in by_dim else next(rest) for d in dims))
-    return per_operand
+def _names(matmul: Op) -> list[list[Any]]:
+    """Returns a name for each axis of a matmul's operands and of its result, as in an einsum.
+
+    The names are (SUM, i) and ("both", i) for what operands share, else (operand, axis).
+    """
+    summed, shared = matmul.params["dimension_numbers"]
+    of: list[list[Any]] = []
+    for place, value in enumerate(matmul.ins):
+        known = {d: (SUM, i) for i, d in enumerate(summed[place])}
+        known |= {d: ("both", i) for i, d in enumerate(shared[place])}
+        of.append([known.get(d, (place, d)) for d in range(len(value.aval.shape))])
+    own = [name for names in of for name in names if isinstance(name[0], int)]
+    return [*of, [*(("both", i) for i in range(len(shared[0]))), *own]]
 
 
 def _operands(matmul: Op, axes: Labels, keys: set[Atom]) -> tuple[int, Labels, Labels, set[Atom]]:
     """Returns which operand holds the queries, the axes of both operands, and the shared axes."""
-    contracting, batch = matmul.params["dimension_numbers"]
-    shared = {a for axis in axes[: len(batch[0])] for a in axis}
-    labels = []
-    for value, of, summed in zip(matmul.ins, _operand_axes(matmul, axes), contracting, strict=True):
-        named = {d: ((SUM, i, value.aval.shape[d]),) for i, d in enumerate(summed)}
-        labels.append(tuple(named.get(d, axis) for d, axis in enumerate(of)))
+    *names, out = _names(matmul)
+    of = dict(zip(out, axes, strict=True))
+    shared = {a for name, axis in of.items() if name[0] == "both" for a in axis}
+    of |= {
+        name: ((*name, size),)
+        for name, size in zip(names[0], matmul.ins[0].aval.shape, strict=True)
+        if name[0] == SUM
+    }
+    labels = [tuple(of[name] for name in each) for each in names]
     # The keys run over what the softmax sums; the other operand holds the queries.
     for first in (0, 1):
         own = {a for axis in labels[1 - first] for a in axis if a[0] != SUM} - shared
@@ -370,22 +342,16 @@ def _values(
     matmul: Op, place: int, weights: Labels, keys: set[Atom], shared: set[Atom]
 ) -> tuple[Labels, Labels]:
     """Returns what the axes of the values and of the result run over."""
-    contracting, batch = matmul.params["dimension_numbers"]
-    if {a for d in contracting[place] for a in weights[d]} != keys:
+    *names, out = _names(matmul)
+    of = dict(zip(names[place], weights, strict=True))
+    if {a for name, axis in of.items() if name[0] == SUM for a in axis} != keys:
         raise Unfit("the matmul that reads it does not sum over keys")
-    if {a for d in batch[place] for a in weights[d]} != shared:
+    if {a for name, axis in of.items() if name[0] == "both" for a in axis} != shared:
         raise Unfit("values and keys are shared across different axes")
-    shape = matmul.ins[1 - place].aval.shape
-    # The axes that both operands of this matmul share, by their places in each.
-    pairs = ((*contracting[1 - place], *batch[1 - place]), (*contracting[place], *batch[place]))
-    by_dim = {d: weights[p] for d, p in zip(*pairs, strict=True)}
-    values = tuple(by_dim.get(d, ((VALUE, d, shape[d]),)) for d in range(len(shape)))
-    used = {*contracting[place], *batch[place]}
-    free = [
-        [axis for d, axis in enumerate(weights) if d not in used],
-        [axis for d, axis in enumerate(values) if d not in by_dim],
-    ]
-    return values, (*(weights[d] for d in batch[place]), *free[place], *free[1 - place])
+    for d, name in enumerate(names[1 - place]):
+        of.setdefault(name, ((VALUE, d, matmul.ins[1 - place].aval.shape[d]),))
+    values, result = (tuple(of[name] for name in each) for each in (names[1 - place], out))
+    return values, result
 
 
 def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
@@ -397,18 +363,17 @@ def _is_sharded(value: Value, dims: set[int], flow: Flow) -> bool:
             continue
         if op.name == "sharding_constraint":
             spec = getattr(op.params["sharding"], "spec", ())
-            along = {
-                place for axis, of in zip(axes, spec, strict=False) if of for place, *_ in axis
-            }
-            if along & dims:
+            split = (axis for axis, of in zip(axes, spec, strict=False) if of)
+            if any(place in dims for axis in split for place, *_ in axis):
                 return True
-        if op.name == "dot_general":
-            todo += zip(op.ins, _operand_axes(op, axes), strict=True)
-        elif is_view(op):
-            todo.append((op.ins[0], before(op, axes)))
-        else:
-            same = [v for v in op.ins if v.is_f32 and v.aval.shape == source.aval.shape]
-            todo += [(v, axes) for v in same]
+        if op.name == DOT:
+            *names, out = _names(op)
+            of = dict(zip(out, axes, strict=True))
+            operands = (tuple(of.get(name, ()) for name in each) for each in names)
+            todo += zip(op.ins, operands, strict=True)
+        for place, v in enumerate(op.ins if op.name != DOT else ()):
+            if is_view(op) or (v.is_f32 and v.aval.shape == source.aval.shape):
+                todo.append((v, before(op, axes, place)))
     return False
 
 
@@ -428,8 +393,8 @@ def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
         yield from _parts(seen._replace(value=op.ins[0], kept=not leaf.kept), flow)
     elif op.name == ("and" if leaf.kept else "or"):
         # What "a or b" drops, a drops or b drops: then both are masks of what is dropped.
-        for value in op.ins:
-            axes = _known(narrowed(value, seen.axes))
+        for place, value in enumerate(op.ins):
+            axes = _known(before(op, seen.axes, place))
             yield from _parts(seen._replace(value=value, axes=axes), flow)
     elif op.name in ("ne", "gt", "eq") and (truth := _truth(op, seen, flow)) is not None:
         yield from _parts(truth._replace(kept=leaf.kept == (op.name != "eq")), flow)
@@ -439,59 +404,53 @@ def _parts(leaf: Leaf, flow: Flow) -> Iterator[Leaf]:
 
 def _chosen(op: Op, leaf: Leaf) -> Leaf | None:
     """Returns the mask behind a bias that is either 0 or a large negative number."""
-    if op.name != "select_n" or len(op.ins) != 3 or not all(map(is_number, op.ins[1:])):
+    numbers = [number(v) for v in op.ins[1:]]
+    if op.name != SELECT or len(numbers) != 2 or None in numbers:
         return None
-    added = [(_number(v) or 0.0) * (leaf.factor or 0.0) for v in op.ins[1:]]
-    if 0 not in added or not min(added) <= MASKED:
+    dropped, kept = (_counts(leaf, n) for n in numbers)
+    if {dropped, kept} != {True, False}:
         return None
-    axes = _known(narrowed(op.ins[0], leaf.axes))
-    return Leaf(op.ins[0], axes, None, added.index(0) == 1)
+    return Leaf(op.ins[0], _known(before(op, leaf.axes)), None, bool(kept))
+
+
+def _counts(leaf: Leaf, entry: Any) -> bool | None:
+    """Returns whether a score counts where a mask or bias has an entry; None if that changes it."""
+    if leaf.factor is None:
+        return bool(entry) == leaf.kept
+    added = entry * leaf.factor
+    return not added if not added or added <= MASKED else None
 
 
 def _truth(op: Op, leaf: Leaf, flow: Flow) -> Leaf | None:
     """Returns the boolean behind a comparison of zeros and ones with 0."""
-    value, other = op.ins
-    if not is_number(other) or np.any(other.const):
+    if number(op.ins[1]) != 0:
         return None
-    number = _seen_through(
-        leaf._replace(value=value, axes=_known(narrowed(value, leaf.axes))), flow
-    )
-    producer = flow.producer.get(number.value)
-    if producer is None or producer.name != "convert_element_type":
+    entries = leaf._replace(value=op.ins[0], axes=_known(before(op, leaf.axes)))
+    entries = _seen_through(entries, flow)
+    cast = flow.producer.get(entries.value)
+    if cast is None or cast.name != CAST or cast.ins[0].aval.dtype != np.bool_:
         return None
-    boolean = producer.ins[0]
-    return number._replace(value=boolean) if boolean.aval.dtype == np.bool_ else None
+    return entries._replace(value=cast.ins[0])
 
 
 def _seen_through(leaf: Leaf, flow: Flow) -> Leaf:
     """Returns the smallest array from which changes of layout make a leaf."""
-    value, axes = leaf.value, leaf.axes
-    while (op := flow.producer.get(value)) is not None and (op.name in VIEWS or is_view(op)):
-        further = before(op, axes)
-        if further is None:
-            break
-        value, axes = op.ins[0], further
+    value, axes = behind(leaf.value, leaf.axes, flow.producer)
     return leaf._replace(value=value, axes=axes)
 
 
 def _lines(leaf: Leaf, flow: Flow) -> "frozenset[positions.Line] | None":
     """Returns the sums of positions that are >= 0 exactly where entries count; None otherwise."""
     mask = positions.read(leaf.value, leaf.axes, flow)
-    if isinstance(mask, positions.Line) and not mask.slopes and leaf.factor is None:
-        return frozenset() if bool(mask.constant) == leaf.kept else None
+    if isinstance(mask, positions.Line) and not mask.slopes:
+        return frozenset() if _counts(leaf, mask.constant) else None
     if not isinstance(mask, positions.Choice):
         return None
-    if leaf.factor is None:
-        yes, no = (bool(x) == leaf.kept for x in (mask.yes, mask.no))
-    else:
-        added = mask.yes * leaf.factor, mask.no * leaf.factor
-        if 0 not in added or not min(added) <= MASKED:
-            return None
-        yes, no = (x == 0 for x in added)
-    if yes and not no:
+    yes, no = _counts(leaf, mask.yes), _counts(leaf, mask.no)
+    if yes and no is False:
         return mask.lines
     # The opposite of several conditions is no set of conditions that all have to hold.
-    if no and not yes and len(mask.lines) == 1:
+    if no and yes is False and len(mask.lines) == 1:
         return frozenset(map(positions.negated, mask.lines))
     return None
 
@@ -515,24 +474,17 @@ def _causal(
     if len(keys) != 1 or len(sequence) != 1:
         return always, {"is_causal": False}
     (row,), (column,) = sequence, keys
-    backward, forward = {(row, 1), (column, -1)}, {(row, -1), (column, 1)}
+    causal = positions.Line(frozenset([(row, 1), (column, -1)]), 0)
+    forward = frozenset([(row, -1), (column, 1)])
 
-    def is_causal(line):
-        return line.slopes == backward and line.constant == 0
+    def is_covered(line):
+        return line == causal or (line.slopes == forward and line.constant >= 0)
 
-    def is_reach(line):
-        return line.slopes == forward and line.constant >= 0
-
-    covered = [
-        of_leaf is not None and all(is_causal(line) or is_reach(line) for line in of_leaf)
-        for of_leaf in lines
-    ]
+    covered = [of_leaf is not None and all(map(is_covered, of_leaf)) for of_leaf in lines]
     pairs = zip(lines, covered, strict=True)
-    covered_lines = [line for of_leaf, yes in pairs if yes for line in of_leaf]
-    if not any(map(is_causal, covered_lines)):  # no kernel has a window alone
+    covered_lines = {line for of_leaf, yes in pairs if yes for line in of_leaf}
+    if causal not in covered_lines:  # no kernel has a window alone
         return always, {"is_causal": False}
-    reaches = [line.constant for line in covered_lines if is_reach(line)]
-    return covered, {
-        "is_causal": True,
-        **({"local_window_size": (min(reaches), 0)} if reaches else {}),
-    }
+    reaches = [line.constant for line in covered_lines - {causal}]
+    window = {"local_window_size": (min(reaches), 0)} if reaches else {}
+    return covered, {"is_causal": True, **window}

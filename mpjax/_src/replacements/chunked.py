@@ -155,6 +155,12 @@ def losses(found: Statistics, labels: Any, form: Form) -> Any:
     return loss + form.z_loss * found.normalizer**2 if form.z_loss else loss
 
 
+def each(operands: Operands, form: Form) -> Any:
+    """Returns the loss of each row, by parts of the vocabulary, times its weight if it has one."""
+    found = losses(statistics(operands, form), operands.labels, form)
+    return found if operands.weights is None else weighed(found, operands.weights)
+
+
 # ---- a block of logits --------------------------------------------------------------------------
 
 
@@ -307,7 +313,7 @@ def _by_rows(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Ope
         def loss(logits):
             return losses(_statistics(logits, columns, label, form), label, form)
 
-        each, pull = jax.vjp(loss, logits)
+        of_rows, pull = jax.vjp(loss, logits)
         ct = pull(cast(weigh, wide))[0]
         half, slope = cast(ct if form.scale == 1 else ct * form.scale, dtype), None
         if wanted.hidden:
@@ -317,20 +323,20 @@ def _by_rows(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Ope
             sums["weight"] += accumulated(*pair, (rows, rows), wide)
         if wanted.bias:
             sums["bias"] += jnp.sum(ct, rows)
-        return sums, (each, slope)
+        return sums, (of_rows, slope)
 
     shapes = {"weight": weight.shape, "bias": columns.shape}
     start = {k: _zeros(x, operands) for k, x in shapes.items() if getattr(wanted, k)}
     blocks = [_split(x, axis, form.blocks) for x in (hidden, labels, weights)]
     sums, parts = jax.lax.scan(step, start, blocks)
-    each, slope = jax.tree.map(lambda x: _joined(x, axis, lead[axis]), parts)
-    slopes = Operands(slope, sums.get("weight"), None, sums.get("bias"), each)
-    return jnp.sum(weighed(each, weights)), _chosen(slopes, wanted)
+    of_rows, slope = jax.tree.map(lambda x: _joined(x, axis, lead[axis]), parts)
+    slopes = Operands(slope, sums.get("weight"), None, sums.get("bias"), of_rows)
+    return jnp.sum(weighed(of_rows, weights)), _chosen(slopes, wanted)
 
 
-def weighed(each: Any, weights: Any) -> Any:
+def weighed(found: Any, weights: Any) -> Any:
     """Returns weighted losses. Not products alone: a loss that does not count may be NaN."""
-    return jnp.where(weights != 0, cast(weights, each.dtype) * each, 0)
+    return jnp.where(weights != 0, cast(weights, found.dtype) * found, 0)
 
 
 def _chosen(slopes: Operands, wanted: Operands) -> Operands:
@@ -345,9 +351,7 @@ def _by_words(operands: Operands, form: Form, wanted: Operands) -> tuple[Any, Op
 
     def total(moving):
         given = (x if t is None else t for x, t in zip(operands, moving, strict=True))
-        arrays = Operands(*given)
-        each = losses(statistics(arrays, form), arrays.labels, form)
-        return jnp.sum(weighed(each, arrays.weights))
+        return jnp.sum(each(Operands(*given), form))
 
     out, pull = jax.vjp(total, _chosen(operands, wanted))
     slopes = jax.tree.map(lambda x: cast(x, operands.wide), pull(jnp.ones_like(out))[0])
@@ -364,7 +368,8 @@ def statistics(operands: Operands, form: Form) -> Statistics:
         return as_one_operation(functools.partial(_online, form=form))(operands)
 
     def jvp(primals, tangents):
-        found, moving = ruled(*primals), _moving(*tangents)
+        # Statistics do not depend on the weights of losses.
+        found, moving = ruled(*primals), _moving(*tangents)._replace(weights=None)
         if all(t is None for t in moving):
             return found, jax.tree.map(_jax.zero_tangent, found)
         return found, _online_tangent(primals[0], moving, found.normalizer, form)

@@ -8,18 +8,19 @@ matmul on. If only its sum is read, perhaps with masks or weights, the sum is re
 the forward pass can make the gradients.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.rules import CAST, DOT, PRODUCTS, SELECT
+from mpjax._src.core.program.affine import factor, number
 from mpjax._src.core.program.graph import PLANNED, Op, Value
-from mpjax._src.core.program.views import is_view, own_axes
+from mpjax._src.core.program.respellings import Found
+from mpjax._src.core.program.views import before, behind, is_view, own_axes
 from mpjax._src.replacements import written
 from mpjax._src.replacements.chunked import NORMALIZER, SHARE, Form, blocks_of, rows_are_cheaper
-from mpjax._src.replacements.flow import Flow, Found, Unfit, absorbed, leads_to
-from mpjax._src.replacements.forms import behind_views, is_number, narrowed, numbered_values
+from mpjax._src.replacements.flow import Candidate, Flow, Unfit, absorbed, judged, leads_to
 from mpjax._src.replacements.logits import (
     KNOWN,
     LSE,
@@ -30,6 +31,7 @@ from mpjax._src.replacements.logits import (
     Reading,
     Row,
     Summed,
+    kind_of,
 )
 from mpjax._src.replacements.written import Written
 
@@ -48,7 +50,7 @@ class Root(NamedTuple):
 
 
 # Operations between a matmul and the exponentials of its logits.
-THROUGH = ("exp", "sub", "add", "slice", "mul", "div")
+THROUGH = PRODUCTS | {"exp", "sub", "add", "slice"}
 
 
 def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
@@ -70,63 +72,69 @@ def _chains(flow: Flow) -> Iterator[tuple[Op, list[Op]]]:
 
 
 def _root(matmul: Op, flow: Flow) -> Root | None:
-    """Returns the logits that a matmul makes, or None if it is no linear layer."""
-    (contracted, batch), out = matmul.params["dimension_numbers"], matmul.outs[0]
-    ranks = [len(v.aval.shape) for v in matmul.ins]
-    if batch[0] or 2 not in ranks or len(contracted[0]) != 1 or not out.is_f32:
-        return None
-    hidden = 0 if ranks[1] == 2 else 1  # the logits of the left operand come first
-    words = matmul.ins[1 - hidden].aval.shape[1 - contracted[1 - hidden][0]]
-    moves: list[Any] = []
+    """Returns the logits that a matmul makes, or None if it is no linear layer.
+
+    They are its result after all that a loss by blocks can do to the hidden values in its place:
+    scale them, add a bias, and reshape or slice the rows.
+    """
+    hidden, words = _layer(matmul)
+    out = matmul.outs[0] if hidden is not None else None
     if hidden == 1:  # [vocabulary, ...]
-        (mover,) = flow.readers.get(out, []) if len(flow.readers.get(out, [])) == 1 else (None,)
-        turned = (*range(1, len(out.aval.shape)), 0)
-        if mover is None or mover.name != "transpose" or mover.params["permutation"] != turned:
-            return None
-        out = mover.outs[0]
-    scale, bias = 1.0, None
-    while len(readers := flow.readers.get(out, [])) == 1 and readers[0] is not None:
-        op = readers[0]
-        shape = op.outs[0].aval.shape if op.outs else ()
-        if op.name == "add" and bias is None and (bias := _bias(op, out, flow)) is not None:
-            pass
-        elif bias is None and (factor := _factor(op, out)):
+        op = _reader(matmul.outs[0], flow)
+        turned = (*range(1, len(matmul.outs[0].aval.shape)), 0)
+        out = op.outs[0] if op is not None and op.params.get("permutation") == turned else None
+    if hidden is None or out is None:
+        return None
+    scale, bias, moves = 1.0, None, list[Any]()
+    while (op := _reader(out, flow)) is not None:
+        added, scaled = _bias(op, out, flow), factor(op, out)
+        if bias is None and added is not None:
+            bias = added
+        elif bias is None and scaled:
             # Before the bias only: the form scales first, so a later factor ends the search.
-            scale *= factor
-        elif shape[-1:] != (words,) or flow.rulings[op].forced == "half":
-            break
-        elif op.name == "reshape" and is_view(op):
-            moves.append(("reshape", shape[:-1]))
-        elif op.name == "slice":
-            whole = (op.params["start_indices"], op.params["limit_indices"], op.params["strides"])
-            moves.append(("slice", *(x and tuple(x[:-1]) for x in whole)))
-        elif op.name != "convert_element_type" or not is_view(op):
+            scale *= scaled
+        elif op.outs[0].aval.shape[-1:] == (words,) and (move := _move(op)) is not None:
+            moves += move
+        else:
             break
         out = op.outs[0]
     return Root(matmul, hidden, out, scale, bias, tuple(moves))
 
 
-def _factor(op: Op, value: Value) -> float | None:
-    """Returns the number other than 0 by which an op multiplies a value."""
-    if op.name not in ("mul", "div") or op.ins[0] is op.ins[1]:
+def _layer(matmul: Op) -> tuple[int | None, int]:
+    """Returns the operand of a linear layer that is no weight, and the number of words."""
+    contracted, batch = matmul.params["dimension_numbers"]
+    ranks = [len(v.aval.shape) for v in matmul.ins]
+    if batch[0] or 2 not in ranks or len(contracted[0]) != 1 or not matmul.outs[0].is_f32:
+        return None, 0
+    hidden = 0 if ranks[1] == 2 else 1  # the logits of the left operand come first
+    return hidden, matmul.ins[1 - hidden].aval.shape[1 - contracted[1 - hidden][0]]
+
+
+def _move(op: Op) -> list[Any] | None:
+    """Returns what an op that keeps words together does to rows, as in `Written`."""
+    if op.name == "slice":
+        whole = (op.params["start_indices"], op.params["limit_indices"], op.params["strides"])
+        return [("slice", *(x and tuple(x[:-1]) for x in whole))]
+    if not is_view(op) or op.name not in ("reshape", CAST):
         return None
-    place = op.ins.index(value)
-    other = op.ins[1 - place]
-    if not is_number(other) or (op.name == "div" and place == 1):
-        return None
-    number = float(np.asarray(other.const).reshape(()))
-    return (number if op.name == "mul" else 1 / number) if number else None
+    return [("reshape", op.outs[0].aval.shape[:-1])] if op.name == "reshape" else []
+
+
+def _reader(value: Value, flow: Flow) -> Op | None:
+    """Returns the only reader of a value, unless it has effects or computes in 16 bits."""
+    op = flow.reader(value)
+    plain = op is not None and len(op.outs) == 1 and not op.eqn.effects and not flow.in_half(op)
+    return op if plain else None
 
 
 def _bias(op: Op, logits: Value, flow: Flow) -> Value | None:
     """Returns the array of one entry for each word that an op adds to logits."""
-    other = op.ins[1] if op.ins[0] is logits else op.ins[0]
-    shape = op.outs[0].aval.shape
-    if op.outs[0].aval.shape != logits.aval.shape or other is logits:
+    if op.name != "add" or op.ins[0] is op.ins[1] or op.outs[0].aval.shape != logits.aval.shape:
         return None
-    own = own_axes(shape)
-    value, axes = behind_views(other, narrowed(other, own), flow)
-    along = value.aval.shape == shape[-1:] and axes == own[-1:]
+    own, place = own_axes(logits.aval.shape), 1 - op.ins.index(logits)
+    value, axes = behind(op.ins[place], before(op, own, place) or (), flow.producer)
+    along = value.aval.shape == logits.aval.shape[-1:] and axes == own[-1:]
     return value if along and value.is_f32 else None
 
 
@@ -138,32 +146,29 @@ class Loss(NamedTuple):
 
     factor: float
     labels: Labels
-    smoothing: float  # the probability that all words share
-    z_loss: float  # the factor of the squared normalizer
-    unknown: str  # as of `chunked.Form`
+    form: Form  # of logits that are there
 
 
 def _loss(row: Row, words: int) -> Loss | None:
     """Returns the loss that a linear combination is, or None if it is none."""
     row = dict(row)
-    picked = [name for name in row if isinstance(name, tuple) and name[0] == PICKED]
+    picked = [name for name in row if kind_of(name) == PICKED]
     if len(picked) != 1:
         return None
     labels: Labels = picked[0][1]
     here = row.pop(picked[0])
     always, known, square, total = (row.pop(n, 0.0) for n in (LSE, (KNOWN, LSE), SQUARE, TOTAL))
-    factor = always + known
-    if row or not factor:
+    scale = always + known
+    if row or not scale:
         return None
-    smoothing, z_loss = -total / factor * words, square / factor
-    unknown = labels.unknown
-    if unknown == SHARE and not known:
-        unknown = NORMALIZER
+    smoothing, z_loss = -total / scale * words, square / scale
+    unknown = NORMALIZER if labels.unknown == SHARE and not known else labels.unknown
     share = smoothing if unknown == SHARE else 1.0
     # The form has one factor and one smoothing, which both terms have to agree on.
-    pairs = (-here / factor, 1 - smoothing), (always / factor, share)
+    pairs = (-here / scale, 1 - smoothing), (always / scale, share)
     fits = all(abs(a - b) < 1e-5 for a, b in pairs) and -1e-6 < smoothing < 1 and z_loss >= 0
-    return Loss(factor, labels, max(smoothing, 0.0), z_loss, unknown) if fits else None
+    form = Form(words, z_loss=z_loss, label_smoothing=max(smoothing, 0.0), unknown=unknown)
+    return Loss(scale, labels, form) if fits else None
 
 
 # ---- what is read of it --------------------------------------------------------------------------
@@ -181,30 +186,25 @@ class Sum(NamedTuple):
 
 def _sum_of(losses: Value, flow: Flow) -> Sum | None:
     """Returns the sum of all losses if nothing else is read, with the weights in it."""
-    value, factor = losses, 1.0
+    value, scale = losses, 1.0
     ops: list[Op] = []
     weights: list[tuple[str, tuple[int, ...], Value]] = []
-    while True:
-        readers = flow.readers.get(value, [])
-        op = readers[0] if len(readers) == 1 else None
-        if op is None or op.eqn.effects or flow.rulings[op].forced == "half":
-            return None
+    while (op := _reader(value, flow)) is not None:
         ops.append(op)
-        if op.name == "reduce_sum" and op.outs[0].size == 1:
-            return Sum(op, tuple(ops), factor, tuple(weights))
-        if len(op.outs) != 1 or (op.outs[0].size != value.size and op.name != "reduce_sum"):
+        scaled, weight = factor(op, value), _weight(op, value)
+        if op.name == "reduce_sum":  # perhaps over some axes first
+            if op.outs[0].size == 1:
+                return Sum(op, tuple(ops), scale, tuple(weights))
+        elif op.outs[0].size != value.size:
             return None
-        if op.name == "reduce_sum":  # over some axes first
-            pass
-        elif op.name == "neg":
-            factor = -factor
-        elif (number := _factor(op, value)) is not None:
-            factor *= number
-        elif value.size == losses.size and (weight := _weight(op, value)) is not None:
+        elif scaled:
+            scale *= scaled
+        elif value.size == losses.size and weight is not None:
             weights.append((weight[0], op.outs[0].aval.shape, weight[1]))
         elif not is_view(op) or op.name == "transpose":
             return None
         value = op.outs[0]
+    return None
 
 
 def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
@@ -212,10 +212,9 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
     if op.name == "mul" and op.ins[0] is not op.ins[1]:
         other = op.ins[1 - op.ins.index(losses)]
         return ("times", other) if other.is_f32 else None
-    if op.name == "select_n" and len(op.ins) == 3:
+    if op.name == SELECT and len(op.ins) == 3:
         place = op.ins.index(losses)
-        other = op.ins[3 - place]
-        if place and is_number(other) and not np.any(np.asarray(other.const)):
+        if place and number(op.ins[3 - place]) == 0:
             return ("kept" if place == 2 else "dropped"), op.ins[0]
     return None
 
@@ -223,64 +222,42 @@ def _weight(op: Op, losses: Value) -> tuple[str, Value] | None:
 # ---- what runs in its place ----------------------------------------------------------------------
 
 
+UNCHANGED = "unchanged: "
 NONE = "it is no cross entropy of labels"
 
 
-class CrossEntropy(NamedTuple):
-    """A loss of logits."""
-
-    maker: Op  # the op that makes the logits
-    note: str  # its blocks, or "unchanged: " and why there are none
-    found: Found | None  # what runs by blocks
-
-
-def cross_entropies(flow: Flow) -> Iterator[CrossEntropy]:
+def cross_entropies(flow: Flow) -> Iterator[Candidate]:
     """Yields the losses of a block, and how they run without their logits, or why not."""
-    numbers: dict[Value, int] = {}
     read: set[Op] = set()
     for total, chain in _chains(flow):
         maker = chain[-1]
-        root = _root(maker, flow) if maker.name == "dot_general" else None
+        root = _root(maker, flow) if maker.name == DOT else None
         if root is None:
             yield from _given(total, chain, flow)
-            continue
-        if flow.producer[root.logits] in read:  # they were written twice
-            continue
-        numbers = numbers or numbered_values(flow)
-        reading = Reading(flow, root.logits, numbers)
-        read |= {*reading.ops}
-        if not reading.is_loss:
-            if leads_to(total.outs[0], "log", flow):
-                why = reading.leak or NONE
-                yield CrossEntropy(maker, f"unchanged: {why}", None)
-            continue
-        try:
-            found = _found(root, reading)
-            yield CrossEntropy(maker, found.how.describe(), found)
-        except Unfit as why:
-            yield CrossEntropy(maker, f"unchanged: {why}", None)
+        elif flow.producer[root.logits] not in read:  # else they were written twice
+            reading = Reading(flow, root.logits)
+            read |= {*reading.ops}
+            if reading.is_loss or leads_to(total.outs[0], "log", flow):
+                yield judged(maker, functools.partial(_found, root, reading), UNCHANGED)
 
 
-def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[CrossEntropy]:
+def _given(total: Op, chain: list[Op], flow: Flow) -> Iterator[Candidate]:
     """Yields the loss of logits that no linear layer makes, unless they are given."""
     maker = chain[-1]
+    # A linear layer multiplies by a parameter.
+    layer = maker.name == DOT and any(v.given or v.constant for v in maker.ins)
     for op in reversed(chain) if maker.name not in THROUGH else ():
         logits = op.outs[0].size > 1 and Reading(flow, op.outs[0]).is_loss
-        if logits or (op is maker and _is_of_weights(op) and leads_to(total.outs[0], "log", flow)):
-            yield CrossEntropy(op, f"unchanged: {maker.name} computes its logits", None)
+        if logits or (op is maker and layer and leads_to(total.outs[0], "log", flow)):
+            yield Candidate(op, f"{UNCHANGED}{maker.name} computes its logits", None)
             return
-
-
-def _is_of_weights(op: Op) -> bool:
-    """Returns whether an op multiplies by a parameter, as a linear layer does."""
-    return op.name == "dot_general" and any(v.given or v.constant for v in op.ins)
 
 
 def _found(root: Root, reading: Reading) -> Found:
     flow, matmul = reading.flow, root.matmul
     ruling = flow.rulings[matmul]
-    if reading.leak:
-        raise Unfit(reading.leak)
+    if reading.leak or not reading.is_loss:
+        raise Unfit(reading.leak or NONE)
     if ruling.in_force not in ("half", "full") or matmul.params.get("out_sharding") is not None:
         raise Unfit("its matmul sets its own precision or sharding")
     if not all(isinstance(n, int) for v in (*matmul.ins, root.logits) for n in v.aval.shape):
@@ -294,7 +271,9 @@ def _found(root: Root, reading: Reading) -> Found:
     assert loss is not None
     own = Sum(flow.producer[value], ())
     total = own if isinstance(reading.kinds[value], Summed) else _sum_of(value, flow)
-    if total is not None and not _is_made_of(total, value, flow):
+    weights = [weight for *_, weight in total.weights] if total else []
+    # The weights of a sum have to be made without its losses.
+    if value in weights or any(value in op.outs for op in flow.before(weights)):
         total = None
     end = total or own
     how, inputs = _written(root, reading, loss, end, total is not None)
@@ -302,20 +281,6 @@ def _found(root: Root, reading: Reading) -> Found:
     if ops is None:
         raise Unfit("its logits are also read elsewhere")
     return Found(ops, inputs, end.op, matmul, written.run, how)
-
-
-def _is_made_of(total: Sum, losses: Value, flow: Flow) -> bool:
-    """Returns whether the weights of a sum are made without its losses, as they have to be."""
-    seen: set[Value] = set()
-    todo = [value for *_, value in total.weights]
-    while todo:
-        value = todo.pop()
-        if value is losses:
-            return False
-        if value not in seen:
-            seen.add(value)
-            todo += flow.producer[value].ins if value in flow.producer else ()
-    return True
 
 
 def _written(
@@ -330,15 +295,8 @@ def _written(
     if turned is not None and turned.name == "transpose":  # a table is read as it lies
         weight, transposed = turned.ins[0], not transposed
     features = hidden.aval.shape[contracted[root.hidden]]
-    form = Form(
-        reading.words,
-        transposed,
-        loss.z_loss,
-        loss.smoothing,
-        blocks_of(reading.rows, features),
-        loss.unknown,
-        root.scale,
-    )
+    blocks = blocks_of(reading.rows, features)
+    form = loss.form._replace(transposed=transposed, blocks=blocks, scale=root.scale)
     if form.blocks == 1 and not is_sum:
         # One block has all logits. It pays only if a sum's forward pass makes the gradients.
         raise Unfit("its logits are no larger than one block")

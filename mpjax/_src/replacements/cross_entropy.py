@@ -27,10 +27,8 @@ from mpjax._src.replacements.chunked import (
     Operands,
     anywhere,
     blocks_of,
-    losses,
+    each,
     rows_are_cheaper,
-    statistics,
-    weighed,
     weighted_sum,
 )
 from mpjax._src.replacements.derivatives import cast
@@ -133,7 +131,7 @@ def in_blocks(
 ) -> Any:
     """Computes the loss in the dtype of ``hidden``."""
     by_rows = reduction is not None and rows_are_cheaper(labels.size, form)
-    run = functools.partial(_each, form=form)
+    run = functools.partial(each, form=form)
     if reduction is not None:
         run = functools.partial(_reduced, form=form, reduction=reduction, by_rows=by_rows)
     labels = _from_the_start(labels, form)
@@ -141,12 +139,6 @@ def in_blocks(
     with jax.named_scope(f"{LOSS}{form.describe(by_rows)}"):
         operands = Operands(hidden, weight, labels, bias, where)
         return anywhere(run, operands, per_row=reduction is None)
-
-
-def _each(operands: Operands, form: Form) -> Any:
-    """Returns the loss of each row."""
-    each = losses(statistics(operands._replace(weights=None), form), operands.labels, form)
-    return each if operands.weights is None else weighed(each, operands.weights)
 
 
 def _reduced(operands: Operands, form: Form, reduction: str, by_rows: bool) -> Any:

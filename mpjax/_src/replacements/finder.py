@@ -5,11 +5,10 @@ from typing import Any
 
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import Block, Op
-from mpjax._src.core.program.respellings import respellings
-from mpjax._src.replacements.attentions import attention, others
+from mpjax._src.core.program.respellings import Found, respellings
+from mpjax._src.replacements.attentions import attentions
 from mpjax._src.replacements.cross_entropies import cross_entropies
-from mpjax._src.replacements.flow import Flow, Found
-from mpjax._src.replacements.softmaxes import softmaxes
+from mpjax._src.replacements.flow import Flow
 
 
 class Finder:
@@ -50,23 +49,17 @@ class Finder:
         return Finder(self._rulings, self._policy)
 
     def _found(self, flow: Flow, taken: Mapping[Op, Found]) -> Iterator[Found]:
-        if self._policy.chunked_loss:
-            for maker, note, found in cross_entropies(flow):
-                self.losses[maker] = note
-                # The caller adds to ``taken`` what is yielded, so later finds do not share its ops.
-                if found is not None and found.ops.isdisjoint(taken):
-                    text = f"run {note}, which keeps no logits"
-                    self.instead |= dict.fromkeys(found.ops, text)
-                    yield found
-        if self._policy.fused_attention:
-            for softmax in softmaxes(flow):
-                made = attention(softmax, flow) if softmax.ops.isdisjoint(taken) else None
-                if made is None:
-                    continue
-                self.attention[made.matmul] = made.note
-                if made.found is not None and made.found.ops.isdisjoint(taken):
-                    kernel, *_ = made.note.split(",")
-                    text = f"run by the fused attention of {kernel}, which keeps no weights"
-                    self.instead |= dict.fromkeys(made.found.ops, text)
-                    yield made.found
-            self.attention.update({made.matmul: made.note for made in others(flow, self.attention)})
+        for at, note, found in cross_entropies(flow) if self._policy.chunked_loss else ():
+            self.losses[at] = note
+            yield from self._free(found, taken, f"run {note}, which keeps no logits")
+        for at, note, found in attentions(flow, taken) if self._policy.fused_attention else ():
+            self.attention[at] = note
+            kernel, *_ = note.split(",")
+            text = f"run by the fused attention of {kernel}, which keeps no weights"
+            yield from self._free(found, taken, text)
+
+    def _free(self, found: Found | None, taken: Mapping[Op, Found], text: str) -> Iterator[Found]:
+        # The caller adds to ``taken`` what is yielded, so later finds do not share its ops.
+        if found is not None and found.ops.isdisjoint(taken):
+            self.instead |= dict.fromkeys(found.ops, text)
+            yield found

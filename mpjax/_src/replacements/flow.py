@@ -1,13 +1,17 @@
 """The data flow of a block: which op computes each value, and which ops read it."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.program.graph import PLANNED, Block, Op, Value
+from mpjax._src.core.program.respellings import Found
 from mpjax._src.core.program.views import is_view
 
 
@@ -15,17 +19,21 @@ class Unfit(Exception):
     """Raised with the reason why a replacement cannot run something."""
 
 
-class Found(NamedTuple):
-    """Ops that are replaced, and what runs in their place. Equal ones run the same program."""
+class Candidate(NamedTuple):
+    """What may be replaced: a loss or an attention."""
 
-    ops: frozenset[Op]
-    ins: Sequence[Value]  # what it reads
-    result: Op  # the op whose results it returns
-    at: Op  # the matmul in whose place it runs
-    # ``run(how, arrays)`` returns them; ``how`` is plain data.
-    run: Any
-    how: Any
-    planned: bool = True  # nothing in it is cast
+    at: Op  # the op of its logits, or of its weights and values
+    note: str  # what runs it, or why nothing does
+    found: Found | None  # what it is replaced by
+
+
+def judged(at: Op, find: Callable[[], Found], left: str) -> Candidate:
+    """Returns what is replaced at an op, or why not, in words that begin with ``left``."""
+    try:
+        found = find()
+    except Unfit as why:
+        return Candidate(at, f"{left}{why}", None)
+    return Candidate(at, found.how.describe(), found)
 
 
 class Flow:
@@ -53,6 +61,32 @@ class Flow:
         """The arrays that the block closes over."""
         return {v: x for v, x in self.block.consts if not isinstance(x, jax.core.Tracer)}
 
+    @functools.cached_property
+    def numbers(self) -> dict[Value, int]:
+        """A number for each value; equal computations have equal numbers."""
+        numbers: dict[Any, int] = {}
+        numbered: dict[Value, int] = {}
+
+        def add(value: Value, key: Any) -> int:
+            return numbered.setdefault(value, numbers.setdefault(key, len(numbers)))
+
+        def number_of(value: Value) -> int:
+            const = np.asarray(value.const)
+            same: Any = (const.dtype, const.shape, const.tobytes()) if value.literal else value
+            return add(value, same)
+
+        for op in self.ops:
+            # What equal ops on equal operands have in common.
+            key = _jax.equation_key(op.eqn)[:-1], self.rulings[op].forced
+            ins = tuple(map(number_of, op.ins))
+            # Operations with effects, or with parameters that have no hash, equal no others.
+            with contextlib.suppress(TypeError):
+                for place, value in enumerate(() if op.eqn.effects else op.outs):
+                    add(value, (key, ins, place))
+        for value in (*self.block.invars, *self.block.outvars):
+            number_of(value)
+        return numbered
+
     def is_plain(self, op: Op) -> bool:
         """Returns whether an op computes one float32 array, and nothing asks for 16 bits."""
         return (
@@ -67,21 +101,44 @@ class Flow:
         """Returns whether an op that is no matmul computes in 16 bits."""
         return self.rulings[op].forced == "half"
 
-    def is_fixed(self, op: Op) -> bool:
-        """Returns whether something asks for another dtype of an op than it has in a kernel."""
-        return self.in_half(op)
-
     def in_full(self, matmul: Op, weights: Iterable[Op]) -> bool:
         """Returns whether a matmul, and what makes its weights, is asked to be float32."""
         inside = any(self.rulings[op].forced == "full" for op in weights)
         return inside and self.rulings[matmul].forced == "full"
 
-    def key(self, op: Op) -> Any:
-        """Returns what equal ops on equal operands have in common."""
-        return _jax.equation_key(op.eqn)[:-1], self.rulings[op].forced
+    def reader(self, value: Value) -> Op | None:
+        """Returns the op that reads a value, if nothing else does."""
+        readers = self.readers.get(value, ())
+        return readers[0] if len(readers) == 1 else None
+
+    def readers_of(self, op: Op) -> "set[Op | None]":
+        """Returns the ops that read what an op returns; None means the block's results."""
+        return {reader for v in op.outs for reader in self.readers.get(v, ())}
+
+    def before(
+        self, values: Iterable[Value], through: Callable[[Op], bool] = lambda op: True
+    ) -> Iterator[Op]:
+        """Yields the ops that values are computed from, the nearest first, through some ops."""
+        todo, seen = [*values], dict[Op, None]()
+        for value in todo:  # grows
+            op = self.producer.get(value)
+            if op is not None and op not in seen:
+                seen[op] = None
+                yield op
+                todo += op.ins if through(op) else ()
+
+    def after(self, value: Value, through: Callable[[Op, Value], bool]) -> Iterator[Op]:
+        """Yields the ops that read a value, or what is computed from it through some ops."""
+        todo, seen = [value], dict[Op, None]()
+        for v in todo:  # grows
+            for op in self.readers.get(v, ()):
+                if op is not None and op not in seen:
+                    seen[op] = None
+                    yield op
+                    todo += op.outs if through(op, v) else ()
 
 
-# The number of values that are searched.
+# The number of ops that are searched.
 REACH = 256
 
 
@@ -92,15 +149,8 @@ def leads_to(
     through: Callable[[Op, Value], bool] = lambda op, v: _passes(op),
 ) -> Op | None:
     """Returns the nearest op of a name that reads a value, or what is computed from it."""
-    seen = {value: None}
-    for v in (todo := [value]):  # grows
-        for op in flow.readers.get(v, ()):
-            if op is not None and op.name == name:
-                return op
-            if op is not None and (is_view(op) or through(op, v)) and len(seen) < REACH:
-                todo += [x for x in op.outs if x not in seen]
-                seen.update(dict.fromkeys(op.outs))
-    return None
+    after = flow.after(value, lambda op, v: is_view(op) or through(op, v))
+    return next((op for op in itertools.islice(after, REACH) if op.name == name), None)
 
 
 def _passes(op: Op) -> bool:
@@ -127,17 +177,14 @@ def absorbed(
     """
     apart = {flow.producer[v] for v in inputs if v in flow.producer}
 
-    def readers(op: Op) -> "set[Op | None]":
-        return {reader for v in op.outs for reader in flow.readers.get(v, ())}
-
     inside: set[Op | None] = {*members}
     todo = [*members]
     for op in todo:  # grows
         for maker in {flow.producer[v] for v in op.ins if v in flow.producer}:
             absorbs = maker not in inside and maker not in apart and not maker.eqn.effects
-            if absorbs and readers(maker) <= inside:
+            if absorbs and flow.readers_of(maker) <= inside:
                 inside.add(maker)
                 todo.append(maker)
     ops = [*filter(None, inside)]
-    apart_from_others = all(readers(op) <= inside for op in ops if op is not result)
+    apart_from_others = all(flow.readers_of(op) <= inside for op in ops if op is not result)
     return frozenset(ops) if apart_from_others else None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.replacements import fused_kernels
@@ -83,7 +84,7 @@ def arranged(fusion: Fusion, arrays: Sequence[Any]) -> list[Any]:
             x = x if term.kept else jnp.logical_not(x)
             mask = x if mask is None else mask & x
         else:
-            x = jax.lax.mul(cast(x, FLOAT32), np.float32(term.factor))
+            x = lax.mul(cast(x, FLOAT32), np.float32(term.factor))
             bias = x if bias is None else bias + x
     return [*inputs, bias, mask]
 
@@ -92,24 +93,18 @@ def _laid_out(x: Any, labels: Labels, wanted: Labels) -> Any:
     """Returns an array, whose axes run over ``labels``, in another layout."""
     flat = [a for axis in labels for a in axis]
     order = [flat.index(a) for axis in wanted for a in axis]
-    x = _reshape(x, [a[2] for a in flat])
-    x = x if order == sorted(order) else jnp.transpose(x, order)
-    return _reshape(x, [math.prod(a[2] for a in axis) for axis in wanted])
+    x = lax.transpose(lax.reshape(x, [a[2] for a in flat]), order)
+    return lax.reshape(x, [math.prod(a[2] for a in axis) for axis in wanted])
 
 
 def _spread(x: Any, labels: Labels, wanted: Labels) -> Any:
     """Returns an array with some of the axes in another layout, full along queries and keys."""
     own = {a for axis in labels for a in axis}
-    full = [{*axis} if not own.isdisjoint(axis) or d > 1 else () for d, axis in enumerate(wanted)]
-    present = tuple(tuple(a for a in axis if a in own) for axis in wanted)
-    x = _laid_out(x, labels, tuple((a,) for axis in present for a in axis))
-    x = _reshape(x, [a[2] if a in own else 1 for axis in wanted for a in axis])
-    sizes = [a[2] if a in full[d] else 1 for d, axis in enumerate(wanted) for a in axis]
-    x = jnp.broadcast_to(x, sizes)
-    return _reshape(
-        x, [math.prod(a[2] for a in axis if a in full[d]) for d, axis in enumerate(wanted)]
-    )
-
-
-def _reshape(x: Any, shape: Sequence[int]) -> Any:
-    return x if x.shape == (*shape,) else jnp.reshape(x, shape)
+    flat = [a for axis in wanted for a in axis]
+    x = _laid_out(x, labels, tuple((a,) for a in flat if a in own))
+    x = lax.reshape(x, [a[2] if a in own else 1 for a in flat])
+    # Axes of the kernel that no axis of the array is a part of have size 1.
+    full = [axis if d > 1 or not own.isdisjoint(axis) else () for d, axis in enumerate(wanted)]
+    whole = {a for axis in full for a in axis}
+    x = jnp.broadcast_to(x, [a[2] if a in whole else 1 for a in flat])
+    return lax.reshape(x, [math.prod(a[2] for a in axis) for axis in full])

@@ -23,6 +23,8 @@ CUDNN = (8, 0)
 BLOCK = 128
 
 Options = Mapping[str, Any]
+# The options that are arrays.
+LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 
 # The errors that kernels raise for operands that they do not support.
 REFUSALS = NotImplementedError, ValueError, RuntimeError, TypeError
@@ -90,13 +92,12 @@ def _not_on_gpu(query: Any, key: Any, bias: Any, mask: Any, capability: str) -> 
 
 def cudnn(query: Any, key: Any, value: Any, bias: Any, mask: Any, *, options: Options) -> Any:
     """Runs cuDNN's fused attention on 16-bit operands."""
-    names = "query_seq_lengths", "key_value_seq_lengths"
     if bias is not None:  # a bias of -1e9 would become -Inf in float16
         lowest = LOWEST[query.dtype.name]
         bias = jnp.clip(bias, lowest, -lowest).astype(query.dtype)
-    lengths = [options.get(name) for name in names]
+    lengths = [options.get(name) for name in LENGTHS]
     *arrays, q, kv = _together([query, key, value, bias, mask, *lengths])
-    changed = {**options, **dict(zip(names, (q, kv), strict=True))}
+    changed = {**options, **dict(zip(LENGTHS, (q, kv), strict=True))}
     return jax.nn.dot_product_attention(*arrays, implementation="cudnn", **changed)
 
 

@@ -5,26 +5,25 @@ it. Any spelling is recognized: comparisons of sums of positions, selects and ca
 conjunctions.
 """
 
+import itertools
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax._src.core.base.rules import CAST, MOVE, ORDERS, VIEWS
+from mpjax._src.core.program.affine import terms, total
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.core.program.views import VIEWS, Axes, before
+from mpjax._src.core.program.respellings import computed
+from mpjax._src.core.program.views import Axes, Axis, Digit, before
 from mpjax._src.replacements.flow import Flow
-from mpjax._src.replacements.forms import narrowed
-
-# Part of an axis: (axis, stride, size), as in `forms`.
-Digit = tuple[int, Any, Any]
 
 
 class Line(NamedTuple):
-    """A constant plus a sum of positions, each multiplied by a number."""
+    """A constant plus a sum of positions, each multiplied by a whole number."""
 
-    slopes: frozenset[tuple[Digit, int]]
+    slopes: frozenset[tuple[Digit, float]]
     constant: Any
 
 
@@ -38,73 +37,60 @@ class Choice(NamedTuple):
 
 Known = Line | Choice
 
-COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name) for name in ("ge", "gt", "le", "lt", "eq", "ne")
-}
-COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "and": operator.and_,
-    "or": operator.or_,
-    "max": max,
-    "min": min,
-    **COMPARE,
-}
 DEPTH = 32
 # The entries of larger constants are not read.
 LARGEST = 1 << 26
 
 
 def read(value: Value, axes: Axes | None, flow: Flow, depth: int = DEPTH) -> Known | None:
-    """Returns a value as a function of positions, or None if it is not known to be one."""
+    """Returns a value as a function of positions, or None if it is not known to be one.
+
+    ``axes`` are its axes in terms of the array whose positions count: the scores.
+    """
     op = flow.producer.get(value)
     const = flow.constants.get(value) if value.const is None else value.const
     if const is not None and np.size(const) == 1:
-        return Line(frozenset(), np.asarray(const).reshape(()).item())
+        return _number(np.asarray(const).reshape(()).item())
     if axes is None or not depth:
         return None
     if const is not None and np.shape(const) == value.aval.shape:
         return _constant(np.asarray(const), axes)
-    if op is None or op.eqn.effects:
+    if op is None or op.eqn.effects or op.subs:
         return None
-
-    def operand(place: int) -> Known | None:
-        return read(op.ins[place], narrowed(op.ins[place], axes), flow, depth - 1)
-
     if op.name == "iota":
-        return _iota(op, axes)
-    if op.name in VIEWS:
+        whole = np.issubdtype(op.params["dtype"], np.integer)
+        return along(axes[op.params["dimension"]]) if whole else None
+    if op.name in VIEWS or _is_start(op):
         return read(op.ins[0], before(op, axes), flow, depth - 1)
-    if op.name == "slice" and not any(op.params["start_indices"]) and not op.params["strides"]:
-        return read(op.ins[0], axes, flow, depth - 1)  # the first entries are the same
-    if op.name == "convert_element_type":
-        return _cast(operand(0), op.params["new_dtype"])
-    if op.name == "neg":
-        inner = operand(0)
-        return _scaled(inner, -1) if isinstance(inner, Line) else _mapped(inner, operator.neg)
-    if op.name == "not" and op.outs[0].aval.dtype == np.bool_:
-        return _mapped(operand(0), operator.not_)
-    if op.name == "select_n" and len(op.ins) == 3:
-        which, no, yes = operand(0), operand(1), operand(2)
-        if isinstance(which, Choice):
-            chosen = _number(yes if which.yes else no), _number(yes if which.no else no)
-            return None if None in chosen else Choice(which.lines, *chosen)
+    exact = op.spec.runs_again and (op.spec.linear or op.spec.multiplies)
+    if not exact or op.spec.need == MOVE:  # it does not compute each entry by itself
         return None
-    if op.name in COMBINE and len(op.ins) == 2:
-        return _combined(op.name, operand(0), operand(1))
-    return None
-
-
-def _iota(op: Op, axes: Axes) -> Known | None:
-    axis = axes[op.params["dimension"]]
-    if len(axis) > 1 or not np.issubdtype(op.params["dtype"], np.integer):
+    entries = [read(v, before(op, axes, i), flow, depth - 1) for i, v in enumerate(op.ins)]
+    if None in entries:
         return None
-    return Line(frozenset((digit, 1) for digit in axis), 0)
+    if any(isinstance(entry, Line) and entry.slopes for entry in entries):
+        return _of_lines(op, entries)
+    return _of_choices(op, entries)
 
 
-def _number(entries: Known | None) -> Any:
-    return entries.constant if isinstance(entries, Line) and not entries.slopes else None
+def _is_start(op: Op) -> bool:
+    """Returns whether an op takes the first entries along each axis, whose positions stay."""
+    return op.name == "slice" and not any(op.params["start_indices"]) and not op.params["strides"]
+
+
+def _is_exact(dtype: Any) -> bool:
+    """Returns whether a dtype has all positions and their differences."""
+    signed = np.issubdtype(dtype, np.signedinteger) or np.issubdtype(dtype, np.floating)
+    return signed and np.dtype(dtype).itemsize >= 4
+
+
+def along(axis: Axis) -> Line | None:
+    """Returns the positions along an axis, unless it runs over several."""
+    return Line(frozenset((digit, 1) for digit in axis), 0) if len(axis) < 2 else None
+
+
+def _number(number: Any) -> Line:
+    return Line(frozenset(), number)
 
 
 def _constant(array: np.ndarray, axes: Axes) -> Known | None:
@@ -137,69 +123,50 @@ def _constant(array: np.ndarray, axes: Axes) -> Known | None:
     return Choice(frozenset([line]), yes.item(), no.item())
 
 
-def _mapped(entries: Known | None, fun: Callable[[Any], Any]) -> Known | None:
-    """Applies a function to the numbers that a value can have."""
-    if isinstance(entries, Choice):
-        return entries._replace(yes=fun(entries.yes), no=fun(entries.no))
-    number = _number(entries)
-    return None if number is None else Line(frozenset(), fun(number))
+def _of_lines(op: Op, entries: Sequence[Any]) -> Known | None:
+    """Returns what an op makes of sums of positions: another one, or a comparison of two."""
+    if not all(isinstance(entry, Line) and math.isfinite(entry.constant) for entry in entries):
+        return None
+    if op.name == CAST:  # the result must tell positions apart
+        return entries[0] if _is_exact(op.params["new_dtype"]) else None
+    if op.name in ORDERS:
+        larger, smaller = entries if op.name in ("ge", "gt") else entries[::-1]
+        above = _sum([(larger, 1), (smaller, -1)])
+        strict = op.name in ("gt", "lt")
+        # Of whole numbers, a > b is a - b - 1 >= 0, and fractions are rounded.
+        constant = math.ceil(above.constant) - 1 if strict else math.floor(above.constant)
+        return Choice(frozenset([above._replace(constant=constant)]), True, False)
+    numbers = {v: e.constant for v, e in zip(op.ins, entries, strict=True) if not e.slopes}
+    parts = terms(op, numbers.get)
+    whole = parts and all(weight == int(weight) for _, weight in parts)
+    return _sum((entries[i], int(weight)) for i, weight in parts) if whole else None
 
 
-def _cast(entries: Known | None, dtype: Any) -> Known | None:
-    if isinstance(entries, Line) and entries.slopes:  # positions: the result must tell them apart
-        exact = np.issubdtype(dtype, np.number) and np.dtype(dtype).itemsize >= 4
-        return entries if exact else None
+def _sum(parts: Iterable[tuple[Line, int]]) -> Line:
+    """Returns a sum of sums of positions, each multiplied by a whole number."""
+    slopes = total(({**dict(line.slopes), None: line.constant}, n) for line, n in parts)
+    constant = slopes.pop(None, 0)
+    return Line(frozenset(slopes.items()), constant)
+
+
+def _of_choices(op: Op, entries: Sequence[Any]) -> Known | None:
+    """Returns what an op makes of numbers, by running it on all that its operands can be."""
+    numbers = [(e.yes, e.no) if isinstance(e, Choice) else (e.constant,) for e in entries]
+    first, *others = [_run(op, each) for each in itertools.product(*numbers)]
+    if not others:
+        return _number(first)
+    if len({*others}) > 1:  # not the same answer wherever one of several says no
+        return None
+    lines = [e.lines for e in entries if isinstance(e, Choice)]
+    return Choice(frozenset().union(*lines), first, others[0])
+
+
+def _run(op: Op, numbers: Sequence[Any]) -> Any:
     # -1e9 becomes -Inf in float16, which masks as well.
-    with np.errstate(all="ignore"):
-        return _mapped(entries, lambda v: np.asarray(v).astype(dtype).item())
-
-
-def _scaled(line: Line, factor: int) -> Line:
-    return Line(frozenset((d, factor * n) for d, n in line.slopes), factor * line.constant)
-
-
-def _sum(a: Line, b: Line) -> Line:
-    slopes = dict(a.slopes)
-    for digit, n in b.slopes:
-        slopes[digit] = slopes.get(digit, 0) + n
-    return Line(frozenset((d, n) for d, n in slopes.items() if n), a.constant + b.constant)
-
-
-def _combined(name: str, a: Known | None, b: Known | None) -> Known | None:
-    if a is None or b is None:
-        return None
-    run, x, y = COMBINE[name], _number(a), _number(b)
-    if x is not None and y is not None:
-        return Line(frozenset(), run(x, y))
-    if isinstance(a, Line) and isinstance(b, Line):
-        if name in ("add", "sub"):
-            return _sum(a, b if name == "add" else _scaled(b, -1))
-        return _compared(name, a, b)
-    if isinstance(a, Choice) and y is not None:
-        return _mapped(a, lambda v: run(v, y))
-    if isinstance(b, Choice) and x is not None:
-        return _mapped(b, lambda v: run(x, v))
-    if isinstance(a, Choice) and isinstance(b, Choice):
-        both = run(a.yes, b.yes)
-        others = {run(a.yes, b.no), run(a.no, b.yes), run(a.no, b.no)}
-        if len(others) == 1:  # the same answer wherever one of the two says no
-            return Choice(a.lines | b.lines, both, others.pop())
-    return None
-
-
-def _compared(name: str, a: Line, b: Line) -> Known | None:
-    """Compares sums of positions, which are integers."""
-    if name in ("le", "lt"):
-        name, a, b = {"le": "ge", "lt": "gt"}[name], b, a
-    if name not in ("ge", "gt"):
-        return None
-    above = _sum(a, _scaled(b, -1))
-    # Of integers, a > b is a - b - 1 >= 0.
-    above = above._replace(constant=above.constant - (name == "gt"))
-    return Choice(frozenset([above]), True, False)
+    arrays = [np.asarray(n, v.aval.dtype) for n, v in zip(numbers, op.ins, strict=True)]
+    return np.asarray(computed(op, arrays)[0]).item()
 
 
 def negated(line: Line) -> Line:
     """Returns the sum of positions that is >= 0 exactly where another one is not."""
-    below = _scaled(line, -1)
-    return below._replace(constant=below.constant - 1)
+    return _sum([(line, -1), (_number(1), -1)])

@@ -4,13 +4,14 @@ A softmax is ``p = e / s`` with ``e = m exp(r z)``, ``s = sum(e)``, a mask ``m``
 (ln 2 for an exp2). The pattern to find is ``log p = log e - log s``.
 """
 
-from collections.abc import Iterator
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax._src.core.base.rules import EXPONENTIALS, PRODUCTS, SELECT, SUMS_OF_TWO
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.core.program.views import Axes, before, is_view, own_axes
+from mpjax._src.core.program.views import Axes, before, behind, is_view, own_axes
 from mpjax._src.replacements.flow import Flow
 from mpjax._src.replacements.forms import (
     CONSTANT,
@@ -20,10 +21,7 @@ from mpjax._src.replacements.forms import (
     SUM,
     Form,
     Reading,
-    guards_of,
     is_constant_along,
-    narrowed,
-    numbered_values,
     same,
 )
 
@@ -31,8 +29,8 @@ from mpjax._src.replacements.forms import (
 REACH = 64
 
 # The operations of a softmax, and those that it may end in.
-FACTORS = frozenset(["div", "mul", "select_n", "square"])
-ENDS = FACTORS | {"exp", "exp2"}
+FACTORS = PRODUCTS | {SELECT, "square"}
+ENDS = FACTORS | EXPONENTIALS
 
 
 # Added to a sum that is at least 1, this changes nothing in 16 bits.
@@ -51,112 +49,44 @@ class Softmax(NamedTuple):
     masked: bool  # whether a mask is inside of it
 
 
-class Spelling(NamedTuple):
-    """A possible softmax: how it was read, where it ends, and what was read."""
-
-    reading: Reading
-    quotient: Op
-    axes: tuple[int, ...]
-    form: Form
-    guards: "list[tuple[str, float]]"
-
-    @property
-    def scores(self) -> "tuple[list[Value], float]":
-        """The values of its scores, which are equal, and their factor."""
-        ((term, rate),) = ((t, n) for t, n in self.form.items() if t[1] == self.reading.end)
-        return self.reading.values[term], rate
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its rows sum to one."""
-        small = all(abs(t) <= SMALL for name, t in self.guards if name == "add")
-        return not self.guards or (small and reaches_one(self.reading, self.form, self.axes))
-
-    def members(self, flow: Flow) -> set[Op] | None:
-        """Returns what computes it; None if something else reads what is inside."""
-        inside = {*self.reading.ops} - {self.quotient}
-        members = {*self.reading.ops}
-        # Some spellings leave operations without readers.
-        members |= {r for op in inside for r in _readers(op, flow) if r and not _readers(r, flow)}
-        apart = all(members.issuperset(_readers(op, flow)) for op in inside)
-        return members if apart else None
-
-
 def softmaxes(flow: Flow) -> list[Softmax]:
     """Returns the softmaxes of a block. No op is part of two: two may share one sum."""
+    sums = [op for op in flow.ops if op.name == "reduce_sum" and sums_exponentials(op, flow)]
     found: list[Softmax] = []
     taken: set[Op] = set()
-    for candidates in spelled(flow):
-        for spelling in candidates:
-            members = spelling.members(flow)
-            if members is None or not members.isdisjoint(taken):
-                continue
-            inside = {v for op in members for v in op.outs}
-            read = (v for op in members for v in op.ins if v not in inside)
-            masked = any(v.aval.dtype == np.bool_ for v in read)
-            (values, rate), weights = spelling.scores, spelling.quotient.outs[0]
-            places = {v: flow.producer[v].index if v in flow.producer else -1 for v in values}
-            scores = min(values, key=places.__getitem__)
-            options = spelling.axes, rate, spelling.is_whole, masked
-            found.append(Softmax(frozenset(members), scores, weights, *options))
-            taken |= members
-            break
-    return found
-
-
-def spelled(flow: Flow) -> Iterator[Iterator[Spelling]]:
-    """Yields for each sum of exponentials the possible softmaxes, the likeliest first."""
-    sums = [op for op in flow.ops if op.name == "reduce_sum" and sums_exponentials(op, flow)]
-    numbers = numbered_values(flow) if sums else {}
     for total in sums:
-        pairs = (_softmax(total, quotient, flow, numbers) for quotient in _quotients(total, flow))
-        yield (found for found in pairs if found is not None)
-
-
-def _readers(op: Op, flow: Flow) -> "set[Op | None]":
-    return {reader for v in op.outs for reader in flow.readers.get(v, ())}
+        for quotient in _quotients(total, flow):
+            softmax = _softmax(total, quotient, flow)
+            if softmax is not None and softmax.ops.isdisjoint(taken):
+                found.append(softmax)
+                taken |= softmax.ops
+                break
+    return found
 
 
 def sums_exponentials(op: Op, flow: Flow) -> bool:
     if not flow.is_plain(op) or flow.rulings[op].half is None or op.ins[0].size <= op.outs[0].size:
         return False
-    todo = [op.ins[0]]
-    for value in todo:  # grows
-        maker = flow.producer.get(value)
-        if maker is None or len(todo) > REACH:
-            continue
-        if maker.name in ("exp", "exp2"):
-            return True
-        if is_view(maker) or maker.name in FACTORS:
-            todo += maker.ins
-    return False
+    makers = flow.before(op.ins, lambda op: is_view(op) or op.name in FACTORS)
+    return any(maker.name in EXPONENTIALS for maker in itertools.islice(makers, REACH))
 
 
-def _quotients(total: Op, flow: Flow) -> Iterator[Op]:
-    """Yields the operations that may divide by a sum, in the order of the program."""
+def _quotients(total: Op, flow: Flow) -> list[Op]:
+    """Returns the operations that may divide by a sum, in the order of the program."""
     size = total.ins[0].size
-    seen: dict[Op, None] = {}
-    todo = [total.outs[0]]
+
+    def fits(op):
+        return not flow.in_half(op) and len(op.outs) == 1 and not op.subs and op.outs[0].is_f32
+
     # Breadth first: the quotient is near the sum.
-    while todo and len(seen) < REACH:
-        value = todo.pop(0)
-        for op in flow.readers.get(value, ()):
-            if op is None or op in seen or flow.in_half(op):
-                continue
-            if len(op.outs) == 1 and not op.subs and op.outs[0].is_f32:
-                seen[op] = None
-                if op.outs[0].size <= size:
-                    todo += op.outs
-    for op in sorted(seen, key=lambda op: op.index):
-        if op.name in ENDS and op.outs[0].size == size:
-            yield op
+    after = flow.after(total.outs[0], lambda op, v: fits(op) and op.outs[0].size <= size)
+    ends = [op for op in itertools.islice(after, REACH) if fits(op) and op.name in ENDS]
+    return sorted((op for op in ends if op.outs[0].size == size), key=lambda op: op.index)
 
 
-def _softmax(total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int]) -> Spelling | None:
+def _softmax(total: Op, quotient: Op, flow: Flow) -> Softmax | None:
     """Returns a softmax that ends in a quotient, or None if it is not a softmax."""
-    (result,) = quotient.outs
-    own = own_axes(result.aval.shape)
-    exponents = Reading(flow, numbers)
+    exponents = Reading(flow)
     exponents.logarithm(total.ins[0], own_axes(total.ins[0].aval.shape))
     over = tuple(map(int, total.params["axes"]))
     varying = [
@@ -164,31 +94,50 @@ def _softmax(total: Op, quotient: Op, flow: Flow, numbers: dict[Value, int]) -> 
         for (kind, _, axes), values in exponents.values.items()
         if kind == EXPONENT and not is_constant_along(axes, over)
     ]
-    ends, seen = varying if len(varying) == 1 else [], 0
-    while seen < len(ends):
-        end, seen = ends[seen], seen + 1
-        reading = Reading(flow, numbers, numbers[end])
-        match = _matches(reading, total, result, own)
-        if match is None:
-            deeper = shifted_by(end, flow)
-            ends += [deeper[0]] if deeper and seen < REACH else []
-            continue
-        return Spelling(reading, quotient, *match)
+    # What is shifted may be the scores, or what the shift is subtracted from.
+    ends = varying if len(varying) == 1 else []
+    for end in ends:  # grows
+        reading = Reading(flow, flow.numbers[end])
+        if (match := _matches(reading, total, quotient.outs[0])) is not None:
+            return _made(reading, quotient, *match)
+        deeper = shifted_by(end, flow)
+        ends += [deeper[0]] if deeper and len(ends) <= REACH else []
     return None
 
 
+def _made(
+    reading: Reading, quotient: Op, axes: tuple[int, ...], form: Form, guards: Any
+) -> Softmax | None:
+    """Returns what was read as a softmax; None if something else reads what is inside."""
+    flow, inside = reading.flow, {*reading.ops} - {quotient}
+    # Some spellings leave operations without readers.
+    unread = {r for op in inside for r in flow.readers_of(op) if r and not flow.readers_of(r)}
+    members = frozenset([*reading.ops, *unread])
+    if not all(members.issuperset(flow.readers_of(op)) for op in inside):
+        return None
+    made = {v for op in members for v in op.outs}
+    masked = any(v.aval.dtype == np.bool_ for op in members for v in op.ins if v not in made)
+    ((term, rate),) = ((t, n) for t, n in form.items() if t[1] == reading.end)
+    places = {v: flow.producer[v].index if v in flow.producer else -1 for v in reading.values[term]}
+    scores = min(places, key=places.__getitem__)  # they are equal
+    small = all(abs(constant) <= SMALL for name, constant in guards if name == "add")
+    whole = not guards or (small and reaches_one(reading, form, axes))
+    return Softmax(members, scores, quotient.outs[0], axes, rate, whole, masked)
+
+
 def _matches(
-    reading: Reading, total: Op, result: Value, own: Axes
-) -> "tuple[tuple[int, ...], Form, list[tuple[str, float]]] | None":
+    reading: Reading, total: Op, result: Value
+) -> tuple[tuple[int, ...], Form, Any] | None:
     """Returns the axes, the log of the sum and the guards of a softmax; None for other results."""
+    own = own_axes(result.aval.shape)
     whole = reading.logarithm(result, own)
     divisors = [(t, n) for t, n in whole.items() if t[0] == SUM]
     # log p = log e - log s has the sum once, with the factor -1.
     if len(divisors) != 1 or abs(divisors[0][1] + 1) > 1e-6:
         return None
     ((term, _),) = divisors
-    guards, number = guards_of(term)
-    if number != reading.numbers[total.outs[0]]:
+    number, guards = term[1]
+    if number != reading.flow.numbers[total.outs[0]]:
         return None
     # The sum runs over those axes of the result along which it is the same.
     rows = {place for axis in term[2] for place, *_ in axis}
@@ -229,18 +178,12 @@ def _matches(
 def shifted_by(value: Value, flow: Flow) -> "tuple[Value, Value] | None":
     """Returns the operand and its shift if a value is such a sum or difference."""
     op = flow.producer.get(value)
-    if op is None or op.name not in ("add", "sub") or not flow.is_plain(op):
+    if op is None or op.name not in SUMS_OF_TWO or not flow.is_plain(op):
         return None
-    first, second = (unspread(v, flow).size for v in op.ins)
+    first, second = (behind(v, own_axes(v.aval.shape), flow.producer)[0].size for v in op.ins)
     if first > second:
         return op.ins[0], op.ins[1]
     return (op.ins[1], op.ins[0]) if second > first and op.name == "add" else None
-
-
-def unspread(value: Value, flow: Flow) -> Value:
-    while (op := flow.producer.get(value)) is not None and is_view(op):
-        value = op.ins[0]
-    return value
 
 
 def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
@@ -248,7 +191,7 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
 
     They sum to 0 if all are masked.
     """
-    flow, numbers = reading.flow, reading.numbers
+    flow, numbers = reading.flow, reading.flow.numbers
     (scores,) = (t for t in form if t[0] == EXPONENT)
     value = reading.values[scores][0]
     op = flow.producer.get(value)
@@ -259,13 +202,13 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     if shifted is None or flow.producer[value].name != "sub" or scaled:
         return False
     own = own_axes(value.aval.shape)
-    op, where = largest_of(shifted[1], narrowed(shifted[1], own), flow, ("max", "stop_gradient"))
+    op, where = largest_of(shifted[1], before(flow.producer[value], own, 1), flow)
     if op is None or where != tuple(axis for d, axis in enumerate(own) if d not in axes):
         return False
     whole = {numbers.get(op.ins[0])}
     masks = [t[1] for t in form if t[0] == MASK]
     chosen = flow.producer.get(op.ins[0])
-    if masks and chosen is not None and chosen.name == "select_n":
+    if masks and chosen is not None and chosen.name == SELECT:
         whole = {numbers.get(chosen.ins[1 + kept]) for which, kept in masks
                  if which == numbers.get(chosen.ins[0])}  # fmt: skip
     elif masks:
@@ -273,17 +216,14 @@ def reaches_one(reading: Reading, form: Form, axes: tuple[int, ...]) -> bool:
     return numbers.get(shifted[0]) in whole and tuple(map(int, op.params["axes"])) == axes
 
 
-def largest_of(
-    value: Value, where: Axes | None, flow: Flow, through: tuple[str, ...]
-) -> "tuple[Op | None, Axes | None]":
+def largest_of(value: Value, where: Axes | None, flow: Flow) -> "tuple[Op | None, Axes | None]":
     """Returns the maximum that a value is computed from, and its axes, given those of the value.
 
-    Changes of layout are skipped, and so are operations of the given names with one operand that is
-    not constant.
+    Changes of layout are skipped, and so are a lower bound and a stopped gradient.
     """
     while (op := flow.producer.get(value)) is not None and op.name != "reduce_max":
         varying = [v for v in op.ins if v.const is None and v.is_f32]
-        if len(varying) != 1 or not (is_view(op) or op.name in through):
+        if len(varying) != 1 or not (is_view(op) or op.name in ("max", "stop_gradient")):
             return None, None
-        value, where = varying[0], before(op, where) if is_view(op) and where else where
+        value, where = varying[0], before(op, where, op.ins.index(varying[0]))
     return op, where

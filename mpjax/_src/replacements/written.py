@@ -1,19 +1,13 @@
 """A plain description of a loss that a program writes out, and that runs without its logits."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.replacements.chunked import (
-    Form,
-    Operands,
-    anywhere,
-    losses,
-    statistics,
-    weighted_sum,
-)
+from mpjax._src.replacements.chunked import Form, Operands, anywhere, each, weighted_sum
 from mpjax._src.replacements.derivatives import cast
 
 
@@ -58,14 +52,11 @@ def run(written: Written, arrays: Sequence[Any]) -> list[Any]:
         x = jnp.logical_not(x) if how == "dropped" else x
         weights *= cast(jnp.reshape(jnp.broadcast_to(x, shape), lead), weights.dtype)
 
-    def whole(operands):
-        return weighted_sum(operands, form, written.by_rows)
-
-    def each(operands):
-        return losses(statistics(operands, form), operands.labels, form)
-
-    operands = operands._replace(weights=weights) if written.is_sum else operands
-    out = anywhere(whole if written.is_sum else each, operands, per_row=not written.is_sum)
+    loss = functools.partial(each, form=form)
+    if written.is_sum:
+        loss = functools.partial(weighted_sum, form=form, by_rows=written.by_rows)
+        operands = operands._replace(weights=weights)
+    out = anywhere(loss, operands, per_row=not written.is_sum)
     return [jnp.reshape(out * written.factor, written.shape)]
 
 

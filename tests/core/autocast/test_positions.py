@@ -72,6 +72,9 @@ READ = {
     "less Inf": lambda: jnp.where(rows() >= columns(), 0.0, -jnp.inf),
     "a product": lambda: jnp.tri(T, S) * (rows() - columns() < 3).astype(jnp.float32),
     "a float of positions": lambda: rows().astype(jnp.float32) >= columns().astype(jnp.float32),
+    "between positions": lambda: rows().astype(jnp.float32) + 0.5 > columns().astype(jnp.float32),
+    "at least between": lambda: rows().astype(jnp.float32) - 0.5 >= columns().astype(jnp.float32),
+    "every third": lambda: 3 * rows() - 2 >= columns() * 2,
     "a constant": lambda: jnp.asarray(CONSTANT),
     "a constant, compared": lambda: jnp.asarray(CONSTANT) > 2,
     "sliced": lambda: jnp.tril(jnp.ones((1, 9, 8)))[:, :T, :S],
@@ -87,6 +90,19 @@ def test_mask_of_positions_that_is_read_equals_the_array(name):
     assert_same(found, array)
 
 
+CHECKS = [lambda: jax.transfer_guard("disallow"), lambda: jax.debug_nans(True)]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=["transfers", "NaNs"])
+def test_masks_are_read_whatever_jax_checks_of_the_program(check):
+    fun = lambda: (1.0 - jnp.tri(T, S)) * -jnp.inf  # noqa: E731
+    block = build(*_jax.open_jaxpr(jax.make_jaxpr(fun)()))
+    (value,) = block.outvars
+    with check():
+        found = positions.read(value, own_axes(value.aval.shape), Flow(block, Rulings()))
+    assert np.isnan(found.yes) and found.no == -np.inf
+
+
 UNREAD = {
     "equal": lambda: rows() == columns(),
     "either": lambda: (rows() >= columns()) | (rows() - columns() < -3),
@@ -94,6 +110,8 @@ UNREAD = {
     "blocks": lambda: rows() // 2 >= columns(),
     "bfloat16": lambda: rows().astype(jnp.bfloat16) >= 3,
     "few bits": lambda: rows().astype(jnp.int8) - columns().astype(jnp.int8) >= 0,
+    "unsigned": lambda: rows().astype(jnp.uint32) - columns().astype(jnp.uint32) >= 0,
+    "halves": lambda: rows() // 2 + columns() >= 3,
     "a float iota": lambda: jax.lax.iota(jnp.float32, T) >= 2,
     "sliced from further": lambda: jnp.tril(jnp.ones((9, 9)))[1 : T + 1, :S],
     "every other": lambda: jax.lax.slice(jnp.tril(jnp.ones((9, 9))), (0, 0), (9, 9), (2, 2)),

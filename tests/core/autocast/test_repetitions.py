@@ -40,6 +40,14 @@ def test_gather_of_entries_repeated_in_order_becomes_no_gather(name, half):
     assert_near(*run(lambda *args: [BOTH(f)(*args) for f in (cast(loss, half), loss)], W, X), 0.03)
 
 
+def test_repetitions_are_found_where_implicit_transfers_are_refused():
+    planned = cast(loss_of(lambda y: y[:, jnp.arange(8) // 2]), "bfloat16")
+    args = jnp.asarray(W), jnp.asarray(X)
+    with jax.transfer_guard("disallow"):
+        names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(planned)(*args))}
+    assert "gather" not in names
+
+
 OTHERS = {
     "out of order": lambda y: y[:, np.arange(8) % 4],
     "not equally often": lambda y: jax.image.resize(y, (2, 7, 6, 8), "nearest"),

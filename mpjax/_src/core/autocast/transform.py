@@ -34,8 +34,8 @@ from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.graph import PLANNED
 from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
-from mpjax._src.core.program.numbering import with_rows
 from mpjax._src.core.program.respellings import Respellings
+from mpjax._src.core.program.site import with_rows
 from mpjax._src.core.program.states import handed_out, states
 from mpjax._src.core.program.trace import Flat, parameters_of
 

@@ -23,28 +23,17 @@ from mpjax._src.core.base._jax import size_of
 from mpjax._src.core.program.graph import CONSTANT_LIMIT, Block, Op, Value
 
 
-class Respelled(NamedTuple):
-    """An op that is replaced by a function of its first operand, and of what is known of it."""
+class Found(NamedTuple):
+    """Ops that are replaced, and what runs in their place. Equal ones run the same program."""
 
-    at: Op
+    ops: frozenset[Op]
+    ins: Sequence[Value]  # what it reads
+    result: Op  # the op whose results it returns
+    at: Op  # the op in whose place it runs
+    # ``run(how, arrays)`` returns them; ``how`` is plain data.
     run: Callable[[Any, Sequence[Any]], list[Any]]
     how: Any
-    planned: bool = False
-
-    @property
-    def result(self) -> Op:
-        """The op whose results it returns."""
-        return self.at
-
-    @property
-    def ops(self) -> frozenset[Op]:
-        """What is replaced."""
-        return frozenset([self.at])
-
-    @property
-    def ins(self) -> Sequence[Value]:
-        """What it reads."""
-        return self.at.ins[:1]
+    planned: bool = True  # nothing in it is cast
 
 
 class Respellings:
@@ -65,12 +54,13 @@ def respellings(block: Block) -> dict[Op, Any]:
     # Most blocks have no gather, so this is not made before one asks.
     makers = functools.cache(lambda: {v: op for op in block.ops for v in op.outs})
     for op in block.ops:
+        run, how = _repeated, None
         if op.name == "gather" and op.outs[0].is_f32:
             how = repetition_of(op, makers(), dict(block.consts))
-            if how is not None:
-                found[op] = Respelled(op, _repeated, how)
         elif op.name in POOLS and op.outs[0].is_f32 and _is_dilated(op):
-            found[op] = Respelled(op, _pooled, (op.name, *map(op.params.get, WINDOWS)))
+            run, how = _pooled, (op.name, *map(op.params.get, WINDOWS))
+        if how is not None:
+            found[op] = Found(frozenset([op]), op.ins[:1], op, op, run, how, planned=False)
     return found
 
 
@@ -116,10 +106,19 @@ def known_array(value: Value, makers: Mapping[Value, Op], arrays: dict[Value, An
         if op is not None and not unknown and value.size <= CONSTANT_LIMIT:
             args = [known_array(v, makers, arrays) for v in op.ins]
             if all(arg is not None for arg in args):
-                # If JAX is tracing, it would add the operation to its trace and not run it.
-                with jax.ensure_compile_time_eval():
-                    arrays[value] = _jax.bind(op.eqn, args)[op.outs.index(value)]
+                arrays[value] = computed(op, args)[op.outs.index(value)]
     return arrays[value]
+
+
+def computed(op: Op, args: Sequence[Any]) -> list[Any]:
+    """Runs an op now, whatever JAX is tracing, and whatever it checks of the user's arrays."""
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        return _jax.bind(op.eqn, args)
 
 
 def repeat(x: Any, axis: int, times: int) -> Any:

@@ -1,8 +1,11 @@
 """Changes of layout alone: how the axes of one array correspond to those of another."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from mpjax._src.core.program.graph import Op
+from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.rules import CAST, RESHAPES, VIEWS
+from mpjax._src.core.program.graph import Op, Value
 
 # The correspondence of an axis: digits (axis, stride, size) of the axes of the value that is read,
 # the most significant first. None for an axis of size 1.
@@ -63,42 +66,51 @@ def _merged(axis: list[Digit]) -> Axis:
     return tuple(merged)
 
 
-def before(op: Op, axes: Axes) -> Axes | None:
-    """Returns the axes of the operand of a change of layout, given those of its result."""
-    shape = op.ins[0].aval.shape
-    if op.name in ("reshape", "squeeze"):
+def before(op: Op, axes: Axes | None, place: int = 0) -> Axes | None:
+    """Returns the axes of an operand, given those of the result; None if they are not known.
+
+    The op changes the layout alone, or computes each entry by itself.
+    """
+    shape = op.ins[place].aval.shape
+    if axes is None:
+        return None
+    if op.name in RESHAPES:
         return reshaped(axes, shape)
     if op.name == "transpose":
         return tuple(axes[list(op.params["permutation"]).index(d)] for d in range(len(shape)))
     if op.name == "broadcast_in_dim":
-        dims = op.params["broadcast_dimensions"]
-        return tuple(() if n == 1 else axes[d] for d, n in zip(dims, shape, strict=True))
-    return axes
+        axes = tuple(axes[d] for d in op.params["broadcast_dimensions"])
+    # An operand of size 1 is the same along the axis, and so is a scalar along all.
+    return tuple(() if n == 1 else axis for axis, n in zip(axes, shape, strict=bool(shape)))
+
+
+def behind(value: Value, axes: Axes, makers: Mapping[Value, Op]) -> tuple[Value, Axes]:
+    """Returns the value before changes of layout, and its axes, as far back as they are known."""
+    while (op := makers.get(value)) is not None and is_view(op):
+        further = before(op, axes)
+        if further is None:
+            break
+        value, axes = op.ins[0], further
+    return value, axes
 
 
 def after(op: Op, axes: Axes) -> Axes | None:
     """Returns the axes of the result of a change of layout; None if it repeats entries."""
     shape = op.outs[0].aval.shape
-    if op.name in ("reshape", "squeeze"):
+    if op.name in RESHAPES:
         return reshaped(axes, shape)
-    if op.name == "transpose":
-        return tuple(axes[d] for d in op.params["permutation"])
     if op.outs[0].size != op.ins[0].size:
         return None
-    if op.name == "broadcast_in_dim":
-        new_axes: list[Axis] = [()] * len(shape)
-        for axis, d in zip(axes, op.params["broadcast_dimensions"], strict=True):
-            new_axes[d] = axis
-        return tuple(new_axes)
-    return axes
-
-
-VIEWS = frozenset(["broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "transpose"])
+    new_axes: list[Axis] = [()] * len(shape)
+    for axis, new in zip(axes, before(op, own_axes(shape)) or (), strict=True):
+        for place, *_ in new:
+            new_axes[place] = axis
+    return tuple(new_axes)
 
 
 def is_view(op: Op) -> bool:
     """Returns whether an op changes the layout alone, or is a cast without effect."""
-    if op.name == "convert_element_type":
-        return op.ins[0].is_f32 and op.outs[0].is_f32
+    if op.name == CAST:
+        return {v.aval.dtype for v in (op.ins[0], op.outs[0])} == {FLOAT32}
     in_order = op.name != "reshape" or op.params.get("dimensions") is None
     return op.name in VIEWS and in_order
