@@ -8,7 +8,7 @@ from mpjax._src.core.base.higher_order import SCAN
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import alone, carried
 
 # The largest relative distance from its input at which an average may stop changing.
@@ -144,18 +144,3 @@ def _product(
         return None
     times = 1 / by if op.name == "div" else by
     return Share(inner.factor * times, inner.rest * times)
-
-
-RULES = (
-    Rule(
-        "half-average",
-        JAXPR,
-        "a running average that stalls because it is stored in 16 bits",
-        "Each step moves the average by a small share of its distance to the new value. In 16 "
-        "bits, that change is less than half an ulp of the average and is rounded away: the "
-        "average stays at its first value, or stops far from the true one.",
-        "Store averages whose decay is near 1 in float32: second moments, averages of weights, "
-        "batch statistics. A first moment with a decay of 0.9 may be 16-bit.",
-        half_averages,
-    ),
-)

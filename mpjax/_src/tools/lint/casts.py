@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, short_name, shown
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 
 def double_rounding(program: Program) -> Iterator[Hit]:
@@ -32,16 +32,3 @@ def double_rounding(program: Program) -> Iterator[Hit]:
                     op,
                 )
                 break
-
-
-RULES = (
-    Rule(
-        "double-rounding",
-        JAXPR,
-        "a value cast to one 16-bit dtype and then to the other",
-        "float16 has 11 binary digits and overflows above 65504; bfloat16 has 8 digits and the "
-        "range of float32. A value that passes through both has the worse of each.",
-        "Cast once, from float32 to the final dtype, and use one 16-bit dtype throughout.",
-        double_rounding,
-    ),
-)

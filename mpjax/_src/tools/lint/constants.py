@@ -10,7 +10,7 @@ from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, sho
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, VALUES, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 
 def lost_constants(program: Program) -> Iterator[Hit]:
@@ -159,58 +159,3 @@ def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
     # The walk passes sums with logits, whose bounds are unknown, and stops at whole masks.
     bounds = [bounds_of(program, each) for each in program.back(value, is_unknown)]
     return [end(each.low, each.high) for each in bounds if each and each.low != each.high]
-
-
-RULES = (
-    Rule(
-        "lost-constant",
-        JAXPR,
-        "a constant that becomes 0, 1, -1 or Inf in 16 bits",
-        "In bfloat16, a decay of 0.999 is 1, so an average never forgets. In float16, an epsilon "
-        "of 1e-8 is 0, so it no longer protects a division, and a mask of -1e9 is -Inf, so the "
-        "softmax of a fully masked row is NaN.",
-        "Compute in float32 what reads the constant, or use a constant that the dtype can "
-        "represent: jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
-        lost_constants,
-    ),
-    Rule(
-        "half-count",
-        JAXPR,
-        "positions, indices or counters too large for a 16-bit dtype to represent exactly",
-        "bfloat16 represents every integer up to 256, float16 up to 2048. Beyond that, neighbors "
-        "become equal: positions collide, and a counter stops counting.",
-        "Keep positions and counters in int32, compute what depends on them (angles, masks, "
-        "encodings) in float32, and cast the result.",
-        half_counts,
-    ),
-    Rule(
-        "rounded-integer",
-        VALUES,
-        "integers of a real step that a cast to 16 bits changes",
-        "Ids, positions and counts must be exact: a changed integer is another row, another "
-        "position, another divisor.",
-        "Leave integers as they are, or cast them to float32, which represents every integer up to "
-        "16777216.",
-        rounded_integers,
-    ),
-    Rule(
-        "half-phase",
-        JAXPR,
-        "a sine or cosine of large angles in 16 bits",
-        "Rounding an angle of 1000 to bfloat16 changes it by up to 2 radians. Positional encodings"
-        " of distant tokens become noise, which shows only in long contexts.",
-        "Compute the angles, and their sine and cosine, in float32, and cast the result to 16 "
-        "bits.",
-        half_phases,
-    ),
-    Rule(
-        "mask-overflow",
-        JAXPR,
-        "masks whose sum overflows",
-        "The lowest finite number, added to itself, is -Inf. A row that both masks cover is then "
-        "-Inf throughout, and its softmax is NaN.",
-        "Combine the masks as booleans (jnp.logical_and) and apply the result with jnp.where, or "
-        "limit their sum: jnp.maximum(mask + other, jnp.finfo(x.dtype).min).",
-        overflowing_masks,
-    ),
-)

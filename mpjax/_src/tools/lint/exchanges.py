@@ -13,7 +13,7 @@ from mpjax._src.tools.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.tools.hardware.hlo_costs import asked, matmul
 from mpjax._src.tools.lint.program import Program
-from mpjax._src.tools.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
+from mpjax._src.tools.lint.rule import Compiled, Hit, NotRun
 from mpjax._src.tools.lint.undone import narrows
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
@@ -172,48 +172,3 @@ def _lines(text: str) -> dict[str, str]:
         if named:
             lines.setdefault(named.name, line_of(op))
     return lines
-
-
-RULES = (
-    Rule(
-        "gather-before-cast",
-        JAXPR,
-        "a float32 array that devices gather and then cast to 16 bits",
-        "Each device sends and receives twice the bytes, and stores a float32 copy of the gathered "
-        "array, although every reader casts it to 16 bits.",
-        "Cast each device's shard before the gather: gather w.astype(jnp.bfloat16).",
-        gathers_before_casts,
-    ),
-    Rule(
-        "wide-all-gather",
-        HLO,
-        "a float32 all-gather whose result is cast to 16 bits",
-        "XLA may move a cast from before a gather to after it. Devices then send twice the bytes "
-        "that the program asked for, and store a float32 copy.",
-        "Put jax.lax.optimization_barrier around the 16-bit array before it is gathered, or gather "
-        "it in jax.shard_map.",
-        wide_gathers,
-    ),
-    Rule(
-        "half-all-reduce",
-        HLO,
-        "gradients or statistics that the compiler sums over devices in 16 bits",
-        "The partitioner places the sum directly after a sharded matmul: in 16 bits, before the "
-        "program casts the result to float32. Each device's term and each partial sum is rounded, "
-        "and the error grows with the number of devices.",
-        "Ask the matmul for a float32 result (preferred_element_type with "
-        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), or cast gradients first and average "
-        "them in jax.shard_map. mpjax.autocast does this for you.",
-        half_sums_of_devices,
-    ),
-    Rule(
-        "widened-matmul",
-        HLO,
-        "a matmul of 16-bit operands that runs in float32",
-        "The device has no unit for this 16-bit dtype. The operands are cast up, and the matmul is "
-        "as slow as in float32 or slower, with the precision of 16 bits.",
-        "Use the 16-bit dtype that the device has (mpjax.hardware.half_dtype; float16 on V100 and "
-        "T4), or float32.",
-        widened_matmuls,
-    ),
-)

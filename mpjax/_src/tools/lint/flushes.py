@@ -12,7 +12,7 @@ from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.interpret import run_in_float32
 from mpjax._src.tools.lint.program import Program
-from mpjax._src.tools.lint.rule import VALUES, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import carried
 from mpjax._src.tools.lint.updates import is_adjusted, static_scale
 
@@ -150,19 +150,3 @@ def _ends(program: Program) -> dict[Value, str]:
         if not forward.isdisjoint(program.readers(each.before)):
             ends.setdefault(each.after, each.name)
     return ends
-
-
-RULES = (
-    Rule(
-        "flushed-gradient",
-        VALUES,
-        "gradients that float16 flushes to zero, without a loss scale or at a fixed one",
-        "float16 has no number below 6e-8, and few digits below 6e-5. Cotangents of a mean loss "
-        "are smaller: the gradient is zero where it should move the weights, and nothing says so.",
-        "Scale the loss: mpjax.mixed_precision(optimizer, policy) and its value_and_grad, or "
-        "mpjax.scaled_value_and_grad with mpjax.DynamicLossScale(). Or use bfloat16, which needs "
-        "no scale.",
-        backward_values,
-        flushed_gradients,
-    ),
-)

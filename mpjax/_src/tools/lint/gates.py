@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import Carried, carried, is_updated
 
 # Operations between the finite check of a number and the predicate of a gate.
@@ -83,17 +83,3 @@ def _depends(program: Program, tests: list[Value]) -> set[Value]:
 
 def _verdict(program: Program, gate: Op) -> list[Op]:
     return program.makers(gate.ins[0], VERDICTS | MOVES | CASTS)
-
-
-RULES = (
-    Rule(
-        "ungated-state",
-        JAXPR,
-        "a state that is updated although the step is skipped",
-        "The step that overflowed is skipped, but its NaN stays in a state that was left out (a "
-        "moment, batch statistics), and every later step reads it.",
-        "Select everything that a step changes by the same check: mpjax.select(ok, new_state, "
-        "old_state) over the whole state.",
-        ungated_states,
-    ),
-)

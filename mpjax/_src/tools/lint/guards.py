@@ -10,7 +10,7 @@ from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, shown
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 # The least constant factor of a gradient that is a loss scale.
 SCALE = 128
@@ -182,40 +182,3 @@ def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
         and any(not about.isdisjoint(program.back(v, MOVES | CASTS)) for v in test.ins)
         for test in program.makers(op.ins[0], LOGIC)
     )
-
-
-RULES = (
-    Rule(
-        "hidden-nonfinite",
-        JAXPR,
-        "gradients whose non-finite entries are replaced",
-        "A non-finite gradient says that the loss scale is too large, or that the program has a "
-        "bug. If its entries are replaced by a number, the step is applied with a wrong gradient, "
-        "no counter moves, and the run diverges later or learns less.",
-        "Skip the step instead: update parameters and optimizer state only if all gradients are "
-        "finite, and lower the loss scale otherwise. mpjax.build_train_step does both, "
-        "optax.apply_if_finite the first. mpjax.find_nonfinite names the operation.",
-        hidden_nonfinite,
-    ),
-    Rule(
-        "late-scale",
-        JAXPR,
-        "a loss scale that multiplies float16 gradients after the backward pass",
-        "Scaling protects cotangents from underflow in the backward pass. Afterwards, entries "
-        "below 6e-8 are 0 already, and a scale brings none of them back.",
-        "Multiply the loss by the scale, differentiate that, and divide the gradients by it in "
-        "float32: mpjax.scaled_value_and_grad.",
-        late_scales,
-    ),
-    Rule(
-        "endless-scale",
-        JAXPR,
-        "a loss scale that grows without limit",
-        "While gradients stay finite, the scale doubles until it is inf. Half of inf is inf, so "
-        "the scale never recovers: every later step is skipped or divides by inf, and training "
-        "stops.",
-        "Set a limit: jnp.minimum(scale * factor, 2.0**24), or use mpjax.DynamicLossScale, which "
-        "has one.",
-        endless_scales,
-    ),
-)

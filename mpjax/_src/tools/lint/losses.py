@@ -6,7 +6,7 @@ from typing import Any
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_half, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.undone import narrows
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
@@ -132,47 +132,3 @@ def _squares(op: Op) -> bool:
     if op.name == "mul":
         return op.ins[0] is op.ins[1]
     return op.name == "square" or op.params["y"] == 2
-
-
-RULES = (
-    Rule(
-        "half-loss",
-        JAXPR,
-        "a log-softmax or cross entropy of 16-bit logits",
-        "In 16 bits, the logarithm of a sum of exponentials has 2 to 3 decimal digits. The loss "
-        "moves in steps, a probability near 1 gives a loss of exactly 0, and gradients of rare "
-        "classes are lost.",
-        "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
-        half_log_sums,
-    ),
-    Rule(
-        "rounded-probability",
-        JAXPR,
-        "a logarithm or reciprocal of probabilities that were rounded to float16",
-        "float16 has no number between 0 and 6e-8. The logarithm of a small probability is then "
-        "-Inf, or that of an epsilon, and its gradient is Inf or 0: what is unlikely is not "
-        "learned.",
-        "Compute the logarithm in float32 from logits: jax.nn.log_softmax(logits.astype("
-        "jnp.float32)). Cast probabilities to 16 bits only for matmuls.",
-        rounded_probabilities,
-    ),
-    Rule(
-        "half-variance",
-        JAXPR,
-        "a variance computed as a difference of 16-bit means",
-        "The mean of squares and the square of the mean are nearly equal, so in 16 bits their "
-        "difference has no correct digits. It may even be negative, and its square root NaN.",
-        "Use jnp.var, or jnp.mean(jnp.square(x - jnp.mean(x))), on x.astype(jnp.float32).",
-        half_variances,
-    ),
-    Rule(
-        "half-norm",
-        JAXPR,
-        "a norm that squares in float16",
-        "In float16, the square of a number of 256 or more is Inf, and the square of a number "
-        "below 1.7e-4 is 0. One large activation makes the norm Inf, and everything that is "
-        "divided by it 0.",
-        "Cast to float32 before squaring: jnp.mean(jnp.square(x.astype(jnp.float32))).",
-        half_norms,
-    ),
-)

@@ -10,7 +10,7 @@ from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_half, short_name, 
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.program.graph import PLANNED, Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -159,30 +159,3 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
                     op,
                 )
                 break
-
-
-RULES = (
-    Rule(
-        "promoted-matmul",
-        JAXPR,
-        "a matmul of 16-bit values that type promotion made float32",
-        "JAX promotes 16-bit and float32 operands to float32, and NumPy constants are float32. One "
-        "float32 constant, parameter or norm that is added to a 16-bit stream makes every matmul "
-        "after it run in float32, at a fraction of the speed and with twice the memory.",
-        "Cast the operand that promotes to the dtype of the other one: jnp.asarray(c, x.dtype) for "
-        "a constant (a Python number promotes nothing), p.astype(x.dtype) for a parameter or a "
-        "result, dtype= for a layer that returns float32. If the stream is to stay float32, cast "
-        "it before the matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
-        promoted_matmuls,
-    ),
-    Rule(
-        "narrow-backward",
-        JAXPR,
-        "a backward pass with less precision than its forward pass",
-        "Gradients have less precision than the loss. A check of the loss does not notice it, "
-        "because the loss is right, and training stalls late.",
-        "In the rule of custom_vjp, compute in the dtypes of the forward pass, and return "
-        "cotangents in the dtypes of the arguments.",
-        narrow_backward,
-    ),
-)

@@ -9,7 +9,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 KERNELS = ("pallas_call", "ffi_call", "triton_kernel_call", "custom_call", "tpu_custom_call")
@@ -130,40 +130,3 @@ def _widened(program: Program, value: Value) -> str:
     """Returns as text the 16-bit array that a float32 value was cast from, or ""."""
     widened = (op.ins[0] for op in program.makers(value) if op.name in CASTS)
     return next((shown(half) for half in widened if is_half(half)), "")
-
-
-RULES = (
-    Rule(
-        "mixed-matmul",
-        JAXPR,
-        "a matmul of a 16-bit operand and a float32 one",
-        "XLA widens the 16-bit operand. On a GPU the matmul then runs in float32 or TF32, at an "
-        "eighth to a half of the 16-bit speed; a TPU rounds both operands to bfloat16. The "
-        "precision differs between devices, and between the forward and the backward pass.",
-        "Cast both operands to one dtype. If you want a float32 result of 16-bit operands, pass "
-        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32 (or F16_F16_F32) in addition to "
-        "preferred_element_type: the backward pass then reads 16 bits as well.",
-        mixed_matmuls,
-    ),
-    Rule(
-        "recomputed-dtype",
-        JAXPR,
-        "a matmul that the backward pass recomputes in another dtype",
-        "The forward pass derived values from the rounded result (a maximum, the logarithm of a "
-        "sum). They do not match the result that the backward pass recomputes: a softmax made of "
-        "both does not sum to 1, and the error grows with the logits.",
-        "Use the same operand dtypes and the same preferred_element_type in both matmuls.",
-        recomputed_matmuls,
-    ),
-    Rule(
-        "kernel-dtypes",
-        JAXPR,
-        "a fused kernel that mixes float32 and 16-bit operands, or reads ones that were cast up",
-        "Fused kernels are written for 16-bit operands. With two dtypes, one operand is widened in "
-        "every tile. With float32, the memory traffic doubles and the kernel runs at a fraction of"
-        " the speed. Some kernels do not compile for such operands, or return NaN.",
-        "Cast all operands of the kernel to the same 16-bit dtype before the call, and cast the "
-        "result after it.",
-        mixed_kernels,
-    ),
-)

@@ -8,7 +8,7 @@ from mpjax._src.core.base.higher_order import SCAN, turns_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.averages import last_sum, share_of, stops
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "reduce", "reduce_window")
 
@@ -182,38 +182,3 @@ def half_collectives(program: Program) -> Iterator[Hit]:
 def _axes(op: Op) -> str:
     axes = op.params.get("axes", op.params.get("axis_name", ()))
     return ", ".join(map(repr, axes if isinstance(axes, tuple) else (axes,)))
-
-
-RULES = (
-    Rule(
-        "half-sum",
-        JAXPR,
-        "a sum of many terms in 16 bits",
-        "Each addition rounds to 16 bits. Beyond 256 terms in bfloat16, or 2048 in float16, a term "
-        "of average size no longer changes the sum, and in float16 the sum may overflow. The "
-        "result differs between devices.",
-        "Sum in float32. jnp.sum and jnp.mean do so by default; for lax.reduce_sum, jnp.cumsum and"
-        " the like, write x.astype(jnp.float32) and cast the result.",
-        half_sums,
-    ),
-    Rule(
-        "half-accumulator",
-        JAXPR,
-        "a loop that carries a sum in 16 bits",
-        "Each iteration rounds the sum to 16 bits. Late terms that are smaller than half an ulp of "
-        "the sum are lost, and gradients or metrics come out too small.",
-        "Start the sum with jnp.zeros(shape, jnp.float32), carry it in float32, and cast it after "
-        "the loop.",
-        half_accumulators,
-    ),
-    Rule(
-        "half-collective",
-        JAXPR,
-        "a sum over devices in 16 bits",
-        "The terms of replicas partly cancel, and the order in which devices add them varies. "
-        "Digits that 16 bits round away from a term do not come back, and in float16 a sum over "
-        "many devices overflows.",
-        "Cast to float32 before jax.lax.psum, pmean or psum_scatter, and cast back after it.",
-        half_collectives,
-    ),
-)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_half, shown, stalls_at
 from mpjax._src.core.program.graph import Op
 from mpjax._src.tools.lint.program import Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 
 def half_scatters(program: Program) -> Iterator[Hit]:
@@ -41,17 +41,3 @@ def _rows(op: Op) -> int:
     # Along axes that the indices do not choose, an update adds to all entries.
     numbers = op.params["dimension_numbers"]
     return math.prod(op.ins[0].aval.shape[d] for d in numbers.scatter_dims_to_operand_dims)
-
-
-RULES = (
-    Rule(
-        "half-scatter",
-        JAXPR,
-        "a scatter that adds many updates to one row in 16 bits",
-        "Updates of a row are added one after the other, and each sum is rounded to 16 bits, so "
-        "late updates are lost. On GPUs the order also differs from run to run, and 16-bit "
-        "scatters are slow.",
-        "Scatter into float32 zeros and cast the result. Keep tables with few rows in float32.",
-        half_scatters,
-    ),
-)

@@ -11,7 +11,7 @@ from mpjax._src.core.base.dtypes import short_name
 from mpjax._src.core.program.graph import Value
 from mpjax._src.core.program.states import children, nodes
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +117,3 @@ def drifting(program: Program) -> Iterator[Hit]:
             f"{more}.",
             program.maker(first.after),
         )
-
-
-RULES = (
-    Rule(
-        "state-dtype-drift",
-        JAXPR,
-        "a state that a step returns in another dtype",
-        "The next step is another program: JAX compiles it again, and scan refuses it. Memory "
-        "doubles or precision is lost, and a restored run trains in other dtypes.",
-        "Preserve the state's dtypes: set the optimizer's dtype (mu_dtype in optax), cast updates "
-        "to the parameters' dtype, and cast each new value to the dtype of the value that it "
-        "replaces.",
-        drifting,
-    ),
-)

@@ -1,7 +1,8 @@
-"""The table of all rules of the linter, collected from the modules."""
+"""The table of all rules of the linter: their checks, and their texts in ``rules.toml``."""
 
-import dataclasses
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Callable, Iterable
+from importlib import resources
 from typing import Any
 
 from mpjax._src.core.base.errors import brief, did_you_mean
@@ -24,17 +25,56 @@ from mpjax._src.tools.lint import (
     undone,
     updates,
 )
-from mpjax._src.tools.lint.rule import Rule
+from mpjax._src.tools.lint.rule import Rule, nothing
 
-SUBJECTS = (
-    *(reductions, scatters, averages, constants, casts, undone, losses),
-    *(matmuls, operands, exchanges, states, gates, guards, updates, flushes),
-)
+CHECKS: dict[str, Callable[..., Any]] = {
+    "half-sum": reductions.half_sums,
+    "half-accumulator": reductions.half_accumulators,
+    "half-collective": reductions.half_collectives,
+    "half-scatter": scatters.half_scatters,
+    "half-average": averages.half_averages,
+    "lost-constant": constants.lost_constants,
+    "half-count": constants.half_counts,
+    "rounded-integer": constants.rounded_integers,
+    "half-phase": constants.half_phases,
+    "mask-overflow": constants.overflowing_masks,
+    "double-rounding": casts.double_rounding,
+    "cast-undone": undone.casts_undone,
+    "rounded-gradient": undone.rounded_gradients,
+    "cast-deleted": undone.casts_deleted,
+    "rounding-error": undone.rounding_errors,
+    "half-loss": losses.half_log_sums,
+    "rounded-probability": losses.rounded_probabilities,
+    "half-variance": losses.half_variances,
+    "half-norm": losses.half_norms,
+    "promoted-matmul": matmuls.promoted_matmuls,
+    "narrow-backward": matmuls.narrow_backward,
+    "mixed-matmul": operands.mixed_matmuls,
+    "recomputed-dtype": operands.recomputed_matmuls,
+    "kernel-dtypes": operands.mixed_kernels,
+    "gather-before-cast": exchanges.gathers_before_casts,
+    "wide-all-gather": exchanges.wide_gathers,
+    "half-all-reduce": exchanges.half_sums_of_devices,
+    "widened-matmul": exchanges.widened_matmuls,
+    "state-dtype-drift": states.drifting,
+    "ungated-state": gates.ungated_states,
+    "hidden-nonfinite": guards.hidden_nonfinite,
+    "late-scale": guards.late_scales,
+    "endless-scale": guards.endless_scales,
+    "stalled-update": updates.stalled_updates,
+    "overflowing-loss-scale": updates.overflowing_scales,
+    "flushed-gradient": flushes.backward_values,
+}
+# What looks at the whole step when it has run.
+AFTER = {"flushed-gradient": flushes.flushed_gradients}
+
+# The texts of each rule, prose for users: `needs`, `summary`, `why` and `instead`.
+TEXTS = tomllib.loads((resources.files(__package__) / "rules.toml").read_text("utf-8"))
+
 RULES: tuple[Rule, ...] = tuple(
-    sorted((rule for module in SUBJECTS for rule in module.RULES), key=lambda rule: rule.name)
+    Rule(name, **TEXTS[name], check=CHECKS[name], after=AFTER.get(name, nothing))
+    for name in sorted(CHECKS)
 )
-
-TEXTS = [field for field in dataclasses.fields(Rule) if field.type == "str" or field.type is str]
 
 
 def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
@@ -50,7 +90,7 @@ def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
 
 def as_data(rules: Iterable[Rule]) -> list[dict[str, str]]:
     """Returns the texts of rules as plain data."""
-    return [{field.name: getattr(rule, field.name) for field in TEXTS} for rule in rules]
+    return [{"name": rule.name, **TEXTS[rule.name]} for rule in rules]
 
 
 def listed(rules: Iterable[Rule]) -> Document:

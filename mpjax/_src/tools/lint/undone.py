@@ -8,7 +8,7 @@ from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.hardware.hlo import parse, source_lines
 from mpjax._src.tools.lint.guards import is_gradient
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import HLO, JAXPR, Compiled, Hit, Rule
+from mpjax._src.tools.lint.rule import Compiled, Hit
 
 # Operations that only change the shape of an array.
 SHAPES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"})
@@ -174,50 +174,3 @@ def _narrowed(program: Program, value: Value) -> Op | None:
 def _elementwise_unrounded(op: Op) -> bool:
     """Returns whether an operation is arithmetic or a sum, not a matmul or a rounding."""
     return op.spec.need in (rules.FOLLOW, rules.FULL, rules.MOVE) and not narrows(op)
-
-
-RULES = (
-    Rule(
-        "cast-undone",
-        JAXPR,
-        "a cast to 16 bits that every reader casts back up",
-        "The cast loses digits, and saves neither memory nor time. XLA may or may not delete such "
-        "casts, so the program rounds on one device and not on another.",
-        "Remove the cast. If you want the rounding itself, write jax.lax.reduce_precision, which "
-        "no compiler removes.",
-        casts_undone,
-    ),
-    Rule(
-        "rounded-gradient",
-        JAXPR,
-        "a float32 gradient that is rounded because the weights are 16-bit, and then cast back up",
-        "Gradients from jax.grad have the dtype of the weights. A gradient that was computed in "
-        "float32 is rounded to 16 bits before it is summed, averaged or clipped.",
-        "Cast the weights to float32 first, and differentiate with respect to the result: "
-        "jax.grad(loss)(mpjax.cast(params, 'float32'), batch).",
-        rounded_gradients,
-    ),
-    Rule(
-        "cast-deleted",
-        HLO,
-        "a cast to 16 bits and back that the compiler deletes",
-        "Where a program rounds to 16 bits and casts back, XLA may keep the float32 value "
-        "(xla_allow_excess_precision, on by default). Simulated rounding then does nothing, and "
-        "results differ with and without jit.",
-        "Write jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for bfloat16, or 5 "
-        "and 10 for float16. No compiler removes it.",
-        casts_deleted,
-    ),
-    Rule(
-        "rounding-error",
-        JAXPR,
-        "a difference between a rounded value and the value before rounding",
-        "Compilers may skip a rounding whose result is cast back up (xla_allow_excess_precision). "
-        "An error measured this way is then 0 under jit, and compensated sums and residuals of "
-        "weights compensate nothing. A backward pass that combines the saved 16-bit value with a "
-        "float32 one is wrong by an amount that depends on the device.",
-        "Round with jax.lax.reduce_precision, which no compiler removes, and compute everything "
-        "that belongs together from the rounded value.",
-        rounding_errors,
-    ),
-)

@@ -9,7 +9,7 @@ import numpy as np
 from mpjax._src.core.base.dtypes import is_half, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import VALUES, Hit, Rule
+from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import Carried, carried
 
 # The share of entries that may stay unchanged. Updates of one ulp now and then still move weights.
@@ -142,27 +142,3 @@ def is_adjusted(program: Program) -> bool:
 
 def _is_number(x: Any) -> bool:
     return bool(jnp.issubdtype(getattr(x, "dtype", np.bool_), jnp.inexact))
-
-
-RULES = (
-    Rule(
-        "stalled-update",
-        VALUES,
-        "updates of 16-bit weights that are rounded away",
-        "An update of less than half an ulp is rounded away, step after step. The loss falls at "
-        "first, and then stops falling as the learning rate decays.",
-        "Use float32 master weights (mpjax.optim.with_master_weights, policy O2), or a "
-        "compensated sum or stochastic rounding (mpjax.optim.with_stochastic_rounding).",
-        stalled_updates,
-    ),
-    Rule(
-        "overflowing-loss-scale",
-        VALUES,
-        "a loss scale that overflows the gradients and is never lowered",
-        "The gradients are Inf. This step and all steps like it are skipped, or make the weights "
-        "NaN.",
-        "Use a smaller scale, a dynamic one (mpjax.DynamicLossScale), or bfloat16, which needs "
-        "none.",
-        overflowing_scales,
-    ),
-)
