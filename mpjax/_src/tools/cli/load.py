@@ -51,9 +51,7 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         TargetError: If there is no such function, or it does not return this form.
     """
     with running(f"reading {target}"):
-        thing = _named(target, FORM)
-        _check_takes(thing, target, FORM)
-        return _called(thing, target, FORM)
+        return _called(_named(target, FORM), target, FORM)
 
 
 def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -65,15 +63,13 @@ def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any
         TargetError: If there is no such function, or it does not take a policy.
     """
     with running(f"reading {target}"):
-        thing = _named(target, FORM_OF_FIT)
-        _check_takes(thing, target, FORM_OF_FIT, "policy")
+        thing = _named(target, FORM_OF_FIT, "policy")
 
-        @functools.wraps(thing)
-        def make(*policy: Any, **checkpoint: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            call = functools.partial(thing, *policy, **checkpoint)
-            return _called(call, target, FORM_OF_FIT)
+    @functools.wraps(thing)
+    def make(*policy: Any, **checkpoint: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _called(functools.partial(thing, *policy, **checkpoint), target, FORM_OF_FIT)
 
-        return make
+    return make
 
 
 @contextlib.contextmanager
@@ -91,7 +87,10 @@ def running(what: str) -> Iterator[None]:
             "if __name__ == '__main__'."
         ) from error
     except Exception as error:
-        raise TargetError(f"{what} failed: {_as_options(describe(error))}") from error
+        message = describe(error)
+        for argument, option in OPTIONS.items():
+            message = message.replace(argument, option)
+        raise TargetError(f"{what} failed: {message}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -113,13 +112,22 @@ def describe(error: BaseException) -> str:
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _named(target: str, form: str) -> Any:
+def _named(target: str, form: str, *given: str) -> Any:
+    """Returns the function that a text names, which can be called with what is ``given``."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise TargetError(
             f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {form}"
         )
-    return _attribute(_module(place), place, name, form)
+    thing: Any = _module(place)
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            public = [each for each in dir(thing) if not each.startswith("_")]
+            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
+        thing = getattr(thing, part)
+        place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
+    _check_takes(thing, target, form, *given)
+    return thing
 
 
 def _is_part(missing: str | None, place: str) -> bool:
@@ -170,16 +178,6 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _attribute(thing: Any, place: str, name: str, form: str) -> Any:
-    for part in name.split("."):
-        if not hasattr(thing, part):
-            public = [each for each in dir(thing) if not each.startswith("_")]
-            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
-        thing = getattr(thing, part)
-        place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
-    return thing
-
-
 def _check_takes(thing: Any, target: str, form: str, *given: str) -> None:
     """Refuses what cannot be called with these arguments, and a ``checkpoint`` if it takes one."""
     if not callable(thing):
@@ -219,13 +217,6 @@ def _kind(thing: Any) -> str:
     if hasattr(thing, "dtype"):
         return "an array"
     return f"{'an' if type(thing).__name__[0] in 'aeiou' else 'a'} {type(thing).__name__}"
-
-
-def _as_options(message: str) -> str:
-    """Returns a message of the library with arguments replaced by command-line options."""
-    for argument, option in OPTIONS.items():
-        message = message.replace(argument, option)
-    return message
 
 
 def _is_users(filename: str) -> bool:

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import click
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.training.loss_scale import resolve_loss_scale
 from mpjax._src.tools.cli.advice import PLATFORMS
+from mpjax._src.tools.cli.printing import Output
 
 EXIT_CODES = (
     "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was exceeded, a "
@@ -106,6 +108,24 @@ show_traceback = click.option(
     is_flag=True,
     help="Show the full traceback of an error in your code.",
 )
+
+
+def output(*more: Any) -> Any:
+    """Returns the options of a command that reports: ``more``, --html, --json and --traceback.
+
+    The command gets them as one `Output`; `Command` itself reads --traceback.
+    """
+
+    def add(command: Any) -> Any:
+        @functools.wraps(command)
+        def call(plot=None, html=None, as_json=False, show_traceback=False, **others):
+            return command(**others, output=Output(plot, html, as_json))
+
+        for option in (show_traceback, as_json, html, *more):
+            call = option(call)
+        return call
+
+    return add
 
 
 def argnums(default: int | None) -> Any:
