@@ -1,13 +1,15 @@
-"""The rule of running averages that stop changing in 16 bits."""
+"""Running sums and averages: what a state's next value is, and the rule of those that stall."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_half, short_name, shown
 from mpjax._src.core.base.higher_order import SCAN
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import alone, carried
 
@@ -15,14 +17,15 @@ from mpjax._src.tools.lint.states import alone, carried
 STUCK = 1 / 8
 
 # How many values are followed from a state to its next value; few are enough for averages.
-FURTHEST = 100
+FURTHEST = 300
 
 
 class Share(NamedTuple):
     """The next value of a state as ``factor * state + rest * something``."""
 
-    factor: float  # the factor of the state
-    rest: float = 0.0  # the factor of the added term; 0 if there is none
+    factor: float = 0.0  # the factor of the state
+    rest: float = 0.0  # the factor of the added terms; 0 if there are none
+    terms: tuple[Value, ...] = ()  # the added terms
 
 
 def half_averages(program: Program) -> Iterator[Hit]:
@@ -34,15 +37,9 @@ def half_averages(program: Program) -> Iterator[Hit]:
     """
     pairs = [(each.before, each.after) for each in carried(program)]
     possible = [(each.before, each.after) for each in alone(program)]
-    for op in program.ops:
-        if op.inside.kind == SCAN:
-            (inside,) = op.subs
-            body = inside.program
-            pairs += [(body.invars[a], body.outvars[r]) for r, a in inside.carry]
+    pairs += [(before, after) for _, before, after in carries(program)]
     for before, after in pairs + possible:
-        if not is_half(before):
-            continue
-        share = share_of(program, after, before)
+        share = share_of(program, after, before) if is_half(before) else None
         if share is None or not share.rest:
             continue
         step = 1 - share.factor
@@ -57,20 +54,19 @@ def half_averages(program: Program) -> Iterator[Hit]:
             )
 
 
+def carries(program: Program) -> Iterator[tuple[Op, Value, Value]]:
+    """Yields the loops with each value that they carry, as it comes in and as it goes out."""
+    for loop in program.ops:
+        if loop.inside.kind == SCAN:
+            (inside,) = loop.subs
+            body = inside.program
+            yield from ((loop, body.invars[a], body.outvars[r]) for r, a in inside.carry)
+
+
 def last_sum(program: Program, after: Value) -> Op | None:
     """Returns the addition that produces a value, or what computes it if there is none."""
-    before = program.makers(after, MOVES | CASTS | {"select_n"})
-    sums = (op for op in before if op.name in ("add", "add_any", "sub"))
+    sums = (op for op in program.makers(after, CHOSEN) if op.name in rules.SUMS_OF_TWO)
     return next(sums, program.maker(after))
-
-
-Known = dict[Value, Share | None]
-
-
-def share_of(program: Program, after: Value, before: Value) -> Share | None:
-    """Returns the `Share` of a state in its next value, or None if it is not linear or unknown."""
-    moved = {*program.forward(before, lambda op: True)}
-    return _share(program, after, before, moved, {}) if after in moved else None
 
 
 def stops(share: Share, dtype: Any) -> bool:
@@ -79,68 +75,73 @@ def stops(share: Share, dtype: Any) -> bool:
     return 0 < 1 - share.factor <= 2.0 ** -digits(dtype) / STUCK
 
 
-def _share(
-    program: Program, value: Value, state: Value, moved: set[Value], shares: Known
-) -> Share | None:
-    """Returns the `Share` of a state in a value, or None if it is not linear or unknown."""
-    if value not in shares:
-        shares[value] = None  # computed from itself
-        if len(shares) < FURTHEST:
-            shares[value] = _sum_of_shares(program, value, state, moved, shares)
-    return shares[value]
+def share_of(program: Program, after: Value, before: Value, products: bool = True) -> Share | None:
+    """Returns the `Share` of a state in its next value, or None if it is not linear or unknown.
+
+    Without ``products``, only sums are followed: whatever else is computed of the state is a term.
+    """
+    moved = {*program.forward(before, anything)}
+    return _Reader(program, before, moved, products).read(after) if after in moved else None
 
 
-def _sum_of_shares(
-    program: Program, value: Value, state: Value, moved: set[Value], shares: Known
-) -> Share | None:
-    if value is state:
-        return Share(1.0)
-    op = program.maker(value)
-    if value not in moved:
-        # What is added: its factor is a number in (1 - d) * x, and 1 where none is seen.
-        scaled = (
-            op is not None
-            and op.name in ("mul", "div")
-            and _product(program, op, state, moved, shares)
-        )
-        return scaled or Share(0.0, 1.0)
-    if op is None:
-        # Several sources are the branches of a conditional, or the start of a carry and its last
-        # iteration: one factor does not describe them.
-        sources = program.sources(value)
-        return _share(program, sources[0], state, moved, shares) if len(sources) == 1 else None
-    if op.name in CASTS | MOVES and len(op.ins) == 1:
-        return _share(program, op.ins[0], state, moved, shares)
-    if op.name in ("add", "sub", "add_any"):
-        a, b = (_share(program, v, state, moved, shares) for v in op.ins)
-        if a is None or b is None:
+@dataclasses.dataclass(eq=False)
+class _Reader:
+    """Reads values as the `Share` of a state."""
+
+    program: Program
+    state: Value
+    moved: set[Value]  # what is computed of the state
+    products: bool
+    known: dict[Value, Share | None] = dataclasses.field(default_factory=dict)
+
+    def read(self, value: Value) -> Share | None:
+        if value not in self.known:
+            self.known[value] = None  # computed from itself
+            if len(self.known) < FURTHEST:
+                self.known[value] = self._read(value)
+        return self.known[value]
+
+    def _read(self, value: Value) -> Share | None:
+        op, term = self.program.maker(value), Share(rest=1.0, terms=(value,))
+        if value is self.state:
+            return Share(1.0)
+        if value not in self.moved:
+            # What is added: its factor is a number in (1 - d) * x, and 1 where none is seen.
+            return (op and op.name in rules.PRODUCTS and self._product(op)) or term
+        if op is not None and op.name in SAME and len(op.ins) == 1:
+            return self.read(op.ins[0])
+        if op is not None and op.name in rules.SUMS_OF_TWO:
+            a, b = self.read(op.ins[0]), self.read(op.ins[1])
+            sign = -1 if op.name == "sub" else 1
+            if a is None or b is None:
+                return None
+            return Share(a.factor + sign * b.factor, a.rest + sign * b.rest, a.terms + b.terms)
+        if not self.products:
+            return term
+        if op is None:
+            # Several sources are the branches of a conditional, or the start of a carry and its
+            # last iteration: one factor does not describe them.
+            sources = self.program.sources(value)
+            return self.read(sources[0]) if len(sources) == 1 else None
+        if op.name == "select_n":  # a gate keeps the state in one branch: the one that adds counts
+            cases = [self.read(v) for v in op.ins[1:]]
+            return next((each for each in cases if each is None or each.rest), None)
+        return self._product(op) if op.name in rules.PRODUCTS else None
+
+    def _product(self, op: Op) -> Share | None:
+        # The state itself may begin as a constant.
+        fixed = [None if v in self.moved else v for v in op.ins]
+        numbers = [v and self.program.number(v) for v in fixed]
+        place = 1 if numbers[1] is not None else 0
+        by = numbers[place]
+        if by is None and op.name == "mul":
+            # Discounted sums are multiplied by a mask such as 1 - done, whose largest number
+            # counts: where nothing is masked.
+            masks = [v and bounds_of(self.program, v) for v in fixed]
+            parts = [(i, b.high) for i, b in enumerate(masks) if b and b.low == 0 < b.high <= 1]
+            place, by = parts[0] if parts else (0, None)
+        if not by or (op.name == "div" and place == 0):
             return None
-        sign = -1 if op.name == "sub" else 1
-        return Share(a.factor + sign * b.factor, a.rest + sign * b.rest)
-    if op.name in ("mul", "div"):
-        return _product(program, op, state, moved, shares)
-    if op.name == "select_n":  # a gate keeps the state in one branch: the branch that adds counts
-        cases = [_share(program, v, state, moved, shares) for v in op.ins[1:]]
-        return next((each for each in cases if each is None or each.rest), None)
-    return None
-
-
-def _product(
-    program: Program, op: Op, state: Value, moved: set[Value], shares: Known
-) -> Share | None:
-    # The state itself may begin as a constant.
-    number = [None if v in moved else program.number(v) for v in op.ins]
-    place = 1 if number[1] is not None else 0
-    by = number[place]
-    if by is None and op.name == "mul":
-        # Discounted sums are multiplied by a mask such as 1 - done, whose largest number counts.
-        masks = [None if v in moved else bounds_of(program, v) for v in op.ins]
-        parts = [(i, b.high) for i, b in enumerate(masks) if b and b.low == 0 < b.high <= 1]
-        place, by = parts[0] if parts else (0, None)  # where nothing is masked
-    if by is None or (op.name == "div" and place == 0):
-        return None
-    inner = _share(program, op.ins[1 - place], state, moved, shares)
-    if inner is None or not by:
-        return None
-    times = 1 / by if op.name == "div" else by
-    return Share(inner.factor * times, inner.rest * times)
+        inner = self.read(op.ins[1 - place])
+        times = 1 / by if op.name == "div" else by
+        return inner and Share(inner.factor * times, inner.rest * times, inner.terms)

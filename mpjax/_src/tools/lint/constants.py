@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
+from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -20,11 +21,11 @@ def lost_constants(program: Program) -> Iterator[Hit]:
     library selects in place of entries works as well as a finite one; it is found only if
     arithmetic reads it, which may give NaN.
     """
-    for op in program.named("convert_element_type"):
+    for op in program.named(*CASTS):
         if not (is_half(op.outs[0]) and is_float(op.ins[0])):
             continue
         dtype = dtype_of(op.outs[0])
-        for v in program.back(op.ins[0], MOVES | {"select_n"}):
+        for v in program.back(op.ins[0], CHOSEN - CASTS):
             value = program.constant(v)
             if value is None or np.size(value) != 1:
                 continue
@@ -50,8 +51,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
     These are positions, indices and counters, from an iota or a loop. Single constants are the
     choice of the user, and are not found.
     """
-    for op in program.ops:
-        if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
+    for op in program.named("iota", *CASTS):
+        if not is_half(op.outs[0]):
             continue
         # A cast reads integers in their own dtype; an iota makes them in 16 bits.
         value = op.outs[0] if op.name == "iota" else op.ins[0]
@@ -66,7 +67,7 @@ def half_counts(program: Program) -> Iterator[Hit]:
 
 
 # Operations that make counts from counts.
-COUNTED = MOVES | CASTS | {"add", "sub", "mul", "max", "min", "neg", "concatenate", "cumsum"}
+COUNTED = SAME | rules.SUMS_OF_TWO | {"mul", "max", "min", "neg", "concatenate", "cumsum"}
 
 
 def _is_count(program: Program, value: Value) -> bool:
@@ -81,9 +82,8 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
 
     A cast that changes no integer of this step is not found.
     """
-    if op.name != "convert_element_type" or not is_half(outs[0]):
-        return
-    if not jnp.issubdtype(ins[0].dtype, jnp.integer) or not ins[0].size:
+    counts = op.name in CASTS and jnp.issubdtype(ins[0].dtype, jnp.integer) and ins[0].size
+    if not counts or not is_half(outs[0]):
         return
     before = np.asarray(ins[0]).astype(np.int64)
     after = np.asarray(outs[0]).astype(np.float64)
@@ -111,12 +111,11 @@ def half_phases(program: Program) -> Iterator[Hit]:
     for op in program.named("sin", "cos", "tan"):
         value = op.ins[0]
         bounds = bounds_of(program, value) if is_half(value) else None
-        if (
-            bounds
-            and bounds.low < bounds.high
-            and bounds.largest >= PHASE * 2 ** digits(dtype_of(value))
-        ):
-            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - digits(dtype_of(value)))
+        if bounds is None or bounds.low == bounds.high:
+            continue
+        precision = digits(dtype_of(value))
+        if bounds.largest >= PHASE * 2**precision:
+            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - precision)
             yield Hit(
                 f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
                 f"changes them by up to {half_ulp:.2g} radians.",
@@ -149,12 +148,14 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
             )
 
 
+SUMMED = SAME | {"add"}
+
+
 def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
     """Returns the least numbers of the masks in a sum: terms with known, varying bounds."""
 
     def is_unknown(op):
-        sums = op.name in MOVES or op.name in CASTS or op.name == "add"
-        return sums and bounds_of(program, op.outs[0]) is None
+        return op.name in SUMMED and bounds_of(program, op.outs[0]) is None
 
     # The walk passes sums with logits, whose bounds are unknown, and stops at whole masks.
     bounds = [bounds_of(program, each) for each in program.back(value, is_unknown)]

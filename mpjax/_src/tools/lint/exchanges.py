@@ -12,9 +12,9 @@ from mpjax._src.tools.hardware.collectives import collectives, exchanges
 from mpjax._src.tools.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.tools.hardware.hlo_costs import asked, matmul
+from mpjax._src.tools.lint.casts import narrows
 from mpjax._src.tools.lint.program import Program
 from mpjax._src.tools.lint.rule import Compiled, Hit, NotRun
-from mpjax._src.tools.lint.undone import narrows
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
 HALVES = ("bf16", "f16")

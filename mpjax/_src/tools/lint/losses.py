@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_half, shown
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
+from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program
 from mpjax._src.tools.lint.rule import Hit
-from mpjax._src.tools.lint.undone import narrows
 
-EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
+EXPONENTIALS = rules.EXPONENTIALS | {"expm1", "logistic"}
+ADDS = rules.ALL_SUMS | {"reduce_sum"}
+DIVIDES = frozenset({"div", "logistic"})  # makes probabilities of exponentials
 # Operations between the exponentials of a softmax and the logarithm of their sum.
-SUMMED = MOVES | CASTS | {"reduce_sum", "abs", "add", "sub", "div", "psum"}
+SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | {"abs", "div"}
 # Operations between the loss of each example and the mean loss; none mixes features.
-AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "select_n", "max"}
+AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | {"reduce_sum", "neg", "max"}
 
 
 def half_log_sums(program: Program) -> Iterator[Hit]:
@@ -31,8 +34,8 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         halves = {each.name for each in before if is_half(each.outs[0])}
         # After a division it is the logarithm of a probability, which only a loss makes a fault.
         names = {each.name for each in before}
-        summed = bool(names & {"reduce_sum", "psum"}) and not names & {"div", "logistic"}
-        if halves & {*EXPONENTIALS} and (summed or _is_loss(program, op)):
+        summed = names & ADDS and not names & DIVIDES
+        if halves & EXPONENTIALS and (summed or _is_loss(program, op)):
             yield Hit(
                 f"The {op.name} of a sum of exponentials is computed in {shown(op.outs[0])}: the "
                 "loss reads 16-bit logits.",
@@ -57,7 +60,7 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
         if narrow is None:
             continue
         names = {each.name for each in program.makers(narrow.ins[0], SUMMED)}
-        if names & {*EXPONENTIALS} and names & {"div", "logistic"}:
+        if names & EXPONENTIALS and names & DIVIDES:
             yield Hit(
                 f"{op.name} reads probabilities that were rounded to {shown(narrow.outs[0])}: "
                 "those below 6e-8 are 0 there.",
@@ -66,7 +69,7 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
 
 
 # Operations that protect from a pole.
-PROTECTED = MOVES | CASTS | {"add", "max", "clamp"}
+PROTECTED = SAME | {"add", "max", "clamp"}
 
 
 def _is_loss(program: Program, op: Op) -> bool:
@@ -76,7 +79,7 @@ def _is_loss(program: Program, op: Op) -> bool:
 
 
 # Operations between the terms of a variance and its input: means.
-MEANS = MOVES | CASTS | {"reduce_sum", "div", "mul"}
+MEANS = SAME | rules.PRODUCTS | {"reduce_sum"}
 
 
 def half_variances(program: Program) -> Iterator[Hit]:
@@ -90,7 +93,7 @@ def half_variances(program: Program) -> Iterator[Hit]:
     for op in program.named("sub"):
         if not is_half(op.outs[0]) or program.is_backward(op) or op.lines[1]:
             continue
-        means = [each.ins[0] for each in _squares_behind(program, op.ins[1], MOVES | CASTS)]
+        means = [each.ins[0] for each in _squares_behind(program, op.ins[1], SAME)]
         if not means:
             continue
         of = {*program.back(means[0], MEANS)}
@@ -101,34 +104,28 @@ def half_variances(program: Program) -> Iterator[Hit]:
             yield Hit(message, op)
 
 
-SQUARES = ("square", "integer_pow", "mul")
-# Operations between a square and the root of the mean of squares.
-ROOTED = MOVES | CASTS | {"reduce_sum", "add", "mul", "div"}
-
-
 def half_norms(program: Program) -> Iterator[Hit]:
     """Finds norms that square in float16, where the squares of 256 and more are Inf.
 
     jnp.mean and jnp.sum add in float32, but their operand is squared in float16 before. bfloat16
     has enough range, and its rounding errors of the squares average out.
     """
-    for op in program.named(*SQUARES):
-        if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op) or not _squares(op):
+    for op in filter(_squares, program.ops):
+        if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op):
             continue
-        ahead = program.forward(op.outs[0], ROOTED)
+        ahead = program.forward(op.outs[0], MEANS | {"add"})
         readers = [each for v in ahead for each in program.readers(v)]
         sums = any(each.name == "reduce_sum" for each in readers)
-        if sums and any(each.name in ("rsqrt", "sqrt") for each in readers):
+        if sums and any(each.name in rules.ROOTS for each in readers):
             yield Hit(f"The squares of a norm are computed in {shown(op.outs[0])}.", op)
 
 
 def _squares_behind(program: Program, value: Value, through: Any) -> list[Op]:
     """Returns the operations that square, behind a value and operations of some names."""
-    makers = program.makers(value, through)
-    return [op for op in makers if op.name in SQUARES and _squares(op)]
+    return [*filter(_squares, program.makers(value, through))]
 
 
 def _squares(op: Op) -> bool:
     if op.name == "mul":
         return op.ins[0] is op.ins[1]
-    return op.name == "square" or op.params["y"] == 2
+    return op.name in rules.SQUARES and op.params.get("y", 2) == 2

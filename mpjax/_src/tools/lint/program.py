@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,12 @@ from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arra
 from mpjax._src.core.program.trace import Flat, Traced, parameters_of, trace
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
-MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
 CASTS = frozenset({"convert_element_type"})
+MOVES = rules.having(rules.SAME_PARAMETER) - CASTS | {"pcast", "pad", "name"}
+SAME = MOVES | CASTS  # the same entries, in another place or dtype
+CHOSEN = SAME | {"select_n"}  # and those that are chosen from several arrays
+
+Through = Collection[str] | Callable[[Op], bool]
 
 Ways = collections.defaultdict[Value, list[Value]]
 Readers = collections.defaultdict[Value, list[Op]]
@@ -49,7 +53,7 @@ class Program:
     ops: tuple[Op, ...] = ()  # all operations in program order, including those of inner programs
     # The loops, branches and calls around each operation, the outermost first.
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
+    notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
     _constants: dict[Value, Any] = dataclasses.field(default_factory=dict)
     _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
@@ -129,15 +133,13 @@ class Program:
         op = self._made.get(value)
         return None if op is None or op.subs else op
 
-    def makers(
-        self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES
-    ) -> list[Op]:
+    def makers(self, value: Value, through: Through = MOVES) -> list[Op]:
         """Returns the operations that produce a value and those that it comes from, as `back`."""
         return [op for v in self.back(value, through) if (op := self.maker(v))]
 
     def number(self, value: Value) -> float | None:
         """Returns the number that a constant value equals, moved or cast at most, or None."""
-        for array in map(self.constant, self.back(value, MOVES | CASTS)):
+        for array in map(self.constant, self.back(value, SAME)):
             if array is not None and array.size == 1 and _is_real(array):
                 return float(array.reshape(()))
         return None
@@ -154,6 +156,12 @@ class Program:
     @functools.cached_property
     def live(self) -> set[Op]:
         """The operations that a result depends on, or that have effects."""
+
+        def before(value: Value) -> Iterator[Value]:
+            yield from self._from[value]
+            # Also the predicates of loops and branches, and what is only read inside of them.
+            yield from self._made[value].ins if value in self._made else ()
+
         ends = [*self.block.outvars, *(v for op in self.ops if op.eqn.effects for v in op.ins)]
         ends += [  # the predicates of loops
             value
@@ -162,21 +170,9 @@ class Program:
             for value, out in zip(sub.program.outvars, sub.outs, strict=True)
             if out is None
         ]
-        values: set[Value] = set()
-        for end in ends:
-            values |= {*self._reached_back(end, values)}
+        values = _reached(ends, before)
         makers = {op for value in values if (op := self._made.get(value))}
         return makers | {op for op in self.ops if op.eqn.effects}
-
-    def _reached_back(self, end: Value, seen: set[Value]) -> list[Value]:
-        def before(value: Value) -> Iterator[Value]:
-            op = self._made.get(value)
-            sources = self._from[value] if op is None or op.subs else op.ins
-            # Predicates, and values that are only read inside of a branch or loop.
-            decides = op.ins if op is not None and op.subs else ()
-            return (v for v in (*sources, *decides) if v not in seen)
-
-        return [] if end in seen else _reached(end, before)
 
     def sources(self, value: Value) -> Sequence[Value]:
         """Returns the values outside or inside of a program that a value represents (`Inside`)."""
@@ -218,19 +214,27 @@ class Program:
         moved = self.forward(value, through)
         return [op for v in moved for op in self.readers(v) if op.name not in through]
 
-    def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+    def back(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that it comes from, the nearest first.
 
         Operations ``through`` which it came, some primitives or those of a predicate, are followed
         from their results to their operands. The boundaries of loops, branches and calls are always
         followed; a loop's carry comes from its initial value and from the iteration.
         """
-        goes = through if callable(through) else lambda op: op.name in through
-        return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
+        goes = _predicate(through)
 
-    def forward(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+        def before(v: Value) -> Iterator[Value]:
+            yield from self._from[v]
+            op = self.maker(v)
+            if op is not None and goes(op):
+                # The predicate only chooses: no entry of the result comes from it.
+                yield from op.ins[1:] if op.name == "select_n" else op.ins
+
+        return _reached([value], before)
+
+    def forward(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that are computed from it; the reverse of `back`."""
-        goes = through if callable(through) else lambda op: op.name in through
+        goes = _predicate(through)
 
         def ahead(v: Value) -> Iterator[Value]:
             yield from self._to[v]
@@ -238,19 +242,16 @@ class Program:
                 if not op.subs and goes(op):
                     yield from op.outs
 
-        return _reached(value, ahead)
+        return _reached([value], ahead)
 
-    def _operands(self, value: Value, goes: Callable[[Op], bool]) -> Sequence[Value]:
-        op = self.maker(value)
-        if op is None or not goes(op):
-            return ()
-        # The predicate only chooses: no entry of the result comes from it.
-        return op.ins[1:] if op.name == "select_n" else op.ins
+    def is_from(self, value: Value, source: Value) -> bool:
+        """Returns whether a value is another one, moved or cast at most."""
+        return source in self.back(value, SAME)
 
     def argument(self, value: Value) -> str:
         """Returns the name of the argument that a value was moved or cast from, or ""."""
         names = dict(zip(self.block.invars, self.names, strict=True))
-        origins = (names.get(v) for v in self.back(value, MOVES | CASTS))
+        origins = (names.get(v) for v in self.back(value, SAME))
         return next((name for name in origins if name), "")
 
 
@@ -259,9 +260,30 @@ def _is_real(x: Any) -> bool:
     return is_float(x) or x.dtype.kind in "biu"
 
 
-def _reached(start: Value, following: Callable[[Value], Any]) -> list[Value]:
-    seen = {start: None}
-    waiting = collections.deque([start])
+def _predicate(through: Through) -> Callable[[Op], bool]:
+    return through if callable(through) else lambda op: op.name in through
+
+
+def noted(fun: Callable[[Program], Any]) -> Callable[[Program], Any]:
+    """Computes a function of a program once, and keeps its result with the program."""
+
+    @functools.wraps(fun)
+    def get(program: Program) -> Any:
+        if fun not in program.notes:
+            program.notes[fun] = fun(program)
+        return program.notes[fun]
+
+    return get
+
+
+def anything(op: Op) -> bool:
+    """Goes through every operation."""
+    return True
+
+
+def _reached(starts: Iterable[Value], following: Callable[[Value], Iterable[Value]]) -> list[Value]:
+    seen = dict.fromkeys(starts)
+    waiting = collections.deque(seen)
     while waiting:
         for value in following(waiting.popleft()):
             if value not in seen:

@@ -1,16 +1,18 @@
-"""Rules of the state that a step passes to the next step."""
+"""Rules of the state that a step passes on: its dtype, and whether a skipped step keeps it."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import short_name
-from mpjax._src.core.program.graph import Value
+from mpjax._src.core.base.higher_order import BRANCH
+from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.states import children, nodes
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -88,8 +90,8 @@ def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 # Operations that make new state from old state, and those that write into it.
-KEEPS = rules.having(rules.STATE) | MOVES | CASTS
-WRITES = frozenset({"add", "add_any", "sub", "select_n", "dynamic_update_slice", "scatter"})
+KEEPS = rules.having(rules.STATE) | SAME
+WRITES = rules.having(rules.STATE) - rules.PRODUCTS - {"neg"}
 
 
 def is_updated(program: Program, each: Carried) -> bool:
@@ -97,9 +99,8 @@ def is_updated(program: Program, each: Carried) -> bool:
 
     The new value of state is its old value with something added or written into it.
     """
-    through = program.back(each.after, KEEPS)
-    makers = {op.name for v in through if (op := program.maker(v))}
-    return each.before in through and not makers.isdisjoint(WRITES)
+    makers = {op.name for op in program.makers(each.after, KEEPS)}
+    return each.before in program.back(each.after, KEEPS) and not makers.isdisjoint(WRITES)
 
 
 def drifting(program: Program) -> Iterator[Hit]:
@@ -117,3 +118,79 @@ def drifting(program: Program) -> Iterator[Hit]:
             f"{more}.",
             program.maker(first.after),
         )
+
+
+# Operations between the finite check of a number and the predicate of a gate.
+VERDICTS = (
+    *(CHOSEN | rules.LOGIC | rules.EQUALITIES | rules.EXTREMES | rules.ALL_SUMS),
+    *("reduce_and", "reduce_or", "pmin", "pmax", "concatenate", "stack"),
+)
+
+
+def ungated_states(program: Program) -> Iterator[Hit]:
+    """Finds states that a skipped step updates, although they are computed from checked values.
+
+    A gate is a select of a state's new or old value, by a finite check. Every other floating state
+    that is updated from the checked values must depend on the check too: by a gate, through a gated
+    value (an average of the weights), or directly (a loss scale).
+    """
+    states = [
+        each for each in carried(program) if jnp.issubdtype(each.before.aval.dtype, jnp.floating)
+    ]
+    gates = [gate for each in states if (gate := _gate(program, each))]
+    if not gates:
+        return
+    verdicts = {op: None for gate in gates for op in _verdict(program, gate)}
+    tests = [op for op in verdicts if op.name == "is_finite"]
+    checked = {v for op in tests for v in program.back(op.ins[0], anything)}
+    gated = _depends(program, [op.outs[0] for op in tests])
+    arguments = {*program.block.invars}
+    # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
+    # to come from something that was computed, and then checked.
+    computed = {v for v in checked if v not in arguments and program.maker(v) is not None}
+    missed = [
+        each
+        for each in states
+        if each.after not in gated
+        and each.before is not each.after
+        and is_updated(program, each)
+        and any(v in computed for v in program.back(each.after, anything))
+    ]
+    if missed:
+        names = ", ".join(each.name for each in missed[:3])
+        more = f", and {len(missed) - 3} more" if len(missed) > 3 else ""
+        yield Hit(
+            f"A non-finite step is skipped for {len(gates)} of {len(states)} states, but not for "
+            f"{names}{more}.",
+            next(iter(program.makers(missed[0].after, SAME)), None),
+        )
+
+
+def _gate(program: Program, each: Carried) -> Op | None:
+    """Returns the operation that selects the new or old value of a state by a finite test."""
+    for value in program.back(each.after, SAME):
+        # A step may be skipped by a select or by a branch (lax.cond).
+        op = program.branch(value) or program.maker(value)
+        if op is None or not (op.name == "select_n" or op.inside.kind == BRANCH):
+            continue
+        # One of the cases is the old value, moved or cast at most.
+        ways = op.ins[1:] if op.name == "select_n" else [value]
+        old = any(program.is_from(v, each.before) for v in ways)
+        if old and any(maker.name == "is_finite" for maker in _verdict(program, op)):
+            return op
+    return None
+
+
+def _depends(program: Program, tests: list[Value]) -> set[Value]:
+    """Returns all values that are computed from some values, or selected by them."""
+    dependent: set[Value] = set()
+    while tests:
+        new = {v for test in tests for v in program.forward(test, anything)} - dependent
+        dependent |= new
+        chosen = {op for v in new for op in program.chooses(v)}
+        tests = [v for op in chosen for v in op.outs if v not in dependent]
+    return dependent
+
+
+def _verdict(program: Program, gate: Op) -> list[Op]:
+    return program.makers(gate.ins[0], VERDICTS)

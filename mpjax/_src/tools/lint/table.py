@@ -7,31 +7,26 @@ from typing import Any
 
 from mpjax._src.core.base.errors import brief, did_you_mean
 from mpjax._src.core.base.patterns import matches
-from mpjax._src.tools.document.model import Document, Table
+from mpjax._src.tools.document.model import Document, words_in
 from mpjax._src.tools.lint import (
     averages,
     casts,
     constants,
     exchanges,
-    flushes,
-    gates,
     guards,
     losses,
     matmuls,
-    operands,
-    reductions,
-    scatters,
     states,
-    undone,
+    sums,
     updates,
 )
 from mpjax._src.tools.lint.rule import Rule, nothing
 
 CHECKS: dict[str, Callable[..., Any]] = {
-    "half-sum": reductions.half_sums,
-    "half-accumulator": reductions.half_accumulators,
-    "half-collective": reductions.half_collectives,
-    "half-scatter": scatters.half_scatters,
+    "half-sum": sums.half_sums,
+    "half-accumulator": sums.half_accumulators,
+    "half-collective": sums.half_collectives,
+    "half-scatter": sums.half_scatters,
     "half-average": averages.half_averages,
     "lost-constant": constants.lost_constants,
     "half-count": constants.half_counts,
@@ -39,34 +34,34 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "half-phase": constants.half_phases,
     "mask-overflow": constants.overflowing_masks,
     "double-rounding": casts.double_rounding,
-    "cast-undone": undone.casts_undone,
-    "rounded-gradient": undone.rounded_gradients,
-    "cast-deleted": undone.casts_deleted,
-    "rounding-error": undone.rounding_errors,
+    "cast-undone": casts.casts_undone,
+    "rounded-gradient": casts.rounded_gradients,
+    "cast-deleted": casts.casts_deleted,
+    "rounding-error": casts.rounding_errors,
     "half-loss": losses.half_log_sums,
     "rounded-probability": losses.rounded_probabilities,
     "half-variance": losses.half_variances,
     "half-norm": losses.half_norms,
     "promoted-matmul": matmuls.promoted_matmuls,
     "narrow-backward": matmuls.narrow_backward,
-    "mixed-matmul": operands.mixed_matmuls,
-    "recomputed-dtype": operands.recomputed_matmuls,
-    "kernel-dtypes": operands.mixed_kernels,
+    "mixed-matmul": matmuls.mixed_matmuls,
+    "recomputed-dtype": matmuls.recomputed_matmuls,
+    "kernel-dtypes": matmuls.mixed_kernels,
     "gather-before-cast": exchanges.gathers_before_casts,
     "wide-all-gather": exchanges.wide_gathers,
     "half-all-reduce": exchanges.half_sums_of_devices,
     "widened-matmul": exchanges.widened_matmuls,
     "state-dtype-drift": states.drifting,
-    "ungated-state": gates.ungated_states,
+    "ungated-state": states.ungated_states,
     "hidden-nonfinite": guards.hidden_nonfinite,
     "late-scale": guards.late_scales,
     "endless-scale": guards.endless_scales,
     "stalled-update": updates.stalled_updates,
     "overflowing-loss-scale": updates.overflowing_scales,
-    "flushed-gradient": flushes.backward_values,
+    "flushed-gradient": updates.backward_values,
 }
 # What looks at the whole step when it has run.
-AFTER = {"flushed-gradient": flushes.flushed_gradients}
+AFTER = {"flushed-gradient": updates.flushed_gradients}
 
 # The texts of each rule, prose for users: `needs`, `summary`, `why` and `instead`.
 TEXTS = tomllib.loads((resources.files(__package__) / "rules.toml").read_text("utf-8"))
@@ -95,9 +90,8 @@ def as_data(rules: Iterable[Rule]) -> list[dict[str, str]]:
 
 def listed(rules: Iterable[Rule]) -> Document:
     """Returns what is shown of rules: what each needs and what it finds."""
-    columns = ("rule", "needs", "finds")
-    rows = tuple((rule.name, rule.needs, rule.summary) for rule in rules)
-    return Document("The rules", tables=(Table("Rules", columns, rows, columns),))
+    rows = ((rule.name, rule.needs, rule.summary) for rule in rules)
+    return Document("The rules", tables=(words_in("Rules", ("rule", "needs", "finds"), rows),))
 
 
 def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:
