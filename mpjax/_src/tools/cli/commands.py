@@ -101,12 +101,7 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     metavar="SHARE",
     help="Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
 )
-@click.option(
-    "--target",
-    "device",
-    metavar="NAME",
-    help="Plan attention for this accelerator, such as h100. This machine need not have it.",
-)
+@options.device("Plan attention for this accelerator, such as h100. This machine need not have it.")
 @options.output()
 def explain(
     target: str,
@@ -203,12 +198,8 @@ def compile_(target: str, devices: Sequence[str], policy: Any, output: printing.
 
 @cli.command()
 @options.target
-@click.option(
-    "--target",
-    "device",
-    required=True,
-    metavar="NAME",
-    help="An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.",
+@options.device(
+    "An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.", required=True
 )
 @options.policy("mixed_bfloat16", "The policy to which settings are added.")
 @click.option("--every", is_flag=True, help="Compile all settings, for the whole frontier.")
@@ -380,11 +371,8 @@ def _judge(results: Sequence[tuple[str, float]], tolerance: float, target: str) 
     is_flag=True,
     help="Do not run the function. Rules that need its values are skipped.",
 )
-@click.option(
-    "--target",
-    "device",
-    metavar="NAME",
-    help="Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
+@options.device(
+    "Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
     "Rules that read HLO need it.",
 )
 @options.as_json

@@ -130,11 +130,6 @@ def _named(target: str, form: str, *given: str) -> Any:
     return thing
 
 
-def _is_part(missing: str | None, place: str) -> bool:
-    """Returns whether the missing module is the named one or a package of it, no import in it."""
-    return bool(missing) and f"{place}.".startswith(f"{missing}.")
-
-
 def _module(place: str) -> ModuleType:
     if place.endswith(".py") or os.sep in place:
         return _from_file(Path(place))
@@ -147,7 +142,8 @@ def _module(place: str) -> ModuleType:
             return importlib.import_module(place)
     except TargetError as error:
         cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and _is_part(cause.name, place):
+        # Missing is the named module or a package of it, and no import in it.
+        if isinstance(cause, ModuleNotFoundError) and f"{place}.".startswith(f"{cause.name}."):
             raise TargetError(
                 f"there is no module {cause.name!r} in {here or GONE} or among the installed "
                 "packages. To name a file, give its path: path/to/file.py:FUNCTION."
