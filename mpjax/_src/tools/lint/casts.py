@@ -179,7 +179,9 @@ def _of_half_sum(program: Program, op: Op) -> str:
 def _of_rounded(program: Program, op: Op) -> str:
     """Says what is wrong if a value is ``half(z) - f(z)``: one side rounded, the other not."""
     for rounded, other in (op.ins, op.ins[::-1]):
-        narrow = _narrowed(program, rounded)
+        # A cast to 16 bits, where the value was only widened and moved since.
+        casts = [] if is_half(rounded) else program.makers(rounded, UNFIXED)
+        narrow = next((cast for cast in casts if rounds(program, cast)), None)
         if narrow is None:
             continue
         before = set(program.back(narrow.ins[0], rules.VIEWS))
@@ -190,14 +192,6 @@ def _of_rounded(program: Program, op: Op) -> str:
                 "value that was computed from it before rounding."
             )
     return ""
-
-
-def _narrowed(program: Program, value: Value) -> Op | None:
-    """Returns the cast to 16 bits of a value that was only widened and moved since, or None."""
-    if is_half(value):
-        return None
-    before = program.makers(value, UNFIXED)
-    return next((op for op in before if rounds(program, op)), None)
 
 
 def _elementwise_unrounded(op: Op) -> bool:

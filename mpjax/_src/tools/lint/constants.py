@@ -72,9 +72,8 @@ COUNTED = SAME | rules.SUMS_OF_TWO | {"mul", "max", "min", "neg", "concatenate",
 
 def _is_count(program: Program, value: Value) -> bool:
     """Returns whether a value is a count or a sum of one, and not a selected constant."""
-    if any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED)):
-        return True
-    return any(map(program.counts, program.back(value, COUNTED)))
+    made = any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED))
+    return made or any(map(program.counts, program.back(value, COUNTED)))
 
 
 def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:

@@ -9,7 +9,7 @@ from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, shown
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, cases
 from mpjax._src.tools.lint.rule import Hit
 
 # The least constant factor of a gradient that is a loss scale.
@@ -21,9 +21,8 @@ FINITE = rules.EQUALITIES | {"is_finite"}  # what asks whether entries are
 def hidden_nonfinite(program: Program) -> Iterator[Hit]:
     """Finds gradients whose non-finite entries are replaced by a number."""
     for op in program.named("select_n"):
-        which, *cases = op.ins
-        values = [case for case in cases if program.number(case) is None]
-        numbers = [number for case in cases if (number := program.number(case)) is not None]
+        values = [v for v in cases(op) if program.number(v) is None]
+        numbers = [number for v in cases(op) if (number := program.number(v)) is not None]
         # As in jnp.where(jnp.isfinite(g), g, 0): one case is a number, and the other the gradient.
         if len(values) != 1 or len(numbers) != 1:
             continue
@@ -33,7 +32,7 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
             continue
         # A test of another value, such as the loss, skips whole steps and hides no entry.
         same = set(program.back(value, SAME))
-        asked = any(_asks_finite(program, test, same) for test in program.makers(which, LOGIC))
+        asked = any(_asks_finite(program, test, same) for test in program.makers(op.ins[0], LOGIC))
         if asked and is_gradient(program, value):
             message = f"Non-finite entries of a gradient, {shown(value)}, become {number:g}."
             yield Hit(message, op)
@@ -41,9 +40,8 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
 
 def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
     """Returns whether an operation tests each entry for being finite, NaN or infinite."""
-    if test.name not in FINITE:
-        return False
-    if same.isdisjoint(program.back(test.ins[0], SAME | {"abs"})):
+    behind = program.back(test.ins[0], SAME | {"abs"}) if test.name in FINITE else ()
+    if same.isdisjoint(behind):
         return False
     if test.name == "is_finite":
         return True
@@ -112,9 +110,6 @@ def _is_scaled(program: Program, gradient: Op) -> bool:
     )
 
 
-NONE: frozenset[Value] = frozenset()
-
-
 def endless_scales(program: Program) -> Iterator[Hit]:
     """Finds numbers that grow by a factor on a condition, without an upper limit."""
     # A loss scale is a state of one number, so it is an argument and a result.
@@ -151,13 +146,12 @@ def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
     return (number, right) if number and number > 1 else None
 
 
-def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) -> float | None:
+def _largest(program: Program, value: Value, before: tuple[Value, ...] = ()) -> float | None:
     """Returns the number of a constant value, or the largest of those that it is selected from."""
     if value in before:  # carried by a loop, and selected from itself
         return None
     for maker in program.makers(value, SAME):
-        if maker.name == "select_n":
-            numbers = [_largest(program, case, before | {value}) for case in maker.ins[1:]]
+        if numbers := [_largest(program, case, (*before, value)) for case in cases(maker)]:
             return None if None in numbers else max(n for n in numbers if n is not None)
     return program.number(value)
 
@@ -173,9 +167,7 @@ def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
     """Returns whether an operation passes a grown scale on without a limit."""
     if op.name in SAME | {"max"}:
         return True
-    if op.name != "select_n":
-        return False
-    return not any(
+    return bool(cases(op)) and not any(
         test.name in rules.COMPARISONS | FINITE
         and any(not about.isdisjoint(program.back(v, SAME)) for v in test.ins)
         for test in program.makers(op.ins[0], LOGIC)

@@ -16,7 +16,7 @@ DIVIDES = frozenset({"div", "logistic"})  # makes probabilities of exponentials
 # Operations between the exponentials of a softmax and the logarithm of their sum.
 SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | {"abs", "div"}
 # Operations between the loss of each example and the mean loss; none mixes features.
-AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | {"reduce_sum", "neg", "max"}
+AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | ADDS | {"neg", "max"}
 
 
 def half_log_sums(program: Program) -> Iterator[Hit]:
@@ -79,7 +79,7 @@ def _is_loss(program: Program, op: Op) -> bool:
 
 
 # Operations between the terms of a variance and its input: means.
-MEANS = SAME | rules.PRODUCTS | {"reduce_sum"}
+MEANS = SAME | rules.PRODUCTS | ADDS
 
 
 def half_variances(program: Program) -> Iterator[Hit]:
@@ -98,7 +98,7 @@ def half_variances(program: Program) -> Iterator[Hit]:
             continue
         of = {*program.back(means[0], MEANS)}
         squares = _squares_behind(program, op.ins[0], MEANS)
-        sums = any(each.name == "reduce_sum" for each in program.makers(op.ins[0], MEANS))
+        sums = any(each.name in ADDS for each in program.makers(op.ins[0], MEANS))
         if sums and any(v in of for each in squares for v in each.ins):
             message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
             yield Hit(message, op)
@@ -115,7 +115,7 @@ def half_norms(program: Program) -> Iterator[Hit]:
             continue
         ahead = program.forward(op.outs[0], MEANS | {"add"})
         readers = [each for v in ahead for each in program.readers(v)]
-        sums = any(each.name == "reduce_sum" for each in readers)
+        sums = any(each.name in ADDS for each in readers)
         if sums and any(each.name in rules.ROOTS for each in readers):
             yield Hit(f"The squares of a norm are computed in {shown(op.outs[0])}.", op)
 

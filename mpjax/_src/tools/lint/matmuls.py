@@ -10,6 +10,7 @@ from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.program.graph import PLANNED, Op, Value
+from mpjax._src.tools.lint.casts import widens
 from mpjax._src.tools.lint.program import CASTS, MOVES, SAME, Program
 from mpjax._src.tools.lint.rule import Hit
 
@@ -41,11 +42,9 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
         if not _has_default_precision(op) or PLANNED in op.scopes:
             continue
         causes = [_cause(program, v) for v in operands]
-        was_half = [
-            is_half(v) or bool(cause) or bool(_widening(program, v))
-            for v, cause in zip(operands, causes, strict=True)
-        ]
-        if any(causes) and all(was_half):
+        halves = [is_half(v) or _widening(program, v) for v in operands]
+        was_half = all(half or cause for half, cause in zip(halves, causes, strict=True))
+        if was_half and any(causes):
             yield Hit(
                 f"{op.name} of {' and '.join(map(shown, operands))} runs in float32, although both "
                 f"were 16-bit: {next(filter(None, causes))}.",
@@ -55,10 +54,8 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
 
 def _widening(program: Program, value: Value) -> Op | None:
     """Returns the cast from 16 bits that made an operand float32, if it is implicit."""
-    for op in program.makers(value):
-        if op.name in CASTS and is_half(op.ins[0]) and dtype_of(op.outs[0]) == FLOAT32:
-            return None if _jax.is_written_cast(op.eqn) else op
-    return None
+    cast = next(filter(widens, program.makers(value)), None)
+    return None if cast is None or _jax.is_written_cast(cast.eqn) else cast
 
 
 def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Value]]]:
@@ -77,18 +74,6 @@ def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Va
 def _has_default_precision(op: Op) -> bool:
     precisions = np.atleast_1d(np.array(op.params.get("precision"), object))  # one, or one each
     return all(precision in DEFAULT for precision in precisions)
-
-
-def _multiplied_in_float32(program: Program) -> dict[Value, Op]:
-    """Returns what the forward pass multiplies in float32, and the matmul that does."""
-    forward = [op for op in program.named(*rules.MATMULS) if not program.is_backward(op)]
-    return {
-        value: op
-        for op in forward
-        if dtype_of(op.outs[0]) == FLOAT32 and not any(is_half(v) for v in op.ins[:2])
-        for operand in op.ins[:2]
-        for value in program.back(operand, MOVES)
-    }
 
 
 def _cause(program: Program, value: Value) -> str:
@@ -144,7 +129,15 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
     JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there. Of
     what autocast plans, short sums run in float32, but their derivatives do not.
     """
-    wide = _multiplied_in_float32(program)
+    # What the forward pass multiplies in float32, and the matmul that does.
+    wide = {
+        value: op
+        for op in program.named(*rules.MATMULS)
+        if not program.is_backward(op) and dtype_of(op.outs[0]) == FLOAT32
+        if not any(map(is_half, op.ins[:2]))
+        for operand in op.ins[:2]
+        for value in program.back(operand)
+    }
     for op in program.named(*rules.MATMULS):
         if not program.is_backward(op) or PLANNED in op.scopes:
             continue
@@ -248,8 +241,7 @@ def mixed_kernels(program: Program) -> Iterator[Hit]:
             last = value.aval.shape[-1]
             # A last axis of 1 is that of stored statistics, which would all match.
             others = [v for v in matrices if is_half(v) and v.aval.shape[-1] == last > 1]
-            casts = [maker.ins[0] for maker in program.makers(value) if maker.name in CASTS]
-            halves = [v for v in casts if is_half(v)]
+            halves = [cast.ins[0] for cast in filter(widens, program.makers(value))]
             if others:
                 yield Hit(f"{op.name} has the operands {shown(value)} and {shown(others[0])}.", op)
             elif halves:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ MOVES = rules.having(rules.SAME_PARAMETER) - CASTS | {"pcast", "pad", "name"}
 SAME = MOVES | CASTS  # the same entries, in another place or dtype
 CHOSEN = SAME | {"select_n"}  # and those that are chosen from several arrays
 
+T = TypeVar("T")
 Through = Collection[str] | Callable[[Op], bool]
 
 Ways = collections.defaultdict[Value, list[Value]]
@@ -59,7 +60,7 @@ class Program:
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
-    _counters: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    _tests: list[Value] = dataclasses.field(default_factory=list)
     _backward: set[Op] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -88,12 +89,11 @@ class Program:
         for value, place in zip(inner.invars, sub.ins, strict=True):
             self._connect(op.ins[place], value)
         for value, out in zip(inner.outvars, sub.outs, strict=True):
-            # The condition of a loop returns its verdict to the loop itself.
             if out is not None:
                 self._connect(value, op.outs[out])
+            else:  # the condition of a loop returns its verdict to the loop itself
+                self._tests.append(value)
         for result, argument in sub.carry:
-            if op.inside.kind == SCAN:
-                self._counters[inner.invars[argument]] = op, sub, result
             self._connect(inner.outvars[result], inner.invars[argument])
 
     def _connect(self, source: Value, target: Value) -> None:
@@ -162,17 +162,10 @@ class Program:
             # Also the predicates of loops and branches, and what is only read inside of them.
             yield from self._made[value].ins if value in self._made else ()
 
-        ends = [*self.block.outvars, *(v for op in self.ops if op.eqn.effects for v in op.ins)]
-        ends += [  # the predicates of loops
-            value
-            for op in self.ops
-            for sub in op.subs
-            for value, out in zip(sub.program.outvars, sub.outs, strict=True)
-            if out is None
-        ]
-        values = _reached(ends, before)
-        makers = {op for value in values if (op := self._made.get(value))}
-        return makers | {op for op in self.ops if op.eqn.effects}
+        acting = {op for op in self.ops if op.eqn.effects}
+        ends = [*self.block.outvars, *self._tests, *(v for op in acting for v in op.ins)]
+        values = all_reached(ends, before)
+        return acting | {op for value in values if (op := self._made.get(value))}
 
     def sources(self, value: Value) -> Sequence[Value]:
         """Returns the values outside or inside of a program that a value represents (`Inside`)."""
@@ -189,19 +182,17 @@ class Program:
 
     def counts(self, value: Value) -> tuple[float, float] | None:
         """Returns the first and last number of a counter that a scan carries, or None."""
-        around = self._counters.get(value)
-        if around is None:
-            return None
         # fori_loop starts its counter at a constant, and adds a constant in each iteration.
-        loop, inside, result = around
-        op = self.maker(inside.program.outvars[result])
-        start = self.constant(loop.ins[inside.ins[inside.program.invars.index(value)]])
-        if op is None or op.name != "add" or value not in op.ins or start is None:
+        start, *results = self._from[value] or [value]
+        op = self.maker(results[0]) if len(results) == 1 else None
+        if op is None or op.name != "add" or value not in op.ins:
             return None
-        (step,) = [self.constant(v) for v in op.ins if v is not value] or [None]
-        if step is None or np.size(step) != 1 or np.size(start) != 1:
+        numbers = [self.constant(v) for v in (start, *op.ins) if v is not value]
+        loop = self.around[op][-1]
+        if loop.inside.kind != SCAN or [np.size(n) for n in numbers if n is not None] != [1, 1]:
             return None
-        ends = float(start), float(start) + float(step) * (turns_of(loop.eqn) - 1)
+        first, step = map(float, numbers)
+        ends = first, first + step * (turns_of(loop.eqn) - 1)
         return min(ends), max(ends)
 
     def readers(self, value: Value) -> list[Op]:
@@ -228,9 +219,9 @@ class Program:
             op = self.maker(v)
             if op is not None and goes(op):
                 # The predicate only chooses: no entry of the result comes from it.
-                yield from op.ins[1:] if op.name == "select_n" else op.ins
+                yield from cases(op) or op.ins
 
-        return _reached([value], before)
+        return all_reached([value], before)
 
     def forward(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that are computed from it; the reverse of `back`."""
@@ -242,7 +233,7 @@ class Program:
                 if not op.subs and goes(op):
                     yield from op.outs
 
-        return _reached([value], ahead)
+        return all_reached([value], ahead)
 
     def is_from(self, value: Value, source: Value) -> bool:
         """Returns whether a value is another one, moved or cast at most."""
@@ -276,19 +267,25 @@ def noted(fun: Callable[[Program], Any]) -> Callable[[Program], Any]:
     return get
 
 
+def cases(op: Op) -> tuple[Value, ...]:
+    """Returns the arrays that a select chooses from; none of another operation."""
+    return op.ins[1:] if op.name == "select_n" else ()
+
+
 def anything(op: Op) -> bool:
     """Goes through every operation."""
     return True
 
 
-def _reached(starts: Iterable[Value], following: Callable[[Value], Iterable[Value]]) -> list[Value]:
+def all_reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> list[T]:
+    """Returns some nodes of a graph and all that follow, the nearest first."""
     seen = dict.fromkeys(starts)
     waiting = collections.deque(seen)
     while waiting:
-        for value in following(waiting.popleft()):
-            if value not in seen:
-                seen[value] = None
-                waiting.append(value)
+        for node in following(waiting.popleft()):
+            if node not in seen:
+                seen[node] = None
+                waiting.append(node)
     return [*seen]
 
 

@@ -12,7 +12,7 @@ from mpjax._src.core.base.dtypes import short_name
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.states import children, nodes
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything, cases, noted
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -25,6 +25,7 @@ class Carried:
     after: Value
 
 
+@noted
 def carried(program: Program) -> list[Carried]:
     """Returns the state of a step: the trees among its results that match one of its arguments.
 
@@ -106,16 +107,16 @@ def is_updated(program: Program, each: Carried) -> bool:
 def drifting(program: Program) -> Iterator[Hit]:
     """Finds state whose dtype changes. Weak types are ignored."""
     drifts = [
-        (each, each.before.aval.dtype, each.after.aval.dtype)
+        each
         for each in carried(program)
         if each.before.aval.dtype != each.after.aval.dtype and is_updated(program, each)
     ]
     if drifts:
-        first, before, after = drifts[0]
-        more = f", and {len(drifts) - 1} more" if len(drifts) > 1 else ""
+        first, *others = drifts
+        before, after = (short_name(v.aval.dtype) for v in (first.before, first.after))
+        more = f", and {len(others)} more" if others else ""
         yield Hit(
-            f"{first.name} goes in as {short_name(before)} and comes out as {short_name(after)}"
-            f"{more}.",
+            f"{first.name} goes in as {before} and comes out as {after}{more}.",
             program.maker(first.after),
         )
 
@@ -171,10 +172,10 @@ def _gate(program: Program, each: Carried) -> Op | None:
     for value in program.back(each.after, SAME):
         # A step may be skipped by a select or by a branch (lax.cond).
         op = program.branch(value) or program.maker(value)
-        if op is None or not (op.name == "select_n" or op.inside.kind == BRANCH):
+        if op is None or not (cases(op) or op.inside.kind == BRANCH):
             continue
         # One of the cases is the old value, moved or cast at most.
-        ways = op.ins[1:] if op.name == "select_n" else [value]
+        ways = cases(op) or [value]
         old = any(program.is_from(v, each.before) for v in ways)
         if old and any(maker.name == "is_finite" for maker in _verdict(program, op)):
             return op

@@ -9,7 +9,6 @@ from mpjax._src.core.base.errors import brief, did_you_mean
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.tools.document.model import Document, words_in
 from mpjax._src.tools.lint import (
-    averages,
     casts,
     constants,
     exchanges,
@@ -27,7 +26,7 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "half-accumulator": sums.half_accumulators,
     "half-collective": sums.half_collectives,
     "half-scatter": sums.half_scatters,
-    "half-average": averages.half_averages,
+    "half-average": sums.half_averages,
     "lost-constant": constants.lost_constants,
     "half-count": constants.half_counts,
     "rounded-integer": constants.rounded_integers,
@@ -78,9 +77,8 @@ def chosen(select: Any = (), ignore: Any = ()) -> tuple[Rule, ...]:
     Both are a name or glob, such as "half-sum" or "half-*", or several. One that matches no rule
     raises a ValueError.
     """
-    wanted = _matching("select", select) if select else {rule.name for rule in RULES}
-    left_out = _matching("ignore", ignore)
-    return tuple(rule for rule in RULES if rule.name in wanted - left_out)
+    wanted = _matching("select", select or "*") - _matching("ignore", ignore)
+    return tuple(rule for rule in RULES if rule.name in wanted)
 
 
 def as_data(rules: Iterable[Rule]) -> list[dict[str, str]]:
@@ -95,14 +93,12 @@ def listed(rules: Iterable[Rule]) -> Document:
 
 
 def _matching(argument: str, patterns: str | Iterable[str]) -> set[str]:
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    names = [rule.name for rule in RULES]
     selected: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if isinstance(pattern, str) and matches(pattern, name)}
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        matched = {name for name in CHECKS if isinstance(pattern, str) and matches(pattern, name)}
         if not matched:
             raise ValueError(
-                f"{argument}={brief(pattern)} matches no rule.{did_you_mean(pattern, names)} "
+                f"{argument}={brief(pattern)} matches no rule.{did_you_mean(pattern, CHECKS)} "
                 "`mpjax lint --rules` lists the rules; a glob such as 'half-*' matches several."
             )
         selected |= matched
