@@ -44,9 +44,8 @@ class Program:
     """A function as a program."""
 
     fun: Callable[..., Any]  # the function
-    args: tuple[Any, ...]  # its positional arguments, as given
-    kwargs: dict[str, Any]  # its keyword arguments, as given
-    call: Flat  # the arguments that are traced: ``args`` and ``kwargs``, modules as their arrays
+    is_abstract: bool  # whether some argument is a shape alone, so that nothing can be run
+    call: Flat  # the arguments that are traced, modules as their arrays
     traced: Traced  # the program of the arrays of ``call``
     names: tuple[str, ...]  # the name of each of them: "state.params['w']"
     results: tuple[str, ...]  # the name of each result: "result[0].params['w']"
@@ -112,13 +111,6 @@ class Program:
     def name(self) -> str:
         fun = inspect.unwrap(self.fun)
         return getattr(fun, "__qualname__", type(fun).__name__).replace("<locals>.", "")
-
-    @property
-    def is_abstract(self) -> bool:
-        """Whether some argument is a shape alone, so that nothing can be run."""
-        return any(
-            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((self.args, self.kwargs))
-        )
 
     def named(self, *names: str) -> Iterator[Op]:
         """Yields the operations of some primitives."""
@@ -308,13 +300,13 @@ def make_program(
             if argnums is not None:
                 active = differentiated("lint", args, kwargs, argnums)
                 flat = _with_gradients(flat, active, call.names(parameters), has_aux)
-            return _program(fun, args, kwargs, call, flat, parameters)
+            return _program(fun, (args, kwargs), call, flat, parameters)
         programs: list[Program] = []
 
         def run(*states, **more):
             call = Flat.of((states, more))
             flat = call.on(on_arrays(fun))
-            programs.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
+            programs.append(_program(fun, (args, kwargs), call, flat, ["graph", *parameters]))
             # Nothing ran, so `call_on_arrays` has no new values to write into the modules.
             return None, None, None
 
@@ -340,12 +332,14 @@ def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
     return derived
 
 
-def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
+def _program(fun, arguments, call: Flat, flat, parameters) -> Program:
+    leaves = jax.tree.leaves(arguments)
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     # JAX casts numbers while it traces, so the program would not show that a constant is lost.
     with _jax.casts_of_numbers():
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(
-        *(fun, args, kwargs, call, traced),
+        *(fun, is_abstract, call, traced),
         call.names(parameters),
         tuple(f"result{jax.tree_util.keystr(keys)}" for keys in traced.out.keys),
         build(*_jax.open_jaxpr(traced.jaxpr)),

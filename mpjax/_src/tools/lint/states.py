@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from mpjax._src.core.base import rules
@@ -31,13 +30,16 @@ def carried(program: Program) -> list[Carried]:
 
     They have the same structure and shapes. If several match, the first is taken.
     """
-    (tree, ins), (out, outs) = _ends(program)
+    call, out = program.call, program.traced.out
+    # The name and value of each leaf that is an array.
+    ins = call.spread(zip(program.names, program.block.invars, strict=True))
+    outs = out.spread(zip(program.results, program.block.outvars, strict=True))
     forms: dict[Any, list[slice]] = {}
-    for node, where in _in_arguments(tree):
+    for node, where in _in_arguments(call.tree):
         forms.setdefault((node, _shapes(ins[where])), []).append(where)
     states: list[Carried] = []
     done = 0
-    for node, where in nodes(out):
+    for node, where in nodes(out.tree):
         key = node, _shapes(outs[where])
         # A tree inside of one that matched is a part of it.
         if where.start < done or key not in forms or not any(outs[where]):
@@ -55,19 +57,13 @@ def alone(program: Program) -> Iterator[Carried]:
 
     Unlike trees, they may match by chance, so a rule needs further evidence.
     """
-    (tree, ins), (out, outs) = _ends(program)
-    arguments = [leaf for part, start in children(tree) for leaf in _leaves(part, ins, start)]
-    for _, after in _leaves(out, outs):
-        for name, before in arguments:
+    given = zip(program.call.keys, program.names, program.block.invars, strict=True)
+    # The first key says whether it is a positional argument, the second which one.
+    arguments = [(name, before) for keys, name, before in given if len(keys) == 2]
+    for keys, after in zip(program.traced.out.keys, program.block.outvars, strict=True):
+        for name, before in arguments if len(keys) < 2 else ():
             if before.aval.shape == after.aval.shape:
                 yield Carried(name, before, after)
-
-
-def _leaves(tree: Any, values: list[Any], start: int = 0) -> list[Any]:
-    """Returns the values that are the leaves of a tree, or of its parts."""
-    leaf = jax.tree_util.treedef_is_leaf
-    parts = [(tree, start)] if leaf(tree) else children(tree, start)
-    return [values[n] for part, n in parts if leaf(part) and part.num_leaves and values[n]]
 
 
 def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
@@ -75,15 +71,6 @@ def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
     for arguments, start in children(tree):
         for argument, first in children(arguments, start):
             yield from nodes(argument, first)
-
-
-def _ends(program: Program) -> tuple[tuple[Any, list[Any]], tuple[Any, list[Any]]]:
-    """Returns the structure of the arguments with the name and value of each array leaf, and the
-    same for the results."""
-    call, out = program.call, program.traced.out
-    ins = call.spread(zip(program.names, program.block.invars, strict=True))
-    outs = out.spread(zip(program.results, program.block.outvars, strict=True))
-    return (call.tree, ins), (out.tree, outs)
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

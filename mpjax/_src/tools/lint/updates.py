@@ -65,8 +65,7 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
 
 def _is_compensated(program: Program, op: Op, before: Value) -> bool:
     """Returns whether the old value is subtracted from a sum again, which keeps its error."""
-    casts = [reader for reader in program.readers(op.outs[0]) if reader.name in CASTS]
-    sums = [op.outs[0], *(v for cast in casts for v in cast.outs)]
+    sums = program.forward(op.outs[0], CASTS)
     reads = [reader for v in sums for reader in program.readers(v) if reader.name == "sub"]
     return any(program.is_from(v, before) for each in reads for v in each.ins)
 
