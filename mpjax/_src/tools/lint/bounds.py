@@ -182,10 +182,8 @@ OPS: dict[str, Rule] = {
     "div": _quotient,
     # Only of a positive base is a power monotone in its base and in its exponent.
     "pow": _ends(np.float_power, where=lambda base, exponent: base.low > 0),
-    "exp": _ends(np.exp),
-    "exp2": _ends(np.exp2),
     "sqrt": _ends(np.sqrt, where=lambda a: a.low >= 0),
-    "floor": _ends(np.floor),
+    **{name: _ends(getattr(np, name)) for name in (*rules.EXPONENTIALS, "floor")},
     **dict.fromkeys(rules.SQUARES | {"abs"}, _folded),
     **dict.fromkeys(("sin", "cos", "tanh", "erf"), _within(-1, 1)),
     "logistic": _within(0, 1),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, shown
-from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.graph import EXCHANGES, Op
 from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.aot import CPU
 from mpjax._src.tools.hardware.collectives import collectives, exchanges
@@ -16,16 +16,14 @@ from mpjax._src.tools.lint.casts import narrows
 from mpjax._src.tools.lint.program import Program, all_reached
 from mpjax._src.tools.lint.rule import Compiled, Hit, NotRun
 
-GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
+GATHERS = EXCHANGES | {"all_to_all"}
 HALVES = ("bf16", "f16")
 # The compiler's name for the float32 sum that replaces an unsupported 16-bit sum.
 PROMOTED = "_promoted"
 SUMS = ("all-reduce", "reduce-scatter")
 # What casts are looked for behind: XLA fuses them, so also in the kernels that read an array.
-PASSED = (
-    *("parameter", "get-tuple-element", "tuple", "fusion", "copy", "bitcast", "reshape"),
-    *("transpose", "all-gather-done", "call"),
-)
+PASSED = {"parameter", "get-tuple-element", "tuple", "fusion", "all-gather-done", "call"}
+PASSED |= hlo.VIEWS - {"convert"}
 
 
 def gathers_before_casts(program: Program) -> Iterator[Hit]:
