@@ -153,6 +153,9 @@ def plot_gradient_histogram(
     shift: int,
 ) -> Any:
     """Plots a `GradientHistogram` of ``exponents``, with a loss scale of 2^shift."""
+    count = len(histogram.paths)
+    height = 0.22 * min(count, PARAMETERS)
+    figure = _figure(9, 4 + height)
     limits, smallest = limits_of(dtype), exponents[0]
     numbers = histogram.numbers()
     finite = numbers[:, 1:-1]
@@ -170,9 +173,6 @@ def plot_gradient_histogram(
     shares = finite[:, window] / np.maximum(numbers.sum(1, keepdims=True), 1)
     whole = finite[:, window].sum(0) / max(numbers.sum(), 1)
 
-    count = len(histogram.paths)
-    height = 0.22 * min(count, PARAMETERS)
-    figure = _figure(9, 4 + height)
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, max(1, height)])
     edges = np.arange(first, last)
     top.bar(edges, whole, width=1.0, align="edge", color="tab:blue", edgecolor="white")
