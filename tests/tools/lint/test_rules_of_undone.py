@@ -9,9 +9,9 @@ from absent import compiles
 from pairs import Pair, bf16, f32
 
 import mpjax
+from mpjax._src.tools.lint.casts import casts_deleted
 from mpjax._src.tools.lint.program import make_program
 from mpjax._src.tools.lint.rule import Compiled
-from mpjax._src.tools.lint.undone import casts_deleted
 
 HALF, WIDE = jnp.bfloat16, jnp.float32
 

@@ -22,11 +22,10 @@ NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performa
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag that is worth trying with several devices."""
+    """A flag that is worth trying with several devices: to set it to true."""
 
     platform: str  # the platform whose compiler knows the flag
     name: str  # the name of the flag, without dashes
-    value: str  # the value to try
     why: str  # what the flag does
     source: str  # the documentation that describes it
 
@@ -52,35 +51,35 @@ ONE_GPU = (
 
 FLAGS = (
     Flag(
-        *(GPU, "xla_gpu_enable_latency_hiding_scheduler", "true"),
+        *(GPU, "xla_gpu_enable_latency_hiding_scheduler"),
         *("overlaps communication with computation", JAX_GPU),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_pipelined_all_reduce", "true"),
+        *(GPU, "xla_gpu_enable_pipelined_all_reduce"),
         *("in loops, sums gradients during the next iteration", JAX_FLAGS),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_pipelined_all_gather", "true"),
+        *(GPU, "xla_gpu_enable_pipelined_all_gather"),
         *("in loops, gathers sharded weights one iteration ahead", NVIDIA),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_pipelined_reduce_scatter", "true"),
+        *(GPU, "xla_gpu_enable_pipelined_reduce_scatter"),
         *("in loops, sums sharded gradients during the next iteration", NVIDIA),
     ),
     Flag(
-        *(GPU, "xla_gpu_enable_while_loop_double_buffering", "true"),
+        *(GPU, "xla_gpu_enable_while_loop_double_buffering"),
         *("unrolls loops by two, so that collectives overlap across iterations", NVIDIA),
     ),
     Flag(
-        *(TPU, "xla_tpu_enable_async_collective_fusion", "true"),
+        *(TPU, "xla_tpu_enable_async_collective_fusion"),
         *("fuses communication into compute kernels", JAX_FLAGS),
     ),
     Flag(
-        *(TPU, "xla_tpu_overlap_compute_collective_tc", "true"),
+        *(TPU, "xla_tpu_overlap_compute_collective_tc"),
         *("overlaps communication with computation on one core", JAX_FLAGS),
     ),
     Flag(
-        *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt", "true"),
+        *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt"),
         *("sums gradients between slices during computation", JAX_FLAGS),
     ),
 )
@@ -114,7 +113,7 @@ def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterato
             variable = VARIABLES[flag.platform]
             yield {
                 "variable": variable,
-                "flag": f"--{flag.name}={flag.value}",
+                "flag": f"--{flag.name}=true",
                 "now": setting(flag.name, environment.get(variable, "")),
                 "why": flag.why,
                 "source": flag.source,

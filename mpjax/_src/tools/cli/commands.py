@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -102,15 +101,8 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     metavar="SHARE",
     help="Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
 )
-@click.option(
-    "--target",
-    "device",
-    metavar="NAME",
-    help="Plan attention for this accelerator, such as h100. This machine need not have it.",
-)
-@options.html
-@options.as_json
-@options.show_traceback
+@options.device("Plan attention for this accelerator, such as h100. This machine need not have it.")
+@options.output()
 def explain(
     target: str,
     policy: Any,
@@ -120,9 +112,7 @@ def explain(
     all_rows: bool,
     fail_under: float | None,
     device: str | None,
-    html: Path | None,
-    as_json: bool,
-    show_traceback: bool,
+    output: printing.Output,
 ) -> None:
     """Show what autocast would do to a function, without running it.
 
@@ -137,14 +127,13 @@ def explain(
     _check_argnums(argnums, args)
     with running(f"explaining {target}"):
         report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
-        # Before anything is printed: without jinja2 the command fails as a whole.
-        page = report.to_html(f"{target} under {policy}") if html else None
-    if as_json:
+        output.draw(report, f"{target} under {policy}")
+    if output.as_json:
         printing.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
     else:
         click.echo(f"{target} under {policy}")
         printing.show(report.document(len(report.rows) if all_rows else rows))
-    _write(html, page, as_json)
+    output.finish()
     # Last, because it exits: the report and the page are written in any case.
     if fail_under is not None and report.half_flops < fail_under:
         _finding(
@@ -165,17 +154,8 @@ def explain(
 @options.policy(
     None, "Autocast the function first. Without it, the function is compiled as written."
 )
-@options.html
-@options.as_json
-@options.show_traceback
-def compile_(
-    target: str,
-    devices: Sequence[str],
-    policy: Any,
-    html: Path | None,
-    as_json: bool,
-    show_traceback: bool,
-) -> None:
+@options.output()
+def compile_(target: str, devices: Sequence[str], policy: Any, output: printing.Output) -> None:
     """Compile a function for accelerators that you do not have.
 
     Shows memory, the dtypes of matmuls, a lower bound on the run time and where it goes, side by
@@ -191,24 +171,23 @@ def compile_(
     # After the platform is chosen: the user's module may start JAX when it is imported.
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
-    reports: list[CompileReport] = []
-    pages: dict[str, str] = {}
-    results = [_compiled(name, fun, args, reports, pages if html else None) for name in devices]
-    result = {"target": target, "policy": policy and str(policy), "results": results}
-    if as_json:
+    compiled = [_compiled(name, fun, args, output.html is not None) for name in devices]
+    results = [result for result, *_ in compiled]
+    if output.as_json:
+        result = {"target": target, "policy": policy and str(policy), "results": results}
         printing.json_to_stdout(result)
     elif any(each["status"] != "error" for each in results):
         click.echo(f"{target} {f'under {policy}' if policy else 'as written'}")
-        if reports:
+        if reports := [report for _, report, _ in compiled if report]:
             printing.show(document_of(reports))
         for each in results:
             if "error" in each:
                 click.echo(f"{each['target']}: {each['error']}")
-    for name, page in pages.items():
-        several = f"-{name.replace(' ', '')}" if len(devices) > 1 else ""  # a file for each
-        _write(html and html.with_stem(html.stem + several), page, as_json)
+    for name, (*_, page) in zip(devices, compiled, strict=True):
+        output.page = page
+        output.finish(f"-{name.replace(' ', '')}" if len(devices) > 1 else "")
     # One target that fails does not hide the reports on the others, which are shown by now.
-    wrong = [each for each in results if each.get("status") == "error"]
+    wrong = [each for each in results if each["status"] == "error"]
     if wrong:
         raise TargetError("\n".join(_grouped(wrong)))
     # A program that was refused has no report, and so no entry "fits".
@@ -219,12 +198,8 @@ def compile_(
 
 @cli.command()
 @options.target
-@click.option(
-    "--target",
-    "device",
-    required=True,
-    metavar="NAME",
-    help="An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.",
+@options.device(
+    "An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.", required=True
 )
 @options.policy("mixed_bfloat16", "The policy to which settings are added.")
 @click.option("--every", is_flag=True, help="Compile all settings, for the whole frontier.")
@@ -235,20 +210,14 @@ def compile_(
     help="The share of the memory to leave free: by default 0.25 on GPUs, which JAX does not give "
     "to programs, and 0.05 on TPUs.",
 )
-@options.plot
-@options.html
-@options.as_json
-@options.show_traceback
+@options.output(options.plot)
 def fit(
     target: str,
     device: str,
     policy: Any,
     every: bool,
     reserve: float | None,
-    plot: Path | None,
-    html: Path | None,
-    as_json: bool,
-    show_traceback: bool,
+    output: printing.Output,
 ) -> None:
     """Find the fastest setting with which a training step fits a device.
 
@@ -270,18 +239,14 @@ def fit(
         found = api.hardware.fit_memory(
             device, make_step, *args, policy=policy, every=every, reserve=reserve
         )
-        if plot:
-            found.plot(plot)
-        page = found.to_html(f"{target} on {device}") if html else None
-    if as_json:
+        output.draw(found, f"{target} on {device}")
+    if output.as_json:
         result = found.to_dict()
         printing.json_to_stdout({"target": target, "policy": str(policy), "result": result})
     else:
         click.echo(f"{target} under {policy} and settings that save memory")
         printing.show(found.document())
-        if plot:
-            click.echo(f"\nPicture written to {plot}")
-    _write(html, page, as_json)
+    output.finish()
     if not found.fits:
         _finding(f"nothing fits {found.target}")
 
@@ -323,10 +288,7 @@ def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any]
     metavar="SCALE",
     help="The loss scale: a number, none, or auto (1, unless something computes in float16).",
 )
-@options.plot
-@options.html
-@options.as_json
-@options.show_traceback
+@options.output(options.plot)
 def compare(
     target: str,
     policy: Any,
@@ -335,10 +297,7 @@ def compare(
     top: int,
     tolerance: float | None,
     loss_scale: float | str,
-    plot: Path | None,
-    html: Path | None,
-    as_json: bool,
-    show_traceback: bool,
+    output: printing.Output,
 ) -> None:
     """Compare a function in 16-bit precision with float32.
 
@@ -355,24 +314,19 @@ def compare(
     fun, args = load(target)
     _check_argnums(argnums, args)
     _check_arrays(target, args)
+    title = f"{target}: {policy} against float32"
     with running(f"comparing {target}"):
         comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
         # A plot of no rows raises, although a program that rounds nothing is fine.
-        drawn = plot is not None and bool(comparison.rows)
-        if drawn:
-            comparison.plot(plot)
-        title = f"{target}: {policy} against float32"
-        page = comparison.to_html(title) if html else None
-    if as_json:
+        output.draw(comparison, title, plots=bool(comparison.rows))
+    if output.as_json:
         printing.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
     else:
-        click.echo(f"{target}: {policy} against float32")
+        click.echo(title)
         printing.show(comparison.document(top))
         if len(comparison.rows) > top:
             click.echo(f"--top {len(comparison.rows)} shows all rows.")
-        if drawn:
-            click.echo(f"\nPicture written to {plot}")
-    _write(html, page, as_json)
+    output.finish()
     if tolerance is not None:
         _judge(comparison.worst_results(), tolerance, target)
 
@@ -417,11 +371,8 @@ def _judge(results: Sequence[tuple[str, float]], tolerance: float, target: str) 
     is_flag=True,
     help="Do not run the function. Rules that need its values are skipped.",
 )
-@click.option(
-    "--target",
-    "device",
-    metavar="NAME",
-    help="Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
+@options.device(
+    "Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
     "Rules that read HLO need it.",
 )
 @options.as_json
@@ -513,29 +464,15 @@ def _use_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _write(file: Path | None, page: str | None, quiet: bool) -> None:
-    """Writes the page to the file of ``--html``."""
-    if file is not None and page is not None:
-        file.write_text(page, "utf-8")
-        if not quiet:
-            click.echo(f"\nPage written to {file}")
-
-
 def _compiled(
-    name: str,
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    reports: list[CompileReport],
-    pages: dict[str, str] | None,
-) -> dict[str, Any]:
-    """Returns the report of one target as plain data, or its error; adds report and page."""
+    name: str, fun: Callable[..., Any], args: tuple[Any, ...], draw: bool
+) -> tuple[dict[str, Any], CompileReport | None, str]:
+    """Returns what is told of a target as plain data, its report, and the page of that, or ""."""
     try:
         with running(f"compiling for {name}"), printing.waiting(f"compiling for {name}"):
             report = api.compile_for(name, fun, *args, progress=False)
-            if pages is not None:
-                pages[name] = report.to_html()
-            reports.append(report)
-            return {"status": "compiled", **report.to_dict()}
+            page = report.to_html() if draw else ""
+            return {"status": "compiled", **report.to_dict()}, report, page
     except TargetError as error:
         cause = error.__cause__
         # A program that the compiler refuses is a finding; an unknown target or a broken function
@@ -543,7 +480,8 @@ def _compiled(
         refused = isinstance(cause, RuntimeError | MemoryError | TimeoutError)
         refused = refused and not isinstance(cause, RecursionError | NotImplementedError)
         text = describe(cause) if cause else str(error)
-        return {"target": name, "status": "refused" if refused else "error", "error": text}
+        status = "refused" if refused else "error"
+        return {"target": name, "status": status, "error": text}, None, ""
 
 
 def _grouped(wrong: Sequence[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,6 @@ Each check runs a few small programs on the default device, and returns one row.
 import collections
 import dataclasses
 import importlib.metadata
-import itertools
 import os
 import platform
 import warnings
@@ -24,7 +23,7 @@ from mpjax._src.core.policy.recommend import recommend_policy
 from mpjax._src.core.training.step import TrainState, build_train_step
 from mpjax._src.tools.cli import advice
 from mpjax._src.tools.cli.load import describe
-from mpjax._src.tools.document.model import Document, Table
+from mpjax._src.tools.document.model import Document, words_in
 from mpjax._src.tools.hardware.devices import local_facts, timed_in_words
 from mpjax._src.tools.hardware.timed import matmul_size, matmul_time
 
@@ -190,15 +189,9 @@ def shown(results: Mapping[str, Any]) -> Document:
         (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
         for d in results["devices"]
     )
-    counted = tuple((f"{count} x {name}", *rest) for (name, *rest), count in devices.items())
-    checks = tuple((c["dtype"], c["name"], c["status"], c["found"]) for c in results["checks"])
-    flags = tuple((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in results["flags"])
-    titles = (
-        ("device", "fast", "policy", "why"),
-        ("dtype", "test", "", "found"),
-        ("set in", "worth trying, not measured", "now", "why"),
-    )
-    rows = zip(("Devices", "Tests", "Flags"), titles, (counted, checks, flags), titles, strict=True)
+    counted = ((f"{count} x {name}", *rest) for (name, *rest), count in devices.items())
+    checks = ((c["dtype"], c["name"], c["status"], c["found"]) for c in results["checks"])
+    flags = ((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in results["flags"])
     return Document(
         "This machine",
         ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
@@ -207,7 +200,11 @@ def shown(results: Mapping[str, Any]) -> Document:
             *timed_in_words(results["matmul_times"]),
             *([advice.ONE_GPU] if advice.GPU in results["platforms"] else []),
         ),
-        tuple(itertools.starmap(Table, rows)),
+        (
+            words_in("Devices", ("device", "fast", "policy", "why"), counted),
+            words_in("Tests", ("dtype", "test", "", "found"), checks),
+            words_in("Flags", ("set in", "worth trying, not measured", "now", "why"), flags),
+        ),
         tuple(
             "{package}: {what}. What to do: {advice}. ({source})".format(**problem)
             for problem in results["problems"]

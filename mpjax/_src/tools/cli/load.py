@@ -51,9 +51,7 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         TargetError: If there is no such function, or it does not return this form.
     """
     with running(f"reading {target}"):
-        thing = _named(target, FORM)
-        _check_takes(thing, target, FORM)
-        return _called(thing, target, FORM)
+        return _called(_named(target, FORM), target, FORM)
 
 
 def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -65,15 +63,13 @@ def load_maker(target: str) -> Callable[..., tuple[Callable[..., Any], tuple[Any
         TargetError: If there is no such function, or it does not take a policy.
     """
     with running(f"reading {target}"):
-        thing = _named(target, FORM_OF_FIT)
-        _check_takes(thing, target, FORM_OF_FIT, "policy")
+        thing = _named(target, FORM_OF_FIT, "policy")
 
-        @functools.wraps(thing)
-        def make(*policy: Any, **checkpoint: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            call = functools.partial(thing, *policy, **checkpoint)
-            return _called(call, target, FORM_OF_FIT)
+    @functools.wraps(thing)
+    def make(*policy: Any, **checkpoint: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _called(functools.partial(thing, *policy, **checkpoint), target, FORM_OF_FIT)
 
-        return make
+    return make
 
 
 @contextlib.contextmanager
@@ -91,7 +87,10 @@ def running(what: str) -> Iterator[None]:
             "if __name__ == '__main__'."
         ) from error
     except Exception as error:
-        raise TargetError(f"{what} failed: {_as_options(describe(error))}") from error
+        message = describe(error)
+        for argument, option in OPTIONS.items():
+            message = message.replace(argument, option)
+        raise TargetError(f"{what} failed: {message}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -113,18 +112,22 @@ def describe(error: BaseException) -> str:
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _named(target: str, form: str) -> Any:
+def _named(target: str, form: str, *given: str) -> Any:
+    """Returns the function that a text names, which can be called with what is ``given``."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise TargetError(
             f"{target!r} must be MODULE:FUNCTION, such as train:step, or FILE.py:FUNCTION. {form}"
         )
-    return _attribute(_module(place), place, name, form)
-
-
-def _is_part(missing: str | None, place: str) -> bool:
-    """Returns whether the missing module is the named one or a package of it, no import in it."""
-    return bool(missing) and f"{place}.".startswith(f"{missing}.")
+    thing: Any = _module(place)
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            public = [each for each in dir(thing) if not each.startswith("_")]
+            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
+        thing = getattr(thing, part)
+        place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
+    _check_takes(thing, target, form, *given)
+    return thing
 
 
 def _module(place: str) -> ModuleType:
@@ -139,7 +142,8 @@ def _module(place: str) -> ModuleType:
             return importlib.import_module(place)
     except TargetError as error:
         cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and _is_part(cause.name, place):
+        # Missing is the named module or a package of it, and no import in it.
+        if isinstance(cause, ModuleNotFoundError) and f"{place}.".startswith(f"{cause.name}."):
             raise TargetError(
                 f"there is no module {cause.name!r} in {here or GONE} or among the installed "
                 "packages. To name a file, give its path: path/to/file.py:FUNCTION."
@@ -168,16 +172,6 @@ def _from_file(path: Path) -> ModuleType:
     with running(f"importing {path}"):
         spec.loader.exec_module(module)
     return module
-
-
-def _attribute(thing: Any, place: str, name: str, form: str) -> Any:
-    for part in name.split("."):
-        if not hasattr(thing, part):
-            public = [each for each in dir(thing) if not each.startswith("_")]
-            raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
-        thing = getattr(thing, part)
-        place = f"{place}.{part}" if ":" in place else f"{place}:{part}"
-    return thing
 
 
 def _check_takes(thing: Any, target: str, form: str, *given: str) -> None:
@@ -219,13 +213,6 @@ def _kind(thing: Any) -> str:
     if hasattr(thing, "dtype"):
         return "an array"
     return f"{'an' if type(thing).__name__[0] in 'aeiou' else 'a'} {type(thing).__name__}"
-
-
-def _as_options(message: str) -> str:
-    """Returns a message of the library with arguments replaced by command-line options."""
-    for argument, option in OPTIONS.items():
-        message = message.replace(argument, option)
-    return message
 
 
 def _is_users(filename: str) -> bool:

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import click
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.training.loss_scale import resolve_loss_scale
 from mpjax._src.tools.cli.advice import PLATFORMS
+from mpjax._src.tools.cli.printing import Output
 
 EXIT_CODES = (
     "Exit codes: 0 if all is well; 1 for a finding (a failed test, a limit that was exceeded, a "
@@ -54,16 +56,15 @@ def _numbers(text: str) -> int | tuple[int, ...] | None:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+def _rules(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(filter(None, (part.strip() for part in text.split(","))))
-    if not names:
+    # No names are wrong, unlike no rules: all are selected then, or none ignored.
+    if not (names := _rules(text)):
         raise ValueError(f"{text!r} must be names, such as v100,h100.")
     return names
-
-
-def _rules(text: str) -> tuple[str, ...]:
-    # No rules are valid, unlike no names: all are selected then, or none ignored.
-    return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def _loss_scale(text: str) -> float | str:
@@ -79,6 +80,17 @@ LOSS_SCALE = _Parsed("loss scale", _loss_scale)
 NAMES = _Parsed("names", _names)
 RULES = _Parsed("rules", _rules)
 
+
+def _file(name: str, text: str) -> Any:
+    file = click.Path(dir_okay=False, path_type=Path)
+    return click.option(name, type=file, metavar="FILE", help=text)
+
+
+def device(text: str, required: bool = False) -> Any:
+    """Returns the option ``--target`` of one accelerator."""
+    return click.option("--target", "device", required=required, metavar="NAME", help=text)
+
+
 target = click.argument("target", metavar="TARGET")
 has_aux = click.option("--has-aux", is_flag=True, help="fun returns (loss, aux).")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
@@ -88,24 +100,34 @@ platform = click.option(
     type=click.Choice(PLATFORMS),
     help="Also advise for this platform, which this machine need not have.",
 )
-html = click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the report to this file, as an HTML page with a map of the program.",
+html = _file(
+    "--html", "Also write the report to this file, as an HTML page with a map of the program."
 )
-plot = click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also draw the result to this file, a PNG.",
-)
+plot = _file("--plot", "Also draw the result to this file, a PNG.")
 show_traceback = click.option(
     "--traceback",
     "show_traceback",
     is_flag=True,
     help="Show the full traceback of an error in your code.",
 )
+
+
+def output(*more: Any) -> Any:
+    """Returns the options of a command that reports: ``more``, --html, --json and --traceback.
+
+    The command gets them as one `Output`; `Command` itself reads --traceback.
+    """
+
+    def add(command: Any) -> Any:
+        @functools.wraps(command)
+        def call(plot=None, html=None, as_json=False, show_traceback=False, **others):
+            return command(**others, output=Output(plot, html, as_json))
+
+        for option in (show_traceback, as_json, html, *more):
+            call = option(call)
+        return call
+
+    return add
 
 
 def argnums(default: int | None) -> Any:

@@ -1,9 +1,11 @@
-"""Prints documents, with rich tables on a terminal, and JSON."""
+"""Prints documents, with rich tables on a terminal, and JSON; writes pictures and pages."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +16,32 @@ from mpjax._src.tools.document.text import text_of
 
 # The style of a cell, by its text.
 STYLES = {"pass": "green", "FAIL": "bold red", "yes": "green", "NO": "bold red"}
+
+
+@dataclasses.dataclass
+class Output:
+    """Where the result of a command goes."""
+
+    plot: Path | None  # the file of --plot
+    html: Path | None  # the file of --html
+    as_json: bool
+    page: str = ""  # what is written to ``html``
+
+    def draw(self, report: Any, title: str, plots: bool = True) -> None:
+        """Draws what was asked for, before anything is printed: a package may be missing."""
+        self.plot = self.plot if plots else None
+        if self.plot:
+            report.plot(self.plot)
+        self.page = report.to_html(title) if self.html else ""
+
+    def finish(self, suffix: str = "") -> None:
+        """Writes the page, to a file with this suffix, and says which files were written."""
+        html = self.html.with_stem(self.html.stem + suffix) if self.html and self.page else None
+        if html:
+            html.write_text(self.page, "utf-8")
+        for what, file in (("Picture", self.plot), ("Page", html)):
+            if file and not self.as_json:
+                click.echo(f"\n{what} written to {file}")
 
 
 def json_to_stdout(data: Any) -> None:

@@ -111,8 +111,8 @@ def _data(drawing: Drawing, scales: list[Scale]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    number = value if isinstance(value, int | float) else None
-    return number if number is None or abs(number) < 1e300 else None  # JSON has no infinity
+    # JSON has no infinity.
+    return value if isinstance(value, int | float) and abs(value) < 1e300 else None
 
 
 def _json(data: Any) -> str:

@@ -6,7 +6,7 @@ Every report says it once, as a `Document`, which is printed (`text`) and drawn 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax._src.core.base.lines import short
@@ -97,6 +97,11 @@ class Table:
     most: int | None = None
     folded: int = -1  # the index of the column whose cells are wrapped if the text is too wide
     note: str = ""  # a sentence below the table
+
+
+def words_in(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    """Returns a table without numbers: all columns are aligned to the left."""
+    return Table(title, columns, tuple(rows), columns)
 
 
 @dataclasses.dataclass(frozen=True)

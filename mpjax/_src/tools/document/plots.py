@@ -21,71 +21,46 @@ PARAMETERS = 80
 
 def plot_compare(comparison: Any, path: str | Path | None = None) -> Any:
     """Plots a `Comparison`."""
-    figure_class = _figure_class()
-    rows = [
-        row
-        for _, row in sorted(
-            zip(comparison.order, comparison.rows, strict=True), key=lambda pair: pair[0]
-        )
-    ]
+    figure, axes = _panel(11, 5.5)
+    ordered = sorted(zip(comparison.order, comparison.rows, strict=True), key=lambda pair: pair[0])
+    rows = [row for _, row in ordered]
     if not rows:
         raise ValueError(
             "comparison has no rows, because no operation of the program rounds. There is nothing "
             "to plot."
         )
-    figure = figure_class(figsize=(11, 5.5), layout="constrained")
-    axes = figure.add_subplot()
     floor = 2.0**-26
     for backward, color in ((False, "tab:blue"), (True, "tab:orange")):
         some = [(i, row) for i, row in enumerate(rows) if row.backward == backward]
         if not some:
             continue
-        # A logarithmic axis has no place for an error of 0.
-        places = [i for i, row in some if row.error]
         name = "backward" if backward else "forward"
-        shown_at = [_drawn(row.error, floor) for _, row in some if row.error]
-        axes.scatter(places, shown_at, s=14, color=color, label=f"error, {name} pass", zorder=3)
+        # A logarithmic axis has no place for an error of 0.
+        drawn = [(i, _drawn(row.error, floor)) for i, row in some if row.error]
+        places, errors = zip(*drawn, strict=True) if drawn else ((), ())
+        axes.scatter(places, errors, s=14, color=color, label=f"error, {name} pass", zorder=3)
         added = [_drawn(row.added, floor) for _, row in some]
-        axes.vlines(
-            [i for i, _ in some],
-            floor,
-            added,
-            color=color,
-            alpha=0.35,
-            lw=2,
-            label=f"added, {name}",
-        )
+        line = {"color": color, "alpha": 0.35, "lw": 2}
+        axes.vlines([i for i, _ in some], floor, added, **line, label=f"added, {name}")
     for number, row in enumerate([r for r in comparison.rows if not r.noise][:OPERATIONS], 1):
         name = f"{row.primitive}, {row.source.rpartition('/')[2]} {row.scope}"
         place = rows.index(row), _drawn(row.error, floor)
         axes.scatter(*place, s=90, marker="o", facecolors="none", edgecolors="black", zorder=4)
-        axes.annotate(
-            str(number), place, xytext=(0, 7), textcoords="offset points", ha="center", zorder=5
-        )
-        # Draws nothing: the legend gets the number and the name of what it marks.
-        axes.plot([], [], " ", marker=f"${number}$", color="black", label=name)
+        _number(axes, number, place, 7, name, "black", zorder=5)
     for dtype, bits in (("float16", 11), ("bfloat16", 8)):
         axes.axhline(2.0**-bits, color="gray", lw=0.8, ls="--")
-        axes.text(
-            1,
-            2.0**-bits,
-            f"one rounding to {dtype} ",
-            fontsize="x-small",
-            ha="right",
-            va="bottom",
-            transform=axes.get_yaxis_transform(),
-        )
+        _name_level(axes, 2.0**-bits, f"one rounding to {dtype} ", fontsize="x-small")
     axes.set_yscale("log", base=2)
     axes.set_ylim(bottom=floor)
-    axes.set_xlabel("operations, in the order of the program")
-    axes.set_ylabel("relative error against float32")
+    axes.set(xlabel="operations, in the order of the program")
+    axes.set(ylabel="relative error against float32")
     figure.legend(fontsize="small", ncols=3, loc="outside upper center")
     return _saved(figure, path)
 
 
 def plot_agreement(report: Any, path: str | Path | None = None) -> Any:
     """Plots an `Agreement`."""
-    figure = _figure_class()(figsize=(11, 4), layout="constrained")
+    figure = _figure(11, 4)
     tokens, lines = figure.subplots(1, 2, width_ratios=(3, 2))
     sizes = np.abs(report.differences)
     if report.meaning == "logits":
@@ -93,8 +68,7 @@ def plot_agreement(report: Any, path: str | Path | None = None) -> Any:
     picture = tokens.imshow(sizes.reshape(-1, sizes.shape[-1] if sizes.ndim else 1), aspect="auto")
     what = "difference" if report.meaning == "values" else "|log ratio|"
     figure.colorbar(picture, ax=tokens, label=what)
-    tokens.set_xlabel("token")
-    tokens.set_ylabel("sequence")
+    tokens.set(xlabel="token", ylabel="sequence")
     tokens.set_title(f"{report.names[0]} and {report.names[1]}", fontsize="medium")
     shown = [] if report.by_formula else report.partings[:OPERATIONS]
     names = [f"{row.source.rpartition('/')[2]} {row.primitive}" for row in shown]
@@ -112,23 +86,19 @@ def plot_fit(fit: Any, path: str | Path | None = None) -> Any:
     shown = [each for each in fit.tries if not (each.refused or each.same_as)]
     if not shown:
         raise ValueError("fit has no settings that compile, so there is nothing to plot.")
-    figure = _figure_class()(figsize=(10, 5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _panel(10, 5)
     front = sorted(_place(each) for each in shown if each.frontier)
     axes.step(*zip(*front, strict=True), where="post", color="gray", lw=1, label="frontier")
     for number, each in enumerate(sorted(shown, key=_place), 1):
         color = "tab:orange" if each.checkpoint else "tab:blue"
         axes.scatter(*_place(each), s=30, color=color, zorder=3)
-        offset = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(str(number), _place(each), **offset, fontsize="small")
-        axes.plot([], [], " ", marker=f"${number}$", color=color, label=each.setting)
+        _number(axes, number, _place(each), 6, each.setting, color, fontsize="small")
     # A limit far above all settings would press them to the bottom of the picture.
     room, most = fit.available_bytes / 2**30, 1.2 * max(memory for _, memory in map(_place, shown))
     if room < 2 * most:
         axes.axhline(room, color="tab:red", lw=1, ls="--", label=f"available on {fit.target}")
     axes.set_ylim(0, max(most, 1.1 * room if room < 2 * most else 0))
-    axes.set_xlabel("roofline, ms")
-    axes.set_ylabel("memory, GiB")
+    axes.set(xlabel="roofline, ms", ylabel="memory, GiB")
     figure.legend(fontsize="small", loc="outside right upper")
     return _saved(figure, path)
 
@@ -154,8 +124,7 @@ def plot_precision(reports: Sequence[Any], path: str | Path | None = None) -> An
             room.setdefault(row.name, []).append(place)
             if row.risk:
                 named.setdefault((row.direction, row.name), place)
-    figure = _figure_class()(figsize=(11, 5.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _panel(11, 5.5)
     first = sorted(named.items(), key=lambda item: item[1])
     # The forward pass first, because no loss scale prevents an overflow there.
     shown = sorted(first, key=lambda item: item[0][0] == "backward")[:NAMED]
@@ -167,10 +136,9 @@ def plot_precision(reports: Sequence[Any], path: str | Path | None = None) -> An
         label = f"step {place[0]}: {name}"
         axes.scatter(*place, s=70, color=colors[name], edgecolors="black", label=label, zorder=4)
     axes.axhline(0, color="black", lw=1.2)
-    axes.text(1, 0, "overflow ", ha="right", va="bottom", transform=axes.get_yaxis_transform())
+    _name_level(axes, 0, "overflow ")
     axes.set_ylim(bottom=-0.5)
-    axes.set_xlabel("step")
-    axes.set_ylabel("powers of two below the largest number of its dtype")
+    axes.set(xlabel="step", ylabel="powers of two below the largest number of its dtype")
     if shown:
         title = "named at risk at"
         figure.legend(title=title, fontsize="small", ncols=2, loc="outside upper center")
@@ -185,7 +153,9 @@ def plot_gradient_histogram(
     shift: int,
 ) -> Any:
     """Plots a `GradientHistogram` of ``exponents``, with a loss scale of 2^shift."""
-    figure_class = _figure_class()
+    count = len(histogram.paths)
+    height = 0.22 * min(count, PARAMETERS)
+    figure = _figure(9, 4 + height)
     limits, smallest = limits_of(dtype), exponents[0]
     numbers = histogram.numbers()
     finite = numbers[:, 1:-1]
@@ -203,12 +173,7 @@ def plot_gradient_histogram(
     shares = finite[:, window] / np.maximum(numbers.sum(1, keepdims=True), 1)
     whole = finite[:, window].sum(0) / max(numbers.sum(), 1)
 
-    count = len(histogram.paths)
-    height = 0.22 * min(count, PARAMETERS)
-    figure = figure_class(figsize=(9, 4 + height), layout="constrained")
-    top, below = figure.subplots(
-        2, 1, sharex=True, gridspec_kw={"height_ratios": [3, max(1, height)]}
-    )
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, max(1, height)])
     edges = np.arange(first, last)
     top.bar(edges, whole, width=1.0, align="edge", color="tab:blue", edgecolor="white")
     top.set_ylabel("share of all entries")
@@ -219,13 +184,8 @@ def plot_gradient_histogram(
         f"loss scale 2^{shift}",
         fontsize="medium",
     )
-    image = below.imshow(
-        shares,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="Blues",
-        extent=(first, last, count - 0.5, -0.5),
-    )
+    place = {"aspect": "auto", "extent": (first, last, count - 0.5, -0.5)}
+    image = below.imshow(shares, interpolation="nearest", cmap="Blues", **place)
     named = range(0, count, -(-count // PARAMETERS))
     below.set_yticks(named, [histogram.paths[i] for i in named], fontsize="x-small")
     below.set_xlabel("log2 |g|")
@@ -239,22 +199,32 @@ def _shade_limits(
     panels: tuple[Any, Any], first: int, last: int, marks: Mapping[str, float]
 ) -> None:
     """Shades the exponents that a dtype loses, and names them in the first panel."""
-    flushed, subnormal, overflow = (
-        marks[name] for name in ("flushed to zero", "subnormal", "overflow")
-    )
-    for axes in panels:
-        axes.axvspan(first, flushed, color="tab:red", alpha=0.15, lw=0)
-        axes.axvspan(flushed, subnormal, color="tab:orange", alpha=0.12, lw=0)
-        axes.axvspan(min(overflow, last), last, color="tab:red", alpha=0.15, lw=0)
+    flushed, subnormal = marks["flushed to zero"], marks["subnormal"]
+    overflow = min(marks["overflow"], last)
     top = panels[0]
-    places = (
-        ("flushed", first, flushed),
-        ("subnormal", flushed, subnormal),
-        ("overflow", overflow, last),
-    )
-    for label, start, end in places:
+    for name, start, end, color, alpha in (
+        ("flushed", first, flushed, "tab:red", 0.15),
+        ("subnormal", flushed, subnormal, "tab:orange", 0.12),
+        ("overflow", overflow, last, "tab:red", 0.15),
+    ):
+        for axes in panels:
+            axes.axvspan(start, end, color=color, alpha=alpha, lw=0)
         if end - start >= 2:  # else the word does not fit
-            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, label, ha="center", va="top")
+            top.text((start + end) / 2, top.get_ylim()[1] * 0.94, name, ha="center", va="top")
+
+
+def _number(axes: Any, number: int, place: Any, above: int, name: str, color: str, **style) -> None:
+    """Writes a number above a place, and the number with a name into the legend."""
+    offset = {"xytext": (0, above), "textcoords": "offset points", "ha": "center"}
+    axes.annotate(str(number), place, **offset, **style)
+    # Draws nothing: the legend gets the number and the name of what it marks.
+    axes.plot([], [], " ", marker=f"${number}$", color=color, label=name)
+
+
+def _name_level(axes: Any, level: float, name: str, **style: Any) -> None:
+    """Writes a name above a level, at the right end of the axes."""
+    place = {"ha": "right", "va": "bottom", "transform": axes.get_yaxis_transform()}
+    axes.text(1, level, name, **place, **style)
 
 
 def _saved(figure: Any, path: str | Path | None) -> Any:
@@ -264,12 +234,17 @@ def _saved(figure: Any, path: str | Path | None) -> Any:
     return figure
 
 
-def _figure_class() -> Any:
+def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'mpjax[plot]'.") from error
-    return Figure
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _panel(width: float, height: float) -> tuple[Any, Any]:
+    figure = _figure(width, height)
+    return figure, figure.add_subplot()
 
 
 def _drawn(error: float, floor: float) -> float:

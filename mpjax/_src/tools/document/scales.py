@@ -1,6 +1,7 @@
 """The colors of operations: of classes by name, of amounts in steps."""
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import math
@@ -45,7 +46,7 @@ def _of_classes(color: Color, values: Sequence) -> Scale:
     order = [*dict.fromkeys((*color.classes, *sorted({*named} - {NONE}), NONE))]
     # Classes beyond the number of colors share the last one.
     styles = {name: f"c{min(i, SLOTS - 1)}" for i, name in enumerate(order)} | {NONE: "a0"}
-    return _scale(color, named, [name for name in order if name in named], styles)
+    return _scale(color, named, styles)
 
 
 def _of_amounts(color: Color, values: Sequence) -> Scale:
@@ -63,8 +64,7 @@ def _of_amounts(color: Color, values: Sequence) -> Scale:
 
     styles = {text: f"a{STEPS - len(edges) + i}" for i, text in enumerate(labels)}
     named = [label(value) for value in values]
-    order = [text for text in (zero, *labels, infinite) if text in named]
-    return _scale(color, named, order, {zero: "a0", **styles, infinite: f"a{STEPS}"})
+    return _scale(color, named, {zero: "a0", **styles, infinite: f"a{STEPS}"})
 
 
 def _edges(unit: str, most: float) -> tuple[float, ...]:
@@ -77,12 +77,9 @@ def _edges(unit: str, most: float) -> tuple[float, ...]:
     return tuple(round_numbers[max(0, top - STEPS + 1) : top] or round_numbers[:1])
 
 
-def _scale(
-    color: Color, named: Sequence[str], order: Sequence[str], styles: dict[str, str]
-) -> Scale:
-    places = {name: i for i, name in enumerate(order)}
-    counts = [0] * len(order)
-    for name in named:
-        counts[places[name]] += 1
-    legend = (Key(name, styles[name], n) for name, n in zip(order, counts, strict=True))
-    return Scale(color, tuple(legend), tuple(places[name] for name in named))
+def _scale(color: Color, named: Sequence[str], styles: dict[str, str]) -> Scale:
+    """Returns the scale of names, in the order of their styles."""
+    counts = collections.Counter(named)
+    legend = tuple(Key(name, style, counts[name]) for name, style in styles.items() if counts[name])
+    places = {key.label: place for place, key in enumerate(legend)}
+    return Scale(color, legend, tuple(places[name] for name in named))

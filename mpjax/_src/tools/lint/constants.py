@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, VALUES, Hit, Rule
+from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program
+from mpjax._src.tools.lint.rule import Hit
 
 
 def lost_constants(program: Program) -> Iterator[Hit]:
@@ -20,11 +21,11 @@ def lost_constants(program: Program) -> Iterator[Hit]:
     library selects in place of entries works as well as a finite one; it is found only if
     arithmetic reads it, which may give NaN.
     """
-    for op in program.named("convert_element_type"):
+    for op in program.named(*CASTS):
         if not (is_half(op.outs[0]) and is_float(op.ins[0])):
             continue
         dtype = dtype_of(op.outs[0])
-        for v in program.back(op.ins[0], MOVES | {"select_n"}):
+        for v in program.back(op.ins[0], CHOSEN - CASTS):
             value = program.constant(v)
             if value is None or np.size(value) != 1:
                 continue
@@ -50,8 +51,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
     These are positions, indices and counters, from an iota or a loop. Single constants are the
     choice of the user, and are not found.
     """
-    for op in program.ops:
-        if op.name not in ("convert_element_type", "iota") or not is_half(op.outs[0]):
+    for op in program.named("iota", *CASTS):
+        if not is_half(op.outs[0]):
             continue
         # A cast reads integers in their own dtype; an iota makes them in 16 bits.
         value = op.outs[0] if op.name == "iota" else op.ins[0]
@@ -66,14 +67,13 @@ def half_counts(program: Program) -> Iterator[Hit]:
 
 
 # Operations that make counts from counts.
-COUNTED = MOVES | CASTS | {"add", "sub", "mul", "max", "min", "neg", "concatenate", "cumsum"}
+COUNTED = SAME | rules.SUMS_OF_TWO | {"mul", "max", "min", "neg", "concatenate", "cumsum"}
 
 
 def _is_count(program: Program, value: Value) -> bool:
     """Returns whether a value is a count or a sum of one, and not a selected constant."""
-    if any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED)):
-        return True
-    return any(map(program.counts, program.back(value, COUNTED)))
+    made = any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED))
+    return made or any(map(program.counts, program.back(value, COUNTED)))
 
 
 def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
@@ -81,9 +81,8 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
 
     A cast that changes no integer of this step is not found.
     """
-    if op.name != "convert_element_type" or not is_half(outs[0]):
-        return
-    if not jnp.issubdtype(ins[0].dtype, jnp.integer) or not ins[0].size:
+    counts = op.name in CASTS and jnp.issubdtype(ins[0].dtype, jnp.integer) and ins[0].size
+    if not counts or not is_half(outs[0]):
         return
     before = np.asarray(ins[0]).astype(np.int64)
     after = np.asarray(outs[0]).astype(np.float64)
@@ -111,12 +110,11 @@ def half_phases(program: Program) -> Iterator[Hit]:
     for op in program.named("sin", "cos", "tan"):
         value = op.ins[0]
         bounds = bounds_of(program, value) if is_half(value) else None
-        if (
-            bounds
-            and bounds.low < bounds.high
-            and bounds.largest >= PHASE * 2 ** digits(dtype_of(value))
-        ):
-            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - digits(dtype_of(value)))
+        if bounds is None or bounds.low == bounds.high:
+            continue
+        precision = digits(dtype_of(value))
+        if bounds.largest >= PHASE * 2**precision:
+            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - precision)
             yield Hit(
                 f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
                 f"changes them by up to {half_ulp:.2g} radians.",
@@ -149,68 +147,15 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
             )
 
 
+SUMMED = SAME | {"add"}
+
+
 def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
     """Returns the least numbers of the masks in a sum: terms with known, varying bounds."""
 
     def is_unknown(op):
-        sums = op.name in MOVES or op.name in CASTS or op.name == "add"
-        return sums and bounds_of(program, op.outs[0]) is None
+        return op.name in SUMMED and bounds_of(program, op.outs[0]) is None
 
     # The walk passes sums with logits, whose bounds are unknown, and stops at whole masks.
     bounds = [bounds_of(program, each) for each in program.back(value, is_unknown)]
     return [end(each.low, each.high) for each in bounds if each and each.low != each.high]
-
-
-RULES = (
-    Rule(
-        "lost-constant",
-        JAXPR,
-        "a constant that becomes 0, 1, -1 or Inf in 16 bits",
-        "In bfloat16, a decay of 0.999 is 1, so an average never forgets. In float16, an epsilon "
-        "of 1e-8 is 0, so it no longer protects a division, and a mask of -1e9 is -Inf, so the "
-        "softmax of a fully masked row is NaN.",
-        "Compute in float32 what reads the constant, or use a constant that the dtype can "
-        "represent: jnp.finfo(x.dtype).min for masks, jnp.finfo(x.dtype).tiny for epsilons.",
-        lost_constants,
-    ),
-    Rule(
-        "half-count",
-        JAXPR,
-        "positions, indices or counters too large for a 16-bit dtype to represent exactly",
-        "bfloat16 represents every integer up to 256, float16 up to 2048. Beyond that, neighbors "
-        "become equal: positions collide, and a counter stops counting.",
-        "Keep positions and counters in int32, compute what depends on them (angles, masks, "
-        "encodings) in float32, and cast the result.",
-        half_counts,
-    ),
-    Rule(
-        "rounded-integer",
-        VALUES,
-        "integers of a real step that a cast to 16 bits changes",
-        "Ids, positions and counts must be exact: a changed integer is another row, another "
-        "position, another divisor.",
-        "Leave integers as they are, or cast them to float32, which represents every integer up to "
-        "16777216.",
-        rounded_integers,
-    ),
-    Rule(
-        "half-phase",
-        JAXPR,
-        "a sine or cosine of large angles in 16 bits",
-        "Rounding an angle of 1000 to bfloat16 changes it by up to 2 radians. Positional encodings"
-        " of distant tokens become noise, which shows only in long contexts.",
-        "Compute the angles, and their sine and cosine, in float32, and cast the result to 16 "
-        "bits.",
-        half_phases,
-    ),
-    Rule(
-        "mask-overflow",
-        JAXPR,
-        "masks whose sum overflows",
-        "The lowest finite number, added to itself, is -Inf. A row that both masks cover is then "
-        "-Inf throughout, and its softmax is NaN.",
-        "Combine the masks as booleans (jnp.logical_and) and apply the result with jnp.where, or "
-        "limit their sum: jnp.maximum(mask + other, jnp.finfo(x.dtype).min).",
-        overflowing_masks,
-    ),
-)

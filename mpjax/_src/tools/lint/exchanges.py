@@ -1,26 +1,29 @@
 """Rules of the compiled program: the dtypes that devices send each other, and compute in."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, shown
-from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.graph import EXCHANGES, Op
 from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.aot import CPU
 from mpjax._src.tools.hardware.collectives import collectives, exchanges
 from mpjax._src.tools.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Computation, attribute, parse, runs, source_lines
 from mpjax._src.tools.hardware.hlo_costs import asked, matmul
-from mpjax._src.tools.lint.program import Program
-from mpjax._src.tools.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
-from mpjax._src.tools.lint.undone import narrows
+from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.program import Program, all_reached
+from mpjax._src.tools.lint.rule import Compiled, Hit, NotRun
 
-GATHERS = ("all_gather", "all_gather_invariant", "all_to_all", "sharding_constraint", "reshard")
+GATHERS = EXCHANGES | {"all_to_all"}
 HALVES = ("bf16", "f16")
 # The compiler's name for the float32 sum that replaces an unsupported 16-bit sum.
 PROMOTED = "_promoted"
 SUMS = ("all-reduce", "reduce-scatter")
+# What casts are looked for behind: XLA fuses them, so also in the kernels that read an array.
+PASSED = {"parameter", "get-tuple-element", "tuple", "fusion", "all-gather-done", "call"}
+PASSED |= hlo.VIEWS - {"convert"}
 
 
 def gathers_before_casts(program: Program) -> Iterator[Hit]:
@@ -96,7 +99,7 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
             shape = computation.ops[operand].shapes[0]
             if shape.dtype != "f32" or _was_half(module, flow, (computation.name, operand, 0)):
                 continue
-            into = [*_casts(module, flow, (computation.name, op.name, index))]
+            into = _casts(module, flow, (computation.name, op.name, index))
             if into and all(cast.shapes[0].dtype in HALVES for cast in into):
                 dims = ",".join(map(str, shape.dims))
                 yield Hit(
@@ -117,20 +120,15 @@ def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
     return any(_op(module, each).shapes[0].dtype in HALVES for each in sources)
 
 
-def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
+def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> list[hlo.Op]:
     """Returns the first operations that cast an array or compute with it."""
-    waiting, seen = [leaf], {leaf}
-    while waiting:
-        for following, _ in flow.after.get(waiting.pop(), ()):
-            op = _op(module, following)
-            # XLA fuses casts, so the search goes into the kernels that read the array.
-            moved = op.opcode in ("parameter", "get-tuple-element", "tuple", "fusion", "copy")
-            moved |= op.opcode in ("bitcast", "reshape", "transpose", "all-gather-done", "call")
-            if not moved:
-                yield op
-            elif following not in seen:
-                seen.add(following)
-                waiting.append(following)
+
+    def following(leaf: Leaf, moves: bool) -> list[Leaf]:
+        edges = flow.after.get(leaf, ())
+        return [after for after, _ in edges if (_op(module, after).opcode in PASSED) == moves]
+
+    moved = all_reached([leaf], lambda leaf: following(leaf, True))
+    return [_op(module, after) for each in moved for after in following(each, False)]
 
 
 def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotRun]:
@@ -144,76 +142,22 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
         return
     wanted = asked(compiled.before)
     # The optimized matmul may have lost its line, which the module before still has.
-    lines = _lines(compiled.before)
-    module, entry = parse(compiled.after)
-    line_of = source_lines(compiled.after)
-    for computation, op, times, _, scope in runs(module, entry):
-        product = matmul(computation, op, times, scope)
-        before = wanted.get(product.name) if product else None
-        if product is None or product.operands != "f32" or not before:
-            continue
-        half = next((dtype for dtype in before if dtype in HALVES), "")
+    lines = dict(reversed([(product.name, line) for product, line in _matmuls(compiled.before)]))
+    for product, line in _matmuls(compiled.after):
+        half = next((dtype for dtype in wanted.get(product.name, ()) if dtype in HALVES), "")
         # Several matmuls may have one name: if one was float32 as written, it may be this one.
-        if half and before.get("f32", 0) == 0:
+        if product.operands == "f32" and half and not wanted[product.name]["f32"]:
             yield Hit(
                 f"A matmul of {half} operands runs in float32 on {compiled.target}.",
                 None,
-                line_of(op) or lines.get(product.name, ""),
+                line or lines.get(product.name, ""),
             )
 
 
-def _lines(text: str) -> dict[str, str]:
-    """Returns the user's line of each JAX operation of an HLO module."""
+def _matmuls(text: str) -> Iterator[tuple[Any, str]]:
+    """Yields the matmuls that an HLO module runs, with the user's line of each."""
     module, entry = parse(text)
     line_of = source_lines(text)
-    lines: dict[str, Any] = {}
     for computation, op, times, _, scope in runs(module, entry):
-        named = matmul(computation, op, times, scope)
-        if named:
-            lines.setdefault(named.name, line_of(op))
-    return lines
-
-
-RULES = (
-    Rule(
-        "gather-before-cast",
-        JAXPR,
-        "a float32 array that devices gather and then cast to 16 bits",
-        "Each device sends and receives twice the bytes, and stores a float32 copy of the gathered "
-        "array, although every reader casts it to 16 bits.",
-        "Cast each device's shard before the gather: gather w.astype(jnp.bfloat16).",
-        gathers_before_casts,
-    ),
-    Rule(
-        "wide-all-gather",
-        HLO,
-        "a float32 all-gather whose result is cast to 16 bits",
-        "XLA may move a cast from before a gather to after it. Devices then send twice the bytes "
-        "that the program asked for, and store a float32 copy.",
-        "Put jax.lax.optimization_barrier around the 16-bit array before it is gathered, or gather "
-        "it in jax.shard_map.",
-        wide_gathers,
-    ),
-    Rule(
-        "half-all-reduce",
-        HLO,
-        "gradients or statistics that the compiler sums over devices in 16 bits",
-        "The partitioner places the sum directly after a sharded matmul: in 16 bits, before the "
-        "program casts the result to float32. Each device's term and each partial sum is rounded, "
-        "and the error grows with the number of devices.",
-        "Ask the matmul for a float32 result (preferred_element_type with "
-        "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32), or cast gradients first and average "
-        "them in jax.shard_map. mpjax.autocast does this for you.",
-        half_sums_of_devices,
-    ),
-    Rule(
-        "widened-matmul",
-        HLO,
-        "a matmul of 16-bit operands that runs in float32",
-        "The device has no unit for this 16-bit dtype. The operands are cast up, and the matmul is "
-        "as slow as in float32 or slower, with the precision of 16 bits.",
-        "Use the 16-bit dtype that the device has (mpjax.hardware.half_dtype; float16 on V100 and "
-        "T4), or float32.",
-        widened_matmuls,
-    ),
-)
+        if product := matmul(computation, op, times, scope):
+            yield product, line_of(op)

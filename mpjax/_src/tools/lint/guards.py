@@ -9,32 +9,30 @@ from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, shown
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, cases
+from mpjax._src.tools.lint.rule import Hit
 
 # The least constant factor of a gradient that is a loss scale.
 SCALE = 128
-LOGIC = frozenset({"and", "or", "not", "xor"}) | MOVES | CASTS
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
-LIMITS = frozenset({"min", "clamp"})
+LOGIC = rules.LOGIC | SAME | {"xor"}
+FINITE = rules.EQUALITIES | {"is_finite"}  # what asks whether entries are
 
 
 def hidden_nonfinite(program: Program) -> Iterator[Hit]:
     """Finds gradients whose non-finite entries are replaced by a number."""
     for op in program.named("select_n"):
-        which, *cases = op.ins
-        numbers = [program.number(case) for case in cases]
+        values = [v for v in cases(op) if program.number(v) is None]
+        numbers = [number for v in cases(op) if (number := program.number(v)) is not None]
         # As in jnp.where(jnp.isfinite(g), g, 0): one case is a number, and the other the gradient.
-        if len(cases) != 2 or sum(n is not None for n in numbers) != 1:
+        if len(values) != 1 or len(numbers) != 1:
             continue
-        value = cases[numbers.index(None)]
-        number = next(n for n in numbers if n is not None)
+        (value,), (number,) = values, numbers
         # What becomes Inf or NaN is not hidden.
         if not is_float(value) or not np.isfinite(number):
             continue
         # A test of another value, such as the loss, skips whole steps and hides no entry.
-        same = set(program.back(value, MOVES | CASTS))
-        asked = any(_asks_finite(program, test, same) for test in program.makers(which, LOGIC))
+        same = set(program.back(value, SAME))
+        asked = any(_asks_finite(program, test, same) for test in program.makers(op.ins[0], LOGIC))
         if asked and is_gradient(program, value):
             message = f"Non-finite entries of a gradient, {shown(value)}, become {number:g}."
             yield Hit(message, op)
@@ -42,10 +40,8 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
 
 def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
     """Returns whether an operation tests each entry for being finite, NaN or infinite."""
-    if test.name not in ("is_finite", "ne", "eq"):
-        return False
-    first = set(program.back(test.ins[0], MOVES | CASTS | {"abs"}))
-    if first.isdisjoint(same):
+    behind = program.back(test.ins[0], SAME | {"abs"}) if test.name in FINITE else ()
+    if same.isdisjoint(behind):
         return False
     if test.name == "is_finite":
         return True
@@ -53,7 +49,7 @@ def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
     number = program.number(test.ins[1])
     if number is not None:
         return not np.isfinite(number)
-    return not same.isdisjoint(program.back(test.ins[1], MOVES | CASTS))
+    return not same.isdisjoint(program.back(test.ins[1], SAME))
 
 
 def is_gradient(program: Program, value: Value) -> bool:
@@ -87,7 +83,7 @@ def late_scales(program: Program) -> Iterator[Hit]:
 
 def _half_gradient(program: Program, value: Value) -> Op | None:
     """Returns the operation of the backward pass that produced a gradient in float16, or None."""
-    of_backward = filter(program.is_backward, program.makers(value, MOVES | CASTS))
+    of_backward = filter(program.is_backward, program.makers(value, SAME))
     return next((op for op in of_backward if dtype_of(op.outs[0]) == FLOAT16), None)
 
 
@@ -95,12 +91,12 @@ def _is_scale(program: Program, op: Op, value: Value) -> bool:
     number = program.number(value)
     if number is not None:
         return number >= SCALE
-    same = {v for v in program.back(value, MOVES | CASTS) if v.is_one}
+    same = {v for v in program.back(value, SAME) if v.is_one}
     if not same:
         return False
-    ahead = program.forward(op.outs[0], MOVES | CASTS | {"select_n", "add", "add_any"})
+    ahead = program.forward(op.outs[0], CHOSEN | rules.ADDITIONS)
     divisors = (r.ins[1] for v in ahead for r in program.readers(v) if r.name == "div")
-    return any(not same.isdisjoint(program.back(v, MOVES | CASTS)) for v in divisors)
+    return any(not same.isdisjoint(program.back(v, SAME)) for v in divisors)
 
 
 def _is_scaled(program: Program, gradient: Op) -> bool:
@@ -114,20 +110,17 @@ def _is_scaled(program: Program, gradient: Op) -> bool:
     )
 
 
-NONE: frozenset[Value] = frozenset()
-
-
 def endless_scales(program: Program) -> Iterator[Hit]:
     """Finds numbers that grow by a factor on a condition, without an upper limit."""
     # A loss scale is a state of one number, so it is an argument and a result.
     arguments = {v for v in program.block.invars if is_float(v) and v.is_one}
     results = {v for v in program.block.outvars if is_float(v) and v.is_one}
-    for op in program.named("mul", "div"):
+    for op in program.named(*rules.PRODUCTS):
         factor = _factor(program, op)
         if factor is None or not op.outs[0].is_one:
             continue
         number, grown = factor
-        source = set(program.back(grown, MOVES | CASTS | {"select_n", "max"}))
+        source = set(program.back(grown, CHOSEN | {"max"}))
         if source.isdisjoint(arguments):
             continue
         # A select that compares the grown number, as jnp.where(s < most, 2 * s, s), limits it.
@@ -153,69 +146,29 @@ def _factor(program: Program, op: Op) -> tuple[float, Value] | None:
     return (number, right) if number and number > 1 else None
 
 
-def _largest(program: Program, value: Value, before: frozenset[Value] = NONE) -> float | None:
+def _largest(program: Program, value: Value, before: tuple[Value, ...] = ()) -> float | None:
     """Returns the number of a constant value, or the largest of those that it is selected from."""
     if value in before:  # carried by a loop, and selected from itself
         return None
-    for maker in program.makers(value, MOVES | CASTS):
-        if maker.name == "select_n":
-            numbers = [_largest(program, case, before | {value}) for case in maker.ins[1:]]
+    for maker in program.makers(value, SAME):
+        if numbers := [_largest(program, case, (*before, value)) for case in cases(maker)]:
             return None if None in numbers else max(n for n in numbers if n is not None)
     return program.number(value)
 
 
 def _is_chosen(program: Program, op: Op, kept: set[Value]) -> bool:
     """Returns whether a number grows on a condition: a select after or before it, or a branch."""
-    near = {maker.name for each in op.ins for maker in program.makers(each, MOVES | CASTS)}
+    near = {maker.name for each in op.ins for maker in program.makers(each, SAME)}
     near |= {reader.name for value in kept for reader in program.readers(value)}
     return "select_n" in near or any(each.inside.kind == BRANCH for each in program.around[op])
 
 
 def _passes_on(program: Program, about: set[Value], op: Op) -> bool:
     """Returns whether an operation passes a grown scale on without a limit."""
-    if op.name in MOVES | CASTS | {"max"}:
+    if op.name in SAME | {"max"}:
         return True
-    if op.name != "select_n":
-        return False
-    return not any(
-        test.name in COMPARISONS
-        and any(not about.isdisjoint(program.back(v, MOVES | CASTS)) for v in test.ins)
+    return bool(cases(op)) and not any(
+        test.name in rules.COMPARISONS | FINITE
+        and any(not about.isdisjoint(program.back(v, SAME)) for v in test.ins)
         for test in program.makers(op.ins[0], LOGIC)
     )
-
-
-RULES = (
-    Rule(
-        "hidden-nonfinite",
-        JAXPR,
-        "gradients whose non-finite entries are replaced",
-        "A non-finite gradient says that the loss scale is too large, or that the program has a "
-        "bug. If its entries are replaced by a number, the step is applied with a wrong gradient, "
-        "no counter moves, and the run diverges later or learns less.",
-        "Skip the step instead: update parameters and optimizer state only if all gradients are "
-        "finite, and lower the loss scale otherwise. mpjax.build_train_step does both, "
-        "optax.apply_if_finite the first. mpjax.find_nonfinite names the operation.",
-        hidden_nonfinite,
-    ),
-    Rule(
-        "late-scale",
-        JAXPR,
-        "a loss scale that multiplies float16 gradients after the backward pass",
-        "Scaling protects cotangents from underflow in the backward pass. Afterwards, entries "
-        "below 6e-8 are 0 already, and a scale brings none of them back.",
-        "Multiply the loss by the scale, differentiate that, and divide the gradients by it in "
-        "float32: mpjax.scaled_value_and_grad.",
-        late_scales,
-    ),
-    Rule(
-        "endless-scale",
-        JAXPR,
-        "a loss scale that grows without limit",
-        "While gradients stay finite, the scale doubles until it is inf. Half of inf is inf, so "
-        "the scale never recovers: every later step is skipped or divides by inf, and training "
-        "stops.",
-        "Set a limit: jnp.minimum(scale * factor, 2.0**24), or use mpjax.DynamicLossScale, which "
-        "has one.",
-        endless_scales,
-    ),
-)

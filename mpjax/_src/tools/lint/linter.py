@@ -1,7 +1,10 @@
-"""`lint`: runs the rules on a program, and makes the report."""
+"""`lint`: runs the rules on a program, and makes the report without what comments silence."""
 
+import ast
 import collections
 import functools
+import linecache
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,13 +13,13 @@ import jax.numpy as jnp
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.errors import check_callable, check_flag
+from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.program.graph import Op
 from mpjax._src.core.program.interpret import OPERATION, Plain, interpret, operations_in
 from mpjax._src.core.program.site import shown
 from mpjax._src.tools.hardware.aot import CPU, compiled_texts
 from mpjax._src.tools.hardware.targets import find_target
-from mpjax._src.tools.lint.comments import is_silenced
 from mpjax._src.tools.lint.program import Program, make_program
 from mpjax._src.tools.lint.report import Finding, LintReport
 from mpjax._src.tools.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
@@ -97,19 +100,20 @@ def lint(
     def checked(program: Program) -> LintReport:
         not_run: dict[str, str] = {}
         hits: list[tuple[Rule, Hit]] = []
-        kinds = {need: [r for r in rules if r.needs == need] for need in (JAXPR, VALUES, HLO)}
-        for rule in kinds[JAXPR]:
+        values = [rule for rule in rules if rule.needs == VALUES]
+        compiled = [rule for rule in rules if rule.needs == HLO]
+        for rule in (rule for rule in rules if rule.needs == JAXPR):
             found = rule.check(program)  # a result of the program has to depend on it
             hits += [(rule, hit) for hit in found if hit.op is None or hit.op in program.live]
-        if kinds[VALUES]:
-            reason = "" if run and not program.is_abstract else ABSTRACT if run else NOT_RUN
-            reason = reason or _run(program, kinds[VALUES], hits)
-            not_run |= {r.name: reason for r in kinds[VALUES] if reason}
+        if values:
+            reason = ABSTRACT if run and program.is_abstract else "" if run else NOT_RUN
+            reason = reason or _run(program, values, hits)
+            not_run |= {rule.name: reason for rule in values if reason}
         if target is None:
-            not_run |= {r.name: NO_TARGET for r in kinds[HLO]}
-        elif kinds[HLO]:
+            not_run |= {rule.name: NO_TARGET for rule in compiled}
+        elif compiled:
             advance(OPERATION, f"compiling for {target}", by=0)
-            not_run |= _compile(program, target, kinds[HLO], hits)
+            not_run |= _compile(program, target, compiled, hits)
         findings, suppressed = _findings(program, hits)
         ran = tuple(rule.name for rule in rules if rule.name not in not_run)
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)
@@ -126,7 +130,7 @@ def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) 
         interpret(program.traced.jaxpr, arrays, watcher)
         hits += [(rule, hit) for rule in rules for hit in rule.after(program)]
     except Exception as error:  # an error of the user's code, or out of memory
-        return f"running one step failed: {type(error).__name__}: {_first_line(error)}"
+        return f"running one step failed: {_described(error)}"
     return ""
 
 
@@ -165,7 +169,7 @@ def _compile(
         compiled = Compiled(target, *compiled_texts(target, flat, program.call.arrays))
     # A missing compiler or a refused program must not cost the findings of the other rules.
     except (RuntimeError, TimeoutError, MemoryError, ImportError) as error:
-        reason = f"compiling for {target} failed: {type(error).__name__}: {_first_line(error)}"
+        reason = f"compiling for {target} failed: {_described(error)}"
         return {rule.name: reason for rule in rules}
     not_run: dict[str, str] = {}
     for rule in rules:
@@ -195,10 +199,10 @@ def _findings(
         count = len({id(hit.op) for _, hit in group if hit.op}) or 1
         findings.append(Finding(name, source, scope, hit.message, rule.why, rule.instead, count))
     findings.sort(key=_line)
-    silent = [is_silenced(each.source, each.rule) for each in findings]
+    silent = {each for each in findings if is_silenced(each.source, each.rule)}
     return (
-        tuple(each for each, quiet in zip(findings, silent, strict=True) if not quiet),
-        tuple(each for each, quiet in zip(findings, silent, strict=True) if quiet),
+        tuple(each for each in findings if each not in silent),
+        tuple(each for each in findings if each in silent),
     )
 
 
@@ -207,5 +211,46 @@ def _line(finding: Finding) -> tuple[str, int, str]:
     return file, int(line or 0), finding.rule
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+def _described(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+# ---- comments that silence -----------------------------------------------------------------------
+
+# ``# mpjax: ignore`` and ``# mpjax: ignore[rule]``.
+COMMENT = re.compile(r"#\s*mpjax:\s*ignore\b(?:\s*\[([^\]]*)\])?")
+
+
+def is_silenced(source: str, rule: str) -> bool:
+    """Returns whether a comment on a line, "file:line", or on its statement, silences a rule."""
+    file, _, number = source.rpartition(":")
+    if not file:
+        return False
+    # JAX names one line of a statement, and the comment may be on another one.
+    first, last = _statement(file, int(number))
+    for line in linecache.getlines(file)[first - 1 : last]:
+        for names in COMMENT.findall(line):
+            wanted = [name.strip() for name in names.split(",") if name.strip()]
+            if not wanted or any(matches(name, rule) for name in wanted):
+                return True
+    return False
+
+
+def _statement(file: str, number: int) -> tuple[int, int]:
+    """Returns the first and last line of the innermost statement around a line."""
+    text = "".join(linecache.getlines(file))
+    spans = [(a, b) for a, b in _statements(text) if a <= number <= b]
+    return min(spans, key=lambda span: span[1] - span[0], default=(number, number))
+
+
+@functools.lru_cache(64)
+def _statements(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # not Python
+        return ()
+    # Only statements without a body: a comment in a function must not silence all of it.
+    statements = (n for n in ast.walk(tree) if isinstance(n, ast.stmt))
+    simple = (n for n in statements if not (hasattr(n, "body") or isinstance(n, ast.Match)))
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in simple)

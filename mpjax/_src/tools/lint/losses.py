@@ -3,17 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_half, shown
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
-from mpjax._src.tools.lint.undone import narrows
+from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program
+from mpjax._src.tools.lint.rule import Hit
 
-EXPONENTIALS = ("exp", "exp2", "expm1", "logistic")
+EXPONENTIALS = rules.EXPONENTIALS | {"expm1", "logistic"}
+ADDS = rules.ALL_SUMS | {"reduce_sum"}
+DIVIDES = frozenset({"div", "logistic"})  # makes probabilities of exponentials
 # Operations between the exponentials of a softmax and the logarithm of their sum.
-SUMMED = MOVES | CASTS | {"reduce_sum", "abs", "add", "sub", "div", "psum"}
+SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | {"abs", "div"}
 # Operations between the loss of each example and the mean loss; none mixes features.
-AVERAGED = MOVES | CASTS | {"reduce_sum", "add", "sub", "neg", "mul", "div", "select_n", "max"}
+AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | ADDS | {"neg", "max"}
 
 
 def half_log_sums(program: Program) -> Iterator[Hit]:
@@ -31,8 +34,8 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         halves = {each.name for each in before if is_half(each.outs[0])}
         # After a division it is the logarithm of a probability, which only a loss makes a fault.
         names = {each.name for each in before}
-        summed = bool(names & {"reduce_sum", "psum"}) and not names & {"div", "logistic"}
-        if halves & {*EXPONENTIALS} and (summed or _is_loss(program, op)):
+        summed = names & ADDS and not names & DIVIDES
+        if halves & EXPONENTIALS and (summed or _is_loss(program, op)):
             yield Hit(
                 f"The {op.name} of a sum of exponentials is computed in {shown(op.outs[0])}: the "
                 "loss reads 16-bit logits.",
@@ -57,7 +60,7 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
         if narrow is None:
             continue
         names = {each.name for each in program.makers(narrow.ins[0], SUMMED)}
-        if names & {*EXPONENTIALS} and names & {"div", "logistic"}:
+        if names & EXPONENTIALS and names & DIVIDES:
             yield Hit(
                 f"{op.name} reads probabilities that were rounded to {shown(narrow.outs[0])}: "
                 "those below 6e-8 are 0 there.",
@@ -66,7 +69,7 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
 
 
 # Operations that protect from a pole.
-PROTECTED = MOVES | CASTS | {"add", "max", "clamp"}
+PROTECTED = SAME | {"add", "max", "clamp"}
 
 
 def _is_loss(program: Program, op: Op) -> bool:
@@ -76,7 +79,7 @@ def _is_loss(program: Program, op: Op) -> bool:
 
 
 # Operations between the terms of a variance and its input: means.
-MEANS = MOVES | CASTS | {"reduce_sum", "div", "mul"}
+MEANS = SAME | rules.PRODUCTS | ADDS
 
 
 def half_variances(program: Program) -> Iterator[Hit]:
@@ -90,20 +93,15 @@ def half_variances(program: Program) -> Iterator[Hit]:
     for op in program.named("sub"):
         if not is_half(op.outs[0]) or program.is_backward(op) or op.lines[1]:
             continue
-        means = [each.ins[0] for each in _squares_behind(program, op.ins[1], MOVES | CASTS)]
+        means = [each.ins[0] for each in _squares_behind(program, op.ins[1], SAME)]
         if not means:
             continue
         of = {*program.back(means[0], MEANS)}
         squares = _squares_behind(program, op.ins[0], MEANS)
-        sums = any(each.name == "reduce_sum" for each in program.makers(op.ins[0], MEANS))
+        sums = any(each.name in ADDS for each in program.makers(op.ins[0], MEANS))
         if sums and any(v in of for each in squares for v in each.ins):
             message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
             yield Hit(message, op)
-
-
-SQUARES = ("square", "integer_pow", "mul")
-# Operations between a square and the root of the mean of squares.
-ROOTED = MOVES | CASTS | {"reduce_sum", "add", "mul", "div"}
 
 
 def half_norms(program: Program) -> Iterator[Hit]:
@@ -112,67 +110,22 @@ def half_norms(program: Program) -> Iterator[Hit]:
     jnp.mean and jnp.sum add in float32, but their operand is squared in float16 before. bfloat16
     has enough range, and its rounding errors of the squares average out.
     """
-    for op in program.named(*SQUARES):
-        if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op) or not _squares(op):
+    for op in filter(_squares, program.ops):
+        if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op):
             continue
-        ahead = program.forward(op.outs[0], ROOTED)
+        ahead = program.forward(op.outs[0], MEANS | {"add"})
         readers = [each for v in ahead for each in program.readers(v)]
-        sums = any(each.name == "reduce_sum" for each in readers)
-        if sums and any(each.name in ("rsqrt", "sqrt") for each in readers):
+        sums = any(each.name in ADDS for each in readers)
+        if sums and any(each.name in rules.ROOTS for each in readers):
             yield Hit(f"The squares of a norm are computed in {shown(op.outs[0])}.", op)
 
 
 def _squares_behind(program: Program, value: Value, through: Any) -> list[Op]:
     """Returns the operations that square, behind a value and operations of some names."""
-    makers = program.makers(value, through)
-    return [op for op in makers if op.name in SQUARES and _squares(op)]
+    return [*filter(_squares, program.makers(value, through))]
 
 
 def _squares(op: Op) -> bool:
     if op.name == "mul":
         return op.ins[0] is op.ins[1]
-    return op.name == "square" or op.params["y"] == 2
-
-
-RULES = (
-    Rule(
-        "half-loss",
-        JAXPR,
-        "a log-softmax or cross entropy of 16-bit logits",
-        "In 16 bits, the logarithm of a sum of exponentials has 2 to 3 decimal digits. The loss "
-        "moves in steps, a probability near 1 gives a loss of exactly 0, and gradients of rare "
-        "classes are lost.",
-        "Cast logits to float32 before the loss: loss(logits.astype(jnp.float32), labels).",
-        half_log_sums,
-    ),
-    Rule(
-        "rounded-probability",
-        JAXPR,
-        "a logarithm or reciprocal of probabilities that were rounded to float16",
-        "float16 has no number between 0 and 6e-8. The logarithm of a small probability is then "
-        "-Inf, or that of an epsilon, and its gradient is Inf or 0: what is unlikely is not "
-        "learned.",
-        "Compute the logarithm in float32 from logits: jax.nn.log_softmax(logits.astype("
-        "jnp.float32)). Cast probabilities to 16 bits only for matmuls.",
-        rounded_probabilities,
-    ),
-    Rule(
-        "half-variance",
-        JAXPR,
-        "a variance computed as a difference of 16-bit means",
-        "The mean of squares and the square of the mean are nearly equal, so in 16 bits their "
-        "difference has no correct digits. It may even be negative, and its square root NaN.",
-        "Use jnp.var, or jnp.mean(jnp.square(x - jnp.mean(x))), on x.astype(jnp.float32).",
-        half_variances,
-    ),
-    Rule(
-        "half-norm",
-        JAXPR,
-        "a norm that squares in float16",
-        "In float16, the square of a number of 256 or more is Inf, and the square of a number "
-        "below 1.7e-4 is 0. One large activation makes the norm Inf, and everything that is "
-        "divided by it 0.",
-        "Cast to float32 before squaring: jnp.mean(jnp.square(x.astype(jnp.float32))).",
-        half_norms,
-    ),
-)
+    return op.name in rules.SQUARES and op.params.get("y", 2) == 2

@@ -1,27 +1,28 @@
-"""Rules of matmuls: float32 by type promotion, and backward passes narrower than the forward."""
+"""Rules of matmuls and kernels: operands of two dtypes, and passes that compute in others."""
 
+import collections
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from mpjax._src.core.base import _jax, rules
-from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_half, short_name, shown
+from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.program.graph import PLANNED, Op, Value
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.casts import widens
+from mpjax._src.tools.lint.program import CASTS, MOVES, SAME, Program
+from mpjax._src.tools.lint.rule import Hit
 
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+KERNELS = rules.KERNELS | {"triton_kernel_call", "custom_call", "tpu_custom_call"}
 
+CHOSEN = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 DEFAULT = (None, jax.lax.Precision.DEFAULT)
 
 # Operations that keep the dtype of their operands, so that a promotion passes through them.
-ELEMENTWISE = frozenset(
-    {*rules.names_where(lambda rule: rule.need in (rules.FOLLOW, rules.MOVE)), *MOVES}
-)
+ELEMENTWISE = MOVES | {*rules.names_where(lambda rule: rule.need in (rules.FOLLOW, rules.MOVE))}
 # What a norm does to a float32 stream besides.
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "rsqrt", "sqrt", "square"})
+REDUCTIONS = rules.EXTREMES | rules.ROOTS | {"reduce_sum", "square"}
 # How many origins a message names.
 MOST = 2
 
@@ -34,18 +35,16 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
     of float32 operands, of operands that the author cast, or with an explicit precision. What
     autocast plans is no fault: it runs short sums in float32.
     """
-    for op in program.named(*MATMULS):
+    for op in program.named(*rules.MATMULS):
         operands = op.ins[:2]
         if program.is_backward(op) or FLOAT32 not in map(dtype_of, operands):
             continue
         if not _has_default_precision(op) or PLANNED in op.scopes:
             continue
         causes = [_cause(program, v) for v in operands]
-        was_half = [
-            is_half(v) or bool(cause) or bool(_widening(program, v))
-            for v, cause in zip(operands, causes, strict=True)
-        ]
-        if any(causes) and all(was_half):
+        halves = [is_half(v) or _widening(program, v) for v in operands]
+        was_half = all(half or cause for half, cause in zip(halves, causes, strict=True))
+        if was_half and any(causes):
             yield Hit(
                 f"{op.name} of {' and '.join(map(shown, operands))} runs in float32, although both "
                 f"were 16-bit: {next(filter(None, causes))}.",
@@ -55,10 +54,8 @@ def promoted_matmuls(program: Program) -> Iterator[Hit]:
 
 def _widening(program: Program, value: Value) -> Op | None:
     """Returns the cast from 16 bits that made an operand float32, if it is implicit."""
-    for op in program.makers(value):
-        if op.name in CASTS and is_half(op.ins[0]) and dtype_of(op.outs[0]) == FLOAT32:
-            return None if _jax.is_written_cast(op.eqn) else op
-    return None
+    cast = next(filter(widens, program.makers(value)), None)
+    return None if cast is None or _jax.is_written_cast(cast.eqn) else cast
 
 
 def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Value]]]:
@@ -77,18 +74,6 @@ def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Va
 def _has_default_precision(op: Op) -> bool:
     precisions = np.atleast_1d(np.array(op.params.get("precision"), object))  # one, or one each
     return all(precision in DEFAULT for precision in precisions)
-
-
-def _multiplied_in_float32(program: Program) -> dict[Value, Op]:
-    """Returns what the forward pass multiplies in float32, and the matmul that does."""
-    forward = [op for op in program.named(*MATMULS) if not program.is_backward(op)]
-    return {
-        value: op
-        for op in forward
-        if dtype_of(op.outs[0]) == FLOAT32 and not any(is_half(v) for v in op.ins[:2])
-        for operand in op.ins[:2]
-        for value in program.back(operand, MOVES)
-    }
 
 
 def _cause(program: Program, value: Value) -> str:
@@ -110,8 +95,11 @@ def _cause(program: Program, value: Value) -> str:
     names = [*filter(None, arrays)] or [*filter(None, numbers)]
     operands = " and ".join(names[:MOST]) or " and ".join(map(shown, strong))
     root, _ = promoting[out]
-    where = short(_jax.source_line(root.eqn, *reversed(root.callers)))
-    return f"{root.name} with {operands} at {where} promoted one of them"
+    return f"{root.name} with {operands} at {_line(root)} promoted one of them"
+
+
+def _line(op: Op) -> str:
+    return short(_jax.source_line(op.eqn, *reversed(op.callers)))
 
 
 def _origin(program: Program, value: Value) -> str:
@@ -125,10 +113,9 @@ def _origin(program: Program, value: Value) -> str:
         return program.argument(value) or f"a constant {shown(value)}"
     if op.name in ELEMENTWISE | REDUCTIONS or _is_promoted(program, value):
         return ""
-    where = short(_jax.source_line(op.eqn, *reversed(op.callers)))
     if op.name in CASTS:
-        return f"a cast of {program.argument(value) or shown(op.ins[0])} to float32 ({where})"
-    return f"the result {shown(value)} of {op.name} ({where})"
+        return f"a cast of {program.argument(value) or shown(op.ins[0])} to float32 ({_line(op)})"
+    return f"the result {shown(value)} of {op.name} ({_line(op)})"
 
 
 def _is_promoted(program: Program, value: Value) -> bool:
@@ -142,16 +129,20 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
     JAX differentiates a matmul in its own dtypes, so a custom_vjp of the user casts there. Of
     what autocast plans, short sums run in float32, but their derivatives do not.
     """
-    wide = _multiplied_in_float32(program)
-    for op in program.named(*MATMULS):
+    # What the forward pass multiplies in float32, and the matmul that does.
+    wide = {
+        value: op
+        for op in program.named(*rules.MATMULS)
+        if not program.is_backward(op) and dtype_of(op.outs[0]) == FLOAT32
+        if not any(map(is_half, op.ins[:2]))
+        for operand in op.ins[:2]
+        for value in program.back(operand)
+    }
+    for op in program.named(*rules.MATMULS):
         if not program.is_backward(op) or PLANNED in op.scopes:
             continue
-        for operand in op.ins[:2]:
-            if not is_half(operand):
-                continue
-            forward = next(
-                (wide[v] for v in program.back(operand, MOVES | CASTS) if v in wide), None
-            )
+        for operand in filter(is_half, op.ins[:2]):
+            forward = next((wide[v] for v in program.back(operand, SAME) if v in wide), None)
             if forward is not None:
                 yield Hit(
                     f"{op.name} in the backward pass reads {shown(operand)}, but the forward pass "
@@ -161,28 +152,100 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
                 break
 
 
-RULES = (
-    Rule(
-        "promoted-matmul",
-        JAXPR,
-        "a matmul of 16-bit values that type promotion made float32",
-        "JAX promotes 16-bit and float32 operands to float32, and NumPy constants are float32. One "
-        "float32 constant, parameter or norm that is added to a 16-bit stream makes every matmul "
-        "after it run in float32, at a fraction of the speed and with twice the memory.",
-        "Cast the operand that promotes to the dtype of the other one: jnp.asarray(c, x.dtype) for "
-        "a constant (a Python number promotes nothing), p.astype(x.dtype) for a parameter or a "
-        "result, dtype= for a layer that returns float32. If the stream is to stay float32, cast "
-        "it before the matmul. jax.numpy_dtype_promotion('strict') finds other promotions.",
-        promoted_matmuls,
-    ),
-    Rule(
-        "narrow-backward",
-        JAXPR,
-        "a backward pass with less precision than its forward pass",
-        "Gradients have less precision than the loss. A check of the loss does not notice it, "
-        "because the loss is right, and training stalls late.",
-        "In the rule of custom_vjp, compute in the dtypes of the forward pass, and return "
-        "cotangents in the dtypes of the arguments.",
-        narrow_backward,
-    ),
-)
+def mixed_matmuls(program: Program) -> Iterator[Hit]:
+    """Finds matmuls of a 16-bit operand and a float32 operand.
+
+    A 16-bit matmul with a float32 result has such a matmul in its derivative, because the cotangent
+    is float32. It is found only if the user wrote the matmul, because the user cannot change the
+    inside of a library's function. A matmul with an explicit algorithm is not found: the algorithm
+    says how both operands are rounded.
+    """
+    for op in program.named("dot_general"):
+        left, right = op.ins
+        half, wide = (left, right) if is_half(left) else (right, left)
+        if not (is_half(half) and dtype_of(wide) == FLOAT32 and _is_matmul(op)):
+            continue
+        derived = program.is_backward(op)
+        if isinstance(op.params["precision"], CHOSEN):
+            continue
+        if derived and not _jax.is_called_directly(op.eqn):
+            continue
+        said = f"multiplies {shown(left)} by {shown(right)}: both are read as float32."
+        if derived:
+            name = short_name(dtype_of(half))
+            said = f"This {name} matmul returns float32, so a matmul in its backward pass {said}"
+        else:
+            said = f"A matmul {said}"
+        if is_half(op.outs[0]):
+            name = short_name(dtype_of(op.outs[0]))
+            said += f" Its result is {name}, and so is the float32 operand's gradient before it is "
+            said += "cast."
+        yield Hit(said, op)
+
+
+def _is_matmul(op: Op) -> bool:
+    """Returns whether an operation is a matmul that sums; an outer product does not."""
+    (contracted, _), _ = op.params["dimension_numbers"]
+    return any(op.ins[0].aval.shape[axis] > 1 for axis in contracted)
+
+
+def recomputed_matmuls(program: Program) -> Iterator[Hit]:
+    """Finds matmuls that the backward pass recomputes with another result dtype.
+
+    JAX recomputes in the same dtypes; a custom rule of the user may not. Two matmuls are the same
+    if their operands are, apart from casts and moves, and their results have the same size.
+    """
+    forward: dict[Value, list[Op]] = collections.defaultdict(list)
+    for op in program.named(*rules.MATMULS):
+        if not program.is_backward(op):
+            for value in program.back(op.ins[0], SAME):
+                forward[value].append(op)
+    for backward in program.named(*rules.MATMULS):
+        if not program.is_backward(backward):
+            continue
+        sources = [set(program.back(v, SAME)) for v in backward.ins[:2]]
+        # Forward matmuls are found by their left operand, so not all pairs are compared.
+        near = {op: None for each in sources for value in each for op in forward.get(value, ())}
+        for op in near:
+            if _same_matmul(program, op, backward, sources):
+                yield Hit(
+                    f"The forward pass computes {shown(op.outs[0])} here, and the backward pass "
+                    f"recomputes the same matmul as {shown(backward.outs[0])}.",
+                    op,
+                )
+
+
+def _same_matmul(program: Program, op: Op, backward: Op, sources: list[set[Value]]) -> bool:
+    first, second = op.outs[0], backward.outs[0]
+    if dtype_of(first) == dtype_of(second) or first.size != second.size:
+        return False
+    # A rule may recompute the transposed product, so the operands may be swapped.
+    own = [set(program.back(v, SAME)) for v in op.ins[:2]]
+    return any(
+        not (own[0].isdisjoint(one) or own[1].isdisjoint(other))
+        for one, other in (sources, sources[::-1])
+    )
+
+
+def mixed_kernels(program: Program) -> Iterator[Hit]:
+    """Finds kernels with operands of one kind in two dtypes, or with one that was 16-bit before.
+
+    Operands are of one kind if they are matrices with the same last axis: query, key and value.
+    Float32 operands such as maxima, logarithms of sums and scales have other shapes.
+    """
+    for op in program.named(*KERNELS):
+        if program.is_backward(op):
+            continue
+        matrices = [v for v in op.ins if is_float(v) and len(v.aval.shape) > 1]
+        for value in (v for v in matrices if dtype_of(v) == FLOAT32):
+            last = value.aval.shape[-1]
+            # A last axis of 1 is that of stored statistics, which would all match.
+            others = [v for v in matrices if is_half(v) and v.aval.shape[-1] == last > 1]
+            halves = [cast.ins[0] for cast in filter(widens, program.makers(value))]
+            if others:
+                yield Hit(f"{op.name} has the operands {shown(value)} and {shown(others[0])}.", op)
+            elif halves:
+                what = f"{shown(value)}, which is {shown(halves[0])} cast up"
+                yield Hit(f"{op.name} has the operand {what}.", op)
+            if others or halves:
+                break

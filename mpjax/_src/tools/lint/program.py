@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,8 +27,13 @@ from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arra
 from mpjax._src.core.program.trace import Flat, Traced, parameters_of, trace
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
-MOVES = rules.having(rules.SAME_PARAMETER) - {"convert_element_type"} | {"pcast", "pad", "name"}
 CASTS = frozenset({"convert_element_type"})
+MOVES = rules.having(rules.SAME_PARAMETER) - CASTS | {"pcast", "pad", "name"}
+SAME = MOVES | CASTS  # the same entries, in another place or dtype
+CHOSEN = SAME | {"select_n"}  # and those that are chosen from several arrays
+
+T = TypeVar("T")
+Through = Collection[str] | Callable[[Op], bool]
 
 Ways = collections.defaultdict[Value, list[Value]]
 Readers = collections.defaultdict[Value, list[Op]]
@@ -39,9 +44,8 @@ class Program:
     """A function as a program."""
 
     fun: Callable[..., Any]  # the function
-    args: tuple[Any, ...]  # its positional arguments, as given
-    kwargs: dict[str, Any]  # its keyword arguments, as given
-    call: Flat  # the arguments that are traced: ``args`` and ``kwargs``, modules as their arrays
+    is_abstract: bool  # whether some argument is a shape alone, so that nothing can be run
+    call: Flat  # the arguments that are traced, modules as their arrays
     traced: Traced  # the program of the arrays of ``call``
     names: tuple[str, ...]  # the name of each of them: "state.params['w']"
     results: tuple[str, ...]  # the name of each result: "result[0].params['w']"
@@ -49,13 +53,13 @@ class Program:
     ops: tuple[Op, ...] = ()  # all operations in program order, including those of inner programs
     # The loops, branches and calls around each operation, the outermost first.
     around: dict[Op, tuple[Op, ...]] = dataclasses.field(default_factory=dict)
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
+    notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # a cache for rules
     _constants: dict[Value, Any] = dataclasses.field(default_factory=dict)
     _made: dict[Value, Op] = dataclasses.field(default_factory=dict)
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
-    _counters: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    _tests: list[Value] = dataclasses.field(default_factory=list)
     _backward: set[Op] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -84,12 +88,11 @@ class Program:
         for value, place in zip(inner.invars, sub.ins, strict=True):
             self._connect(op.ins[place], value)
         for value, out in zip(inner.outvars, sub.outs, strict=True):
-            # The condition of a loop returns its verdict to the loop itself.
             if out is not None:
                 self._connect(value, op.outs[out])
+            else:  # the condition of a loop returns its verdict to the loop itself
+                self._tests.append(value)
         for result, argument in sub.carry:
-            if op.inside.kind == SCAN:
-                self._counters[inner.invars[argument]] = op, sub, result
             self._connect(inner.outvars[result], inner.invars[argument])
 
     def _connect(self, source: Value, target: Value) -> None:
@@ -109,13 +112,6 @@ class Program:
         fun = inspect.unwrap(self.fun)
         return getattr(fun, "__qualname__", type(fun).__name__).replace("<locals>.", "")
 
-    @property
-    def is_abstract(self) -> bool:
-        """Whether some argument is a shape alone, so that nothing can be run."""
-        return any(
-            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((self.args, self.kwargs))
-        )
-
     def named(self, *names: str) -> Iterator[Op]:
         """Yields the operations of some primitives."""
         return (op for op in self.ops if op.name in names)
@@ -129,15 +125,13 @@ class Program:
         op = self._made.get(value)
         return None if op is None or op.subs else op
 
-    def makers(
-        self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES
-    ) -> list[Op]:
+    def makers(self, value: Value, through: Through = MOVES) -> list[Op]:
         """Returns the operations that produce a value and those that it comes from, as `back`."""
         return [op for v in self.back(value, through) if (op := self.maker(v))]
 
     def number(self, value: Value) -> float | None:
         """Returns the number that a constant value equals, moved or cast at most, or None."""
-        for array in map(self.constant, self.back(value, MOVES | CASTS)):
+        for array in map(self.constant, self.back(value, SAME)):
             if array is not None and array.size == 1 and _is_real(array):
                 return float(array.reshape(()))
         return None
@@ -154,29 +148,16 @@ class Program:
     @functools.cached_property
     def live(self) -> set[Op]:
         """The operations that a result depends on, or that have effects."""
-        ends = [*self.block.outvars, *(v for op in self.ops if op.eqn.effects for v in op.ins)]
-        ends += [  # the predicates of loops
-            value
-            for op in self.ops
-            for sub in op.subs
-            for value, out in zip(sub.program.outvars, sub.outs, strict=True)
-            if out is None
-        ]
-        values: set[Value] = set()
-        for end in ends:
-            values |= {*self._reached_back(end, values)}
-        makers = {op for value in values if (op := self._made.get(value))}
-        return makers | {op for op in self.ops if op.eqn.effects}
 
-    def _reached_back(self, end: Value, seen: set[Value]) -> list[Value]:
         def before(value: Value) -> Iterator[Value]:
-            op = self._made.get(value)
-            sources = self._from[value] if op is None or op.subs else op.ins
-            # Predicates, and values that are only read inside of a branch or loop.
-            decides = op.ins if op is not None and op.subs else ()
-            return (v for v in (*sources, *decides) if v not in seen)
+            yield from self._from[value]
+            # Also the predicates of loops and branches, and what is only read inside of them.
+            yield from self._made[value].ins if value in self._made else ()
 
-        return [] if end in seen else _reached(end, before)
+        acting = {op for op in self.ops if op.eqn.effects}
+        ends = [*self.block.outvars, *self._tests, *(v for op in acting for v in op.ins)]
+        values = all_reached(ends, before)
+        return acting | {op for value in values if (op := self._made.get(value))}
 
     def sources(self, value: Value) -> Sequence[Value]:
         """Returns the values outside or inside of a program that a value represents (`Inside`)."""
@@ -193,19 +174,17 @@ class Program:
 
     def counts(self, value: Value) -> tuple[float, float] | None:
         """Returns the first and last number of a counter that a scan carries, or None."""
-        around = self._counters.get(value)
-        if around is None:
-            return None
         # fori_loop starts its counter at a constant, and adds a constant in each iteration.
-        loop, inside, result = around
-        op = self.maker(inside.program.outvars[result])
-        start = self.constant(loop.ins[inside.ins[inside.program.invars.index(value)]])
-        if op is None or op.name != "add" or value not in op.ins or start is None:
+        start, *results = self._from[value] or [value]
+        op = self.maker(results[0]) if len(results) == 1 else None
+        if op is None or op.name != "add" or value not in op.ins:
             return None
-        (step,) = [self.constant(v) for v in op.ins if v is not value] or [None]
-        if step is None or np.size(step) != 1 or np.size(start) != 1:
+        numbers = [self.constant(v) for v in (start, *op.ins) if v is not value]
+        loop = self.around[op][-1]
+        if loop.inside.kind != SCAN or [np.size(n) for n in numbers if n is not None] != [1, 1]:
             return None
-        ends = float(start), float(start) + float(step) * (turns_of(loop.eqn) - 1)
+        first, step = map(float, numbers)
+        ends = first, first + step * (turns_of(loop.eqn) - 1)
         return min(ends), max(ends)
 
     def readers(self, value: Value) -> list[Op]:
@@ -218,19 +197,27 @@ class Program:
         moved = self.forward(value, through)
         return [op for v in moved for op in self.readers(v) if op.name not in through]
 
-    def back(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+    def back(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that it comes from, the nearest first.
 
         Operations ``through`` which it came, some primitives or those of a predicate, are followed
         from their results to their operands. The boundaries of loops, branches and calls are always
         followed; a loop's carry comes from its initial value and from the iteration.
         """
-        goes = through if callable(through) else lambda op: op.name in through
-        return _reached(value, lambda v: (*self._from[v], *self._operands(v, goes)))
+        goes = _predicate(through)
 
-    def forward(self, value: Value, through: Collection[str] | Callable[[Op], bool] = MOVES):
+        def before(v: Value) -> Iterator[Value]:
+            yield from self._from[v]
+            op = self.maker(v)
+            if op is not None and goes(op):
+                # The predicate only chooses: no entry of the result comes from it.
+                yield from cases(op) or op.ins
+
+        return all_reached([value], before)
+
+    def forward(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that are computed from it; the reverse of `back`."""
-        goes = through if callable(through) else lambda op: op.name in through
+        goes = _predicate(through)
 
         def ahead(v: Value) -> Iterator[Value]:
             yield from self._to[v]
@@ -238,19 +225,16 @@ class Program:
                 if not op.subs and goes(op):
                     yield from op.outs
 
-        return _reached(value, ahead)
+        return all_reached([value], ahead)
 
-    def _operands(self, value: Value, goes: Callable[[Op], bool]) -> Sequence[Value]:
-        op = self.maker(value)
-        if op is None or not goes(op):
-            return ()
-        # The predicate only chooses: no entry of the result comes from it.
-        return op.ins[1:] if op.name == "select_n" else op.ins
+    def is_from(self, value: Value, source: Value) -> bool:
+        """Returns whether a value is another one, moved or cast at most."""
+        return source in self.back(value, SAME)
 
     def argument(self, value: Value) -> str:
         """Returns the name of the argument that a value was moved or cast from, or ""."""
         names = dict(zip(self.block.invars, self.names, strict=True))
-        origins = (names.get(v) for v in self.back(value, MOVES | CASTS))
+        origins = (names.get(v) for v in self.back(value, SAME))
         return next((name for name in origins if name), "")
 
 
@@ -259,14 +243,41 @@ def _is_real(x: Any) -> bool:
     return is_float(x) or x.dtype.kind in "biu"
 
 
-def _reached(start: Value, following: Callable[[Value], Any]) -> list[Value]:
-    seen = {start: None}
-    waiting = collections.deque([start])
+def _predicate(through: Through) -> Callable[[Op], bool]:
+    return through if callable(through) else lambda op: op.name in through
+
+
+def noted(fun: Callable[[Program], Any]) -> Callable[[Program], Any]:
+    """Computes a function of a program once, and keeps its result with the program."""
+
+    @functools.wraps(fun)
+    def get(program: Program) -> Any:
+        if fun not in program.notes:
+            program.notes[fun] = fun(program)
+        return program.notes[fun]
+
+    return get
+
+
+def cases(op: Op) -> tuple[Value, ...]:
+    """Returns the arrays that a select chooses from; none of another operation."""
+    return op.ins[1:] if op.name == "select_n" else ()
+
+
+def anything(op: Op) -> bool:
+    """Goes through every operation."""
+    return True
+
+
+def all_reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> list[T]:
+    """Returns some nodes of a graph and all that follow, the nearest first."""
+    seen = dict.fromkeys(starts)
+    waiting = collections.deque(seen)
     while waiting:
-        for value in following(waiting.popleft()):
-            if value not in seen:
-                seen[value] = None
-                waiting.append(value)
+        for node in following(waiting.popleft()):
+            if node not in seen:
+                seen[node] = None
+                waiting.append(node)
     return [*seen]
 
 
@@ -289,13 +300,13 @@ def make_program(
             if argnums is not None:
                 active = differentiated("lint", args, kwargs, argnums)
                 flat = _with_gradients(flat, active, call.names(parameters), has_aux)
-            return _program(fun, args, kwargs, call, flat, parameters)
+            return _program(fun, (args, kwargs), call, flat, parameters)
         programs: list[Program] = []
 
         def run(*states, **more):
             call = Flat.of((states, more))
             flat = call.on(on_arrays(fun))
-            programs.append(_program(fun, args, kwargs, call, flat, ["graph", *parameters]))
+            programs.append(_program(fun, (args, kwargs), call, flat, ["graph", *parameters]))
             # Nothing ran, so `call_on_arrays` has no new values to write into the modules.
             return None, None, None
 
@@ -321,12 +332,14 @@ def _with_gradients(flat, active, names, has_aux) -> Callable[..., Any]:
     return derived
 
 
-def _program(fun, args, kwargs, call: Flat, flat, parameters) -> Program:
+def _program(fun, arguments, call: Flat, flat, parameters) -> Program:
+    leaves = jax.tree.leaves(arguments)
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     # JAX casts numbers while it traces, so the program would not show that a constant is lost.
     with _jax.casts_of_numbers():
         traced = trace(flat, call.avals, getattr(fun, "__name__", "lint"))
     return Program(
-        *(fun, args, kwargs, call, traced),
+        *(fun, is_abstract, call, traced),
         call.names(parameters),
         tuple(f"result{jax.tree_util.keystr(keys)}" for keys in traced.out.keys),
         build(*_jax.open_jaxpr(traced.jaxpr)),

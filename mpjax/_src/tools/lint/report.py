@@ -65,9 +65,8 @@ class LintReport(Report):
         return bool(self.findings)
 
     def document(self) -> Document:
-        count = len(self.findings)
-        counted = f"{count or 'no'} finding{'s' * (count != 1)}"
-        notes = [f"{self.target}: {counted}; {_rules(len(self.ran))} ran"]
+        found = _count(len(self.findings) or "no", "finding")
+        notes = [f"{self.target}: {found}; {_count(len(self.ran), 'rule')} ran"]
         if self.suppressed:
             ignored = ", ".join(f"{short(f.source)} {f.rule}" for f in self.suppressed)
             notes.append(f"suppressed: {ignored}")
@@ -92,20 +91,28 @@ class LintReport(Report):
         did not run become notifications.
         """
         index = {rule.name: i for i, rule in enumerate(self.rules)}
-        results = [(each, False) for each in self.findings]
-        # SARIF has a mark for suppressed results, so that code scanning can list them too.
-        results += [(each, True) for each in self.suppressed]
         driver = {
             "name": "mpjax lint",
             "version": sys.modules[__name__.split(".")[0]].__version__,
             "rules": [_rule_of_sarif(rule) for rule in self.rules],
         }
-        notes = [_note_of_sarif(name, index, reason) for name, reason in self.not_run.items()]
+        notes = [
+            {
+                "level": "note",
+                "message": {"text": f"{name} was not run: {reason}"},
+                "associatedRule": {"id": name, "index": index[name]},
+            }
+            for name, reason in self.not_run.items()
+        ]
+        # SARIF has a mark for suppressed results, so that code scanning can list them too.
+        quiet = {"suppressions": [{"kind": "inSource"}]}
+        results = [_result_of_sarif(each, index[each.rule]) for each in self.findings]
+        results += [_result_of_sarif(each, index[each.rule]) | quiet for each in self.suppressed]
         run = {
             "tool": {"driver": driver},
             "columnKind": "unicodeCodePoints",
             "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
-            "results": [_result_of_sarif(each, index[each.rule], quiet) for each, quiet in results],
+            "results": results,
         }
         return {"$schema": SARIF, "version": "2.1.0", "runs": [run]}
 
@@ -113,19 +120,11 @@ class LintReport(Report):
 def _rule_of_sarif(rule: Rule) -> dict[str, Any]:
     return {
         "id": rule.name,
-        "shortDescription": {"text": _sentence(rule.summary)},
+        "shortDescription": {"text": f"{rule.summary[0].upper()}{rule.summary[1:]}."},
         "fullDescription": {"text": rule.why},
         "help": {"text": rule.instead},
         "defaultConfiguration": {"level": "warning"},
         "properties": {"needs": rule.needs},
-    }
-
-
-def _note_of_sarif(name: str, index: dict[str, int], reason: str) -> dict[str, Any]:
-    return {
-        "level": "note",
-        "message": {"text": f"{name} was not run: {reason}"},
-        "associatedRule": {"id": name, "index": index[name]},
     }
 
 
@@ -140,19 +139,16 @@ def _location_of_sarif(each: Finding) -> dict[str, Any]:
     return location
 
 
-def _result_of_sarif(each: Finding, index: int, suppressed: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {
+def _result_of_sarif(each: Finding, index: int) -> dict[str, Any]:
+    location = _location_of_sarif(each)
+    return {
         "ruleId": each.rule,
         "ruleIndex": index,
         "level": "warning",
         "message": {"text": f"{each.message} {each.why} {each.instead}"},
         "occurrenceCount": each.count,
+        **({"locations": [location]} if location else {}),
     }
-    if location := _location_of_sarif(each):
-        result["locations"] = [location]
-    if suppressed:
-        result["suppressions"] = [{"kind": "inSource"}]
-    return result
 
 
 def _uri(file: str) -> str:
@@ -168,9 +164,5 @@ def _uri(file: str) -> str:
         return path.as_uri()
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _rules(count: int) -> str:
-    return f"{count} rule{'s' * (count != 1)}"
+def _count(count: int | str, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"

@@ -30,7 +30,7 @@ class NotRun(NamedTuple):
     reason: str
 
 
-def _nothing(program: Any) -> tuple[()]:
+def nothing(program: Any) -> tuple[()]:
     return ()
 
 
@@ -59,7 +59,7 @@ class Rule:
     why: str
     instead: str
     check: Callable[..., Iterable[Any]]
-    after: Callable[..., Iterable[Any]] = _nothing
+    after: Callable[..., Iterable[Any]] = nothing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,17 +1,18 @@
-"""Rules of the state that a step passes to the next step."""
+"""Rules of the state that a step passes on: its dtype, and whether a skipped step keeps it."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 
 from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import short_name
-from mpjax._src.core.program.graph import Value
+from mpjax._src.core.base.higher_order import BRANCH
+from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.states import children, nodes
-from mpjax._src.tools.lint.program import CASTS, MOVES, Program
-from mpjax._src.tools.lint.rule import JAXPR, Hit, Rule
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything, cases, noted
+from mpjax._src.tools.lint.rule import Hit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +24,22 @@ class Carried:
     after: Value
 
 
+@noted
 def carried(program: Program) -> list[Carried]:
     """Returns the state of a step: the trees among its results that match one of its arguments.
 
     They have the same structure and shapes. If several match, the first is taken.
     """
-    (tree, ins), (out, outs) = _ends(program)
+    call, out = program.call, program.traced.out
+    # The name and value of each leaf that is an array.
+    ins = call.spread(zip(program.names, program.block.invars, strict=True))
+    outs = out.spread(zip(program.results, program.block.outvars, strict=True))
     forms: dict[Any, list[slice]] = {}
-    for node, where in _in_arguments(tree):
+    for node, where in _in_arguments(call.tree):
         forms.setdefault((node, _shapes(ins[where])), []).append(where)
     states: list[Carried] = []
     done = 0
-    for node, where in nodes(out):
+    for node, where in nodes(out.tree):
         key = node, _shapes(outs[where])
         # A tree inside of one that matched is a part of it.
         if where.start < done or key not in forms or not any(outs[where]):
@@ -52,19 +57,13 @@ def alone(program: Program) -> Iterator[Carried]:
 
     Unlike trees, they may match by chance, so a rule needs further evidence.
     """
-    (tree, ins), (out, outs) = _ends(program)
-    arguments = [leaf for part, start in children(tree) for leaf in _leaves(part, ins, start)]
-    for _, after in _leaves(out, outs):
-        for name, before in arguments:
+    given = zip(program.call.keys, program.names, program.block.invars, strict=True)
+    # The first key says whether it is a positional argument, the second which one.
+    arguments = [(name, before) for keys, name, before in given if len(keys) == 2]
+    for keys, after in zip(program.traced.out.keys, program.block.outvars, strict=True):
+        for name, before in arguments if len(keys) < 2 else ():
             if before.aval.shape == after.aval.shape:
                 yield Carried(name, before, after)
-
-
-def _leaves(tree: Any, values: list[Any], start: int = 0) -> list[Any]:
-    """Returns the values that are the leaves of a tree, or of its parts."""
-    leaf = jax.tree_util.treedef_is_leaf
-    parts = [(tree, start)] if leaf(tree) else children(tree, start)
-    return [values[n] for part, n in parts if leaf(part) and part.num_leaves and values[n]]
 
 
 def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
@@ -74,22 +73,13 @@ def _in_arguments(tree: Any) -> Iterator[tuple[Any, slice]]:
             yield from nodes(argument, first)
 
 
-def _ends(program: Program) -> tuple[tuple[Any, list[Any]], tuple[Any, list[Any]]]:
-    """Returns the structure of the arguments with the name and value of each array leaf, and the
-    same for the results."""
-    call, out = program.call, program.traced.out
-    ins = call.spread(zip(program.names, program.block.invars, strict=True))
-    outs = out.spread(zip(program.results, program.block.outvars, strict=True))
-    return (call.tree, ins), (out.tree, outs)
-
-
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(leaf and leaf[1].aval.shape for leaf in leaves)
 
 
 # Operations that make new state from old state, and those that write into it.
-KEEPS = rules.having(rules.STATE) | MOVES | CASTS
-WRITES = frozenset({"add", "add_any", "sub", "select_n", "dynamic_update_slice", "scatter"})
+KEEPS = rules.having(rules.STATE) | SAME
+WRITES = rules.having(rules.STATE) - rules.PRODUCTS - {"neg"}
 
 
 def is_updated(program: Program, each: Carried) -> bool:
@@ -97,38 +87,98 @@ def is_updated(program: Program, each: Carried) -> bool:
 
     The new value of state is its old value with something added or written into it.
     """
-    through = program.back(each.after, KEEPS)
-    makers = {op.name for v in through if (op := program.maker(v))}
-    return each.before in through and not makers.isdisjoint(WRITES)
+    makers = {op.name for op in program.makers(each.after, KEEPS)}
+    return each.before in program.back(each.after, KEEPS) and not makers.isdisjoint(WRITES)
 
 
 def drifting(program: Program) -> Iterator[Hit]:
     """Finds state whose dtype changes. Weak types are ignored."""
     drifts = [
-        (each, each.before.aval.dtype, each.after.aval.dtype)
+        each
         for each in carried(program)
         if each.before.aval.dtype != each.after.aval.dtype and is_updated(program, each)
     ]
     if drifts:
-        first, before, after = drifts[0]
-        more = f", and {len(drifts) - 1} more" if len(drifts) > 1 else ""
+        first, *others = drifts
+        before, after = (short_name(v.aval.dtype) for v in (first.before, first.after))
+        more = f", and {len(others)} more" if others else ""
         yield Hit(
-            f"{first.name} goes in as {short_name(before)} and comes out as {short_name(after)}"
-            f"{more}.",
+            f"{first.name} goes in as {before} and comes out as {after}{more}.",
             program.maker(first.after),
         )
 
 
-RULES = (
-    Rule(
-        "state-dtype-drift",
-        JAXPR,
-        "a state that a step returns in another dtype",
-        "The next step is another program: JAX compiles it again, and scan refuses it. Memory "
-        "doubles or precision is lost, and a restored run trains in other dtypes.",
-        "Preserve the state's dtypes: set the optimizer's dtype (mu_dtype in optax), cast updates "
-        "to the parameters' dtype, and cast each new value to the dtype of the value that it "
-        "replaces.",
-        drifting,
-    ),
+# Operations between the finite check of a number and the predicate of a gate.
+VERDICTS = (
+    *(CHOSEN | rules.LOGIC | rules.EQUALITIES | rules.EXTREMES | rules.ALL_SUMS),
+    *("reduce_and", "reduce_or", "pmin", "pmax", "concatenate", "stack"),
 )
+
+
+def ungated_states(program: Program) -> Iterator[Hit]:
+    """Finds states that a skipped step updates, although they are computed from checked values.
+
+    A gate is a select of a state's new or old value, by a finite check. Every other floating state
+    that is updated from the checked values must depend on the check too: by a gate, through a gated
+    value (an average of the weights), or directly (a loss scale).
+    """
+    states = [
+        each for each in carried(program) if jnp.issubdtype(each.before.aval.dtype, jnp.floating)
+    ]
+    gates = [gate for each in states if (gate := _gate(program, each))]
+    if not gates:
+        return
+    verdicts = {op: None for gate in gates for op in _verdict(program, gate)}
+    tests = [op for op in verdicts if op.name == "is_finite"]
+    checked = {v for op in tests for v in program.back(op.ins[0], anything)}
+    gated = _depends(program, [op.outs[0] for op in tests])
+    arguments = {*program.block.invars}
+    # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
+    # to come from something that was computed, and then checked.
+    computed = {v for v in checked if v not in arguments and program.maker(v) is not None}
+    missed = [
+        each
+        for each in states
+        if each.after not in gated
+        and each.before is not each.after
+        and is_updated(program, each)
+        and any(v in computed for v in program.back(each.after, anything))
+    ]
+    if missed:
+        names = ", ".join(each.name for each in missed[:3])
+        more = f", and {len(missed) - 3} more" if len(missed) > 3 else ""
+        yield Hit(
+            f"A non-finite step is skipped for {len(gates)} of {len(states)} states, but not for "
+            f"{names}{more}.",
+            next(iter(program.makers(missed[0].after, SAME)), None),
+        )
+
+
+def _gate(program: Program, each: Carried) -> Op | None:
+    """Returns the operation that selects the new or old value of a state by a finite test."""
+    for value in program.back(each.after, SAME):
+        # A step may be skipped by a select or by a branch (lax.cond).
+        op = program.branch(value) or program.maker(value)
+        if op is None or not (cases(op) or op.inside.kind == BRANCH):
+            continue
+        # One of the cases is the old value, moved or cast at most.
+        ways = cases(op) or [value]
+        old = any(program.is_from(v, each.before) for v in ways)
+        if old and any(maker.name == "is_finite" for maker in _verdict(program, op)):
+            return op
+    return None
+
+
+def _depends(program: Program, tests: list[Value]) -> set[Value]:
+    """Returns all values that are computed from some values, or selected by them."""
+    dependent: set[Value] = set()
+    while tests:
+        new = {v for test in tests for v in program.forward(test, anything)} - dependent
+        dependent |= new
+        chosen = {op for v in new for op in program.chooses(v)}
+        tests = [v for op in chosen for v in op.outs if v not in dependent]
+    return dependent
+
+
+def _verdict(program: Program, gate: Op) -> list[Op]:
+    return program.makers(gate.ins[0], VERDICTS)
