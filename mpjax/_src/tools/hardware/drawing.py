@@ -17,16 +17,8 @@ from mpjax._src.tools.document.model import (
     shares,
     size,
 )
-from mpjax._src.tools.hardware.hlo import (
-    Computation,
-    Op,
-    called_by,
-    custom_target,
-    parse,
-    runs,
-    source_lines,
-)
-from mpjax._src.tools.hardware.hlo_costs import LIBRARIES
+from mpjax._src.tools.hardware.hlo import Op, Shape, parse, source_lines
+from mpjax._src.tools.hardware.hlo_costs import costs
 from mpjax._src.tools.hardware.memory import (
     CODES,
     KEPT,
@@ -37,7 +29,7 @@ from mpjax._src.tools.hardware.memory import (
     scope_of,
 )
 from mpjax._src.tools.hardware.times import KernelRow
-from mpjax._src.tools.hardware.traffic import STRUCTURE, bytes_moved
+from mpjax._src.tools.hardware.traffic import STRUCTURE
 
 MEMORY = Color(
     "memory",
@@ -70,12 +62,19 @@ TIME_WORDS = (
 
 def drawing_of(hlo: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow] = ()) -> Drawing:
     """Returns the drawing of an optimized program, whose memory and kernels these rows list."""
+    module, line_of = parse(hlo), source_lines(hlo)
+    ops = {op.place: op for op in module.ops()}
     kept: dict[str, float] = collections.defaultdict(float)
-    module, entry = parse(hlo)
-    line_of = source_lines(hlo)
+    rows_of: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
+    arguments = []
     for row in rows:
-        if row.kind in (KEPT, CODES) and row.leaf:
-            kept[box_of(row.name, line_of(module[row.leaf[0]].ops[row.leaf[1]]))] += row.bytes
+        if row.leaf:
+            op = ops[row.leaf[:2]]
+            rows_of[op.place].append(row)
+            if row.kind in (KEPT, CODES):
+                kept[box_of(row.name, line_of(op))] += row.bytes
+            if op.opcode == "parameter":
+                arguments.append(_argument(row, op.shapes[row.leaf[2]]))
     bars = [Bar("Memory by kind", tuple(by_kind(rows).items()), words=MEMORY_WORDS)]
     if kept:
         words = "Grouped by the scope that computed them, or by the line if there is no scope."
@@ -85,22 +84,13 @@ def drawing_of(hlo: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow]
         bars.append(Bar("Time by kind of kernel", times, unit="ms", words=TIME_WORDS))
     return Drawing(
         bars=tuple(bars),
-        operations=(
-            *_instructions(module, entry, line_of, rows),
-            *(_argument(row, module) for row in rows if _is_argument(row, module)),
-        ),
+        operations=(*_instructions(hlo, line_of, rows_of), *arguments),
         colors=(DTYPE, MEMORY, dataclasses.replace(KIND, classes=tuple(by_kind(rows))), BYTES),
         things="items",
     )
 
 
-def _is_argument(row: MemoryRow, module: Mapping[str, Computation]) -> bool:
-    return row.leaf is not None and module[row.leaf[0]].ops[row.leaf[1]].opcode == "parameter"
-
-
-def _argument(row: MemoryRow, module: Mapping[str, Computation]) -> Operation:
-    assert row.leaf is not None
-    shape = module[row.leaf[0]].ops[row.leaf[1]].shapes[row.leaf[2]]
+def _argument(row: MemoryRow, shape: Shape) -> Operation:
     # The path state.params['w'][0] is drawn as boxes: state/params/w/0.
     path = row.name.replace("['", "/").replace("']", "").replace(".", "/").replace("[", "/")
     scope, _, label = path.replace("]", "").rpartition("/")
@@ -111,69 +101,50 @@ def _argument(row: MemoryRow, module: Mapping[str, Computation]) -> Operation:
             kind=row.kind,
             argument=row.name,
             memory=size(row.bytes),
-            array=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
+            array=str(shape),
         ),
         colors={"dtype": _dtype(shape.dtype), "memory": row.bytes, "kind": row.kind},
     )
 
 
 def _instructions(
-    module: dict[str, Computation],
-    entry: str,
+    hlo: str,
     line_of: Callable[[Op], str],
-    rows: Sequence[MemoryRow],
+    rows_of: Mapping[tuple[str, str], Sequence[MemoryRow]],
 ) -> Iterator[Operation]:
     """Yields the instructions that run as kernels, in order."""
-    rows_of: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
-    for row in rows:
-        if row.leaf:
-            rows_of[row.leaf[:2]].append(row)
-    for computation, op, times, fused, _ in runs(module, entry):
+    for each in costs(hlo).instructions:
+        op = each.op
         # The start of an asynchronous operation stands for its end too.
-        if fused or op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
+        if op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
             continue
         name, line = op_name(op), line_of(op)
-        alive = rows_of[computation.name, op.name]
+        alive = rows_of.get(op.place, ())
         memory = sum(row.bytes for row in alive)
-        moved = times * bytes_moved(module, computation, op)
-        matmul = _matmul(module, op)
-        shape = op.shapes[0] if op.shapes else None
+        dtypes = [matmul.operands for matmul in each.matmuls] + [s.dtype for s in op.shapes]
         yield Operation(
             label=name.rpartition("/")[2] or op.opcode,
             scope=box_of(scope_of(name), line),
             facts=facts(
                 kind=", ".join(dict.fromkeys(row.kind for row in alive)),
                 memory_at_its_peak=size(memory) if memory else "",
-                bytes_moved=size(moved),
-                runs=f"{times} times" if times > 1 else "",
-                result=f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "",
+                bytes_moved=size(each.times * each.bytes),
+                runs=f"{each.times} times" if each.times > 1 else "",
+                result=str(op.shapes[0]) if op.shapes else "",
                 line=short(line),
                 code=code_at(line),
                 instruction=f"{op.opcode} {op.name}",
                 name_in_the_program=name,
             ),
             colors={
-                "dtype": _dtype(matmul or (shape.dtype if shape else "")),
+                "dtype": _dtype(dtypes[0] if dtypes else ""),
                 "memory": memory,
                 "kind": alive[0].kind if alive else None,
-                "bytes": moved,
+                "bytes": each.times * each.bytes,
             },
             backward=is_backward(name),
-            large=bool(matmul),
+            large=bool(each.matmuls),
         )
-
-
-def _matmul(module: Mapping[str, Computation], op: Op) -> str:
-    """Returns the dtype in which an instruction multiplies matrices, or "" if it does not."""
-    if op.opcode == "custom-call":
-        return op.shapes[0].dtype if custom_target(op).startswith(LIBRARIES) else ""
-    inside = module[called_by(op)[0]] if op.opcode == "fusion" else None
-    ops = inside.ops.values() if inside else (op,)
-    matmuls = [o for o in ops if o.opcode in ("dot", "convolution")]
-    # The operands of a dot outside of kernels are not at hand, so its result's dtype is shown.
-    if not matmuls or inside is None:
-        return matmuls[0].shapes[0].dtype if matmuls else ""
-    return inside.ops[matmuls[0].operands[0]].shapes[0].dtype
 
 
 def _dtype(name: str) -> str:

@@ -15,11 +15,9 @@ import numpy as np
 from mpjax._src.tools.hardware.collectives import SENT
 from mpjax._src.tools.hardware.hlo import (
     PLACES,
-    Computation,
     Op,
     Shape,
     bits,
-    custom_target,
     jax_name,
     parse,
     runs,
@@ -70,7 +68,6 @@ class Matmul:
 class Kernel:
     """One kernel of an HLO module, or one call of a library, with what it runs."""
 
-    computation: Computation  # that it stands in
     op: Op
     name: str  # the name of the JAX operation that it comes from
     times: int  # how often it runs
@@ -93,36 +90,38 @@ class Costs:
     constant_bytes: float  # the bytes of the arrays that are part of the program
     unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
     unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
-    # What runs one after the other: all kernels except those that devices and the host exchange.
-    kernels: tuple[Kernel, ...] = dataclasses.field(compare=False)
+    instructions: tuple[Kernel, ...] = dataclasses.field(compare=False)  # those outside of kernels
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What runs one after the other, without what devices and the host exchange."""
+        return tuple(k for k in self.instructions if is_kernel(k.op) and not _exchanges(k.op))
 
 
 def costs(text: str) -> Costs:
     """Returns the cost of one run of an optimized HLO module."""
-    module, entry = parse(text)
     groups: list[Kernel] = []  # each instruction with what it runs, if that is fused
     constants = sent = received = 0.0
     loops, calls = 0, dict[str, None]()
-    for computation, op, times, fused, scope in runs(module, entry):
+    for op, times, fused, scope in runs(parse(text).entry):
         if not fused:
-            moved = bytes_moved(module, computation, op)
-            groups.append(Kernel(computation, op, jax_name(op, scope), times, moved))
+            groups.append(Kernel(op, jax_name(op, scope), times, bytes_moved(op)))
             sent += times * host_bytes(op, to_host=True)
             received += times * host_bytes(op, to_host=False)
         # `runs` yields a kernel, and directly after it what is fused in it.
         group = groups[-1]
         group.codes.add(op.opcode)
-        product = matmul(computation, op, times, scope)
+        product = matmul(op, times, scope)
         if product:
             group.matmuls.append(product)
-        elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
-            calls[custom_target(op)] = None
+        elif op.opcode == "custom-call" and not op.target.startswith(NO_FLOPS):
+            calls[op.target] = None
         elif op.opcode in ARITHMETIC:
             group.other_flops += op.shapes[0].size
         elif op.opcode in ("reduce", "reduce-window"):
-            group.other_flops += computation.ops[op.operands[0]].shapes[0].size
+            group.other_flops += op.operands[0].shapes[0].size
         elif op.opcode == "while":
-            loops += trip_count(module, computation, op) is None
+            loops += trip_count(op) is None
         elif op.opcode == "constant" and not fused:
             constants += op.bytes
     return Costs(
@@ -133,7 +132,7 @@ def costs(text: str) -> Costs:
         constants,
         loops,
         tuple(calls),
-        tuple(group for group in groups if is_kernel(group.op) and not _exchanges(group.op)),
+        tuple(groups),
     )
 
 
@@ -145,11 +144,9 @@ def _exchanges(op: Op) -> bool:
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
     """Counts the operand dtypes of a module's matmuls, by the names of their JAX operations."""
-    module, entry = parse(text)
     dtypes: dict[str, collections.Counter[str]] = {}
-    for computation, op, times, _, scope in runs(module, entry):
-        product = matmul(computation, op, times, scope)
-        if product:
+    for op, times, _, scope in runs(parse(text).entry):
+        if product := matmul(op, times, scope):
             dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
     return dtypes
 
@@ -168,20 +165,20 @@ def _precision(op: Op, library: bool) -> str:
 
 
 def is_matmul(op: Op) -> bool:
-    library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
+    library = op.opcode == "custom-call" and op.target.startswith(LIBRARIES)
     return library or op.opcode in (DOT, CONVOLUTION)
 
 
-def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+def matmul(op: Op, times: int, scope: str) -> Matmul | None:
     if not is_matmul(op):
         return None
-    left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
+    left, right = (operand.shapes[0] for operand in op.operands[:2])
     algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
     operands, library = max(left.dtype, right.dtype, key=bits), op.opcode == "custom-call"
     kind, odd = CONVOLUTION, 0
-    if custom_target(op).startswith("__cudnn$fmha"):
+    if op.target.startswith("__cudnn$fmha"):
         kind = ATTENTION
-    elif op.opcode == "dot" or custom_target(op).startswith("__cublas"):
+    elif op.opcode == "dot" or op.target.startswith("__cublas"):
         kind, axes = DOT, _matmul_axes(op, left, right)
         if bits(operands) == 16 and min(axes) >= TILE:
             odd = next((axis for axis in axes if axis % EIGHT), 0)
@@ -216,7 +213,7 @@ def _dimensions(op: Op, which: str) -> list[int]:
 
 
 def _flops(op: Op, left: Shape, right: Shape) -> float:
-    result, target = op.shapes[0], custom_target(op)
+    result, target = op.shapes[0], op.target
     if op.opcode == "dot" or target.startswith("__cublas"):
         return 2.0 * result.size * _matmul_axes(op, left, right)[2]
     if target.startswith("__cudnn$fmha"):
@@ -237,7 +234,7 @@ def _attention_flops(op: Op, width: int) -> float:
     entries = queries * keys
     if CAUSAL.search(op.attributes):
         entries = sum(min(query + 1, keys) for query in range(queries))
-    return 2.0 * (5 if "Backward" in custom_target(op) else 2) * width * math.prod(heads) * entries
+    return 2.0 * (5 if "Backward" in op.target else 2) * width * math.prod(heads) * entries
 
 
 def _convolution_flops(

@@ -18,11 +18,20 @@ The first rule that holds decides:
 - *elementwise*: all others.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from mpjax._src.tools.hardware import hlo_costs
-from mpjax._src.tools.hardware.flow import KINDS, MAPPED, MIXED, SUMMED, Flow, Leaf, flow_of
-from mpjax._src.tools.hardware.hlo import Computation, Op, Shape, parse
+from mpjax._src.tools.hardware.flow import (
+    KINDS,
+    MAPPED,
+    MIXED,
+    SUMMED,
+    Flow,
+    Leaf,
+    flow_of,
+    reached,
+)
+from mpjax._src.tools.hardware.hlo import Op, Shape, parse
 from mpjax._src.tools.hardware.hlo_costs import Kernel, is_matmul
 from mpjax._src.tools.hardware.lifetimes import shared_results
 from mpjax._src.tools.hardware.memory import is_backward, op_name
@@ -34,34 +43,30 @@ CALLS, UPDATES, LOSS = "other calls", "updates", "logits and loss"
 LOOKUPS, REDUCTIONS = "gathers and scatters", "norms and reductions"
 COPIES, ELEMENTWISE = "copies and casts", "elementwise"
 
-Module = dict[str, Computation]
-
 
 def kinds_of(text: str) -> Callable[[Kernel], str]:
     """Returns a function that finds the kind of a kernel of an optimized HLO module."""
-    module, entry = parse(text)
-    flow, shared = flow_of(module, entry), shared_results(text)
-    shapes = module[entry].ops[module[entry].root].shapes
-    results = list(enumerate(zip(flow.results, shapes, strict=True)))
+    module = parse(text)
+    flow, shared = flow_of(module), shared_results(module)
+    results = list(enumerate(zip(flow.results, module.entry.root.shapes, strict=True)))
     # A result in the memory of a donated argument is its new value: a weight or a moment.
     replaced = [leaf for index, (leaf, _) in results if index in shared]
-    updates = {leaf[:2] for leaf in _back(module, flow, replaced, _is_kernel)}
+    updates = {op.place for op in _back(flow, replaced, _is_kernel)}
     numbers = [leaf for index, (leaf, shape) in results if index not in shared and _one(shape)]
-    products = _back(module, flow, numbers, lambda op: is_matmul(op) or _is_backward(op))
-    found = [module[room].ops[name] for room, name, _ in products]
-    forward = [op.shapes[0] for op in found if op.shapes[0].dims and not _is_backward(op)]
+    products = _back(flow, numbers, lambda op: is_matmul(op) or _is_backward(op))
+    forward = [op.shapes[0] for op in products if op.shapes[0].dims and not _is_backward(op)]
     logits = max(forward, key=lambda shape: shape.size, default=None)
 
     def kind(kernel: Kernel) -> str:
-        op, around = kernel.op, kernel.computation
-        arrays = [*op.shapes, *(s for name in op.operands for s in around.ops[name].shapes)]
+        op = kernel.op
+        arrays = [shape for each in (op, *op.operands) for shape in each.shapes]
         changes = {KINDS.get(c, MAPPED) for c in kernel.codes if c not in (*STRUCTURE, "fusion")}
         if kernel.matmuls:
             return _of_matmuls(kernel)
         # A scatter mixes entries too, but XLA writes it: it is no call.
         if MIXED in changes and "scatter" not in kernel.codes:
             return CALLS
-        if (around.name, op.name) in updates:
+        if op.place in updates:
             return UPDATES
         # By the size and the longest axis, because kernels may reshape and transpose the logits.
         if logits and any(s.size == logits.size and max(logits.dims) in s.dims for s in arrays):
@@ -87,20 +92,10 @@ def _of_matmuls(kernel: Kernel) -> str:
     return FLOAT32 if wide else MATMULS
 
 
-def _back(
-    module: Module, flow: Flow, start: Iterable[Leaf], stop: Callable[[Op], bool]
-) -> Iterator[Leaf]:
-    """Yields the leaves at which a search from results to their sources stops."""
-    seen, queue = set(), list(start)
-    while queue:
-        leaf = queue.pop()
-        if leaf in seen:
-            continue
-        seen.add(leaf)
-        if stop(module[leaf[0]].ops[leaf[1]]):
-            yield leaf
-        else:
-            queue += (source for source, _ in flow.before.get(leaf, ()))
+def _back(flow: Flow, start: Iterable[Leaf], stop: Callable[[Op], bool]) -> list[Op]:
+    """Returns the instructions at which a search from results to their sources stops."""
+    edges = {leaf: steps for leaf, steps in flow.before.items() if not stop(leaf[0])}
+    return [op for op in dict.fromkeys(op for op, _ in reached(edges, start, MIXED)) if stop(op)]
 
 
 def _is_kernel(op: Op) -> bool:

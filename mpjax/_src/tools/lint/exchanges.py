@@ -10,7 +10,7 @@ from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.aot import CPU
 from mpjax._src.tools.hardware.collectives import collectives, exchanges
 from mpjax._src.tools.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
-from mpjax._src.tools.hardware.hlo import Computation, attribute, parse, runs, source_lines
+from mpjax._src.tools.hardware.hlo import attribute, parse, runs, source_lines
 from mpjax._src.tools.hardware.hlo_costs import asked, matmul
 from mpjax._src.tools.lint.program import Program
 from mpjax._src.tools.lint.rule import HLO, JAXPR, Compiled, Hit, NotRun, Rule
@@ -62,12 +62,7 @@ def _gathers(program: Program, op: Op) -> bool:
 
 def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds 16-bit sums over devices that the partitioner added, of gradients and statistics."""
-    module, _ = parse(compiled.after)
-    sums = {
-        op.name: attribute(op, "to_apply")
-        for computation in module.values()
-        for op in computation.ops.values()
-    }
+    sums = {op.name: attribute(op, "to_apply") for op in parse(compiled.after).ops()}
     for row in collectives(compiled.after, compiled.before):
         if row.kind not in SUMS or row.carries not in ("gradients", "statistics"):
             continue
@@ -85,44 +80,38 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
 
 def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds float32 arrays that devices gather, and that are then cast to 16 bits as a whole."""
-    module, entry = parse(compiled.after)
+    module = parse(compiled.after)
     line_of = source_lines(compiled.after)
-    flow = flow_of(module, entry)
-    for computation, op, *_ in exchanges(module, entry, flow):
+    flow = flow_of(module)
+    for op, *_ in exchanges(module, flow):
         if op.opcode.removesuffix("-start") != "all-gather":
             continue
         # XLA combines several gathers to one, each operand of which has its own readers.
         for index, operand in enumerate(op.operands):
-            shape = computation.ops[operand].shapes[0]
-            if shape.dtype != "f32" or _was_half(module, flow, (computation.name, operand, 0)):
+            shape = operand.shapes[0]
+            if shape.dtype != "f32" or _was_half(flow, (operand, 0)):
                 continue
-            into = [*_casts(module, flow, (computation.name, op.name, index))]
+            into = [*_casts(flow, (op, index))]
             if into and all(cast.shapes[0].dtype in HALVES for cast in into):
-                dims = ",".join(map(str, shape.dims))
                 yield Hit(
-                    f"The program compiled for {compiled.target} gathers f32[{dims}] from each "
+                    f"The program compiled for {compiled.target} gathers {shape} from each "
                     "device, and then casts all of it to 16 bits.",
                     None,
                     next(filter(None, map(line_of, (*into, op))), ""),
                 )
 
 
-def _op(module: dict[str, Computation], leaf: Leaf) -> hlo.Op:
-    return module[leaf[0]].ops[leaf[1]]
-
-
-def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
+def _was_half(flow: Flow, leaf: Leaf) -> bool:
     """Returns whether an array was 16-bit until a compiler without such collectives widened it."""
-    sources = reached(flow.before, [leaf], MOVED)
-    return any(_op(module, each).shapes[0].dtype in HALVES for each in sources)
+    return any(op.shapes[0].dtype in HALVES for op, _ in reached(flow.before, [leaf], MOVED))
 
 
-def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
+def _casts(flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
     """Returns the first operations that cast an array or compute with it."""
     waiting, seen = [leaf], {leaf}
     while waiting:
         for following, _ in flow.after.get(waiting.pop(), ()):
-            op = _op(module, following)
+            op = following[0]
             # XLA fuses casts, so the search goes into the kernels that read the array.
             moved = op.opcode in ("parameter", "get-tuple-element", "tuple", "fusion", "copy")
             moved |= op.opcode in ("bitcast", "reshape", "transpose", "all-gather-done", "call")
@@ -145,10 +134,9 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
     wanted = asked(compiled.before)
     # The optimized matmul may have lost its line, which the module before still has.
     lines = _lines(compiled.before)
-    module, entry = parse(compiled.after)
     line_of = source_lines(compiled.after)
-    for computation, op, times, _, scope in runs(module, entry):
-        product = matmul(computation, op, times, scope)
+    for op, times, _, scope in runs(parse(compiled.after).entry):
+        product = matmul(op, times, scope)
         before = wanted.get(product.name) if product else None
         if product is None or product.operands != "f32" or not before:
             continue
@@ -164,11 +152,10 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
 
 def _lines(text: str) -> dict[str, str]:
     """Returns the user's line of each JAX operation of an HLO module."""
-    module, entry = parse(text)
     line_of = source_lines(text)
     lines: dict[str, Any] = {}
-    for computation, op, times, _, scope in runs(module, entry):
-        named = matmul(computation, op, times, scope)
+    for op, times, _, scope in runs(parse(text).entry):
+        named = matmul(op, times, scope)
         if named:
             lines.setdefault(named.name, line_of(op))
     return lines
