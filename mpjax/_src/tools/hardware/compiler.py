@@ -107,7 +107,7 @@ class Compilers:
             "platform": target.platform,
             "topology": target.topology,
             "config": target.config,
-            "devices": target.devices,
+            "count": target.devices,
             "program": str(self.folder / "program"),
             "timeout": timeout,
             "options": options,
