@@ -8,15 +8,6 @@ from mpjax._src.tools.hardware.hlo import Op, Shape, parameters, parse
 SUMS = ("all-reduce", "reduce-scatter")
 
 
-def _trainable_in(
-    leaves: Sequence[Leaf], shapes: Sequence[Shape], others: Sequence[Shape]
-) -> list[Leaf]:
-    """Returns the leaves whose shape is also one of the other side."""
-    there = {shape.dims for shape in others if trainable(shape)}
-    pairs = zip(leaves, shapes, strict=True)
-    return [leaf for leaf, shape in pairs if trainable(shape) and shape.dims in there]
-
-
 def carried_by(flow: Flow, asked: str) -> Callable[[Op, int], str]:
     """Returns a function that finds `CollectiveRow.carries` for an operand of a collective.
 
@@ -62,6 +53,10 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Op, int], str]:
     return carried
 
 
-def trainable(shape: Shape) -> bool:
-    """Returns whether a shape may be that of a parameter: a floating array, not a single number."""
-    return shape.size > 1 and "f" in shape.dtype
+def _trainable_in(
+    leaves: Sequence[Leaf], shapes: Sequence[Shape], others: Sequence[Shape]
+) -> list[Leaf]:
+    """Returns the leaves whose shape is also one of the other side."""
+    there = {shape.dims for shape in others if shape.trainable}
+    pairs = zip(leaves, shapes, strict=True)
+    return [leaf for leaf, shape in pairs if shape.trainable and shape.dims in there]

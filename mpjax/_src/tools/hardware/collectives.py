@@ -16,6 +16,7 @@ from mpjax._src.tools.hardware.hlo import (
     Module,
     Op,
     bits,
+    found,
     jax_name,
     parse,
     runs,
@@ -96,8 +97,7 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
     module = parse(text)
     unbundle(module)
     line_of = source_lines(text)
-    header = PARTITIONS.search(module.header)
-    everyone = int(header[1]) if header else 1
+    everyone = int(found(PARTITIONS, module.header) or 1)
     callers = {called: op for op in module.ops() for called in op.called}
     flow = flow_of(module)
     carried = carried_by(flow, asked)
@@ -112,23 +112,12 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
             kind = "reduce-scatter"
         for index, operand in enumerate(op.operands[: VALUES.get(kind)]):
             shape = operand.shapes[0]
-            sent = SENT[kind](devices) * math.prod(shape.dims) * bits(shape.dtype) / 8
             near = itertools.chain([op], _before(operand), [callers.get(op.room, op)])
             maker = next(filter(line_of, near), op)
-            rows.append(
-                CollectiveRow(
-                    carried(op, index),
-                    kind,
-                    shape.dtype,
-                    shape.dims,
-                    devices,
-                    sent,
-                    times,
-                    jax_name(maker, scope),
-                    line_of(maker),
-                    op.name,
-                )
-            )
+            content = carried(op, index), kind, shape.dtype, shape.dims, devices
+            sent = SENT[kind](devices) * shape.size * bits(shape.dtype) / 8
+            name = jax_name(maker, scope)
+            rows.append(CollectiveRow(*content, sent, times, name, line_of(maker), op.name))
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.runs))
 
 
@@ -162,13 +151,8 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
     total = sent_by(rows)
     cells: list[tuple[str, ...]] = []
     for (carries, kind, dtype, devices, source), group in groups.items():
-        sent = sent_by(group)
-        numbers = (
-            f"{devices}",
-            f"{len(group)}",
-            f"{sum({row.exchange: row.runs for row in group}.values())}",
-            size(sent),
-        )
+        sent, turns = sent_by(group), sum({row.exchange: row.runs for row in group}.values())
+        numbers = f"{devices}", f"{len(group)}", f"{turns}", size(sent)
         share = f"{sent / total if total else 1:.1%}"
         said = "finite check" if carries == "verdict" else carries
         cells.append((said, kind, dtype, *numbers, share, short(source)))

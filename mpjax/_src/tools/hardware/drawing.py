@@ -97,20 +97,13 @@ def _argument(row: MemoryRow, shape: Shape) -> Operation:
     return Operation(
         label=label or "argument",
         scope="/".join(part for part in ("arguments", *scope.split("/")) if part),
-        facts=facts(
-            kind=row.kind,
-            argument=row.name,
-            memory=size(row.bytes),
-            array=str(shape),
-        ),
+        facts=facts(kind=row.kind, argument=row.name, memory=size(row.bytes), array=str(shape)),
         colors={"dtype": _dtype(shape.dtype), "memory": row.bytes, "kind": row.kind},
     )
 
 
 def _instructions(
-    hlo: str,
-    line_of: Callable[[Op], str],
-    rows_of: Mapping[tuple[str, str], Sequence[MemoryRow]],
+    hlo: str, line_of: Callable[[Op], str], rows_of: Mapping[tuple[str, str], Sequence[MemoryRow]]
 ) -> Iterator[Operation]:
     """Yields the instructions that run as kernels, in order."""
     for each in costs(hlo).instructions:

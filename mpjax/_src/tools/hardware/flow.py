@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from mpjax._src.tools.hardware.hlo import PLACES, Computation, Module, Op, parameters
+from mpjax._src.tools.hardware.hlo import PLACES, Computation, Module, Op, Shape, parameters
 
 Leaf = tuple[Op, int]
 
@@ -94,6 +94,10 @@ def leaves(op: Op) -> list[Leaf]:
     arrays: Sequence[object] = op.operands if op.opcode.endswith(START) else op.shapes
     arrays = op.called[0].root.shapes if op.opcode == "async-start" else arrays
     return [(op, index) for index in range(len(arrays))]
+
+
+def shape_of(leaf: Leaf) -> Shape:
+    return leaf[0].shapes[leaf[1]]
 
 
 # ---- edges ---------------------------------------------------------------------------------------

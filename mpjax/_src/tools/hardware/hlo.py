@@ -3,10 +3,10 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
 
 from mpjax._src.core.base.lines import is_library
 
@@ -49,6 +49,11 @@ class Shape:
         return math.prod(self.dims)
 
     @property
+    def trainable(self) -> bool:
+        """Whether it may be that of a parameter: a floating array, and not a single number."""
+        return self.size > 1 and "f" in self.dtype
+
+    @property
     def bytes(self) -> float:
         """Its bytes in main memory; 0 for an array in a TPU's vector memory."""
         return 0 if self.space else self.size * bits(self.dtype) / 8
@@ -85,8 +90,7 @@ class Op:
     @property
     def target(self) -> str:
         """The name of what a custom call runs, or ""."""
-        match = CUSTOM.search(self.attributes)
-        return match[1] if match else ""
+        return found(CUSTOM, self.attributes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,8 +120,13 @@ def bits(dtype: str) -> int:
     """Returns the number of bits of a dtype, spelled as in HLO."""
     if dtype in ("token", "opaque"):
         return 0
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
+    return int(found(r"(\d+)", dtype) or 8)
+
+
+def found(pattern: str | re.Pattern[str], text: str) -> str:
+    """Returns what the group of a pattern matches in a text, or ""."""
+    match = re.search(pattern, text)
+    return match[1] if match else ""
 
 
 # ---- from text ----------------------------------------------------------------------------------
@@ -171,22 +180,19 @@ def _called(op: Op) -> list[str]:
 
 def _closing(text: str, start: int) -> int:
     """Returns the position after the parenthesis that closes the one at ``start``."""
-    depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
-        if not depth:
-            return place + 1
-    return len(text)
+    depths = itertools.accumulate(
+        (c == "(") - (c == ")") for c in itertools.islice(text, start, None)
+    )
+    return next((start + place for place, depth in enumerate(depths, 1) if not depth), len(text))
 
 
 @functools.lru_cache(maxsize=4096)
 def _shapes(text: str) -> tuple[Shape, ...]:
     shapes = []
     for dtype, dims, layout in SHAPE.findall(text):
-        space = SPACE.search(layout)
         # A dynamic dimension is written as its bound, "<=8".
         sizes = tuple(int(d.strip("<=")) for d in dims.split(",") if d)
-        shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+        shapes.append(Shape(dtype, sizes, int(found(SPACE, layout) or 0)))
     return tuple(shapes)
 
 
@@ -198,10 +204,6 @@ def source_lines(text: str) -> Callable[[Op], str]:
 
     def row_of(table: str, number: str) -> str:
         return tables.get(table, {}).get(number, "")
-
-    def field(row: str, key: str) -> str:
-        match = re.search(rf"\b{key}=(\d+)", row)
-        return match[1] if match else ""
 
     def lines_of(frame: str) -> Iterator[str]:
         """Yields the lines of a frame and its callers, as long as the file is known."""
@@ -239,8 +241,11 @@ def users_of(computation: Computation) -> dict[Op, list[Op]]:
 
 def attribute(op: Op, name: str) -> str:
     """Returns an attribute of an instruction that is a name or a number, or ""."""
-    match = re.search(rf"\b{name}=%?([\w.\-]+)", op.attributes)
-    return match[1] if match else ""
+    return field(op.attributes, name)
+
+
+def field(text: str, name: str) -> str:
+    return found(rf"\b{name}=%?([\w.\-]+)", text)
 
 
 def origin(op: Op, views: Collection[str] = VIEWS) -> Op:
@@ -266,27 +271,21 @@ def placed_in(kernel: Computation, through: Collection[str]) -> Iterator[tuple[i
 # ---- what runs, and how often -------------------------------------------------------------------
 
 
-class Run(NamedTuple):
-    op: Op
-    times: int  # the number of runs
-    fused: bool  # whether in a fused kernel
-    scope: str  # the name of the calling JAX operation, to which names inside may be relative
-
-
 def runs(
     computation: Computation, times: int = 1, fused: bool = False, scope: str = ""
-) -> Iterator[Run]:
-    """Yields the instructions of a computation, each followed by those that it calls."""
+) -> Iterator[tuple[Op, int, bool, str]]:
+    """Yields (instruction, number of runs, whether in a fused kernel, scope).
+
+    The scope is the name of the calling JAX operation. Names inside may be relative to it.
+    """
     for op in computation.ops.values():
-        yield Run(op, times, fused, scope)
+        yield op, times, fused, scope
         if op.opcode == "while":
-            body, *conditions = op.called
             trips = trip_count(op)
-            yield from runs(body, times * (1 if trips is None else trips), fused, scope)
             # The condition runs once more than the body: it ends the loop.
-            for condition in conditions:
-                tests = times * (1 if trips is None else trips + 1)
-                yield from runs(condition, tests, fused, scope)
+            counts = (1, 1) if trips is None else (trips, trips + 1)
+            for inside, count in zip(op.called, counts, strict=False):
+                yield from runs(inside, times * count, fused, scope)
         elif op.opcode in ("fusion", "call", "conditional", "async-start"):
             inner = jax_name(op, scope) if op.opcode == "call" else scope
             for inside in op.called:

@@ -12,21 +12,15 @@ import re
 
 import numpy as np
 
+from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.collectives import SENT
-from mpjax._src.tools.hardware.hlo import (
-    PLACES,
-    Op,
-    Shape,
-    bits,
-    jax_name,
-    parse,
-    runs,
-    trip_count,
-)
+from mpjax._src.tools.hardware.hlo import Op, Shape, bits, found, jax_name, parse, runs
 from mpjax._src.tools.hardware.traffic import bytes_moved, host_bytes, is_kernel
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
-PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
+# An hlo.attribute, or part of a library's configuration, which is JSON.
+PRECISION = re.compile(r"\boperand_precision(?:=\{|:\[)([^}\]]*)")
+DIMENSIONS = r'\blhs_{}_(?:dims=\{{|dimensions":\[)([^}}\]]*)'
 # In the configuration of cuDNN's attention: the shape of the scores, and its own mask.
 SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
 CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
@@ -38,12 +32,13 @@ ARITHMETIC = {
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
 # Custom calls that multiply nothing.
-NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
+NO_FLOPS = (*hlo.PLACES, "__cub$", "__gpu$TopK", "TopK")
 # What multiplies: matmuls, convolutions and cuDNN's attention. Libraries' calls begin like this.
 DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
 LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
 EIGHT = 8  # tensor cores load as many 16-bit operands at once
 TILE = 16  # they multiply tiles of as many rows and columns; smaller matrices are bound by memory
+GROUPED = ("feature", "batch")
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 
@@ -121,7 +116,7 @@ def costs(text: str) -> Costs:
         elif op.opcode in ("reduce", "reduce-window"):
             group.other_flops += op.operands[0].shapes[0].size
         elif op.opcode == "while":
-            loops += trip_count(op) is None
+            loops += hlo.trip_count(op) is None
         elif op.opcode == "constant" and not fused:
             constants += op.bytes
     return Costs(
@@ -154,13 +149,9 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def _precision(op: Op, library: bool) -> str:
+def _precision(op: Op) -> str:
     """Returns the highest precision that an operand asks for."""
-    attributes = op.attributes.replace('"', "").lower()
-    match = PRECISION.search(attributes)
-    if library:  # its configuration is JSON
-        match = match or re.search(r"operand_precision:\[([^\]]*)\]", attributes)
-    levels = match[1].split(",") if match else []
+    levels = found(PRECISION, op.attributes.replace('"', "").lower()).split(",")
     return next((level for level in ("highest", "high") if level in levels), "default")
 
 
@@ -185,7 +176,7 @@ def matmul(op: Op, times: int, scope: str) -> Matmul | None:
     return Matmul(
         jax_name(op, scope),
         operands,
-        _precision(op, library),
+        _precision(op),
         algorithm[1] if algorithm else "",
         int(algorithm[2] or 1) if algorithm else 1,
         library,
@@ -205,11 +196,7 @@ def _matmul_axes(op: Op, left: Shape, right: Shape) -> tuple[int, int, int]:
 
 def _dimensions(op: Op, which: str) -> list[int]:
     """Returns the axes of the left operand that a matmul contracts, or takes one by one."""
-    if op.opcode == "dot":
-        match = re.search(rf"\blhs_{which}_dims=\{{([\d,]*)\}}", op.attributes)
-    else:  # a library's configuration is JSON
-        match = re.search(rf'"lhs_{which}_dimensions":\[([^\]]*)\]', op.attributes)
-    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+    return [*map(int, re.findall(r"\d+", found(DIMENSIONS.format(which), op.attributes)))]
 
 
 def _flops(op: Op, left: Shape, right: Shape) -> float:
@@ -224,13 +211,13 @@ def _flops(op: Op, left: Shape, right: Shape) -> float:
         roles = (result, right, left)
     elif target == "__cudnn$convBackwardFilter":
         roles = (left, result, right)
-    return _convolution_flops(op.attributes, *(shape.dims for shape in roles))
+    return _convolution_flops(op, *(shape.dims for shape in roles))
 
 
 def _attention_flops(op: Op, width: int) -> float:
     """Counts the entries of the scores that a mask leaves, in 2 products, or 5 of the gradients."""
-    scores = SCORES.search(op.attributes)
-    *heads, queries, keys = map(int, re.findall(r"\d+", scores[1])) if scores else (0, 0)
+    scores = re.findall(r"\d+", found(SCORES, op.attributes))
+    *heads, queries, keys = map(int, scores or (0, 0))
     entries = queries * keys
     if CAUSAL.search(op.attributes):
         entries = sum(min(query + 1, keys) for query in range(queries))
@@ -238,19 +225,17 @@ def _attention_flops(op: Op, width: int) -> float:
 
 
 def _convolution_flops(
-    attributes: str, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
+    op: Op, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
 ) -> float:
     """Counts as XLA does: a multiply and an add wherever the window meets an input entry."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if not labels:
         return 0.0
-    groups = re.search(r"\bfeature_group_count=(\d+)", attributes)
-    batch_groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
-    window = re.search(r"window=\{([^}]*)\}", attributes)
-    parts = dict(part.split("=") for part in window[1].split()) if window else {}
+    window = found(r"window=\{([^}]*)\}", op.attributes)
+    parts = dict(part.split("=") for part in window.split())
     total = 2.0 * inputs[labels[1].index("b")] * inputs[labels[1].index("f")]
     total *= kernel[labels[2].index("o")]
-    total /= (int(groups[1]) if groups else 1) * (int(batch_groups[1]) if batch_groups else 1)
+    total /= math.prod(int(hlo.attribute(op, f"{what}_group_count") or 1) for what in GROUPED)
     for axis in range(len(parts.get("size", "").split("x")) if parts else 0):
         label = str(axis)
         total *= _meetings(

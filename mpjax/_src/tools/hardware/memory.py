@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mpjax._src.core.base.public import public
-from mpjax._src.tools.hardware.carried import trainable
-from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached
-from mpjax._src.tools.hardware.hlo import OP_NAME, Module, Op, Shape, parse
+from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached, shape_of
+from mpjax._src.tools.hardware.hlo import OP_NAME, Module, Op, found, parse
 from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once, shared_results
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
@@ -111,10 +110,6 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
     return tuple(sorted((r for r in rows if r.bytes), key=lambda row: KINDS.index(row.kind)))
 
 
-def _shape(leaf: Leaf) -> Shape:
-    return leaf[0].shapes[leaf[1]]
-
-
 def _position(leaf: Leaf) -> tuple[str, str, int]:
     return (*leaf[0].place, leaf[1])
 
@@ -125,7 +120,7 @@ def _position(leaf: Leaf) -> tuple[str, str, int]:
 def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
     """Returns the rows of a module's arguments."""
     paths = {leaf: op_name(leaf[0]).replace("\\'", "'") for leaf in flow.arguments}
-    found = {leaf: _kind(path, trainable(_shape(leaf))) for leaf, path in paths.items()}
+    found = {leaf: _kind(path, shape_of(leaf).trainable) for leaf, path in paths.items()}
     kinds = {leaf: kind for leaf, (kind, _) in found.items()}
     # What a moment, master or gradient belongs to is a parameter, whatever its name: the only
     # argument of the same shape and the same end of the path.
@@ -134,7 +129,7 @@ def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
             like = [
                 other
                 for other, path in paths.items()
-                if _shape(other).dims == _shape(leaf).dims
+                if shape_of(other).dims == shape_of(leaf).dims
                 and _keys(path)[-len(tail) or len(path) :] == tail
                 and found[other][0] in (ARGUMENTS, PARAMETERS)
             ]
@@ -144,12 +139,12 @@ def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
     # So are those to which a gradient is added.
     others = {leaf for leaf, kind in kinds.items() if kind == ARGUMENTS}
     for new in _like(flow.results, others):
-        made_of = reached(flow.before, [new], MAPPED)
-        old = [leaf for leaf in others & made_of.keys() if _shape(leaf).dims == _shape(new).dims]
+        made_of, dims = reached(flow.before, [new], MAPPED), shape_of(new).dims
+        old = [leaf for leaf in others & made_of.keys() if shape_of(leaf).dims == dims]
         if len(old) == 1 and any(is_backward(op_name(op)) for op, _ in made_of):
             kinds[old[0]] = PARAMETERS
     return {
-        leaf: MemoryRow(kinds[leaf], _shape(leaf).bytes, path, _position(leaf))
+        leaf: MemoryRow(kinds[leaf], shape_of(leaf).bytes, path, _position(leaf))
         for leaf, path in paths.items()
     }
 
@@ -218,7 +213,7 @@ def _classifier(
         if parts[0] in copies:
             return COPIES, scope
         if any(x in kept for x in parts):
-            return (CODES if _shape(parts[0]).dtype in EIGHT else KEPT), scope
+            return (CODES if shape_of(parts[0]).dtype in EIGHT else KEPT), scope
         return WORKSPACE, scope
 
     return classify
@@ -226,8 +221,7 @@ def _classifier(
 
 def op_name(op: Op) -> str:
     """Returns the name that JAX gave an instruction, or the first of several."""
-    match = OP_NAME.search(op.attributes)
-    return match[1].split(";")[0] if match else ""
+    return found(OP_NAME, op.attributes).split(";")[0]
 
 
 def is_backward(name: str) -> bool:
@@ -266,15 +260,15 @@ def _results(module: Module, flow: Flow, total: float) -> list[MemoryRow]:
     for leaf in _like(own, flow.arguments):
         made_by = [op for op, _ in reached(flow.before, [leaf], MOVED) if op.room is module.entry]
         if any(is_backward(op_name(op)) for op in made_by):
-            rows.append(MemoryRow(GRADIENTS, _shape(leaf).bytes, leaf=_position(leaf)))
+            rows.append(MemoryRow(GRADIENTS, shape_of(leaf).bytes, leaf=_position(leaf)))
     rest = total - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(RESULTS, rest)] if rest >= 0 else [MemoryRow(RESULTS, total)]
 
 
 def _like(leaves: Iterable[Leaf], others: Iterable[Leaf]) -> list[Leaf]:
     """Returns the leaves that may be trained and have the shape of another one that may be."""
-    dims = {_shape(leaf).dims for leaf in others if trainable(_shape(leaf))}
-    return [leaf for leaf in leaves if trainable(_shape(leaf)) and _shape(leaf).dims in dims]
+    dims = {shape_of(leaf).dims for leaf in others if shape_of(leaf).trainable}
+    return [leaf for leaf in leaves if shape_of(leaf).trainable and shape_of(leaf).dims in dims]
 
 
 def by_kind(rows: Sequence[MemoryRow]) -> dict[str, float]:

@@ -10,19 +10,9 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator
 
+from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.flow import KINDS, MAPPED, MOVED, SPREAD
-from mpjax._src.tools.hardware.hlo import (
-    HOST,
-    PLACES,
-    UPDATES,
-    Computation,
-    Op,
-    attribute,
-    bits,
-    origin,
-    parameters,
-    placed_in,
-)
+from mpjax._src.tools.hardware.hlo import Computation, Op, bits, origin, parameters
 
 # Instructions that do not run a kernel: the first group moves no bytes, the second runs others.
 FREE = {
@@ -34,7 +24,7 @@ STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
 SLICES = {"dynamic-slice", "slice", "gather"}
 # Instructions that need a part of their first operand; those whose result has other entries than
 # their operands, which are needed as a whole.
-PARTLY = {*SLICES, *UPDATES, "pad"}
+PARTLY = {*SLICES, *hlo.UPDATES, "pad"}
 WHOLE = {*PARTLY, "tuple", "get-tuple-element"}
 # What may stand between an array that a kernel updates in place and the kernel's parameter.
 THROUGH = ("bitcast", "convert")
@@ -49,7 +39,7 @@ def is_kernel(op: Op) -> bool:
     """Returns whether an instruction runs a kernel, a library's call or a transfer."""
     if op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
         return False
-    return not (op.opcode == "custom-call" and op.target.startswith(PLACES))
+    return not (op.opcode == "custom-call" and op.target.startswith(hlo.PLACES))
 
 
 def bytes_moved(op: Op) -> float:
@@ -72,7 +62,7 @@ def bytes_moved(op: Op) -> float:
         piece = op.shapes[-2] if len(op.shapes) > 2 else op.shapes[-1]
         source = dataclasses.replace(piece, space=op.shapes[0].space)
         return piece.bytes + source.bytes
-    placed = {op} if code in UPDATES else set()
+    placed = {op} if code in hlo.UPDATES else set()
     written = _written(op, placed)
     if code == "custom-call" and op.target.startswith("__cu") and len(op.shapes) > 1:
         written -= op.shapes[-1].bytes  # scratch
@@ -87,18 +77,18 @@ def host_bytes(op: Op, to_host: bool) -> float:
 
     Of an array on the host, a loop reads or writes a slice. The slice is what is on the device.
     """
-    if not op.opcode.endswith("-start") or all(s.space != HOST for s in op.shapes):
+    if not op.opcode.endswith("-start") or all(s.space != hlo.HOST for s in op.shapes):
         return 0
     # The destination is the first shape of a copy, and the last before a handle of the others.
     destination = op.shapes[0 if op.opcode == "copy-start" else -2]
-    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == HOST))
+    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == hlo.HOST))
 
 
 # ---- what is written -----------------------------------------------------------------------------
 
 
 def _in_place(kernel: Computation) -> set[Op]:
-    return {update for _, update, _ in placed_in(kernel, THROUGH)}
+    return {update for _, update, _ in hlo.placed_in(kernel, THROUGH)}
 
 
 def _written(result: Op, placed: Collection[Op]) -> float:
@@ -169,7 +159,7 @@ def _of_part(op: Op, operand: Op, needs: Needs) -> Needs:
 def _kept(pad: Op, operand: Op) -> int:
     """Returns the number of entries that a pad keeps: negative padding cuts off entries."""
     (dims,) = (shape.dims for shape in operand.shapes)
-    edges = (each.split("_") for each in attribute(pad, "padding").split("x"))
+    edges = (each.split("_") for each in hlo.attribute(pad, "padding").split("x"))
     cut = (sum(min(0, int(edge)) for edge in each[:2]) for each in edges)
     return math.prod(max(0, dim + off) for dim, off in zip(dims, cut, strict=False))
 
