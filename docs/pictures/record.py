@@ -61,9 +61,8 @@ def run():
 
 def alive(hlo):
     """Returns the MiB of temporary arrays at each kernel of a program, by pass."""
-    from mpjax._src.tools.hardware.hlo import parse
+    from mpjax._src.tools.hardware.hlo import is_backward, op_name, parse
     from mpjax._src.tools.hardware.lifetimes import alive_at, lives
-    from mpjax._src.tools.hardware.memory import is_backward, op_name
 
     entry = parse(hlo).entry
     ops = [*entry.ops.values()]

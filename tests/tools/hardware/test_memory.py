@@ -10,9 +10,9 @@ import pytest
 from absent import report
 
 import mpjax
-from mpjax._src.tools.hardware.hlo import parse
+from mpjax._src.tools.hardware.hlo import parse, scope_of
 from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once
-from mpjax._src.tools.hardware.memory import Sizes, by_kind, memory_rows, scope_of
+from mpjax._src.tools.hardware.memory import Sizes, by_kind, memory_rows
 
 WIDTH, BATCH, LAYERS = 64, 512, 3
 BYTES = 4

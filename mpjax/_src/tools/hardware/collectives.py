@@ -9,6 +9,7 @@ from typing import Any
 
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.public import public
+from mpjax._src.tools.document.model import Table
 from mpjax._src.tools.hardware.bundles import unbundle
 from mpjax._src.tools.hardware.carried import carried_by
 from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
@@ -140,6 +141,12 @@ def exchanges(module: Module, flow: Flow) -> Iterator[tuple[Op, int, str]]:
         sources = reached(before, ((operand, 0) for operand in op.operands), MOVED)
         if STARTS not in (source.target for source, _ in sources):
             yield op, times, scope
+
+
+def sent_table(name: str, rows: Sequence[CollectiveRow]) -> Table:
+    """Returns the table of what devices send."""
+    title = f"What each device of {name} sends in one run"
+    return Table(title, COLUMNS, tuple(grouped(rows)), WORDS)
 
 
 def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:

@@ -5,29 +5,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mpjax._src.core.base.lines import short
-from mpjax._src.tools.document.model import (
-    DTYPES,
-    Bar,
-    Color,
-    Drawing,
-    Operation,
-    box_of,
-    code_at,
-    facts,
-    shares,
-    size,
-)
-from mpjax._src.tools.hardware.hlo import Op, Shape, parse, source_lines
+from mpjax._src.tools.document import model
+from mpjax._src.tools.document.model import DTYPES, Bar, Color, Drawing, Operation, facts, size
+from mpjax._src.tools.hardware import hlo
+from mpjax._src.tools.hardware.hlo import Op, Shape, is_backward, op_name, parse, source_lines
 from mpjax._src.tools.hardware.hlo_costs import costs
-from mpjax._src.tools.hardware.memory import (
-    CODES,
-    KEPT,
-    MemoryRow,
-    by_kind,
-    is_backward,
-    op_name,
-    scope_of,
-)
+from mpjax._src.tools.hardware.memory import CODES, KEPT, MemoryRow, by_kind
 from mpjax._src.tools.hardware.times import KernelRow
 from mpjax._src.tools.hardware.traffic import STRUCTURE
 
@@ -60,9 +43,9 @@ TIME_WORDS = (
 )
 
 
-def drawing_of(hlo: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow] = ()) -> Drawing:
+def drawing_of(text: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow] = ()) -> Drawing:
     """Returns the drawing of an optimized program, whose memory and kernels these rows list."""
-    module, line_of = parse(hlo), source_lines(hlo)
+    module, line_of = parse(text), source_lines(text)
     ops = {op.place: op for op in module.ops()}
     kept: dict[str, float] = collections.defaultdict(float)
     rows_of: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
@@ -72,19 +55,19 @@ def drawing_of(hlo: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow]
             op = ops[row.leaf[:2]]
             rows_of[op.place].append(row)
             if row.kind in (KEPT, CODES):
-                kept[box_of(row.name, line_of(op))] += row.bytes
+                kept[model.box_of(row.name, line_of(op))] += row.bytes
             if op.opcode == "parameter":
                 arguments.append(_argument(row, op.shapes[row.leaf[2]]))
     bars = [Bar("Memory by kind", tuple(by_kind(rows).items()), words=MEMORY_WORDS)]
     if kept:
         words = "Grouped by the scope that computed them, or by the line if there is no scope."
-        bars.append(Bar("Kept activations", shares(kept), words=words))
+        bars.append(Bar("Kept activations", model.shares(kept), words=words))
     if kernels:
         times = tuple((row.kind, row.expected_ms or row.bound_ms) for row in kernels)
         bars.append(Bar("Time by kind of kernel", times, unit="ms", words=TIME_WORDS))
     return Drawing(
         bars=tuple(bars),
-        operations=(*_instructions(hlo, line_of, rows_of), *arguments),
+        operations=(*_instructions(text, line_of, rows_of), *arguments),
         colors=(DTYPE, MEMORY, dataclasses.replace(KIND, classes=tuple(by_kind(rows))), BYTES),
         things="items",
     )
@@ -103,10 +86,10 @@ def _argument(row: MemoryRow, shape: Shape) -> Operation:
 
 
 def _instructions(
-    hlo: str, line_of: Callable[[Op], str], rows_of: Mapping[tuple[str, str], Sequence[MemoryRow]]
+    text: str, line_of: Callable[[Op], str], rows_of: Mapping[tuple[str, str], Sequence[MemoryRow]]
 ) -> Iterator[Operation]:
     """Yields the instructions that run as kernels, in order."""
-    for each in costs(hlo).instructions:
+    for each in costs(text).instructions:
         op = each.op
         # The start of an asynchronous operation stands for its end too.
         if op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
@@ -117,7 +100,7 @@ def _instructions(
         dtypes = [matmul.operands for matmul in each.matmuls] + [s.dtype for s in op.shapes]
         yield Operation(
             label=name.rpartition("/")[2] or op.opcode,
-            scope=box_of(scope_of(name), line),
+            scope=model.box_of(hlo.scope_of(name), line),
             facts=facts(
                 kind=", ".join(dict.fromkeys(row.kind for row in alive)),
                 memory_at_its_peak=size(memory) if memory else "",
@@ -125,7 +108,7 @@ def _instructions(
                 runs=f"{each.times} times" if each.times > 1 else "",
                 result=str(op.shapes[0]) if op.shapes else "",
                 line=short(line),
-                code=code_at(line),
+                code=model.code_at(line),
                 instruction=f"{op.opcode} {op.name}",
                 name_in_the_program=name,
             ),

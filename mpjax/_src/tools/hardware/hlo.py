@@ -19,6 +19,13 @@ NAME = re.compile(r"%([\w.\-]+)")
 CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
+# Parts that JAX adds to names: transformations around scopes, and nested programs.
+WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
+ADDED = re.compile(
+    r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
+    r"rematted_computation|checkpoint|remat2?|custom_\w+_call\w*|core_call|shmap_body|"
+    r"mpjax\.autocast|)$"
+)
 HOST = 5  # the memory space of arrays in the host's memory
 CUSTOM = re.compile(r'custom_call_target="([^"]*)"')
 # Custom calls that only place or rename arrays.
@@ -268,6 +275,40 @@ def placed_in(kernel: Computation, through: Collection[str]) -> Iterator[tuple[i
                 yield index, update, target
 
 
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def jax_name(op: Op, scope: str) -> str:
+    """Returns the name of the JAX operation that an instruction comes from."""
+    match = OP_NAME.search(op.attributes)
+    if not match:
+        return op.name if op.opcode != "call" else scope
+    outermost = scope.split("/")[0]
+    relative = outermost and not match[1].startswith(outermost)
+    return f"{scope}/{match[1]}" if relative else match[1]
+
+
+def op_name(op: Op) -> str:
+    """Returns the name that JAX gave an instruction, or the first of several."""
+    return found(OP_NAME, op.attributes).split(";")[0]
+
+
+def is_backward(name: str) -> bool:
+    """Returns whether an instruction's name says that it belongs to a backward pass."""
+    return "transpose(" in name
+
+
+def scope_of(name: str) -> str:
+    """Returns the scopes in the name of an instruction, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
+    parts = []
+    for part in name.split("/")[:-1]:
+        while wrapped := WRAPPED.match(part):
+            part = wrapped[1]
+        if not ADDED.match(part):
+            parts.append(part)
+    return "/".join(parts)
+
+
 # ---- what runs, and how often -------------------------------------------------------------------
 
 
@@ -290,16 +331,6 @@ def runs(
             inner = jax_name(op, scope) if op.opcode == "call" else scope
             for inside in op.called:
                 yield from runs(inside, times, fused or op.opcode == "fusion", inner)
-
-
-def jax_name(op: Op, scope: str) -> str:
-    """Returns the name of the JAX operation that an instruction comes from."""
-    match = OP_NAME.search(op.attributes)
-    if not match:
-        return op.name if op.opcode != "call" else scope
-    outermost = scope.split("/")[0]
-    relative = outermost and not match[1].startswith(outermost)
-    return f"{scope}/{match[1]}" if relative else match[1]
 
 
 def trip_count(loop: Op) -> int | None:

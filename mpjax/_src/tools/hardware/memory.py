@@ -8,11 +8,11 @@ come from and lead to.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached, shape_of
-from mpjax._src.tools.hardware.hlo import OP_NAME, Module, Op, found, parse
+from mpjax._src.tools.hardware.hlo import Module, is_backward, op_name, parse, scope_of
 from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once, shared_results
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
@@ -170,21 +170,6 @@ def _temporary(
     module: Module, flow: Flow, arguments: Mapping[Leaf, MemoryRow], whole: float
 ) -> list[MemoryRow]:
     """Returns the arrays that are alive when memory use is highest."""
-    classify = _classifier(module, flow, arguments)
-    rows = []
-    for buffer in most_at_once(module.entry):
-        kind, scope = classify(buffer.leaves)
-        rows.append(MemoryRow(kind, buffer.bytes, scope, _position(buffer.leaves[0])))
-    if sum(row.bytes for row in rows) <= whole:
-        return rows
-    # The compiler finds room for some workspace in a way that the schedule does not show.
-    return [row for row in rows if row.kind != WORKSPACE]
-
-
-def _classifier(
-    module: Module, flow: Flow, arguments: Mapping[Leaf, MemoryRow]
-) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
-    """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
 
     def of_kind(*kinds: str) -> list[Leaf]:
         return [leaf for leaf, row in arguments.items() if row.kind in kinds]
@@ -204,6 +189,7 @@ def _classifier(
     kept = reached(flow.before, read_backward, MOVED)
 
     def classify(parts: Sequence[Leaf]) -> tuple[str, str]:
+        """Returns the kind of a buffer, by its leaves, and the scope that computed it."""
         makers = [names[op] for op, _ in reached(flow.before, parts, MOVED)]
         # An instruction that XLA made has no name: then the longest, as it says the most.
         scope = scope_of(names[parts[0][0]]) or max(map(scope_of, makers), key=len)
@@ -216,37 +202,14 @@ def _classifier(
             return (CODES if shape_of(parts[0]).dtype in EIGHT else KEPT), scope
         return WORKSPACE, scope
 
-    return classify
-
-
-def op_name(op: Op) -> str:
-    """Returns the name that JAX gave an instruction, or the first of several."""
-    return found(OP_NAME, op.attributes).split(";")[0]
-
-
-def is_backward(name: str) -> bool:
-    """Returns whether an instruction's name says that it belongs to a backward pass."""
-    return "transpose(" in name
-
-
-# Parts that JAX adds to names: transformations around scopes, and nested programs.
-WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
-ADDED = re.compile(
-    r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
-    r"rematted_computation|checkpoint|remat2?|custom_\w+_call\w*|core_call|shmap_body|"
-    r"mpjax\.autocast|)$"
-)
-
-
-def scope_of(name: str) -> str:
-    """Returns the scopes in the name of an instruction, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
-    parts = []
-    for part in name.split("/")[:-1]:
-        while wrapped := WRAPPED.match(part):
-            part = wrapped[1]
-        if not ADDED.match(part):
-            parts.append(part)
-    return "/".join(parts)
+    rows = []
+    for buffer in most_at_once(module.entry):
+        kind, scope = classify(buffer.leaves)
+        rows.append(MemoryRow(kind, buffer.bytes, scope, _position(buffer.leaves[0])))
+    if sum(row.bytes for row in rows) <= whole:
+        return rows
+    # The compiler finds room for some workspace in a way that the schedule does not show.
+    return [row for row in rows if row.kind != WORKSPACE]
 
 
 # ---- results -------------------------------------------------------------------------------------

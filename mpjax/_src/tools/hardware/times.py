@@ -26,10 +26,9 @@ from mpjax._src.tools.document.model import Table
 from mpjax._src.tools.hardware import flow as flows
 from mpjax._src.tools.hardware import hlo_costs
 from mpjax._src.tools.hardware.flow import Flow, Leaf, flow_of, reached, shape_of
-from mpjax._src.tools.hardware.hlo import Op, bits, parse
+from mpjax._src.tools.hardware.hlo import Op, bits, is_backward, op_name, parse, scope_of
 from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul, is_matmul
 from mpjax._src.tools.hardware.lifetimes import shared_results
-from mpjax._src.tools.hardware.memory import is_backward, op_name, scope_of
 from mpjax._src.tools.hardware.targets import PACES, Target
 from mpjax._src.tools.hardware.traffic import STRUCTURE
 
