@@ -200,15 +200,13 @@ def missing_for(platform: str) -> list[str]:
     """Returns the packages that are missing to compile for "cuda" or "tpu"."""
     if platform == "tpu":
         return [] if _version("libtpu") else ["libtpu"]
-    missing = []
-    wanted = _version("jaxlib")
-    plugins = {name: _version(name) for name in CUDA_PLUGINS}
-    if not any(plugins.values()):
-        missing.append(f"{CUDA_PLUGINS[0]}=={wanted}")
+    missing, wanted = [], _version("jaxlib")
+    plugins = {name: version for name in CUDA_PLUGINS if (version := _version(name))}
     # JAX does not load a plugin of another version than jaxlib's.
-    elif wanted not in plugins.values():
-        present = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
-        missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {present})")
+    if wanted not in plugins.values():
+        present = ", ".join(f"{name} {version}" for name, version in plugins.items())
+        note = f" (found: {present})" if present else ""
+        missing.append(f"{CUDA_PLUGINS[0]}=={wanted}{note}")
     if not any(map(_version, NVCC)) and not _toolkit():
         missing.append(NVCC[0])
     return missing

@@ -35,6 +35,9 @@ PLACES = (
 )
 TABLES = r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)"
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Instructions that compute nothing: values from elsewhere, and names of the same value.
+SOURCES = {"parameter", "constant", "after-all", "partition-id", "replica-id"}
+ALIASES = {"bitcast", "opt-barrier", "domain", "add-dependency"}
 UPDATES = {"dynamic-update-slice", "scatter"}
 # Instructions whose result counts as the same value as their operand.
 VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}

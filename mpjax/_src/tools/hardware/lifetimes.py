@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.flow import DONE, START, UPDATE, Leaf
-from mpjax._src.tools.hardware.hlo import UPDATES, Computation, Module, Op, parameters, placed_in
+from mpjax._src.tools.hardware.hlo import Computation, Module, Op, parameters, placed_in
 
-# What gives its operand on, in the same place.
-SAME_PLACE = ("bitcast", "opt-barrier", "domain", "add-dependency", "while")
-NO_PLACE = ("parameter", "constant", "after-all", "partition-id", "replica-id")
 ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
 
 
@@ -94,9 +92,9 @@ def _places(op: Op, operands: list[list[Buffer | None]], place: int) -> list[Buf
     code = op.opcode
     if code == "get-tuple-element":
         return [operands[0][op.index] if op.index < len(operands[0]) else None]
-    if code in SAME_PLACE:
+    if code in hlo.ALIASES or code == "while":  # it returns what it is given, in the same place
         return operands[0]
-    if code in NO_PLACE:
+    if code in hlo.SOURCES:
         return [None] * len(op.shapes)
     # What an asynchronous start returns exists when it is done.
     if code == "tuple" or code.endswith((START, UPDATE)):
@@ -114,7 +112,7 @@ def _places(op: Op, operands: list[list[Buffer | None]], place: int) -> list[Buf
 
 def _in_place(op: Op) -> dict[int, int]:
     """Returns, for each result that overwrites an operand, the number of the operand."""
-    if op.opcode in UPDATES:
+    if op.opcode in hlo.UPDATES:
         return {0: 0}
     if op.opcode == "custom-call" or op.opcode.endswith(DONE):
         aliases = ALIASED.findall(op.attributes)

@@ -147,9 +147,8 @@ class CompileReport(Report):
     @property
     def bound(self) -> str:
         """The longest part of the roofline: "compute", "memory" or "host"."""
-        if self.host_ms > max(self.compute_ms, self.memory_ms):
-            return "host"
-        return "compute" if self.compute_ms >= self.memory_ms else "memory"
+        parts = {"compute": self.compute_ms, "memory": self.memory_ms, "host": self.host_ms}
+        return max(parts, key=parts.__getitem__)
 
     @property
     def kernels_ms(self) -> float:
@@ -268,12 +267,7 @@ def document_of(reports: Sequence[CompileReport]) -> Document:
 
 
 def _cells(row: MatmulRow) -> tuple[str, ...]:
-    numbers = (
-        f"{row.instructions}",
-        f"{row.runs}",
-        figure(row.flops / 1e9),
-        f"{row.share:.1%}",
-    )
+    numbers = f"{row.instructions}", f"{row.runs}", figure(row.flops / 1e9), f"{row.share:.1%}"
     return (row.asked, row.operands, row.runs_as, *numbers)
 
 
@@ -289,8 +283,8 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         key = (_asked(asked, matmul), matmul.operands, times.unit(target, matmul)[0])
         groups.setdefault(key, []).append(matmul)
     total = sum(m.times * m.flops for m in costs.matmuls)
-    rows = [_row(key, group, total) for key, group in groups.items()]
-    rows.sort(key=lambda row: -row.flops)
+    unsorted = (_row(key, group, total) for key, group in groups.items())
+    rows = sorted(unsorted, key=lambda row: -row.flops)
     kernels = times.kernel_rows(target, answer["hlo"], costs)
     code = memory["code"]
     report = CompileReport(

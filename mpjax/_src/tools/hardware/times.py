@@ -213,23 +213,17 @@ def kernel_rows(target: Target, text: str, costs: Costs) -> tuple[KernelRow, ...
 
 
 def _row(target: Target, kind: str, kernels: Sequence[Kernel]) -> KernelRow:
-    seconds = [_least(target, kernel) for kernel in kernels]
-    runs = sum(kernel.times for kernel in kernels)
-    bound = sum(k.times * least for k, least in zip(kernels, seconds, strict=True))
+    least = [(kernel.times, _least(target, kernel)) for kernel in kernels]
+    runs = sum(times for times, _ in least)
+    bound = sum(times * seconds for times, seconds in least)
     pace, expected = PACES.get(target.chip), None
     if pace:
         factor = getattr(pace, PACE_OF.get(kind, "bandwidth"))
         expected = 1e3 * (factor * bound + pace.start * runs)
-    return KernelRow(
-        kind,
-        len(kernels),
-        runs,
-        sum(k.times for k, least in zip(kernels, seconds, strict=True) if least < SHORT),
-        sum(k.times * k.bytes for k in kernels),
-        sum(k.times * m.flops for k in kernels for m in k.matmuls),
-        1e3 * bound,
-        expected,
-    )
+    short = sum(times for times, seconds in least if seconds < SHORT)
+    moved = sum(k.times * k.bytes for k in kernels)
+    flops = sum(k.times * m.flops for k in kernels for m in k.matmuls)
+    return KernelRow(kind, len(kernels), runs, short, moved, flops, 1e3 * bound, expected)
 
 
 def _least(target: Target, kernel: Kernel) -> float:
@@ -260,13 +254,8 @@ def notes_on_kernels(target: Target, costs: Costs, rows: Sequence[KernelRow]) ->
     if not rows:
         return
     pace = PACES.get(target.chip)
-    yield (
-        pace.source
-        if pace
-        else (
-            f"No step was timed on {target.chip}: the times of its kernels are lower bounds only."
-        )
-    )
+    untimed = f"No step was timed on {target.chip}: the times of its kernels are lower bounds only."
+    yield pace.source if pace else untimed
     bound = {row.kind: row.bound_ms for row in rows}
     if bound.get(ODD, 0.0) < WORTH * sum(bound.values()):
         return

@@ -15,10 +15,7 @@ from mpjax._src.tools.hardware.flow import KINDS, MAPPED, MOVED, SPREAD
 from mpjax._src.tools.hardware.hlo import Computation, Op, bits, origin, parameters
 
 # Instructions that do not run a kernel: the first group moves no bytes, the second runs others.
-FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-    *("partition-id", "replica-id", "opt-barrier", "domain", "add-dependency"),
-}
+FREE = {*hlo.SOURCES, *hlo.ALIASES, "tuple", "get-tuple-element", "iota"}
 STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
 
 SLICES = {"dynamic-slice", "slice", "gather"}

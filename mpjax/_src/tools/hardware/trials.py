@@ -196,16 +196,9 @@ class Trials:
 
     def measure(self, setting: Setting) -> FitTry:
         """Returns the results of a setting, which is compiled if it was not yet."""
-        if setting not in self.tries:
-            start = time.perf_counter()
-            found = self._measured(setting)
-            seconds = round(time.perf_counter() - start, 2)
-            self.tries[setting] = dataclasses.replace(found, seconds=seconds)
-        return self.tries[setting]
-
-    def _measured(self, setting: Setting) -> FitTry:
-        named = setting.name, str(setting.policy), setting.keeping
-        report, refused = None, TOO_LARGE
+        if setting in self.tries:
+            return self.tries[setting]
+        start, report, refused = time.perf_counter(), None, TOO_LARGE
         try:
             report = self.compile_setting(setting)
         except REFUSALS as error:
@@ -213,19 +206,22 @@ class Trials:
             if not self.tries:
                 raise
             refused = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        same = next((s.name for s, known in self.reports.items() if known is report), "")
-        self.reports[setting] = report
-        if report is None:
-            return FitTry(*named, None, math.inf, "", math.inf, False, refused=refused)
-        return FitTry(
-            *named,
-            report.total_bytes,
-            report.roofline_ms,
-            report.bound,
-            report.bytes_accessed,
-            fits_in(report, self.available),
-            same_as=same,
+        same = (s.name for s, known in self.reports.items() if report and known is report)
+        found = FitTry(
+            setting=setting.name,
+            policy=str(setting.policy),
+            checkpoint=setting.keeping,
+            total_bytes=report.total_bytes if report else None,
+            roofline_ms=report.roofline_ms if report else math.inf,
+            bound=report.bound if report else "",
+            bytes_accessed=report.bytes_accessed if report else math.inf,
+            fits=fits_in(report, self.available),
+            same_as=next(same, ""),
+            refused="" if report else refused,
+            seconds=round(time.perf_counter() - start, 2),
         )
+        self.reports[setting], self.tries[setting] = report, found
+        return found
 
     def best(self) -> Setting | None:
         """Returns the fastest setting that fits; of equally fast ones, the one that moves least."""
