@@ -33,7 +33,7 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Op, int], str]:
     of_argument = reached(flow.after, trained, MAPPED)
 
     def carried(op: Op, index: int) -> str:
-        operand, result = (op.operands[index], 0), (op, index)
+        operand, result = Leaf(op.operands[index], 0), Leaf(op, index)
         becomes = to_result.get(result, MIXED)  # what reaches no trained result is as if multiplied
         if op.opcode.removesuffix("-start") in SUMS:
             if becomes <= MAPPED and to_matmul.get(result) != SPREAD:

@@ -12,7 +12,7 @@ from mpjax._src.core.base.public import public
 from mpjax._src.tools.document.model import Table
 from mpjax._src.tools.hardware.bundles import unbundle
 from mpjax._src.tools.hardware.carried import carried_by
-from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
+from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import (
     Module,
     Op,
@@ -136,9 +136,9 @@ def exchanges(module: Module, flow: Flow) -> Iterator[tuple[Op, int, str]]:
     # TPU compilers start an exchange in one kernel, and name it again in each kernel during which
     # it goes on and in the one that ends it: there its operand is what the first kernel returned.
     # What it received is returned too, but a new exchange reads that from the kernel that ends it.
-    before = {leaf: steps for leaf, steps in flow.before.items() if leaf[0].target != ENDS}
+    before = {leaf: steps for leaf, steps in flow.before.items() if leaf.op.target != ENDS}
     for op, (times, scope) in merged.items():
-        sources = reached(before, ((operand, 0) for operand in op.operands), MOVED)
+        sources = reached(before, (Leaf(operand, 0) for operand in op.operands), MOVED)
         if STARTS not in (source.target for source, _ in sources):
             yield op, times, scope
 

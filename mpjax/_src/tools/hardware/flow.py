@@ -1,17 +1,28 @@
 """The data flow of an HLO module, across its loops, kernels and branches.
 
-A leaf is one array: an instruction, and the index of the result. A computation that is called from
-several places is represented once, so the flow is that of all its callers together.
+A computation that is called from several places is represented once, so the flow is that of all its
+callers together.
 """
 
 import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from mpjax._src.tools.hardware.hlo import PLACES, Computation, Module, Op, Shape, parameters
 
-Leaf = tuple[Op, int]
+
+class Leaf(NamedTuple):
+    """One array: an instruction, and the number of its result."""
+
+    op: Op
+    number: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.op.shapes[self.number]
+
 
 # How a value changes along an edge, from the least to the most: its entries are moved or cast; they
 # are used elementwise; they are repeated; they are summed; they are multiplied as a matrix, or used
@@ -93,11 +104,7 @@ def leaves(op: Op) -> list[Leaf]:
     """
     arrays: Sequence[object] = op.operands if op.opcode.endswith(START) else op.shapes
     arrays = op.called[0].root.shapes if op.opcode == "async-start" else arrays
-    return [(op, index) for index in range(len(arrays))]
-
-
-def shape_of(leaf: Leaf) -> Shape:
-    return leaf[0].shapes[leaf[1]]
+    return [Leaf(op, index) for index in range(len(arrays))]
 
 
 # ---- edges ---------------------------------------------------------------------------------------
@@ -109,7 +116,7 @@ def _edges(op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
         sources = (leaf for operand in operands for leaf in leaves(operand))
         yield from _paired(sources, leaves(op))
     elif code == "get-tuple-element":
-        yield (operands[0], op.index), (op, 0), MOVED
+        yield Leaf(operands[0], op.index), Leaf(op, 0), MOVED
     elif code == "while":  # which is assumed to run at least one iteration
         body, *conditions = op.called
         # What the body returns enters the next iteration, its condition too, and leaves at the end.
@@ -118,7 +125,7 @@ def _edges(op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
             yield from _paired(leaves(operands[0]), entering)
             yield from _paired(leaves(body.root), entering)
         for test in conditions:  # one number decides which iteration's results these are
-            yield from (((test.root, 0), leaf, SPREAD) for leaf in leaves(op))
+            yield from ((Leaf(test.root, 0), leaf, SPREAD) for leaf in leaves(op))
         yield from _paired(leaves(body.root), leaves(op))
     elif code in ("fusion", "call", "async-start"):
         yield from _of_call(op, operands, *op.called)
@@ -126,13 +133,13 @@ def _edges(op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
         predicate, *given = operands
         for operand, inner in zip(given, op.called, strict=True):
             yield from _of_call(op, [operand], inner)
-        yield from (((predicate, 0), leaf, SPREAD) for leaf in leaves(op))
+        yield from ((Leaf(predicate, 0), leaf, SPREAD) for leaf in leaves(op))
     elif code.endswith((DONE, UPDATE)):
-        sources = ((operands[0], index) for index in range(len(op.shapes)))
+        sources = (Leaf(operands[0], index) for index in range(len(op.shapes)))
         yield from _paired(sources, leaves(op))
     elif len(operands) > 1 and len(operands) == len(leaves(op)):
         kind = _kind(op)  # a collective or a sort of several operands
-        yield from (((operand, 0), (op, i), kind) for i, operand in enumerate(operands))
+        yield from ((Leaf(x, 0), Leaf(op, index), kind) for index, x in enumerate(operands))
     else:
         for index, operand in enumerate(operands[: VALUES.get(code)]):
             # Each entry of what is added to stays in its place; updates and indices meet.

@@ -75,7 +75,7 @@ def lives(room: Computation) -> tuple[list[Buffer], dict[int, list[Buffer]]]:
         buffers_of[op] = _places(op, operands, place)
         for index, buffer in enumerate(buffers_of[op]):
             if buffer:
-                buffer.leaves.append((op, index))
+                buffer.leaves.append(Leaf(op, index))
         # A computation that is called has its own peak, beside what its caller keeps meanwhile.
         # Only one branch of a conditional runs: the one with the highest peak counts.
         if op.opcode in ("while", "call", "conditional"):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpjax._src.core.base.public import public
-from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached, shape_of
+from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Module, is_backward, op_name, parse, scope_of
 from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once, shared_results
 
@@ -111,7 +111,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
 
 
 def _position(leaf: Leaf) -> tuple[str, str, int]:
-    return (*leaf[0].place, leaf[1])
+    return (*leaf.op.place, leaf.number)
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def _position(leaf: Leaf) -> tuple[str, str, int]:
 
 def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
     """Returns the rows of a module's arguments."""
-    paths = {leaf: op_name(leaf[0]).replace("\\'", "'") for leaf in flow.arguments}
-    found = {leaf: _kind(path, shape_of(leaf).trainable) for leaf, path in paths.items()}
+    paths = {leaf: op_name(leaf.op).replace("\\'", "'") for leaf in flow.arguments}
+    found = {leaf: _kind(path, leaf.shape.trainable) for leaf, path in paths.items()}
     kinds = {leaf: kind for leaf, (kind, _) in found.items()}
     # What a moment, master or gradient belongs to is a parameter, whatever its name: the only
     # argument of the same shape and the same end of the path.
@@ -129,7 +129,7 @@ def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
             like = [
                 other
                 for other, path in paths.items()
-                if shape_of(other).dims == shape_of(leaf).dims
+                if other.shape.dims == leaf.shape.dims
                 and _keys(path)[-len(tail) or len(path) :] == tail
                 and found[other][0] in (ARGUMENTS, PARAMETERS)
             ]
@@ -139,12 +139,12 @@ def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
     # So are those to which a gradient is added.
     others = {leaf for leaf, kind in kinds.items() if kind == ARGUMENTS}
     for new in _like(flow.results, others):
-        made_of, dims = reached(flow.before, [new], MAPPED), shape_of(new).dims
-        old = [leaf for leaf in others & made_of.keys() if shape_of(leaf).dims == dims]
+        made_of = reached(flow.before, [new], MAPPED)
+        old = [leaf for leaf in others & made_of.keys() if leaf.shape.dims == new.shape.dims]
         if len(old) == 1 and any(is_backward(op_name(op)) for op, _ in made_of):
             kinds[old[0]] = PARAMETERS
     return {
-        leaf: MemoryRow(kinds[leaf], shape_of(leaf).bytes, path, _position(leaf))
+        leaf: MemoryRow(kinds[leaf], leaf.shape.bytes, path, _position(leaf))
         for leaf, path in paths.items()
     }
 
@@ -182,8 +182,8 @@ def _temporary(
     read_backward = {
         source
         for source, steps in flow.after.items()
-        if not is_backward(names[source[0]])
-        and any(is_backward(names[target[0]]) for target, _ in steps)
+        if not is_backward(names[source.op])
+        and any(is_backward(names[target.op]) for target, _ in steps)
     }
     # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
@@ -192,14 +192,14 @@ def _temporary(
         """Returns the kind of a buffer, by its leaves, and the scope that computed it."""
         makers = [names[op] for op, _ in reached(flow.before, parts, MOVED)]
         # An instruction that XLA made has no name: then the longest, as it says the most.
-        scope = scope_of(names[parts[0][0]]) or max(map(scope_of, makers), key=len)
+        scope = scope_of(names[parts[0].op]) or max(map(scope_of, makers), key=len)
         if any(map(is_backward, makers)):
             # A gradient becomes a new value entry by entry; cotangents of activations do not.
             return (GRADIENTS if any(x in updates for x in parts) else WORKSPACE), scope
         if parts[0] in copies:
             return COPIES, scope
         if any(x in kept for x in parts):
-            return (CODES if shape_of(parts[0]).dtype in EIGHT else KEPT), scope
+            return (CODES if parts[0].shape.dtype in EIGHT else KEPT), scope
         return WORKSPACE, scope
 
     rows = []
@@ -223,15 +223,15 @@ def _results(module: Module, flow: Flow, total: float) -> list[MemoryRow]:
     for leaf in _like(own, flow.arguments):
         made_by = [op for op, _ in reached(flow.before, [leaf], MOVED) if op.room is module.entry]
         if any(is_backward(op_name(op)) for op in made_by):
-            rows.append(MemoryRow(GRADIENTS, shape_of(leaf).bytes, leaf=_position(leaf)))
+            rows.append(MemoryRow(GRADIENTS, leaf.shape.bytes, leaf=_position(leaf)))
     rest = total - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(RESULTS, rest)] if rest >= 0 else [MemoryRow(RESULTS, total)]
 
 
 def _like(leaves: Iterable[Leaf], others: Iterable[Leaf]) -> list[Leaf]:
     """Returns the leaves that may be trained and have the shape of another one that may be."""
-    dims = {shape_of(leaf).dims for leaf in others if shape_of(leaf).trainable}
-    return [leaf for leaf in leaves if shape_of(leaf).trainable and shape_of(leaf).dims in dims]
+    dims = {leaf.shape.dims for leaf in others if leaf.shape.trainable}
+    return [leaf for leaf in leaves if leaf.shape.trainable and leaf.shape.dims in dims]
 
 
 def by_kind(rows: Sequence[MemoryRow]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from mpjax._src.core.base.public import public
 from mpjax._src.tools.document.model import Table
 from mpjax._src.tools.hardware import flow as flows
 from mpjax._src.tools.hardware import hlo_costs
-from mpjax._src.tools.hardware.flow import Flow, Leaf, flow_of, reached, shape_of
+from mpjax._src.tools.hardware.flow import Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Op, bits, is_backward, op_name, parse, scope_of
 from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul, is_matmul
 from mpjax._src.tools.hardware.lifetimes import shared_results
@@ -141,7 +141,7 @@ def kinds_of(text: str) -> Callable[[Kernel], str]:
     replaced = [leaf for index, leaf in enumerate(flow.results) if index in shared]
     updates = {op.place for op in _back(flow, replaced, lambda op: op.opcode not in STRUCTURE)}
     others = [leaf for index, leaf in enumerate(flow.results) if index not in shared]
-    numbers = [x for x in others if shape_of(x).size == 1 and "f" in shape_of(x).dtype]
+    numbers = [x for x in others if x.shape.size == 1 and "f" in x.shape.dtype]
     products = _back(flow, numbers, lambda op: is_matmul(op) or _is_backward(op))
     forward = [op.shapes[0] for op in products if op.shapes[0].dims and not _is_backward(op)]
     logits = max(forward, key=lambda shape: shape.size, default=None)
@@ -184,7 +184,7 @@ def _of_matmuls(kernel: Kernel) -> str:
 
 def _back(flow: Flow, start: Iterable[Leaf], stop: Callable[[Op], bool]) -> list[Op]:
     """Returns the instructions at which a search from results to their sources stops."""
-    edges = {leaf: steps for leaf, steps in flow.before.items() if not stop(leaf[0])}
+    edges = {leaf: steps for leaf, steps in flow.before.items() if not stop(leaf.op)}
     found = dict.fromkeys(op for op, _ in reached(edges, start, flows.MIXED))
     return [op for op in found if stop(op)]
 

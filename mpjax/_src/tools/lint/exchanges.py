@@ -89,9 +89,9 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
         # XLA combines several gathers to one, each operand of which has its own readers.
         for index, operand in enumerate(op.operands):
             shape = operand.shapes[0]
-            if shape.dtype != "f32" or _was_half(flow, (operand, 0)):
+            if shape.dtype != "f32" or _was_half(flow, Leaf(operand, 0)):
                 continue
-            into = [*_casts(flow, (op, index))]
+            into = [*_casts(flow, Leaf(op, index))]
             if into and all(cast.shapes[0].dtype in HALVES for cast in into):
                 yield Hit(
                     f"The program compiled for {compiled.target} gathers {shape} from each "
@@ -111,7 +111,7 @@ def _casts(flow: Flow, leaf: Leaf) -> Iterable[hlo.Op]:
     waiting, seen = [leaf], {leaf}
     while waiting:
         for following, _ in flow.after.get(waiting.pop(), ()):
-            op = following[0]
+            op = following.op
             # XLA fuses casts, so the search goes into the kernels that read the array.
             moved = op.opcode in ("parameter", "get-tuple-element", "tuple", "fusion", "copy")
             moved |= op.opcode in ("bitcast", "reshape", "transpose", "all-gather-done", "call")
