@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -16,8 +15,8 @@ SPACE = re.compile(r"S\((\d+)\)")
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 NAME = re.compile(r"%([\w.\-]+)")
-CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+BRACKET = re.compile(r"[()]")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 # Parts that JAX adds to names: transformations around scopes, and nested programs.
 WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
@@ -184,16 +183,17 @@ def _op(room: Computation, name: str, text: str) -> Op:
 def _called(op: Op) -> list[str]:
     if op.opcode == "while":
         return [attribute(op, "body"), attribute(op, "condition")]
-    groups = BRANCHES.findall(op.attributes)
-    return [*CALLED.findall(op.attributes), *NAME.findall(" ".join(groups))]
+    return re.findall(r"[\w.\-]+", " ".join(CALLED.findall(op.attributes)))
 
 
 def _closing(text: str, start: int) -> int:
     """Returns the position after the parenthesis that closes the one at ``start``."""
-    depths = itertools.accumulate(
-        (c == "(") - (c == ")") for c in itertools.islice(text, start, None)
-    )
-    return next((start + place for place, depth in enumerate(depths, 1) if not depth), len(text))
+    depth = 0
+    for bracket in BRACKET.finditer(text, start):
+        depth += 1 if bracket[0] == "(" else -1
+        if not depth:
+            return bracket.end()
+    return len(text)
 
 
 @functools.lru_cache(maxsize=4096)
