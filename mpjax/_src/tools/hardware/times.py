@@ -49,8 +49,7 @@ PACE_OF = {
     ATTENTION: "attention",
     CONVOLUTIONS: "convolutions",
     ODD: "odd",
-    FLOAT32: "matmuls",
-    MATMULS: "matmuls",
+    **dict.fromkeys((FLOAT32, MATMULS), "matmuls"),
 }
 COLUMNS = ("kind", "kernels", "< 2 us", "GB", "GFLOP", "at least", "expected")
 
