@@ -36,8 +36,8 @@ from benchmarks.on_gpu.statistics import paired_ratio, quotient
 from benchmarks.results import FAILED, SKIPPED, Results, Row
 from mpjax._src.core.base._jax import gpu_matmuls, stacks
 from mpjax._src.tools.hardware.hlo_costs import costs
-from mpjax._src.tools.hardware.kernels import kinds_of
 from mpjax._src.tools.hardware.targets import PACES, find_target
+from mpjax._src.tools.hardware.times import kinds_of
 
 ROUNDS, SMOKE_ROUNDS = 11, 2
 TURN = 0.2  # seconds of steps in a turn

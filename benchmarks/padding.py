@@ -28,8 +28,8 @@ from benchmarks.results import FAILED, Results, Row
 from benchmarks.rivals import program
 from mpjax._src.core.base._jax import gpu_matmuls
 from mpjax._src.tools.hardware.hlo_costs import costs
-from mpjax._src.tools.hardware.kernels import ODD
 from mpjax._src.tools.hardware.report import CompileReport
+from mpjax._src.tools.hardware.times import ODD
 
 __all__ = ["SETTINGS"]
 

@@ -77,21 +77,15 @@ def matmuls(step: Any, *args: Any) -> dict[str, int]:
 
     Those of bfloat16 that are inside a kernel of the CPU's own instructions count as `NATIVE`.
     """
-    module, _ = parse(jax.jit(step).lower(*args).compile().as_text())
-    kernels = {
-        attribute(op, "calls")
-        for computation in module.values()
-        for op in computation.ops.values()
-        if KERNEL in op.attributes
-    }
+    ops = parse(jax.jit(step).lower(*args).compile().as_text()).ops()
+    kernels = {attribute(op, "calls") for op in ops if KERNEL in op.attributes}
     counted: dict[str, int] = {}
-    for computation in module.values():
-        for op in computation.ops.values():
-            if op.opcode == "dot":
-                dtype = computation.ops[op.operands[0]].shapes[0].dtype
-                native = dtype == "bf16" and computation.name in kernels
-                key = NATIVE if native else dtype
-                counted[key] = counted.get(key, 0) + 1
+    for op in ops:
+        if op.opcode == "dot":
+            dtype = op.operands[0].shapes[0].dtype
+            native = dtype == "bf16" and op.room.name in kernels
+            key = NATIVE if native else dtype
+            counted[key] = counted.get(key, 0) + 1
     return counted
 
 

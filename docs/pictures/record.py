@@ -61,20 +61,12 @@ def run():
 
 def alive(hlo):
     """Returns the MiB of temporary arrays at each kernel of a program, by pass."""
-    from mpjax._src.tools.hardware import lifetimes
-    from mpjax._src.tools.hardware.hlo import parse
-    from mpjax._src.tools.hardware.memory import is_backward, op_name
+    from mpjax._src.tools.hardware.hlo import is_backward, op_name, parse
+    from mpjax._src.tools.hardware.lifetimes import alive_at, lives
 
-    module, entry = parse(hlo)
-    buffers, inside = lifetimes._lives(module, module[entry])
-    ops = [*module[entry].ops.values()]
-    change = np.zeros(len(ops) + 1)
-    for buffer in buffers:
-        change[buffer.first] += buffer.bytes
-        change[buffer.last + 1] -= buffer.bytes
-    mib = np.cumsum(change)[:-1] / 2**20
-    for place, more in inside.items():
-        mib[place] += sum(buffer.bytes for buffer in more) / 2**20
+    entry = parse(hlo).entry
+    ops = [*entry.ops.values()]
+    mib = alive_at(entry, *lives(entry)) / 2**20
     kernels = [i for i, op in enumerate(ops) if op.opcode in ("fusion", "custom-call", "while")]
     backward = [is_backward(op_name(ops[i])) for i in kernels]
     # A kernel of the backward pass may run early: the pass begins where five come in a row.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpjax._src.tools.hardware.bundles import unbundled
+from mpjax._src.tools.hardware.bundles import unbundle
 from mpjax._src.tools.hardware.flow import MOVED, flow_of, reached
 from mpjax._src.tools.hardware.hlo import parse
 
@@ -54,32 +54,41 @@ def module(bundle=KERNEL, sums=AT_ONCE, first="0:4", second="4:6", other=""):
     parts = {"BUNDLE": bundle, "SUM": sums, "FIRST": first, "SECOND": second, "OTHER": other}
     for name, part in parts.items():
         text = text.replace(name, part)
-    return parse(text)[0]
+    return parse(text)
 
 
 def sums(found):
-    return [op for op in found["main"].ops.values() if op.opcode.startswith("all-reduce")]
+    return [op for op in found.entry.ops.values() if op.opcode.startswith("all-reduce")]
+
+
+def written(found):
+    """What a module says, as plain data."""
+    return {
+        op.place: (op.opcode, op.shapes, [o.name for o in op.operands], op.attributes)
+        for op in found.ops()
+    }
 
 
 @pytest.mark.parametrize("bundle", [KERNEL, PLAIN])
 @pytest.mark.parametrize("way", [AT_ONCE, LATER])
 def test_unbundled_all_reduce_has_an_operand_and_result_for_each_array(bundle, way):
-    found = unbundled(module(bundle, way))
+    found, given = module(bundle, way), module(bundle, way)
+    unbundle(found)
     start, done = sums(found)[0], sums(found)[-1]
     assert len(start.operands) == 3
     assert [shape.dims for shape in done.shapes] == [(4,), (4,), (1,)]
-    given = module(bundle, way)
-    assert all(name in found["main"].ops for name in given["main"].ops)
-    assert found["main"].ops["bundle.1"] == given["main"].ops["bundle.1"]
-    flow = flow_of(found, "main")
+    ops, cut = found.entry.ops, found.computations["cutting"].ops["cut"]
+    assert all(name in ops for name in given.entry.ops)
+    assert written(found)["main", "bundle.1"] == written(given)["main", "bundle.1"]
+    flow = flow_of(found)
     for index, name in enumerate("abc"):
-        reaches = reached(flow.after, [("main", name, 0)], MOVED)
-        others = {("main", done.name, i) for i in range(3)} - {("main", done.name, index)}
-        assert ("main", done.name, index) in reaches and not others & reaches.keys()
-        result = ("main", ("first", "third")[index // 2], 0)
+        reaches = reached(flow.after, [(ops[name], 0)], MOVED)
+        others = {(done, i) for i in range(3)} - {(done, index)}
+        assert (done, index) in reaches and not others & reaches.keys()
+        result = (ops[("first", "third")[index // 2]], 0)
         assert (result in reaches) == (name != "b")
-    assert ("cutting", "cut", 0) in reached(flow.after, [("main", "b", 0)], MOVED)
-    assert ("cutting", "cut", 0) not in reached(flow.after, [("main", "a", 0)], MOVED)
+    assert (cut, 0) in reached(flow.after, [(ops["b"], 0)], MOVED)
+    assert (cut, 0) not in reached(flow.after, [(ops["a"], 0)], MOVED)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +104,6 @@ def test_unbundled_all_reduce_has_an_operand_and_result_for_each_array(bundle, w
 )
 def test_bundle_that_is_not_read_array_by_array_is_left_whole(change):
     given = module(**change)
-    assert unbundled(given) == given
+    before = written(given)
+    unbundle(given)
+    assert written(given) == before

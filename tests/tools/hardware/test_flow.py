@@ -61,11 +61,8 @@ ENTRY %main (a: f32[8,8], b: f32[8,8], c: f32[8,8], d: f32[8], e: pred[]) -> (f3
   ROOT %r = (f32[8,8]{1,0}, f32[8,8]{1,0}, f32[4]{0}) tuple(%whole, %wide, %slice)
 }
 """
-FLOW = flow_of(*parse(TEXT))
-PLACES = {
-    name: ("main", name, 0)
-    for name in (*"abcde", "all", "done", "chosen", "whole", "rowsum", "wide", "slice")
-}
+MODULE = parse(TEXT)
+FLOW, OPS = flow_of(MODULE), MODULE.entry.ops
 WAYS = [
     ("a", "whole", MIXED),
     ("b", "whole", MIXED),
@@ -85,7 +82,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("source", "target", "kind"), WAYS)
 def test_reached_gives_the_kind_of_flow_between_values(source, target, kind):
-    source, target = PLACES[source], PLACES[target]
+    source, target = (OPS[source], 0), (OPS[target], 0)
     assert reached(FLOW.after, [source], MIXED).get(target) == kind
     assert reached(FLOW.before, [target], MIXED).get(source) == kind
     for most in range(MIXED + 1):
@@ -94,8 +91,8 @@ def test_reached_gives_the_kind_of_flow_between_values(source, target, kind):
 
 
 def test_flow_lists_arguments_and_results():
-    assert [leaf[1] for leaf in FLOW.arguments] == list("abcde")
-    assert FLOW.results == tuple(("main", "r", index) for index in range(3))
+    assert [op.name for op, _ in FLOW.arguments] == list("abcde")
+    assert FLOW.results == tuple((OPS["r"], index) for index in range(3))
 
 
 SCATTERED = """HloModule m
@@ -123,10 +120,12 @@ ENTRY %main (a: f32[8], u: f32[2], i: s32[2], b: f32[8]) -> f32[8] {
     ],
 )
 def test_flow_of_a_scatter_tells_adding_from_placing(source, target, kind):
-    flow = flow_of(*parse(SCATTERED))
-    assert reached(flow.after, [("main", source, 0)], MIXED)["main", target, 0] == kind
+    module = parse(SCATTERED)
+    ops = module.entry.ops
+    assert reached(flow_of(module).after, [(ops[source], 0)], MIXED)[ops[target], 0] == kind
 
 
 def test_indices_of_a_gather_are_no_flow_of_values():
-    flow = flow_of(*parse(SCATTERED))
-    assert flow.before["main", "looked", 0] == [(("main", "a", 0), MOVED)]
+    module = parse(SCATTERED)
+    ops = module.entry.ops
+    assert flow_of(module).before[ops["looked"], 0] == [((ops["a"], 0), MOVED)]

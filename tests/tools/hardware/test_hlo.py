@@ -197,10 +197,10 @@ def test_costs_of_a_program_equal_bytes_by_hand():
 
 
 def test_hlo_shapes_and_dtype_sizes_are_parsed():
-    module, entry = hlo.parse(PROGRAM)
-    start = module[entry].ops["start"]
+    entry = hlo.parse(PROGRAM).entry
+    start = entry.ops["start"]
     assert start.shapes[0] == Shape("f32", (64,), 1) and start.shapes[0].bytes == 0
-    assert module[entry].root == "result"
+    assert entry.root.name == "result"
     sizes = {"pred": 8, "s4": 4, "bf16": 16, "f8e4m3fn": 8, "c64": 64, "token": 0}
     assert {dtype: hlo.bits(dtype) for dtype in sizes} == sizes
 

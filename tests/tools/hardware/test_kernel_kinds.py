@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mpjax._src.tools.hardware import hlo_costs
-from mpjax._src.tools.hardware.kernels import kinds_of
+from mpjax._src.tools.hardware.times import kinds_of
 
 FOLDER = Path(__file__).parent / "hlo"
 

@@ -10,9 +10,9 @@ import pytest
 from absent import report
 
 import mpjax
-from mpjax._src.tools.hardware.hlo import parse
+from mpjax._src.tools.hardware.hlo import parse, scope_of
 from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once
-from mpjax._src.tools.hardware.memory import Sizes, by_kind, memory_rows, scope_of
+from mpjax._src.tools.hardware.memory import Sizes, by_kind, memory_rows
 
 WIDTH, BATCH, LAYERS = 64, 512, 3
 BYTES = 4
@@ -166,9 +166,9 @@ def test_most_at_once_agrees_with_what_the_compiler_allots(sharpness):
     """The schedule, read again, gives the compiler's own figure to a tenth."""
     fun = jax.checkpoint(loss) if sharpness == "remat" else loss
     _, sizes, text = compiled(jax.grad(fun), PARAMS, X, donate=())
-    assert is_scheduled(text)
-    module, entry = parse(text)
-    alive = sum(buffer.bytes for buffer in most_at_once(module, entry))
+    module = parse(text)
+    assert is_scheduled(module)
+    alive = sum(buffer.bytes for buffer in most_at_once(module.entry))
     np.testing.assert_allclose(alive, sizes.temporary, rtol=0.1)
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from absent import answer, report
 
-from mpjax._src.tools.hardware import hlo_costs
+from mpjax._src.tools.hardware import hlo_costs, times
 from mpjax._src.tools.hardware import report as aot_report
 from mpjax._src.tools.hardware.targets import find_target
 
@@ -117,5 +117,5 @@ def test_unit_gives_dtype_and_peak_of_the_matrix_units(
     target, operands, precision, library, algorithm, expected, peak
 ):
     matmul = hlo_costs.Matmul("dot", operands, precision, *algorithm, library, 1, 1.0)
-    runs_as, flops = aot_report.unit(find_target(target), matmul)
+    runs_as, flops = times.unit(find_target(target), matmul)
     assert runs_as == expected and flops == pytest.approx(peak * 1e12)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpjax._src.core.base._jax import cpu_matmuls
-from mpjax._src.tools.hardware import timed
+from mpjax._src.tools.hardware import devices
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -13,21 +13,21 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 def test_timed_matmul_has_the_form_of_autocasts(monkeypatch):
     monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     x = jnp.ones((16, 16), BFLOAT16)
-    traced = timed.jax.jit(timed._multiply).trace(x, x)
+    traced = devices.jax.jit(devices._multiply).trace(x, x)
     text = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert "(tensor<16x16xbf16>, tensor<16x16xbf16>) -> tensor<16x16xf32>" in text
     assert traced.out_info.dtype == BFLOAT16
 
 
 def test_matmul_time_is_the_median_of_pairs(monkeypatch):
-    monkeypatch.setattr(timed, "matmul_size", lambda: 8)
+    monkeypatch.setattr(devices, "matmul_size", lambda: 8)
     took = {"float32": [2.0, 1.0, 1.0, 1.0, 1.0], "bfloat16": [1.0, 3.0, 9.0, 0.5, 2.0]}
-    monkeypatch.setattr(timed, "_seconds", lambda run, x: took[x.dtype.name].pop(0))
-    assert timed.matmul_time(BFLOAT16, 0.0) == 2.0
+    monkeypatch.setattr(devices, "_seconds", lambda run, x: took[x.dtype.name].pop(0))
+    assert devices.matmul_time(BFLOAT16, 0.0) == 2.0
     assert took == {"float32": [], "bfloat16": []}
 
 
 @pytest.mark.parametrize(("backend", "size"), [("cpu", 512), ("gpu", 4096)])
 def test_matmul_size_depends_on_the_backend(monkeypatch, backend, size):
-    monkeypatch.setattr(timed.jax, "default_backend", lambda: backend)
-    assert timed.matmul_size() == size
+    monkeypatch.setattr(devices.jax, "default_backend", lambda: backend)
+    assert devices.matmul_size() == size

@@ -21,8 +21,7 @@ def moved(inside, *operands):
         f"ENTRY %main (p: f32[1]) -> f32[1] {{\n{arguments}\n"
         f"  ROOT %kernel = f32[1] fusion({given}), kind=kLoop, calls=%fused\n}}\n"
     )
-    module, entry = hlo.parse(text)
-    return bytes_moved(module, module[entry], module[entry].ops["kernel"])
+    return bytes_moved(hlo.parse(text).entry.ops["kernel"])
 
 
 WHOLE, ROWS = 4 * 64 * 100, 4 * 8 * 100
@@ -162,8 +161,7 @@ ENTRY %main (a: f32[64,100], i: s32[]) -> f32[64,100] {
 
 def test_instructions_outside_of_kernels_read_as_much():
     """And custom calls that only place an array, or make room for one, move nothing."""
-    module, entry = hlo.parse(ALONE)
-    found = {n: bytes_moved(module, module[entry], op) for n, op in module[entry].ops.items()}
+    found = {name: bytes_moved(op) for name, op in hlo.parse(ALONE).entry.ops.items()}
     assert found["empty"] == found["named"] == 0
     assert found["sliced"] == 2 * ROWS
     assert found["cut"] == 2 * ROWS + 4

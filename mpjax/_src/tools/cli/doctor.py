@@ -24,8 +24,7 @@ from mpjax._src.core.training.step import TrainState, build_train_step
 from mpjax._src.tools.cli import advice
 from mpjax._src.tools.cli.load import describe
 from mpjax._src.tools.document.model import Document, words_in
-from mpjax._src.tools.hardware.devices import local_facts, timed_in_words
-from mpjax._src.tools.hardware.timed import matmul_size, matmul_time
+from mpjax._src.tools.hardware.devices import local_facts, matmul_size, matmul_time, timed_in_words
 
 PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")
 # Shown if they are installed.

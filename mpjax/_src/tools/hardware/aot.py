@@ -1,12 +1,11 @@
 """`compile_for`: compiles functions for accelerators that this machine does not have."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -140,8 +139,7 @@ def checked_options(options: Any) -> Options:
     return dict(options or {})
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A program to compile."""
 
     stablehlo: bytes  # its StableHLO, as bytecode
@@ -151,23 +149,30 @@ class Program:
 def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
     """Lowers a function for a target. The arguments may be on any device."""
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
+    jitted: Any = fun  # it keeps its donated and static arguments
     # A jitted function may have static arguments, which need not be arrays; `jax.jit` checks them.
-    if not _is_jitted(fun):
+    if not (hasattr(fun, "trace") and hasattr(fun, "lower")):
         _check_args(fun, abstract)
-    with _lowering_errors(target), _mesh_of(abstract):
-        program, partitions = _stablehlo_for(target, fun, abstract)
-    if CALLBACK in program.stablehlo:
+        jitted = jax.jit(fun)
+    with _lowering_errors(target), _mesh_of(abstract), traced_for(target.chip):
+        lowered = jitted.trace(*abstract).lower(lowering_platforms=(target.platform,))
+        module = lowered.compiler_ir("stablehlo")
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    if CALLBACK in buffer.getvalue():
         raise _calls_back(target)
+    partitions = mlir.ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value
     if partitions != target.devices:
         _tell_of_partitions(target, partitions)
-    return program
+    return Program(buffer.getvalue(), lowered)
 
 
 def compile_program(
     child: Compilers, target: Target, program: Program, timeout: float, options: Options
 ) -> CompileReport:
     """Compiles a program in a child process and returns the report."""
-    answer = child.compile(target, program.stablehlo, timeout, options, _partition(target))
+    partition = functools.partial(_partition, target)
+    answer = child.compile(target, program.stablehlo, timeout, options, partition)
     return report_of(target, answer)
 
 
@@ -183,45 +188,19 @@ def compiled_texts(target: str, fun: Callable[..., Any], args: Sequence[Any]) ->
         return before, lowered.compile().as_text() or ""
     accelerator = find_target(target)
     require(accelerator)
-    program = lower(accelerator, fun, args)
+    program, partition = lower(accelerator, fun, args), functools.partial(_partition, accelerator)
     with compilers(accelerator) as child:
-        answer = child.compile(accelerator, program.stablehlo, TIMEOUT, {}, _partition(accelerator))
+        answer = child.compile(accelerator, program.stablehlo, TIMEOUT, {}, partition)
     return answer["asked"], answer["hlo"]
 
 
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _partition(target: Target) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns the function that answers a compiler's questions on Python-defined partitioning."""
-
-    def partition(question: dict[str, Any]) -> dict[str, Any]:
-        with traced_for(target.chip):
-            return _jax.answer_partitioning(question)
-
-    return partition
-
-
-def _is_jitted(fun: Any) -> bool:
-    """Returns whether `jax.jit` returned a function, so that it can be traced and lowered."""
-    return hasattr(fun, "trace") and hasattr(fun, "lower")
-
-
-def _stablehlo_for(
-    target: Target, fun: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Program, int]:
-    """Returns the program of a function for a target, and its number of partitions.
-
-    A jitted function keeps its donated and static arguments.
-    """
-    jitted: Any = fun if _is_jitted(fun) else jax.jit(fun)
+def _partition(target: Target, question: dict[str, Any]) -> dict[str, Any]:
+    """Answers a compiler's question on partitioning that is defined in Python."""
     with traced_for(target.chip):
-        lowered = jitted.trace(*args).lower(lowering_platforms=(target.platform,))
-        module = lowered.compiler_ir("stablehlo")
-    buffer = io.BytesIO()
-    module.operation.write_bytecode(buffer)
-    partitions = mlir.ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value
-    return Program(buffer.getvalue(), lowered), partitions
+        return _jax.answer_partitioning(question)
 
 
 def _abstract(spread: bool, x: Any) -> Any:
@@ -271,8 +250,9 @@ def _tell_of_partitions(target: Target, partitions: int) -> NoReturn:
 
 def _check_args(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(args):
-        valid = isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | complex)
-        if not valid and not isinstance(leaf, bool | int | float):
+        if not isinstance(
+            leaf, jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex
+        ):
             raise TypeError(
                 f"args[{path_of(keys)}]={brief(leaf)} must be an array, a number or a "
                 "jax.ShapeDtypeStruct. Bind other values with functools.partial or a closure, or "

@@ -1,5 +1,6 @@
 """`largest_batch`: the largest batch that fits a device, which this machine need not have."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -25,7 +26,7 @@ from mpjax._src.tools.hardware.compiler import compilers, require
 from mpjax._src.tools.hardware.ladder import Setting
 from mpjax._src.tools.hardware.report import CompileReport
 from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
-from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, checked_policy
+from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, bisected, checked_policy, fits_in
 
 COLUMNS = ("batch", "memory", "", "seconds", "setting")
 
@@ -188,13 +189,11 @@ def largest_batch(
 
         def compile_batch(batch: int) -> CompileReport | None:
             advance(TRY, f"compiling a batch of {batch}", by=0)
-            program = lower(accelerator, fun, _args(make_args, batch))
-            try:
-                return compile_program(child, accelerator, program, timeout, options)
-            except OutOfMemoryError:
-                return None
-            finally:
-                advance(TRY)
+            program, report = lower(accelerator, fun, _args(make_args, batch)), None
+            with contextlib.suppress(OutOfMemoryError):
+                report = compile_program(child, accelerator, program, timeout, options)
+            advance(TRY)
+            return report
 
         return search(accelerator, compile_batch, available, reserve, multiple_of, limit)
 
@@ -215,9 +214,8 @@ def search(
         start = time.perf_counter()
         batch = units * multiple_of
         report = reports[units] = compile_batch(batch)
-        total = None if report is None else report.total_bytes
-        good = total is not None and total <= available
-        tries.append(BatchTry(batch, total, good, round(time.perf_counter() - start, 2)))
+        seconds, good = round(time.perf_counter() - start, 2), fits_in(report, available)
+        tries.append(BatchTry(batch, report.total_bytes if report else None, good, seconds))
         return good
 
     if not fits(1):
@@ -230,7 +228,7 @@ def search(
         target=target.name,
         batch=good * multiple_of,
         report=report,
-        next_bytes=None if beyond is None else beyond.total_bytes,
+        next_bytes=beyond.total_bytes if beyond else None,
         available_bytes=available,
         reserve=reserve,
         limited=not bad,
@@ -245,11 +243,7 @@ class _Smallest:
     """
 
     def __init__(
-        self,
-        steps: Steps,
-        ladder: Sequence[Setting],
-        args: Callable[[int], tuple[Any, ...]],
-        available: int,
+        self, steps: Steps, ladder: Sequence[Setting], args: Callable[[int], Any], available: int
     ):
         self.steps, self.ladder, self.args, self.available = steps, ladder, args, available
         self.setting, self.compared = ladder[-1], False
@@ -259,11 +253,11 @@ class _Smallest:
         args = self.args(batch)
         report = self.steps.compiled(self.setting, args)
         # Once, because a comparison compiles the whole ladder.
-        if not self.compared and not self._fits(report):
+        if not self.compared and not fits_in(report, self.available):
             self.compared = True
             reports = {s: self.steps.compiled(s, args) for s in reversed(self.ladder)}
             sizes = {s: r.total_bytes for s, r in reports.items() if r}
-            self.setting = min(sizes, key=lambda s: sizes[s], default=self.setting)
+            self.setting = min(sizes, key=sizes.__getitem__, default=self.setting)
             report = reports[self.setting]
         self.names[batch] = self.setting.name
         return report
@@ -278,9 +272,6 @@ class _Smallest:
         assert report is not None
         tries = tuple(dataclasses.replace(t, setting=self.names[t.batch]) for t in found.tries)
         return dataclasses.replace(found, report=report, policy=str(best.policy), tries=tries)
-
-    def _fits(self, report: CompileReport | None) -> bool:
-        return report is not None and report.total_bytes <= self.available
 
 
 # ---- inside --------------------------------------------------------------------------------------
@@ -343,10 +334,7 @@ def _bracketed(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
     while good < most and not bad:
         units = min(2 * good, most)
         good, bad = (units, 0) if fits(units) else (good, units)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good, bad
+    return bisected(fits, good, bad) if bad else (good, bad)
 
 
 def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:

@@ -3,21 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from mpjax._src.tools.hardware.flow import MAPPED, MIXED, SPREAD, SUMMED, Flow, Leaf, reached
-from mpjax._src.tools.hardware.hlo import Computation, Op, Shape, parameters, parse
+from mpjax._src.tools.hardware.hlo import Op, Shape, parameters, parse
 
 SUMS = ("all-reduce", "reduce-scatter")
 
 
-def _trainable_in(
-    leaves: Sequence[Leaf], shapes: Sequence[Shape], others: Sequence[Shape]
-) -> list[Leaf]:
-    """Returns the leaves whose shape is also one of the other side."""
-    there = {shape.dims for shape in others if trainable(shape)}
-    pairs = zip(leaves, shapes, strict=True)
-    return [leaf for leaf, shape in pairs if trainable(shape) and shape.dims in there]
-
-
-def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
+def carried_by(flow: Flow, asked: str) -> Callable[[Op, int], str]:
     """Returns a function that finds `CollectiveRow.carries` for an operand of a collective.
 
     An argument is trained if a result has its shape: its new value or its gradient. Single numbers
@@ -26,27 +17,23 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     statistics are repeated before they reach a matmul, and gradients are not. Shapes of whole
     arrays are in ``asked``, the HLO before the program was partitioned.
     """
-    arguments, results = _signature(asked)
+    whole = parse(asked).entry
+    arguments = [shape for op in parameters(whole) for shape in op.shapes]
+    results = whole.root.shapes
     # What may be trained is a result of the shape of an argument, and the other way round.
     kept = _trainable_in(flow.results, results, arguments)
     trained = _trainable_in(flow.arguments, arguments, results)
-    targets: dict[int, set[Leaf]] = {SUMMED: set(), MIXED: set()}
-    mixed = set()
-    for source, steps in flow.after.items():
-        for target, kind in steps:
-            if kind in targets:
-                targets[kind].add(target)
-            if kind == MIXED:
-                mixed.add(source)
+    steps = [(source, *step) for source, found in flow.after.items() for step in found]
+    products = {target for _, target, kind in steps if kind == MIXED}
+    sums = {target for _, target, kind in steps if kind == SUMMED}
     to_result = reached(flow.before, kept, SPREAD)
-    to_matmul = reached(flow.before, mixed, SPREAD)
-    by_matmul = reached(flow.after, targets[MIXED], MAPPED)
-    computed = reached(flow.after, targets[MIXED] | targets[SUMMED], SPREAD)
+    to_matmul = reached(flow.before, (source for source, _, kind in steps if kind == MIXED), SPREAD)
+    by_matmul = reached(flow.after, products, MAPPED)
+    computed = reached(flow.after, products | sums, SPREAD)
     of_argument = reached(flow.after, trained, MAPPED)
 
-    def carried(computation: Computation, op: Op, index: int) -> str:
-        operand = computation.name, op.operands[index], 0
-        result = computation.name, op.name, index
+    def carried(op: Op, index: int) -> str:
+        operand, result = Leaf(op.operands[index], 0), Leaf(op, index)
         becomes = to_result.get(result, MIXED)  # what reaches no trained result is as if multiplied
         if op.opcode.removesuffix("-start") in SUMS:
             if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
@@ -66,14 +53,10 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Computation, Op, int], str]:
     return carried
 
 
-def _signature(asked: str) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-    """Returns the shapes of a module's arguments and results."""
-    module, entry = parse(asked)
-    first = module[entry]
-    arguments = tuple(shape for op in parameters(first) for shape in op.shapes)
-    return arguments, first.ops[first.root].shapes
-
-
-def trainable(shape: Shape) -> bool:
-    """Returns whether a shape may be that of a parameter: a floating array, not a single number."""
-    return shape.size > 1 and "f" in shape.dtype
+def _trainable_in(
+    leaves: Sequence[Leaf], shapes: Sequence[Shape], others: Sequence[Shape]
+) -> list[Leaf]:
+    """Returns the leaves whose shape is also one of the other side."""
+    there = {shape.dims for shape in others if shape.trainable}
+    pairs = zip(leaves, shapes, strict=True)
+    return [leaf for leaf, shape in pairs if shape.trainable and shape.dims in there]

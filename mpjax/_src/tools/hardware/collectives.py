@@ -9,15 +9,15 @@ from typing import Any
 
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.public import public
-from mpjax._src.tools.hardware.bundles import unbundled
+from mpjax._src.tools.document.model import Table
+from mpjax._src.tools.hardware.bundles import unbundle
 from mpjax._src.tools.hardware.carried import carried_by
-from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, flow_of, reached
+from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import (
-    Computation,
+    Module,
     Op,
     bits,
-    called_by,
-    custom_target,
+    found,
     jax_name,
     parse,
     runs,
@@ -95,79 +95,58 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
 
     ``text`` is the module of one device, and ``asked`` the one before partitioning.
     """
-    module, entry = parse(text)
-    module = unbundled(module)
+    module = parse(text)
+    unbundle(module)
     line_of = source_lines(text)
-    header = PARTITIONS.search(text[: text.find("\n")])
-    everyone = int(header[1]) if header else 1
-    callers = {
-        name: (op,)
-        for computation in module.values()
-        for op in computation.ops.values()
-        for name in called_by(op)
-    }
-    flow = flow_of(module, entry)
+    everyone = int(found(PARTITIONS, module.header) or 1)
+    callers = {called: op for op in module.ops() for called in op.called}
+    flow = flow_of(module)
     carried = carried_by(flow, asked)
     rows = []
-    for computation, op, times, scope in exchanges(module, entry, flow):
+    for op, times, scope in exchanges(module, flow):
         kind = op.opcode.removesuffix("-start")
         devices = _group(op, everyone)
         # A group of one device sends nothing.
         if devices == 1:
             continue
-        if kind == "all-reduce" and computation.name.startswith(SCATTERS):
+        if kind == "all-reduce" and op.room.name.startswith(SCATTERS):
             kind = "reduce-scatter"
         for index, operand in enumerate(op.operands[: VALUES.get(kind)]):
-            shape = computation.ops[operand].shapes[0]
-            sent = SENT[kind](devices) * math.prod(shape.dims) * bits(shape.dtype) / 8
-            before = _before(module, computation, operand)
-            near = itertools.chain((op,), before, callers.get(computation.name, ()))
+            shape = operand.shapes[0]
+            near = itertools.chain([op], _before(operand), [callers.get(op.room, op)])
             maker = next(filter(line_of, near), op)
-            rows.append(
-                CollectiveRow(
-                    carried(computation, op, index),
-                    kind,
-                    shape.dtype,
-                    shape.dims,
-                    devices,
-                    sent,
-                    times,
-                    jax_name(maker, scope),
-                    line_of(maker),
-                    op.name,
-                )
-            )
+            content = carried(op, index), kind, shape.dtype, shape.dims, devices
+            sent = SENT[kind](devices) * shape.size * bits(shape.dtype) / 8
+            name = jax_name(maker, scope)
+            rows.append(CollectiveRow(*content, sent, times, name, line_of(maker), op.name))
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.runs))
 
 
-def exchanges(
-    module: dict[str, Computation], entry: str, flow: Flow
-) -> Iterator[tuple[Computation, Op, int, str]]:
-    """Yields (computation, collective, number of runs, scope), each exchange once.
+def exchanges(module: Module, flow: Flow) -> Iterator[tuple[Op, int, str]]:
+    """Yields (collective, number of runs, scope), each exchange once.
 
     An exchange is an instruction, and not a channel: all collectives of `jax.shard_map` have
     channel 1. A computation that is called from several places is one, with the sum of the runs.
     """
-    merged: dict[tuple[str, str], tuple[Computation, Op, int, str]] = {}
-    for computation, op, times, _, scope in runs(module, entry):
+    merged: dict[Op, tuple[int, str]] = {}
+    for op, times, _, scope in runs(module.entry):
         if op.opcode.removesuffix("-start") in SENT:
-            *_, earlier, first = merged.get(
-                (computation.name, op.name), (computation, op, 0, scope)
-            )
-            merged[computation.name, op.name] = computation, op, earlier + times, first
+            earlier, first = merged.get(op, (0, scope))
+            merged[op] = earlier + times, first
     # TPU compilers start an exchange in one kernel, and name it again in each kernel during which
     # it goes on and in the one that ends it: there its operand is what the first kernel returned.
     # What it received is returned too, but a new exchange reads that from the kernel that ends it.
-    before = {
-        leaf: steps
-        for leaf, steps in flow.before.items()
-        if custom_target(module[leaf[0]].ops[leaf[1]]) != ENDS
-    }
-    for computation, op, times, scope in merged.values():
-        operands = ((computation.name, operand, 0) for operand in op.operands)
-        sources = (module[room].ops[name] for room, name, _ in reached(before, operands, MOVED))
-        if STARTS not in map(custom_target, sources):
-            yield computation, op, times, scope
+    before = {leaf: steps for leaf, steps in flow.before.items() if leaf.op.target != ENDS}
+    for op, (times, scope) in merged.items():
+        sources = reached(before, (Leaf(operand, 0) for operand in op.operands), MOVED)
+        if STARTS not in (source.target for source, _ in sources):
+            yield op, times, scope
+
+
+def sent_table(name: str, rows: Sequence[CollectiveRow]) -> Table:
+    """Returns the table of what devices send."""
+    title = f"What each device of {name} sends in one run"
+    return Table(title, COLUMNS, tuple(grouped(rows)), WORDS)
 
 
 def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
@@ -179,13 +158,8 @@ def grouped(rows: Sequence[CollectiveRow]) -> list[tuple[str, ...]]:
     total = sent_by(rows)
     cells: list[tuple[str, ...]] = []
     for (carries, kind, dtype, devices, source), group in groups.items():
-        sent = sent_by(group)
-        numbers = (
-            f"{devices}",
-            f"{len(group)}",
-            f"{sum({row.exchange: row.runs for row in group}.values())}",
-            size(sent),
-        )
+        sent, turns = sent_by(group), sum({row.exchange: row.runs for row in group}.values())
+        numbers = f"{devices}", f"{len(group)}", f"{turns}", size(sent)
         share = f"{sent / total if total else 1:.1%}"
         said = "finite check" if carries == "verdict" else carries
         cells.append((said, kind, dtype, *numbers, share, short(source)))
@@ -209,15 +183,13 @@ def _group(op: Op, everyone: int) -> int:
     return everyone
 
 
-def _before(module: dict[str, Computation], computation: Computation, operand: str) -> Iterator[Op]:
+def _before(operand: Op) -> Iterator[Op]:
     """Yields the instructions that a value comes from, nearest first; some of them have no line."""
     seen, queue = {operand}, [operand]
-    while queue:
-        near = computation.ops[queue.pop(0)]
+    for near in queue:  # which grows
         yield near
         if near.opcode == "fusion":
-            kernel = module[called_by(near)[0]]
-            yield from reversed(kernel.ops.values())
-        fresh = [name for name in near.operands if name not in seen]
+            yield from reversed(near.called[0].ops.values())
+        fresh = [op for op in near.operands if op not in seen]
         seen.update(fresh)
         queue += fresh

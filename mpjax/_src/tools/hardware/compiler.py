@@ -27,14 +27,8 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 # What the child must not inherit: flags for other compilers, and settings that choose devices.
 DROPPED = (
-    "XLA_",
-    "LIBTPU_",
-    "TPU_",
-    "JAX_",
-    "PJRT_",
-    "CUDA_VISIBLE",
-    "PYTHONWARN",
-    "PYTHONINSPECT",
+    *("XLA_", "LIBTPU_", "TPU_", "JAX_", "PJRT_"),
+    *("CUDA_VISIBLE", "PYTHONWARN", "PYTHONINSPECT"),
 )
 # The compilers need no device, and must not wait for one, nor for a cloud's metadata server.
 ENVIRONMENT = {
@@ -107,7 +101,7 @@ class Compilers:
             "platform": target.platform,
             "topology": target.topology,
             "config": target.config,
-            "devices": target.devices,
+            "count": target.devices,
             "program": str(self.folder / "program"),
             "timeout": timeout,
             "options": options,
@@ -119,15 +113,14 @@ class Compilers:
             end = time.monotonic() + timeout
             while True:
                 # Waits in short turns, so that the progress bar shows that the compiler still runs.
-                if not self.connection.poll(min(REFRESH, max(0.0, end - time.monotonic()))):
+                while not self.connection.poll(min(REFRESH, max(0.0, end - time.monotonic()))):
                     still_running()
-                    if time.monotonic() < end:
-                        continue
-                    raise TimeoutError(
-                        f"compiling for target={target.name!r} took more than timeout={timeout:g} "
-                        "seconds. Use a larger timeout, or make the program smaller (lax.scan over "
-                        "equal layers)."
-                    )
+                    if time.monotonic() >= end:
+                        raise TimeoutError(
+                            f"compiling for target={target.name!r} took more than timeout="
+                            f"{timeout:g} seconds. Use a larger timeout, or make the program "
+                            "smaller (lax.scan over equal layers)."
+                        )
                 answer = json.loads(self.connection.recv_bytes())
                 if "question" not in answer:
                     break
@@ -144,11 +137,10 @@ class Compilers:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         code = self.process.returncode
-        ending = f"exit status {code}"
-        if code is not None and code < 0:
-            ending = signal.Signals(-code).name
-            if code == -signal.SIGKILL:
-                ending += ", probably because this machine ran out of memory"
+        died = code is not None and code < 0
+        ending = signal.Signals(-code).name if died else f"exit status {code}"
+        if code == -signal.SIGKILL:
+            ending += ", probably because this machine ran out of memory"
         log = (self.folder / "stderr").read_text(errors="replace")
         lines = [line for line in log.splitlines() if line.strip()]
         raise CompileError(
@@ -208,15 +200,13 @@ def missing_for(platform: str) -> list[str]:
     """Returns the packages that are missing to compile for "cuda" or "tpu"."""
     if platform == "tpu":
         return [] if _version("libtpu") else ["libtpu"]
-    missing = []
-    wanted = _version("jaxlib")
-    plugins = {name: _version(name) for name in CUDA_PLUGINS}
-    if not any(plugins.values()):
-        missing.append(f"{CUDA_PLUGINS[0]}=={wanted}")
+    missing, wanted = [], _version("jaxlib")
+    plugins = {name: version for name in CUDA_PLUGINS if (version := _version(name))}
     # JAX does not load a plugin of another version than jaxlib's.
-    elif wanted not in plugins.values():
-        present = ", ".join(f"{name} {version}" for name, version in plugins.items() if version)
-        missing.append(f"{CUDA_PLUGINS[0]}=={wanted} (found: {present})")
+    if wanted not in plugins.values():
+        present = ", ".join(f"{name} {version}" for name, version in plugins.items())
+        note = f" (found: {present})" if present else ""
+        missing.append(f"{CUDA_PLUGINS[0]}=={wanted}{note}")
     if not any(map(_version, NVCC)) and not _toolkit():
         missing.append(NVCC[0])
     return missing

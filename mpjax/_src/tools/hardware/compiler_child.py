@@ -34,7 +34,7 @@ def main() -> None:
         except EOFError:
             return
         # Only a signal can end a compiler that hangs.
-        signal.alarm(int(request["timeout"]) + 10)
+        signal.alarm(int(request.pop("timeout")) + 10)
         connection.send_bytes(json.dumps(_answer(request)).encode())
         signal.alarm(0)
 
@@ -52,13 +52,6 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
     program = Path(request["program"]).read_bytes()
     try:
-        return _jax.compile_only(
-            request["platform"],
-            request["topology"],
-            request["config"],
-            request["devices"],
-            program,
-            request["options"],
-        )
+        return _jax.compile_only(**{**request, "program": program})
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}

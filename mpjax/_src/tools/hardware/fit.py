@@ -15,21 +15,11 @@ from mpjax._src.core.policy.policy import PolicyLike
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.plots import plot_fit
 from mpjax._src.tools.document.report import Report
+from mpjax._src.tools.hardware import trials
 from mpjax._src.tools.hardware.aot import check_timeout, checked_options
 from mpjax._src.tools.hardware.compiler import require
 from mpjax._src.tools.hardware.report import CompileReport
 from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
-from mpjax._src.tools.hardware.trials import (
-    REFUSALS,
-    TRY,
-    FitTry,
-    Steps,
-    Trials,
-    checked_policy,
-    cost,
-    memory_of,
-    with_frontier,
-)
 
 # In how many steps a smaller batch is looked for.
 STEPS = 16
@@ -68,7 +58,7 @@ class MemoryFit(Report):
     device_bytes: int
     available_bytes: int
     reserve: float
-    tries: tuple[FitTry, ...]
+    tries: tuple[trials.FitTry, ...]
     every: bool
     rows: int | None = None
     fitting_rows: int | None = None
@@ -96,7 +86,8 @@ class MemoryFit(Report):
         return plot_fit(self, path)
 
     def document(self) -> Document:
-        rows = tuple(map(_cells, sorted(self.tries, key=lambda t: (cost(t), memory_of(t)))))
+        ordered = sorted(self.tries, key=lambda t: (trials.cost(t), trials.memory_of(t)))
+        rows = tuple(map(_cells, ordered))
         title = "Settings, the fastest first"
         table = Table(title, COLUMNS, rows, (COLUMNS[0], COLUMNS[2], COLUMNS[-1]), folded=0)
         drawing = {"drawing": self.report._drawing} if self.report else {}
@@ -214,38 +205,38 @@ def fit_memory(
     check_flag("progress", progress)
     check_flag("every", every)
     check_timeout(timeout)
-    base = checked_policy(policy)
+    base = trials.checked_policy(policy)
     reserve = checked_reserve(accelerator, reserve)
-    steps = Steps(accelerator, make_step, timeout, checked_options(compiler_options))
+    steps = trials.Steps(accelerator, make_step, timeout, checked_options(compiler_options))
     require(accelerator)
     available = int(accelerator.memory * (1 - reserve))
-    with progress_bar(progress, f"fit {accelerator.name}", TRY):
+    with progress_bar(progress, f"fit {accelerator.name}", trials.TRY):
         ladder = steps.ladder(base, args)
-        trials = Trials(lambda setting: steps.compiled(setting, args), available)
-        every = every or not trials.climb(ladder)
+        tried = trials.Trials(lambda setting: steps.compiled(setting, args), available)
+        every = every or not tried.climb(ladder)
         if every:  # the last setting of the ladder need not be the smallest of all
-            trials.measure_all([*ladder, *steps.off_ladder(ladder, args)])
-        found = fit_of(trials, accelerator, reserve, every)
+            tried.measure_all([*ladder, *steps.off_ladder(ladder, args)])
+        found = fit_of(tried, accelerator, reserve, every)
         if found.fits:
             return found
-        smallest = trials.smallest() or ladder[-1]
+        smallest = tried.smallest() or ladder[-1]
         return _with_rows(found, args, lambda cut: steps.compiled(smallest, cut))
 
 
-def fit_of(trials: Trials, target: Target, reserve: float, every: bool) -> MemoryFit:
+def fit_of(tried: trials.Trials, target: Target, reserve: float, every: bool) -> MemoryFit:
     """Returns the report on all settings that were compiled."""
-    best = trials.best()
-    shown = best or trials.smallest()
+    best = tried.best()
+    shown = best or tried.smallest()
     return MemoryFit(
         target=target.name,
         setting=shown.name if shown else "",
         policy=str(best.policy) if best else None,
         checkpoint=best.keeping if best else "",
-        report=trials.reports[shown] if shown else None,
+        report=tried.reports[shown] if shown else None,
         device_bytes=target.memory,
-        available_bytes=trials.available,
+        available_bytes=tried.available,
         reserve=reserve,
-        tries=tuple(with_frontier([*trials.tries.values()])),
+        tries=tuple(trials.with_frontier([*tried.tries.values()])),
         every=every,
     )
 
@@ -253,7 +244,7 @@ def fit_of(trials: Trials, target: Target, reserve: float, every: bool) -> Memor
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _cells(one: FitTry) -> tuple[str, ...]:
+def _cells(one: trials.FitTry) -> tuple[str, ...]:
     if one.total_bytes is None:
         return (one.setting, "-", "NO", "-", "-", one.remark)
     fits, moved = "yes" if one.fits else "NO", f"{one.bytes_accessed / 1e9:.4g}"
@@ -272,15 +263,14 @@ def _with_rows(
     devices = find_target(found.target).devices
     # A batch is spread over all devices, so its size must be a multiple of their number.
     step = devices * math.ceil(rows / STEPS / devices)
-    # The whole batch does not fit. 0 is never compiled: it stands for no batch at all.
-    good, bad = 0, math.ceil(rows / step)
+
+    def fits(steps: int) -> bool:
+        return trials.fits_in(compile_cut(_cut(args, steps * step)), found.available_bytes)
+
     try:
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            report = compile_cut(_cut(args, middle * step))
-            fits = report is not None and report.total_bytes <= found.available_bytes
-            good, bad = (middle, bad) if fits else (good, middle)
-    except REFUSALS:  # the length of the batch is written in the step
+        # The whole batch does not fit. 0 is never compiled: it stands for no batch at all.
+        good, _ = trials.bisected(fits, 0, math.ceil(rows / step))
+    except trials.REFUSALS:  # the length of the batch is written in the step
         return found
     return dataclasses.replace(found, rows=rows, fitting_rows=good * step)
 

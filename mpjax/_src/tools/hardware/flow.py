@@ -1,25 +1,28 @@
 """The data flow of an HLO module, across its loops, kernels and branches.
 
-A leaf is one array: (name of a computation, name of an instruction, index of the result). A
-computation that is called from several places is represented once, so the flow is that of all its
+A computation that is called from several places is represented once, so the flow is that of all its
 callers together.
 """
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from mpjax._src.tools.hardware.hlo import (
-    PLACES,
-    Computation,
-    Op,
-    attribute,
-    called_by,
-    custom_target,
-    parameters,
-)
+from mpjax._src.tools.hardware.hlo import PLACES, Computation, Module, Op, Shape, parameters
 
-Leaf = tuple[str, str, int]
+
+class Leaf(NamedTuple):
+    """One array: an instruction, and the number of its result."""
+
+    op: Op
+    number: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.op.shapes[self.number]
+
 
 # How a value changes along an edge, from the least to the most: its entries are moved or cast; they
 # are used elementwise; they are repeated; they are summed; they are multiplied as a matrix, or used
@@ -58,22 +61,16 @@ class Flow:
     results: tuple[Leaf, ...]  # the leaves of the entry's results
 
 
-def flow_of(module: dict[str, Computation], entry: str) -> Flow:
-    """Returns the flow of a parsed HLO module."""
+def flow_of(module: Module) -> Flow:
+    """Returns the flow of an HLO module."""
     after: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     before: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
-    for name, computation in module.items():
-        for op in computation.ops.values():
-            for source, target, kind in _edges(module, name, op):
-                after[source].append((target, kind))
-                before[target].append((source, kind))
-    first = module[entry]
-    return Flow(
-        dict(after),
-        dict(before),
-        tuple(leaf for op in parameters(first) for leaf in leaves(entry, op)),
-        tuple(leaves(entry, first.ops[first.root])),
-    )
+    for op in module.ops():
+        for source, target, kind in _edges(op):
+            after[source].append((target, kind))
+            before[target].append((source, kind))
+    arguments = (leaf for op in parameters(module.entry) for leaf in leaves(op))
+    return Flow(dict(after), dict(before), tuple(arguments), tuple(leaves(module.entry.root)))
 
 
 def reached(
@@ -100,83 +97,69 @@ def reached(
     return largest
 
 
-def leaves(name: str, op: Op) -> Iterator[Leaf]:
-    """Returns the leaves of an instruction. Asynchronous starts have those of their operands."""
-    count = len(op.operands) if op.opcode.endswith(START) else len(op.shapes)
-    return _numbered(name, op.name, count)
+def leaves(op: Op) -> list[Leaf]:
+    """Returns the leaves of an instruction.
+
+    An asynchronous start has those of its operands, or of what it calls.
+    """
+    arrays: Sequence[object] = op.operands if op.opcode.endswith(START) else op.shapes
+    arrays = op.called[0].root.shapes if op.opcode == "async-start" else arrays
+    return [Leaf(op, index) for index in range(len(arrays))]
 
 
 # ---- edges ---------------------------------------------------------------------------------------
 
 
-def _edges(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
-    ops, code = module[name].ops, op.opcode
-    operands = [ops[operand] for operand in op.operands]
+def _edges(op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
+    code, operands = op.opcode, op.operands
     if code in ("tuple", "opt-barrier"):
-        sources = (leaf for operand in operands for leaf in leaves(name, operand))
-        yield from _paired(sources, leaves(name, op))
+        sources = (leaf for operand in operands for leaf in leaves(operand))
+        yield from _paired(sources, leaves(op))
     elif code == "get-tuple-element":
-        yield (name, op.operands[0], int(attribute(op, "index"))), (name, op.name, 0), MOVED
-    elif code == "while":
-        yield from _of_loop(module, name, op)
+        yield Leaf(operands[0], op.index), Leaf(op, 0), MOVED
+    elif code == "while":  # which is assumed to run at least one iteration
+        body, *conditions = op.called
+        # What the body returns enters the next iteration, its condition too, and leaves at the end.
+        for inner in op.called:
+            entering = leaves(parameters(inner)[0])
+            yield from _paired(leaves(operands[0]), entering)
+            yield from _paired(leaves(body.root), entering)
+        for test in conditions:  # one number decides which iteration's results these are
+            yield from ((Leaf(test.root, 0), leaf, SPREAD) for leaf in leaves(op))
+        yield from _paired(leaves(body.root), leaves(op))
     elif code in ("fusion", "call", "async-start"):
-        (inner,) = called_by(op)
-        for operand, parameter in zip(operands, parameters(module[inner]), strict=True):
-            yield from _paired(leaves(name, operand), leaves(inner, parameter))
-        root = module[inner].ops[module[inner].root]
-        yield from _paired(leaves(inner, root), _numbered(name, op.name, len(root.shapes)))
+        yield from _of_call(op, operands, *op.called)
     elif code == "conditional":
-        yield from _of_branches(module, name, op)
+        predicate, *given = operands
+        for operand, inner in zip(given, op.called, strict=True):
+            yield from _of_call(op, [operand], inner)
+        yield from ((Leaf(predicate, 0), leaf, SPREAD) for leaf in leaves(op))
     elif code.endswith((DONE, UPDATE)):
-        yield from _paired(_numbered(name, op.operands[0], len(op.shapes)), leaves(name, op))
-    elif len(operands) > 1 and len(operands) == sum(1 for _ in leaves(name, op)):
+        sources = (Leaf(operands[0], index) for index in range(len(op.shapes)))
+        yield from _paired(sources, leaves(op))
+    elif len(operands) > 1 and len(operands) == len(leaves(op)):
         kind = _kind(op)  # a collective or a sort of several operands
-        yield from (((name, o, 0), (name, op.name, i), kind) for i, o in enumerate(op.operands))
+        yield from ((Leaf(x, 0), Leaf(op, index), kind) for index, x in enumerate(operands))
     else:
-        kind = _kind(op)
-        for index, operand in enumerate(operands[: VALUES.get(code, len(operands))]):
+        for index, operand in enumerate(operands[: VALUES.get(code)]):
             # Each entry of what is added to stays in its place; updates and indices meet.
-            added_to = code == "scatter" and not index
-            for leaf in leaves(name, op):
-                for source in leaves(name, operand):
-                    yield source, leaf, MAPPED if added_to else kind
+            kind = MAPPED if code == "scatter" and not index else _kind(op)
+            pairs = itertools.product(leaves(operand), leaves(op))
+            yield from ((source, leaf, kind) for source, leaf in pairs)
 
 
-def _of_loop(module: dict[str, Computation], name: str, op: Op) -> Iterator[tuple[Leaf, Leaf, int]]:
-    """Yields the edges of a loop, which is assumed to run at least one iteration."""
-    carried = module[name].ops[op.operands[0]]
-    body, test = attribute(op, "body"), attribute(op, "condition")
-    root = module[body].ops[module[body].root]
-    # What the body returns enters the next iteration, its condition too, and leaves at the end.
-    for inner in {body, test} & module.keys():
-        entering = list(leaves(inner, parameters(module[inner])[0]))
-        yield from _paired(leaves(name, carried), entering)
-        yield from _paired(leaves(body, root), entering)
-    if test in module:  # one number decides which iteration's results these are
-        yield from (((test, module[test].root, 0), leaf, SPREAD) for leaf in leaves(name, op))
-    yield from _paired(leaves(body, root), leaves(name, op))
-
-
-def _of_branches(
-    module: dict[str, Computation], name: str, op: Op
+def _of_call(
+    op: Op, operands: Sequence[Op], inner: Computation
 ) -> Iterator[tuple[Leaf, Leaf, int]]:
-    predicate, *operands = op.operands
-    for operand, inner in zip(operands, called_by(op), strict=True):
-        given = leaves(name, module[name].ops[operand])
-        yield from _paired(given, leaves(inner, *parameters(module[inner])))
-        root = module[inner].ops[module[inner].root]
-        yield from _paired(leaves(inner, root), leaves(name, op))
-    yield from (((name, predicate, 0), leaf, SPREAD) for leaf in leaves(name, op))
+    for operand, parameter in zip(operands, parameters(inner), strict=True):
+        yield from _paired(leaves(operand), leaves(parameter))
+    yield from _paired(leaves(inner.root), leaves(op))
 
 
 def _kind(op: Op) -> int:
-    if op.opcode == "custom-call" and custom_target(op).startswith(PLACES):
+    if op.opcode == "custom-call" and op.target.startswith(PLACES):
         return MOVED
     return KINDS.get(op.opcode.removesuffix(START), MAPPED)
-
-
-def _numbered(computation: str, name: str, count: int) -> Iterator[Leaf]:
-    return ((computation, name, index) for index in range(count))
 
 
 def _paired(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> Iterator[tuple[Leaf, Leaf, int]]:

@@ -15,9 +15,16 @@ SPACE = re.compile(r"S\((\d+)\)")
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 NAME = re.compile(r"%([\w.\-]+)")
-CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+BRACKET = re.compile(r"[()]")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
+# Parts that JAX adds to names: transformations around scopes, and nested programs.
+WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
+ADDED = re.compile(
+    r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
+    r"rematted_computation|checkpoint|remat2?|custom_\w+_call\w*|core_call|shmap_body|"
+    r"mpjax\.autocast|)$"
+)
 HOST = 5  # the memory space of arrays in the host's memory
 CUSTOM = re.compile(r'custom_call_target="([^"]*)"')
 # Custom calls that only place or rename arrays.
@@ -25,7 +32,12 @@ PLACES = (
     *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
     *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
 )
+TABLES = r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)"
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Instructions that compute nothing: values from elsewhere, and names of the same value.
+SOURCES = {"parameter", "constant", "after-all", "partition-id", "replica-id"}
+ALIASES = {"bitcast", "opt-barrier", "domain", "add-dependency"}
+UPDATES = {"dynamic-update-slice", "scatter"}
 # Instructions whose result counts as the same value as their operand.
 VIEWS = {"bitcast", "copy", "convert", "reshape", "transpose"}
 
@@ -38,9 +50,17 @@ class Shape:
     dims: tuple[int, ...]
     space: int
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
     @property
     def size(self) -> int:
         return math.prod(self.dims)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it may be that of a parameter: a floating array, and not a single number."""
+        return self.size > 1 and "f" in self.dtype
 
     @property
     def bytes(self) -> float:
@@ -48,92 +68,131 @@ class Shape:
         return 0 if self.space else self.size * bits(self.dtype) / 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Op:
     """One instruction; a tuple result has several shapes."""
 
+    room: "Computation" = dataclasses.field(repr=False)  # that it stands in
     name: str
     opcode: str
     shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    inside: str
+    operands: tuple["Op", ...] = dataclasses.field(repr=False)
+    inside: str  # the text in the brackets of its operands
     attributes: str
+    # What it calls: for a loop its body, and then its condition if the module has it.
+    called: tuple["Computation", ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def bytes(self) -> float:
         return sum(shape.bytes for shape in self.shapes)
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The name of its computation, and its own."""
+        return self.room.name, self.name
+
+    @property
+    def index(self) -> int:
+        """The number of the part of a tuple that a get-tuple-element returns."""
+        return int(attribute(self, "index"))
+
+    @property
+    def target(self) -> str:
+        """The name of what a custom call runs, or ""."""
+        return found(CUSTOM, self.attributes)
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+    name: str
+    ops: dict[str, Op] = dataclasses.field(default_factory=dict)
+    root: Op = dataclasses.field(init=False)
+
+    @property
+    def results(self) -> tuple[Op, ...]:
+        """What it returns; a tuple counts as its parts."""
+        return self.root.operands if self.root.opcode == "tuple" else (self.root,)
+
 
 @dataclasses.dataclass(frozen=True)
-class Computation:
-    ops: dict[str, Op]
-    root: str
-    name: str
+class Module:
+    header: str  # the first line of its text
+    computations: dict[str, Computation]
+    entry: Computation
+
+    def ops(self) -> list[Op]:
+        """Returns the instructions of all computations."""
+        return [op for room in self.computations.values() for op in room.ops.values()]
 
 
 def bits(dtype: str) -> int:
     """Returns the number of bits of a dtype, spelled as in HLO."""
     if dtype in ("token", "opaque"):
         return 0
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
+    return int(found(r"(\d+)", dtype) or 8)
+
+
+def found(pattern: str | re.Pattern[str], text: str) -> str:
+    """Returns what the group of a pattern matches in a text, or ""."""
+    match = re.search(pattern, text)
+    return match[1] if match else ""
 
 
 # ---- from text ----------------------------------------------------------------------------------
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns the computations of an HLO module by name, and the name of its entry."""
-    module: dict[str, Computation] = {}
-    entry = name = root = ""
-    ops: dict[str, Op] = {}
+def parse(text: str) -> Module:
+    """Returns an HLO module as a graph of instructions."""
+    rooms: dict[str, Computation] = {}
+    room = entry = None
     for line in text.splitlines():
         if header := HEADER.match(line):
-            name, ops = header[2], {}
-            entry = name if header[1] else entry
-        elif line.startswith("}"):
-            module[name] = Computation(ops, root, name)
-        elif name and (match := LINE.match(line)):
-            op = _kernel(_op(match[2], match[3]), ops)
-            ops[op.name] = op
-            root = op.name if match[1] else root
+            room = rooms[header[2]] = Computation(header[2])
+            entry = room if header[1] else entry
+        elif room and (match := LINE.match(line)):
+            op = room.ops[match[2]] = _op(room, match[2], match[3])
+            if match[1]:
+                room.root = op
     if not entry:
         raise ValueError("text is not an HLO module: it has no ENTRY computation.")
-    return module, entry
+    module = Module(text.partition("\n")[0], rooms, entry)
+    for op in module.ops():
+        op.called = tuple(rooms[name] for name in _called(op) if name in rooms)
+    return module
 
 
-def _op(name: str, text: str) -> Op:
+def _op(room: Computation, name: str, text: str) -> Op:
     # The type of a tuple has brackets, and spaces inside of them.
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     kind, rest = text[:end], text[end:].lstrip()
     start = rest.index("(")
     end = _closing(rest, start)
-    inside = rest[start + 1 : end - 1]
+    code, inside = rest[:start], rest[start + 1 : end - 1]
     # The brackets of a constant contain its value, and no operands.
-    operands = tuple(NAME.findall(inside)) if rest[:start] != "constant" else ()
-    return Op(name, rest[:start], _shapes(kind), operands, inside, rest[end:].lstrip(", "))
+    names = NAME.findall(inside) if code != "constant" else ()
+    operands, shapes = tuple(room.ops[each] for each in names), _shapes(kind)
+    # A kernel that runs next to others, as JAX 0.11 has them, counts as one that ends at once. One
+    # that writes to the host or reads from there is a transfer instead.
+    if code == "fusion-start" and all(shape.space != HOST for shape in shapes):
+        code, shapes = "fusion", shapes[len(operands) : -1]  # between the operands and a handle
+    elif code == "fusion-done" and operands[0].opcode == "fusion":
+        code = "opt-barrier"
+    return Op(room, name, code, shapes, operands, inside, rest[end:].lstrip(", "))
 
 
-def _kernel(op: Op, ops: dict[str, Op]) -> Op:
-    """Returns a kernel that runs next to others, as JAX 0.11 has them, as one that ends at once.
-
-    A kernel that writes to the host or reads from there is a transfer instead.
-    """
-    if op.opcode == "fusion-start" and all(shape.space != HOST for shape in op.shapes):
-        results = op.shapes[len(op.operands) : -1]  # between the operands and a handle
-        return dataclasses.replace(op, opcode="fusion", shapes=results)
-    if op.opcode == "fusion-done" and ops[op.operands[0]].opcode == "fusion":
-        return dataclasses.replace(op, opcode="opt-barrier")
-    return op
+def _called(op: Op) -> list[str]:
+    if op.opcode == "while":
+        return [attribute(op, "body"), attribute(op, "condition")]
+    return re.findall(r"[\w.\-]+", " ".join(CALLED.findall(op.attributes)))
 
 
 def _closing(text: str, start: int) -> int:
     """Returns the position after the parenthesis that closes the one at ``start``."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for bracket in BRACKET.finditer(text, start):
+        depth += 1 if bracket[0] == "(" else -1
         if not depth:
-            return place + 1
+            return bracket.end()
     return len(text)
 
 
@@ -141,41 +200,26 @@ def _closing(text: str, start: int) -> int:
 def _shapes(text: str) -> tuple[Shape, ...]:
     shapes = []
     for dtype, dims, layout in SHAPE.findall(text):
-        space = SPACE.search(layout)
         # A dynamic dimension is written as its bound, "<=8".
         sizes = tuple(int(d.strip("<=")) for d in dims.split(",") if d)
-        shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+        shapes.append(Shape(dtype, sizes, int(found(SPACE, layout) or 0)))
     return tuple(shapes)
-
-
-def _tables_of_lines(text: str) -> dict[str, dict[str, str]]:
-    """Returns the rows of the tables above a module's computations, by table and number."""
-    tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    table = ""
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            break
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            table = line
-        elif line.partition(" ")[0].isdecimal():
-            number, _, row = line.partition(" ")
-            tables[table][number] = row
-    return tables
 
 
 def source_lines(text: str) -> Callable[[Op], str]:
     """Returns a function from an instruction to the user's line, as "file:line", or ""."""
-    tables = _tables_of_lines(text)
+    # Above the computations, each of these tables has a row for each number.
+    found = re.findall(TABLES, text, re.MULTILINE)
+    tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in found}
 
-    def field(row: str, key: str) -> str:
-        match = re.search(rf"\b{key}=(\d+)", row)
-        return match[1] if match else ""
+    def row_of(table: str, number: str) -> str:
+        return tables.get(table, {}).get(number, "")
 
     def lines_of(frame: str) -> Iterator[str]:
         """Yields the lines of a frame and its callers, as long as the file is known."""
-        row = tables["StackFrames"].get(frame, "")
-        location = tables["FileLocations"].get(field(row, "file_location_id"), "")
-        file = tables["FileNames"].get(field(location, "file_name_id"), "").strip('"')
+        row = row_of("StackFrames", frame)
+        location = row_of("FileLocations", field(row, "file_location_id"))
+        file = row_of("FileNames", field(location, "file_name_id")).strip('"')
         if file:
             yield f"{file}:{field(location, 'line')}"
             # The outermost frame names itself as its caller.
@@ -196,57 +240,45 @@ def parameters(computation: Computation) -> list[Op]:
     return sorted(ops, key=lambda op: int(op.inside))
 
 
-def users_of(computation: Computation) -> dict[str, list[Op]]:
-    """Returns the instructions that read each value of a computation, by its name."""
-    users: dict[str, list[Op]] = collections.defaultdict(list)
+def users_of(computation: Computation) -> dict[Op, list[Op]]:
+    """Returns the instructions that read each value of a computation."""
+    users: dict[Op, list[Op]] = collections.defaultdict(list)
     for op in computation.ops.values():
-        for name in dict.fromkeys(op.operands):
-            users[name].append(op)
+        for operand in dict.fromkeys(op.operands):
+            users[operand].append(op)
     return users
-
-
-def custom_target(op: Op) -> str:
-    match = CUSTOM.search(op.attributes)
-    return match[1] if match else ""
 
 
 def attribute(op: Op, name: str) -> str:
     """Returns an attribute of an instruction that is a name or a number, or ""."""
-    match = re.search(rf"\b{name}=%?([\w.\-]+)", op.attributes)
-    return match[1] if match else ""
+    return field(op.attributes, name)
 
 
-# ---- what runs, and how often -------------------------------------------------------------------
+def field(text: str, name: str) -> str:
+    return found(rf"\b{name}=%?([\w.\-]+)", text)
 
 
-def runs(
-    module: dict[str, Computation],
-    name: str,
-    times: int = 1,
-    fused: bool = False,
-    scope: str = "",
-) -> Iterator[tuple[Computation, Op, int, bool, str]]:
-    """Yields (computation, instruction, number of runs, whether in a fused kernel, scope).
+def origin(op: Op, views: Collection[str] = VIEWS) -> Op:
+    """Returns the instruction that computes a value, skipping views and copies."""
+    while op.opcode in views:
+        op = op.operands[0]
+    return op
 
-    The scope is the name of the calling JAX operation. Names inside may be relative to it.
+
+def placed_in(kernel: Computation, through: Collection[str]) -> Iterator[tuple[int, Op, Op]]:
+    """Yields where a fused kernel changes a part of an array that it is given, in place.
+
+    That is the number of the result, the update, and the parameter. ``through`` may stand between.
     """
-    computation = module[name]
-    for op in computation.ops.values():
-        yield computation, op, times, fused, scope
-        if op.opcode == "while":
-            body = attribute(op, "body")
-            trips = trip_count(module, computation, op)
-            if body:
-                turns = times * (1 if trips is None else trips)
-                yield from runs(module, body, turns, fused, scope)
-            # The condition runs once more than the body: it ends the loop.
-            if (condition := attribute(op, "condition")) in module:
-                tests = times * (1 if trips is None else trips + 1)
-                yield from runs(module, condition, tests, fused, scope)
-        elif op.opcode in ("fusion", "call", "conditional", "async-start"):
-            inner = jax_name(op, scope) if op.opcode == "call" else scope
-            for inside in called_by(op):
-                yield from runs(module, inside, times, fused or op.opcode == "fusion", inner)
+    for index, result in enumerate(kernel.results):
+        update = origin(result, through)
+        if update.opcode in UPDATES:
+            target = origin(update.operands[0], through)
+            if target.opcode == "parameter":  # what the kernel makes itself is written as a whole
+                yield index, update, target
+
+
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def jax_name(op: Op, scope: str) -> str:
@@ -259,58 +291,81 @@ def jax_name(op: Op, scope: str) -> str:
     return f"{scope}/{match[1]}" if relative else match[1]
 
 
-def called_by(op: Op) -> list[str]:
-    names = CALLED.findall(op.attributes)
-    for group in BRANCHES.findall(op.attributes):
-        names += [name.strip().lstrip("%") for name in group.split(",")]
-    return names
+def op_name(op: Op) -> str:
+    """Returns the name that JAX gave an instruction, or the first of several."""
+    return found(OP_NAME, op.attributes).split(";")[0]
 
 
-def trip_count(module: dict[str, Computation], outside: Computation, loop: Op) -> int | None:
+def is_backward(name: str) -> bool:
+    """Returns whether an instruction's name says that it belongs to a backward pass."""
+    return "transpose(" in name
+
+
+def scope_of(name: str) -> str:
+    """Returns the scopes in the name of an instruction, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
+    parts = []
+    for part in name.split("/")[:-1]:
+        while wrapped := WRAPPED.match(part):
+            part = wrapped[1]
+        if not ADDED.match(part):
+            parts.append(part)
+    return "/".join(parts)
+
+
+# ---- what runs, and how often -------------------------------------------------------------------
+
+
+def runs(
+    computation: Computation, times: int = 1, fused: bool = False, scope: str = ""
+) -> Iterator[tuple[Op, int, bool, str]]:
+    """Yields (instruction, number of runs, whether in a fused kernel, scope).
+
+    The scope is the name of the calling JAX operation. Names inside may be relative to it.
+    """
+    for op in computation.ops.values():
+        yield op, times, fused, scope
+        if op.opcode == "while":
+            trips = trip_count(op)
+            # The condition runs once more than the body: it ends the loop.
+            counts = (1, 1) if trips is None else (trips, trips + 1)
+            for inside, count in zip(op.called, counts, strict=False):
+                yield from runs(inside, times * count, fused, scope)
+        elif op.opcode in ("fusion", "call", "conditional", "async-start"):
+            inner = jax_name(op, scope) if op.opcode == "call" else scope
+            for inside in op.called:
+                yield from runs(inside, times, fused or op.opcode == "fusion", inner)
+
+
+def trip_count(loop: Op) -> int | None:
     """Returns how often a loop's body runs, by XLA's note or the condition; None if unknown."""
     if note := TRIPS.search(loop.attributes):
         return int(note[1])
-    condition = module.get(attribute(loop, "condition"))
-    if not condition:
-        return None
+    body, *conditions = loop.called
     # JAX's counted loops count up, as long as the counter is less than a limit.
-    test = condition.ops[condition.root]
-    if test.opcode != "compare" or "direction=LT" not in test.attributes:
+    test = conditions[0].root if conditions else None
+    if not test or test.opcode != "compare" or "direction=LT" not in test.attributes:
         return None
-    carried = outside.ops.get(loop.operands[0])
-    start, stop = (_number(condition, name, outside, carried) for name in test.operands)
-    step = _step(module, condition, loop, test)
+    start, stop = (_number(operand, loop.operands[0]) for operand in test.operands)
+    step = _step(body, test)
     if start is None or stop is None or step is None or step < 1:
         return None
     return max(0, math.ceil((stop - start) / step))
 
 
-def _number(inside: Computation, name: str, outside: Computation, carried: Op | None) -> int | None:
-    """Returns the initial integer of a value in a loop's condition, or None if it is unknown."""
-    op = origin(inside, name)
-    if op.opcode == "get-tuple-element" and carried is not None and carried.opcode == "tuple":
-        op = origin(outside, carried.operands[int(attribute(op, "index"))])
-    if op.opcode != "constant" or not re.fullmatch(r"-?\d+", op.inside):
-        return None
-    return int(op.inside)
+def _number(op: Op, carried: Op | None = None) -> int | None:
+    """Returns an integer, which a loop may carry, or None if it is unknown."""
+    op = origin(op)
+    if op.opcode == "get-tuple-element" and carried and carried.opcode == "tuple":
+        op = origin(carried.operands[op.index])
+    known = op.opcode == "constant" and re.fullmatch(r"-?\d+", op.inside)
+    return int(op.inside) if known else None
 
 
-def _step(module: dict[str, Computation], condition: Computation, loop: Op, test: Op) -> int | None:
+def _step(body: Computation, test: Op) -> int | None:
     """Returns the number that a loop adds to its counter per iteration, or None if unknown."""
-    counter = origin(condition, test.operands[0])
-    body = module.get(attribute(loop, "body"))
-    if counter.opcode != "get-tuple-element" or not body:
+    counter = origin(test.operands[0])
+    if counter.opcode != "get-tuple-element":
         return None
-    step = origin(body, body.ops[body.root].operands[int(attribute(counter, "index"))])
-    if step.opcode != "add":
-        return None
-    steps = (_number(body, name, body, None) for name in step.operands)
-    return next((number for number in steps if number is not None), None)
-
-
-def origin(computation: Computation, name: str, views: Collection[str] = VIEWS) -> Op:
-    """Returns the instruction that computes a value, skipping views and copies."""
-    op = computation.ops[name]
-    while op.opcode in views:
-        op = computation.ops[op.operands[0]]
-    return op
+    step = origin(body.root.operands[counter.index])
+    numbers = map(_number, step.operands if step.opcode == "add" else ())
+    return next((number for number in numbers if number is not None), None)

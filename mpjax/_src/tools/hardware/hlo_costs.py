@@ -12,23 +12,15 @@ import re
 
 import numpy as np
 
+from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.collectives import SENT
-from mpjax._src.tools.hardware.hlo import (
-    PLACES,
-    Computation,
-    Op,
-    Shape,
-    bits,
-    custom_target,
-    jax_name,
-    parse,
-    runs,
-    trip_count,
-)
+from mpjax._src.tools.hardware.hlo import Op, Shape, bits, found, jax_name, parse, runs
 from mpjax._src.tools.hardware.traffic import bytes_moved, host_bytes, is_kernel
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
-PRECISION = re.compile(r"\boperand_precision=\{([^}]*)\}")
+# An hlo.attribute, or part of a library's configuration, which is JSON.
+PRECISION = re.compile(r"\boperand_precision(?:=\{|:\[)([^}\]]*)")
+DIMENSIONS = r'\blhs_{}_(?:dims=\{{|dimensions":\[)([^}}\]]*)'
 # In the configuration of cuDNN's attention: the shape of the scores, and its own mask.
 SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^\[]*"dimensions":\s*\[([^\]]*)\]')
 CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
@@ -40,12 +32,13 @@ ARITHMETIC = {
     *("ceil", "compare", "select", "clamp", "round-nearest-even", "round-nearest-afz"),
 }
 # Custom calls that multiply nothing.
-NO_FLOPS = (*PLACES, "__cub$", "__gpu$TopK", "TopK")
+NO_FLOPS = (*hlo.PLACES, "__cub$", "__gpu$TopK", "TopK")
 # What multiplies: matmuls, convolutions and cuDNN's attention. Libraries' calls begin like this.
 DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
 LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
 EIGHT = 8  # tensor cores load as many 16-bit operands at once
 TILE = 16  # they multiply tiles of as many rows and columns; smaller matrices are bound by memory
+GROUPED = ("feature", "batch")
 DILATIONS = ("stride", "lhs_dilate", "rhs_dilate")
 
 
@@ -70,7 +63,6 @@ class Matmul:
 class Kernel:
     """One kernel of an HLO module, or one call of a library, with what it runs."""
 
-    computation: Computation  # that it stands in
     op: Op
     name: str  # the name of the JAX operation that it comes from
     times: int  # how often it runs
@@ -93,36 +85,38 @@ class Costs:
     constant_bytes: float  # the bytes of the arrays that are part of the program
     unknown_loops: int  # the number of loops with an unknown number of iterations; each counts once
     unknown_calls: tuple[str, ...]  # the names of custom calls whose FLOPs are not known
-    # What runs one after the other: all kernels except those that devices and the host exchange.
-    kernels: tuple[Kernel, ...] = dataclasses.field(compare=False)
+    instructions: tuple[Kernel, ...] = dataclasses.field(compare=False)  # those outside of kernels
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What runs one after the other, without what devices and the host exchange."""
+        return tuple(k for k in self.instructions if is_kernel(k.op) and not _exchanges(k.op))
 
 
 def costs(text: str) -> Costs:
     """Returns the cost of one run of an optimized HLO module."""
-    module, entry = parse(text)
     groups: list[Kernel] = []  # each instruction with what it runs, if that is fused
     constants = sent = received = 0.0
     loops, calls = 0, dict[str, None]()
-    for computation, op, times, fused, scope in runs(module, entry):
+    for op, times, fused, scope in runs(parse(text).entry):
         if not fused:
-            moved = bytes_moved(module, computation, op)
-            groups.append(Kernel(computation, op, jax_name(op, scope), times, moved))
+            groups.append(Kernel(op, jax_name(op, scope), times, bytes_moved(op)))
             sent += times * host_bytes(op, to_host=True)
             received += times * host_bytes(op, to_host=False)
         # `runs` yields a kernel, and directly after it what is fused in it.
         group = groups[-1]
         group.codes.add(op.opcode)
-        product = matmul(computation, op, times, scope)
+        product = matmul(op, times, scope)
         if product:
             group.matmuls.append(product)
-        elif op.opcode == "custom-call" and not custom_target(op).startswith(NO_FLOPS):
-            calls[custom_target(op)] = None
+        elif op.opcode == "custom-call" and not op.target.startswith(NO_FLOPS):
+            calls[op.target] = None
         elif op.opcode in ARITHMETIC:
             group.other_flops += op.shapes[0].size
         elif op.opcode in ("reduce", "reduce-window"):
-            group.other_flops += computation.ops[op.operands[0]].shapes[0].size
+            group.other_flops += op.operands[0].shapes[0].size
         elif op.opcode == "while":
-            loops += trip_count(module, computation, op) is None
+            loops += hlo.trip_count(op) is None
         elif op.opcode == "constant" and not fused:
             constants += op.bytes
     return Costs(
@@ -133,7 +127,7 @@ def costs(text: str) -> Costs:
         constants,
         loops,
         tuple(calls),
-        tuple(group for group in groups if is_kernel(group.op) and not _exchanges(group.op)),
+        tuple(groups),
     )
 
 
@@ -145,11 +139,9 @@ def _exchanges(op: Op) -> bool:
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
     """Counts the operand dtypes of a module's matmuls, by the names of their JAX operations."""
-    module, entry = parse(text)
     dtypes: dict[str, collections.Counter[str]] = {}
-    for computation, op, times, _, scope in runs(module, entry):
-        product = matmul(computation, op, times, scope)
-        if product:
+    for op, times, _, scope in runs(parse(text).entry):
+        if product := matmul(op, times, scope):
             dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
     return dtypes
 
@@ -157,38 +149,34 @@ def asked(text: str) -> dict[str, collections.Counter[str]]:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def _precision(op: Op, library: bool) -> str:
+def _precision(op: Op) -> str:
     """Returns the highest precision that an operand asks for."""
-    attributes = op.attributes.replace('"', "").lower()
-    match = PRECISION.search(attributes)
-    if library:  # its configuration is JSON
-        match = match or re.search(r"operand_precision:\[([^\]]*)\]", attributes)
-    levels = match[1].split(",") if match else []
+    levels = found(PRECISION, op.attributes.replace('"', "").lower()).split(",")
     return next((level for level in ("highest", "high") if level in levels), "default")
 
 
 def is_matmul(op: Op) -> bool:
-    library = op.opcode == "custom-call" and custom_target(op).startswith(LIBRARIES)
+    library = op.opcode == "custom-call" and op.target.startswith(LIBRARIES)
     return library or op.opcode in (DOT, CONVOLUTION)
 
 
-def matmul(computation: Computation, op: Op, times: int, scope: str) -> Matmul | None:
+def matmul(op: Op, times: int, scope: str) -> Matmul | None:
     if not is_matmul(op):
         return None
-    left, right = (computation.ops[name].shapes[0] for name in op.operands[:2])
+    left, right = (operand.shapes[0] for operand in op.operands[:2])
     algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
     operands, library = max(left.dtype, right.dtype, key=bits), op.opcode == "custom-call"
     kind, odd = CONVOLUTION, 0
-    if custom_target(op).startswith("__cudnn$fmha"):
+    if op.target.startswith("__cudnn$fmha"):
         kind = ATTENTION
-    elif op.opcode == "dot" or custom_target(op).startswith("__cublas"):
+    elif op.opcode == "dot" or op.target.startswith("__cublas"):
         kind, axes = DOT, _matmul_axes(op, left, right)
         if bits(operands) == 16 and min(axes) >= TILE:
             odd = next((axis for axis in axes if axis % EIGHT), 0)
     return Matmul(
         jax_name(op, scope),
         operands,
-        _precision(op, library),
+        _precision(op),
         algorithm[1] if algorithm else "",
         int(algorithm[2] or 1) if algorithm else 1,
         library,
@@ -208,15 +196,11 @@ def _matmul_axes(op: Op, left: Shape, right: Shape) -> tuple[int, int, int]:
 
 def _dimensions(op: Op, which: str) -> list[int]:
     """Returns the axes of the left operand that a matmul contracts, or takes one by one."""
-    if op.opcode == "dot":
-        match = re.search(rf"\blhs_{which}_dims=\{{([\d,]*)\}}", op.attributes)
-    else:  # a library's configuration is JSON
-        match = re.search(rf'"lhs_{which}_dimensions":\[([^\]]*)\]', op.attributes)
-    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+    return [*map(int, re.findall(r"\d+", found(DIMENSIONS.format(which), op.attributes)))]
 
 
 def _flops(op: Op, left: Shape, right: Shape) -> float:
-    result, target = op.shapes[0], custom_target(op)
+    result, target = op.shapes[0], op.target
     if op.opcode == "dot" or target.startswith("__cublas"):
         return 2.0 * result.size * _matmul_axes(op, left, right)[2]
     if target.startswith("__cudnn$fmha"):
@@ -227,33 +211,31 @@ def _flops(op: Op, left: Shape, right: Shape) -> float:
         roles = (result, right, left)
     elif target == "__cudnn$convBackwardFilter":
         roles = (left, result, right)
-    return _convolution_flops(op.attributes, *(shape.dims for shape in roles))
+    return _convolution_flops(op, *(shape.dims for shape in roles))
 
 
 def _attention_flops(op: Op, width: int) -> float:
     """Counts the entries of the scores that a mask leaves, in 2 products, or 5 of the gradients."""
-    scores = SCORES.search(op.attributes)
-    *heads, queries, keys = map(int, re.findall(r"\d+", scores[1])) if scores else (0, 0)
+    scores = re.findall(r"\d+", found(SCORES, op.attributes))
+    *heads, queries, keys = map(int, scores or (0, 0))
     entries = queries * keys
     if CAUSAL.search(op.attributes):
         entries = sum(min(query + 1, keys) for query in range(queries))
-    return 2.0 * (5 if "Backward" in custom_target(op) else 2) * width * math.prod(heads) * entries
+    return 2.0 * (5 if "Backward" in op.target else 2) * width * math.prod(heads) * entries
 
 
 def _convolution_flops(
-    attributes: str, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
+    op: Op, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
 ) -> float:
     """Counts as XLA does: a multiply and an add wherever the window meets an input entry."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if not labels:
         return 0.0
-    groups = re.search(r"\bfeature_group_count=(\d+)", attributes)
-    batch_groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
-    window = re.search(r"window=\{([^}]*)\}", attributes)
-    parts = dict(part.split("=") for part in window[1].split()) if window else {}
+    window = found(r"window=\{([^}]*)\}", op.attributes)
+    parts = dict(part.split("=") for part in window.split())
     total = 2.0 * inputs[labels[1].index("b")] * inputs[labels[1].index("f")]
     total *= kernel[labels[2].index("o")]
-    total /= (int(groups[1]) if groups else 1) * (int(batch_groups[1]) if batch_groups else 1)
+    total /= math.prod(int(hlo.attribute(op, f"{what}_group_count") or 1) for what in GROUPED)
     for axis in range(len(parts.get("size", "").split("x")) if parts else 0):
         label = str(axis)
         total *= _meetings(

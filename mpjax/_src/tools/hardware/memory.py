@@ -8,12 +8,11 @@ come from and lead to.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpjax._src.core.base.public import public
-from mpjax._src.tools.hardware.carried import trainable
-from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, leaves, reached
-from mpjax._src.tools.hardware.hlo import OP_NAME, Computation, Op, Shape, parameters, parse
+from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached
+from mpjax._src.tools.hardware.hlo import Module, is_backward, op_name, parse, scope_of
 from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once, shared_results
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
@@ -71,7 +70,7 @@ class MemoryRow:
     kind: str
     bytes: float
     name: str = ""
-    leaf: Leaf | None = None
+    leaf: tuple[str, str, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +88,16 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
 
     ``sizes.results`` counts results that do not share the memory of an argument.
     """
-    module, entry = parse(text)
-    flow = flow_of(module, entry)
-    arguments = _with_trained(list(_arguments(module[entry])), module, entry, flow)
-    spare = sizes.arguments - sum(row.bytes for row in arguments)
+    module = parse(text)
+    flow = flow_of(module)
+    arguments = _arguments(flow)
+    spare = sizes.arguments - sum(row.bytes for row in arguments.values())
+    given = [*arguments.values(), MemoryRow(PADDING, spare)]
     if spare < 0:  # the compiler put some arguments elsewhere, such as in the host's memory
-        arguments, spare = [MemoryRow(ARGUMENTS, sizes.arguments)], 0.0
-    results = _results(text, module[entry], flow, sizes.results)
-    ordered = is_scheduled(text)
-    between = _temporary(module, entry, flow, arguments, sizes.temporary) if ordered else []
+        arguments, given = {}, [MemoryRow(ARGUMENTS, sizes.arguments)]
+    results = _results(module, flow, sizes.results)
+    ordered = is_scheduled(module)
+    between = _temporary(module, flow, arguments, sizes.temporary) if ordered else []
     rest = sizes.temporary - sum(row.bytes for row in between)
     kind = WORKSPACE if ordered else UNKNOWN
     if rest < 0 <= results[-1].bytes + rest:
@@ -106,68 +106,47 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
         rest = 0.0
     elif rest < 0:  # the schedule has more than the compiler: what is alive is not known then
         between, rest, kind = [], sizes.temporary, UNKNOWN
-    tail = [MemoryRow(kind, rest)]
-    padding, code = MemoryRow(PADDING, spare), MemoryRow(CODE, sizes.code)
-    rows = (*arguments, padding, *between, *tail, *results, code)
+    rows = (*given, *between, MemoryRow(kind, rest), *results, MemoryRow(CODE, sizes.code))
     return tuple(sorted((r for r in rows if r.bytes), key=lambda row: KINDS.index(row.kind)))
+
+
+def _position(leaf: Leaf) -> tuple[str, str, int]:
+    return (*leaf.op.place, leaf.number)
 
 
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def _arguments(entry: Computation) -> Iterator[MemoryRow]:
-    arguments = []
-    for op in parameters(entry):
-        path = op_name(op).replace("\\'", "'")
-        pairs = zip(leaves(entry.name, op), op.shapes, strict=True)
-        arguments += [(path, leaf, shape) for leaf, shape in pairs]
-    kinds = {leaf: _kind(path, trainable(shape)) for path, leaf, shape in arguments}
-    owners = {*_owners(arguments, kinds)}
-    for path, leaf, shape in arguments:
-        kind = PARAMETERS if leaf in owners else kinds[leaf][0]
-        yield MemoryRow(kind, shape.bytes, path, leaf)
-
-
-def _owners(
-    arguments: Sequence[tuple[str, Leaf, Shape]], kinds: Mapping[Leaf, tuple[str, tuple[str, ...]]]
-) -> Iterator[Leaf]:
-    """Yields the arguments that a moment, master or gradient belongs to.
-
-    Each is a parameter, whatever its name. It is the only argument of the same shape and the same
-    end of the path.
-    """
-    for _, leaf, shape in arguments:
-        kind, tail = kinds[leaf]
+def _arguments(flow: Flow) -> dict[Leaf, MemoryRow]:
+    """Returns the rows of a module's arguments."""
+    paths = {leaf: op_name(leaf.op).replace("\\'", "'") for leaf in flow.arguments}
+    found = {leaf: _kind(path, leaf.shape.trainable) for leaf, path in paths.items()}
+    kinds = {leaf: kind for leaf, (kind, _) in found.items()}
+    # What a moment, master or gradient belongs to is a parameter, whatever its name: the only
+    # argument of the same shape and the same end of the path.
+    for leaf, (kind, tail) in found.items():
         if kind in (MASTERS, MOMENTS, GRADIENTS):
             like = [
                 other
-                for path, other, its in arguments
-                if its.dims == shape.dims and _keys(path)[-len(tail) or len(path) :] == tail
-                if kinds[other][0] in (ARGUMENTS, PARAMETERS)
+                for other, path in paths.items()
+                if other.shape.dims == leaf.shape.dims
+                and _keys(path)[-len(tail) or len(path) :] == tail
+                and found[other][0] in (ARGUMENTS, PARAMETERS)
             ]
             # If several fit, it is not known to which of them the moment or master belongs.
             if len(like) == 1:
-                yield like[0]
-
-
-def _with_trained(
-    rows: list[MemoryRow], module: dict[str, Computation], entry: str, flow: Flow
-) -> list[MemoryRow]:
-    """Returns the arguments, with kind parameters for those to which a gradient is added."""
-    ops = module[entry].ops
-    open_rows = {row.leaf: i for i, row in enumerate(rows) if row.kind == ARGUMENTS and row.leaf}
-    shapes = {leaf: ops[leaf[1]].shapes[leaf[2]] for leaf in open_rows}
-    wanted = {shape.dims for shape in shapes.values() if trainable(shape)}
-    for result, new in zip(flow.results, ops[module[entry].root].shapes, strict=True):
-        if not trainable(new) or new.dims not in wanted:
-            continue
-        made_of = reached(flow.before, [result], MAPPED)
-        if any(is_backward(op_name(module[room].ops[name])) for room, name, _ in made_of):
-            old = [x for x in open_rows if x in made_of and shapes[x].dims == new.dims]
-            if len(old) == 1:
-                place = open_rows[old[0]]
-                rows[place] = dataclasses.replace(rows[place], kind=PARAMETERS)
-    return rows
+                kinds[like[0]] = PARAMETERS
+    # So are those to which a gradient is added.
+    others = {leaf for leaf, kind in kinds.items() if kind == ARGUMENTS}
+    for new in _like(flow.results, others):
+        made_of = reached(flow.before, [new], MAPPED)
+        old = [leaf for leaf in others & made_of.keys() if leaf.shape.dims == new.shape.dims]
+        if len(old) == 1 and any(is_backward(op_name(op)) for op, _ in made_of):
+            kinds[old[0]] = PARAMETERS
+    return {
+        leaf: MemoryRow(kinds[leaf], leaf.shape.bytes, path, _position(leaf))
+        for leaf, path in paths.items()
+    }
 
 
 def _kind(path: str, is_trainable: bool) -> tuple[str, tuple[str, ...]]:
@@ -188,120 +167,71 @@ def _keys(path: str) -> tuple[str, ...]:
 
 
 def _temporary(
-    module: dict[str, Computation],
-    entry: str,
-    flow: Flow,
-    arguments: Sequence[MemoryRow],
-    whole: float,
+    module: Module, flow: Flow, arguments: Mapping[Leaf, MemoryRow], whole: float
 ) -> list[MemoryRow]:
     """Returns the arrays that are alive when memory use is highest."""
-    classify = _classifier(module, entry, flow, arguments)
-    rows = []
-    for buffer in most_at_once(module, entry):
-        kind, scope = classify(buffer.leaves)
-        rows.append(MemoryRow(kind, buffer.bytes, scope, buffer.leaves[0]))
-    if sum(row.bytes for row in rows) <= whole:
-        return rows
-    # The compiler finds room for some workspace in a way that the schedule does not show.
-    return [row for row in rows if row.kind != WORKSPACE]
 
+    def of_kind(*kinds: str) -> list[Leaf]:
+        return [leaf for leaf, row in arguments.items() if row.kind in kinds]
 
-def _classifier(
-    module: dict[str, Computation], entry: str, flow: Flow, arguments: Sequence[MemoryRow]
-) -> Callable[[Sequence[Leaf]], tuple[str, str]]:
-    """Returns a function from a buffer's leaves to its kind and the scope that computed it."""
-    shapes = {
-        module[c].ops[name].shapes[i].dims
-        for row in arguments
-        if row.leaf and row.kind in (PARAMETERS, MASTERS, MOMENTS, ARGUMENTS)
-        for c, name, i in [row.leaf]
-        if trainable(module[c].ops[name].shapes[i])
-    }
-    results = zip(flow.results, module[entry].ops[module[entry].root].shapes, strict=True)
     # Results of the shape of an argument are its new value or its gradient.
-    new = [leaf for leaf, shape in results if trainable(shape) and shape.dims in shapes]
+    new = _like(flow.results, of_kind(PARAMETERS, MASTERS, MOMENTS, ARGUMENTS))
     updates = reached(flow.before, new, MAPPED)
-    kinds = (PARAMETERS, MASTERS)
-    copies = reached(flow.after, (r.leaf for r in arguments if r.leaf and r.kind in kinds), MOVED)
-    names = {
-        (name, op.name): "" if op.opcode in PASSES_ON else op_name(op)
-        for name, computation in module.items()
-        for op in computation.ops.values()
-    }
+    copies = reached(flow.after, of_kind(PARAMETERS, MASTERS), MOVED)
+    names = {op: "" if op.opcode in PASSES_ON else op_name(op) for op in module.ops()}
     read_backward = {
         source
         for source, steps in flow.after.items()
-        if not is_backward(names[source[:2]])
-        and any(is_backward(names[target[:2]]) for target, _ in steps)
+        if not is_backward(names[source.op])
+        and any(is_backward(names[target.op]) for target, _ in steps)
     }
     # What the backward pass reads of the forward pass, through moves and casts.
     kept = reached(flow.before, read_backward, MOVED)
 
     def classify(parts: Sequence[Leaf]) -> tuple[str, str]:
-        makers = [names[x[:2]] for x in reached(flow.before, parts, MOVED)]
+        """Returns the kind of a buffer, by its leaves, and the scope that computed it."""
+        makers = [names[op] for op, _ in reached(flow.before, parts, MOVED)]
         # An instruction that XLA made has no name: then the longest, as it says the most.
-        scope = scope_of(names[parts[0][:2]]) or max(map(scope_of, makers), key=len)
+        scope = scope_of(names[parts[0].op]) or max(map(scope_of, makers), key=len)
         if any(map(is_backward, makers)):
             # A gradient becomes a new value entry by entry; cotangents of activations do not.
             return (GRADIENTS if any(x in updates for x in parts) else WORKSPACE), scope
         if parts[0] in copies:
             return COPIES, scope
         if any(x in kept for x in parts):
-            room, name, index = parts[0]
-            return (CODES if module[room].ops[name].shapes[index].dtype in EIGHT else KEPT), scope
+            return (CODES if parts[0].shape.dtype in EIGHT else KEPT), scope
         return WORKSPACE, scope
 
-    return classify
-
-
-def op_name(op: Op) -> str:
-    """Returns the name that JAX gave an instruction, or the first of several."""
-    match = OP_NAME.search(op.attributes)
-    return match[1].split(";")[0] if match else ""
-
-
-def is_backward(name: str) -> bool:
-    """Returns whether an instruction's name says that it belongs to a backward pass."""
-    return "transpose(" in name
-
-
-# Parts that JAX adds to names: transformations around scopes, and nested programs.
-WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|custom_\w+)\((.*)\)$")
-ADDED = re.compile(
-    r"^(?:p?jit\(.*\)|jit|while|body|cond|body_jaxpr|cond_jaxpr|branch_\d+_fun|closed_call|"
-    r"rematted_computation|checkpoint|remat2?|custom_\w+_call\w*|core_call|shmap_body|"
-    r"mpjax\.autocast|)$"
-)
-
-
-def scope_of(name: str) -> str:
-    """Returns the scopes in the name of an instruction, "jit(f)/jvp(Net)/Dense_0/dot_general"."""
-    parts = []
-    for part in name.split("/")[:-1]:
-        while wrapped := WRAPPED.match(part):
-            part = wrapped[1]
-        if not ADDED.match(part):
-            parts.append(part)
-    return "/".join(parts)
+    rows = []
+    for buffer in most_at_once(module.entry):
+        kind, scope = classify(buffer.leaves)
+        rows.append(MemoryRow(kind, buffer.bytes, scope, _position(buffer.leaves[0])))
+    if sum(row.bytes for row in rows) <= whole:
+        return rows
+    # The compiler finds room for some workspace in a way that the schedule does not show.
+    return [row for row in rows if row.kind != WORKSPACE]
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
-def _results(text: str, entry: Computation, flow: Flow, total: float) -> list[MemoryRow]:
+def _results(module: Module, flow: Flow, total: float) -> list[MemoryRow]:
     """Returns the results that have their own memory: gradients and other results."""
-    shared = shared_results(text)
-    argument_shapes = {s.dims for op in parameters(entry) for s in op.shapes if trainable(s)}
-    outs = zip(flow.results, entry.ops[entry.root].shapes, strict=True)
+    shared = shared_results(module)
+    own = [leaf for index, leaf in enumerate(flow.results) if index not in shared]
     rows = []
-    for index, (leaf, shape) in enumerate(outs):
-        if index not in shared and shape.dims in argument_shapes and trainable(shape):
-            made_by = reached(flow.before, [leaf], MOVED)
-            names = (op_name(entry.ops[name]) for room, name, _ in made_by if room == entry.name)
-            if any(map(is_backward, names)):
-                rows.append(MemoryRow(GRADIENTS, shape.bytes, leaf=leaf))
+    for leaf in _like(own, flow.arguments):
+        made_by = [op for op, _ in reached(flow.before, [leaf], MOVED) if op.room is module.entry]
+        if any(is_backward(op_name(op)) for op in made_by):
+            rows.append(MemoryRow(GRADIENTS, leaf.shape.bytes, leaf=_position(leaf)))
     rest = total - sum(row.bytes for row in rows)
     return [*rows, MemoryRow(RESULTS, rest)] if rest >= 0 else [MemoryRow(RESULTS, total)]
+
+
+def _like(leaves: Iterable[Leaf], others: Iterable[Leaf]) -> list[Leaf]:
+    """Returns the leaves that may be trained and have the shape of another one that may be."""
+    dims = {leaf.shape.dims for leaf in others if leaf.shape.trainable}
+    return [leaf for leaf in leaves if leaf.shape.trainable and leaf.shape.dims in dims]
 
 
 def by_kind(rows: Sequence[MemoryRow]) -> dict[str, float]:

@@ -10,28 +10,13 @@ import jax
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.document.model import Document, Drawing, Table
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.hardware import hlo_costs
-from mpjax._src.tools.hardware.collectives import (
-    COLUMNS,
-    WORDS,
-    CollectiveRow,
-    collectives,
-    grouped,
-    sent_by,
-)
+from mpjax._src.tools.hardware import hlo_costs, times
+from mpjax._src.tools.hardware.collectives import CollectiveRow, collectives, sent_by, sent_table
 from mpjax._src.tools.hardware.drawing import drawing_of
 from mpjax._src.tools.hardware.hlo import bits
 from mpjax._src.tools.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.tools.hardware.targets import GPU_PREALLOCATED, Target, size
-from mpjax._src.tools.hardware.times import (
-    KernelRow,
-    compute_seconds,
-    figure,
-    kernel_rows,
-    notes_on_kernels,
-    table_of,
-    unit,
-)
+from mpjax._src.tools.hardware.times import figure
 
 BOUND = (
     "The roofline is a lower bound, not a forecast: it assumes datasheet peaks, and compute and "
@@ -126,7 +111,7 @@ class CompileReport(Report):
     notes: tuple[str, ...]
     xla_costs: dict[str, float] = dataclasses.field(repr=False)
     hlo: str = dataclasses.field(repr=False)
-    kernels: tuple[KernelRow, ...] = ()
+    kernels: tuple[times.KernelRow, ...] = ()
 
     _without = ("hlo",)
     _also = (
@@ -162,9 +147,8 @@ class CompileReport(Report):
     @property
     def bound(self) -> str:
         """The longest part of the roofline: "compute", "memory" or "host"."""
-        if self.host_ms > max(self.compute_ms, self.memory_ms):
-            return "host"
-        return "compute" if self.compute_ms >= self.memory_ms else "memory"
+        parts = {"compute": self.compute_ms, "memory": self.memory_ms, "host": self.host_ms}
+        return max(parts, key=parts.__getitem__)
 
     @property
     def kernels_ms(self) -> float:
@@ -181,8 +165,8 @@ class CompileReport(Report):
 
         It leaves out what devices exchange. A note says where it comes from.
         """
-        times = [row.expected_ms for row in self.kernels if row.expected_ms is not None]
-        return max(self.host_ms, sum(times)) if times else None
+        expected = [row.expected_ms for row in self.kernels if row.expected_ms is not None]
+        return max(self.host_ms, sum(expected)) if expected else None
 
     @property
     def matmul_dtypes(self) -> dict[str, int]:
@@ -267,9 +251,8 @@ def document_of(reports: Sequence[CompileReport]) -> Document:
         rows = tuple(map(_cells, r.matmuls))
         tables.append(Table(f"Matmuls on {r.target}", matmuls, rows, matmuls[:3]))
         if r.kernels:
-            tables.append(table_of(r.target, r.kernels))
-        sent = f"What each device of {r.target} sends in one run"
-        tables.append(Table(sent, COLUMNS, tuple(grouped(r.collectives)), WORDS))
+            tables.append(times.table_of(r.target, r.kernels))
+        tables.append(sent_table(r.target, r.collectives))
         # Targets of one kind have the same notes, which are printed once.
         for note in r.notes:
             notes.setdefault(note, []).append(r.target)
@@ -297,12 +280,12 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     asked = hlo_costs.asked(answer["asked"])
     groups: dict[tuple[str, str, str], list[hlo_costs.Matmul]] = {}
     for matmul in costs.matmuls:
-        key = (_asked(asked, matmul), matmul.operands, unit(target, matmul)[0])
+        key = (_asked(asked, matmul), matmul.operands, times.unit(target, matmul)[0])
         groups.setdefault(key, []).append(matmul)
     total = sum(m.times * m.flops for m in costs.matmuls)
-    rows = [_row(key, group, total) for key, group in groups.items()]
-    rows.sort(key=lambda row: -row.flops)
-    kernels = kernel_rows(target, answer["hlo"], costs)
+    unsorted = (_row(key, group, total) for key, group in groups.items())
+    rows = sorted(unsorted, key=lambda row: -row.flops)
+    kernels = times.kernel_rows(target, answer["hlo"], costs)
     code = memory["code"]
     report = CompileReport(
         target=target.name,
@@ -322,13 +305,13 @@ def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
         matmuls=tuple(rows),
         collectives=collectives(answer["hlo"], answer["asked"]) if target.devices > 1 else (),
         kernels=kernels,
-        compute_ms=compute_seconds(target, costs) * 1e3,
+        compute_ms=times.compute_seconds(target, costs) * 1e3,
         memory_ms=costs.bytes / target.bandwidth * 1e3,
         host_bytes=sum(costs.host_bytes),
         host_ms=max(costs.host_bytes) / target.link * 1e3,
         notes=(
             *_notes(target, costs, rows, answer.get("left_out")),
-            *notes_on_kernels(target, costs, kernels),
+            *times.notes_on_kernels(target, costs, kernels),
         ),
         xla_costs=answer["xla_costs"],
         hlo=answer["hlo"],

@@ -11,6 +11,9 @@ from mpjax._src.core.base.errors import brief, did_you_mean, finite_number
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
 GPU_PREALLOCATED = 0.75
 
+# The default share of the memory that programs cannot use.
+RESERVES = {"cuda": 1 - GPU_PREALLOCATED, "tpu": 0.05}
+
 CARD_FIELDS = (
     *("core_count", "fpus_per_core", "threads_per_core_limit", "shared_memory_per_core"),
     *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
@@ -70,14 +73,12 @@ class Target:
     name: str  # the name in this table, with the number of devices if there are several: "h100 x 8"
     platform: str  # "cuda" or "tpu"
     device: str  # the name that the device reports
-    capability: str  # NVIDIA's compute capability; "" for TPUs
     memory: int  # the memory of one device, in bytes
     bandwidth: float  # the bandwidth of that memory, in bytes per second
     link: float  # the bandwidth of the link to the host in each direction, in bytes per second
     peaks: Peaks  # the peak FLOP/s by dtype, of the matrix units if they support the dtype
     topology: str  # XLA's name of the topology
     config: str  # the text proto that XLA's GPU compiler needs; "" for TPUs
-    reserve: float  # the default share of the memory that programs cannot use
     chip: str  # the name of one device
     devices: int = 1  # the number of devices
 
@@ -136,7 +137,7 @@ def _alike(asked: Named) -> str:
 
 def checked_reserve(target: Target, reserve: Any) -> float:
     """Returns the share of the memory to leave free; None means the target's default."""
-    share = target.reserve if reserve is None else reserve
+    share = RESERVES[target.platform] if reserve is None else reserve
     number = finite_number(share)
     if number is None or not 0 <= number < 1:
         raise ValueError(
@@ -159,11 +160,10 @@ def _gpu(name: str) -> Target:
     device, memory, bandwidth, peaks, facts = GPUS[name]
     capability = CARDS[name].capability
     return Target(
-        *(name, "cuda", device, capability, memory, bandwidth, PCIE[capability.split(".")[0]]),
+        *(name, "cuda", device, memory, bandwidth, PCIE[capability.split(".")[0]]),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
         "1x1x1",
         _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
-        1 - GPU_PREALLOCATED,
         name,
     )
 
@@ -173,9 +173,7 @@ def _tpu(name: str) -> Target:
     # The matrix unit takes bfloat16: float32 is 6 passes of it, or 3 at precision="high".
     peaks = {"bf16": half * 1e12, "f32": half * 1e12 / 6, "s8": byte * 1e12}
     topology = f"{name}:{_torus(1, axes)}"
-    return Target(
-        name, "tpu", f"TPU {name}", "", memory, bandwidth, link, peaks, topology, "", 0.05, name
-    )
+    return Target(name, "tpu", f"TPU {name}", memory, bandwidth, link, peaks, topology, "", name)
 
 
 def _several(one: Target, count: int, asked: str) -> Target:

@@ -1,22 +1,42 @@
-"""The times of a program's kernels: by the roofline, and as measured steps let expect."""
+"""The kinds of a program's kernels, and their times: by the roofline, and as steps let expect.
+
+The first rule that holds decides the kind:
+
+- *fused attention*: it calls cuDNN's attention.
+- *convolutions*: it contains a convolution.
+- *matmuls*: it contains a dot, of float32, of 16-bit operands *with an odd axis*, or another one. A
+  free or contracted axis is odd if it is no multiple of 8, as tensor cores load their operands,
+  and none of the matmul is shorter than the 16 of their tiles.
+- *other calls*: any other custom call, such as a kernel that the user wrote, or an FFT.
+- *updates*: it writes a result that replaces a donated argument, as an optimizer does.
+- *logits and loss*: it reads or writes an array as large as the logits. These are the largest
+  result of a matmul of the forward pass from which a single number, a result of the program, is
+  computed without another matmul.
+- *gathers and scatters*: it contains one of them.
+- *norms and reductions*: it contains a reduction.
+- *copies and casts*: it only moves, repeats or casts entries.
+- *elementwise*: all others.
+"""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.document.model import Table
-from mpjax._src.tools.hardware.hlo import bits
-from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul
-from mpjax._src.tools.hardware.kernels import (
-    ATTENTION,
-    CONVOLUTIONS,
-    FLOAT32,
-    MATMULS,
-    ODD,
-    kinds_of,
-)
-from mpjax._src.tools.hardware.memory import scope_of
+from mpjax._src.tools.hardware import flow as flows
+from mpjax._src.tools.hardware import hlo_costs
+from mpjax._src.tools.hardware.flow import Flow, Leaf, flow_of, reached
+from mpjax._src.tools.hardware.hlo import Op, bits, is_backward, op_name, parse, scope_of
+from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul, is_matmul
+from mpjax._src.tools.hardware.lifetimes import shared_results
 from mpjax._src.tools.hardware.targets import PACES, Target
+from mpjax._src.tools.hardware.traffic import STRUCTURE
+
+ATTENTION, CONVOLUTIONS = "fused attention", "convolutions"
+ODD, FLOAT32, MATMULS = "matmuls with an odd axis", "float32 matmuls", "matmuls"
+CALLS, UPDATES, LOSS = "other calls", "updates", "logits and loss"
+LOOKUPS, REDUCTIONS = "gathers and scatters", "norms and reductions"
+COPIES, ELEMENTWISE = "copies and casts", "elementwise"
 
 # Kernels whose bytes and FLOPs take less time than this mostly cost what it takes to start them.
 SHORT = 2e-6
@@ -29,8 +49,7 @@ PACE_OF = {
     ATTENTION: "attention",
     CONVOLUTIONS: "convolutions",
     ODD: "odd",
-    FLOAT32: "matmuls",
-    MATMULS: "matmuls",
+    **dict.fromkeys((FLOAT32, MATMULS), "matmuls"),
 }
 COLUMNS = ("kind", "kernels", "< 2 us", "GB", "GFLOP", "at least", "expected")
 
@@ -110,6 +129,70 @@ def compute_seconds(target: Target, costs: Costs) -> float:
     return max(matrix, vector)
 
 
+# ---- the kinds of kernels ------------------------------------------------------------------------
+
+
+def kinds_of(text: str) -> Callable[[Kernel], str]:
+    """Returns a function that finds the kind of a kernel of an optimized HLO module."""
+    module = parse(text)
+    flow, shared = flow_of(module), shared_results(module)
+    # A result in the memory of a donated argument is its new value: a weight or a moment.
+    replaced = [leaf for index, leaf in enumerate(flow.results) if index in shared]
+    updates = {op.place for op in _back(flow, replaced, lambda op: op.opcode not in STRUCTURE)}
+    others = [leaf for index, leaf in enumerate(flow.results) if index not in shared]
+    numbers = [x for x in others if x.shape.size == 1 and "f" in x.shape.dtype]
+    products = _back(flow, numbers, lambda op: is_matmul(op) or _is_backward(op))
+    forward = [op.shapes[0] for op in products if op.shapes[0].dims and not _is_backward(op)]
+    logits = max(forward, key=lambda shape: shape.size, default=None)
+
+    def kind(kernel: Kernel) -> str:
+        op = kernel.op
+        arrays = [shape for each in (op, *op.operands) for shape in each.shapes]
+        codes = kernel.codes - STRUCTURE - {"fusion"}
+        changes = {flows.KINDS.get(code, flows.MAPPED) for code in codes}
+        if kernel.matmuls:
+            return _of_matmuls(kernel)
+        # A scatter mixes entries too, but XLA writes it: it is no call.
+        if flows.MIXED in changes and "scatter" not in kernel.codes:
+            return CALLS
+        if op.place in updates:
+            return UPDATES
+        # By the size and the longest axis, because kernels may reshape and transpose the logits.
+        if logits and any(s.size == logits.size and max(logits.dims) in s.dims for s in arrays):
+            return LOSS
+        if {"gather", "scatter"} & kernel.codes:
+            return LOOKUPS
+        if flows.SUMMED in changes:
+            return REDUCTIONS
+        return ELEMENTWISE if flows.MAPPED in changes else COPIES
+
+    return kind
+
+
+def _of_matmuls(kernel: Kernel) -> str:
+    kinds = {matmul.kind for matmul in kernel.matmuls}
+    if hlo_costs.ATTENTION in kinds:
+        return ATTENTION
+    if hlo_costs.CONVOLUTION in kinds:
+        return CONVOLUTIONS
+    if any(matmul.odd for matmul in kernel.matmuls):
+        return ODD
+    wide = any(m.operands == "f32" and not m.algorithm for m in kernel.matmuls)
+    return FLOAT32 if wide else MATMULS
+
+
+def _back(flow: Flow, start: Iterable[Leaf], stop: Callable[[Op], bool]) -> list[Op]:
+    """Returns the instructions at which a search from results to their sources stops."""
+    edges = {leaf: steps for leaf, steps in flow.before.items() if not stop(leaf.op)}
+    found = dict.fromkeys(op for op, _ in reached(edges, start, flows.MIXED))
+    return [op for op in found if stop(op)]
+
+
+def _is_backward(op: Op) -> bool:
+    """Returns whether an instruction is one of the backward pass, and not only calls some."""
+    return op.opcode not in (*STRUCTURE, "fusion") and is_backward(op_name(op))
+
+
 # ---- kernel by kernel ----------------------------------------------------------------------------
 
 
@@ -129,23 +212,17 @@ def kernel_rows(target: Target, text: str, costs: Costs) -> tuple[KernelRow, ...
 
 
 def _row(target: Target, kind: str, kernels: Sequence[Kernel]) -> KernelRow:
-    seconds = [_least(target, kernel) for kernel in kernels]
-    runs = sum(kernel.times for kernel in kernels)
-    bound = sum(k.times * least for k, least in zip(kernels, seconds, strict=True))
+    least = [(kernel.times, _least(target, kernel)) for kernel in kernels]
+    runs = sum(times for times, _ in least)
+    bound = sum(times * seconds for times, seconds in least)
     pace, expected = PACES.get(target.chip), None
     if pace:
         factor = getattr(pace, PACE_OF.get(kind, "bandwidth"))
         expected = 1e3 * (factor * bound + pace.start * runs)
-    return KernelRow(
-        kind,
-        len(kernels),
-        runs,
-        sum(k.times for k, least in zip(kernels, seconds, strict=True) if least < SHORT),
-        sum(k.times * k.bytes for k in kernels),
-        sum(k.times * m.flops for k in kernels for m in k.matmuls),
-        1e3 * bound,
-        expected,
-    )
+    short = sum(times for times, seconds in least if seconds < SHORT)
+    moved = sum(k.times * k.bytes for k in kernels)
+    flops = sum(k.times * m.flops for k in kernels for m in k.matmuls)
+    return KernelRow(kind, len(kernels), runs, short, moved, flops, 1e3 * bound, expected)
 
 
 def _least(target: Target, kernel: Kernel) -> float:
@@ -176,13 +253,8 @@ def notes_on_kernels(target: Target, costs: Costs, rows: Sequence[KernelRow]) ->
     if not rows:
         return
     pace = PACES.get(target.chip)
-    yield (
-        pace.source
-        if pace
-        else (
-            f"No step was timed on {target.chip}: the times of its kernels are lower bounds only."
-        )
-    )
+    untimed = f"No step was timed on {target.chip}: the times of its kernels are lower bounds only."
+    yield pace.source if pace else untimed
     bound = {row.kind: row.bound_ms for row in rows}
     if bound.get(ODD, 0.0) < WORTH * sum(bound.values()):
         return

@@ -10,32 +10,18 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator
 
+from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.flow import KINDS, MAPPED, MOVED, SPREAD
-from mpjax._src.tools.hardware.hlo import (
-    HOST,
-    PLACES,
-    Computation,
-    Op,
-    attribute,
-    bits,
-    called_by,
-    custom_target,
-    origin,
-    parameters,
-)
+from mpjax._src.tools.hardware.hlo import Computation, Op, bits, origin, parameters
 
 # Instructions that do not run a kernel: the first group moves no bytes, the second runs others.
-FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-    *("partition-id", "replica-id", "opt-barrier", "domain", "add-dependency"),
-}
+FREE = {*hlo.SOURCES, *hlo.ALIASES, "tuple", "get-tuple-element", "iota"}
 STRUCTURE = {*FREE, "while", "call", "conditional", "async-start"}
 
 SLICES = {"dynamic-slice", "slice", "gather"}
-UPDATES = {"dynamic-update-slice", "scatter"}
 # Instructions that need a part of their first operand; those whose result has other entries than
 # their operands, which are needed as a whole.
-PARTLY = {*SLICES, *UPDATES, "pad"}
+PARTLY = {*SLICES, *hlo.UPDATES, "pad"}
 WHOLE = {*PARTLY, "tuple", "get-tuple-element"}
 # What may stand between an array that a kernel updates in place and the kernel's parameter.
 THROUGH = ("bitcast", "convert")
@@ -50,20 +36,20 @@ def is_kernel(op: Op) -> bool:
     """Returns whether an instruction runs a kernel, a library's call or a transfer."""
     if op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
         return False
-    return not (op.opcode == "custom-call" and custom_target(op).startswith(PLACES))
+    return not (op.opcode == "custom-call" and op.target.startswith(hlo.PLACES))
 
 
-def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op) -> float:
+def bytes_moved(op: Op) -> float:
     """Returns the bytes of main memory that one instruction reads and writes."""
     code = op.opcode
     if not is_kernel(op):
         return 0
     if code == "fusion":
-        kernel = module[called_by(op)[0]]
-        placed = set(_in_place(kernel))
-        needs = _needs(module, kernel, {"": _size(kernel.ops[kernel.root])}, placed)
-        read = sum(_bytes_of(each, needs[each.name]) for each in parameters(kernel))
-        return read + sum(_written(kernel, result, placed) for result in _results(kernel))
+        (kernel,) = op.called
+        placed = _in_place(kernel)
+        needs = _needs(kernel, {"": _size(kernel.root)}, placed)
+        read = sum(_bytes_of(each, needs[each]) for each in parameters(kernel))
+        return read + sum(_written(result, placed) for result in kernel.results)
     if hosted := host_bytes(op, to_host=True) + host_bytes(op, to_host=False):
         return hosted  # read or written once on the device
     # A start returns its destination and its source, and then a handle.
@@ -73,14 +59,14 @@ def bytes_moved(module: dict[str, Computation], computation: Computation, op: Op
         piece = op.shapes[-2] if len(op.shapes) > 2 else op.shapes[-1]
         source = dataclasses.replace(piece, space=op.shapes[0].space)
         return piece.bytes + source.bytes
-    placed = {op.name} if code in UPDATES else set()
-    written = _written(computation, op, placed)
-    if code == "custom-call" and custom_target(op).startswith("__cu") and len(op.shapes) > 1:
+    placed = {op} if code in hlo.UPDATES else set()
+    written = _written(op, placed)
+    if code == "custom-call" and op.target.startswith("__cu") and len(op.shapes) > 1:
         written -= op.shapes[-1].bytes  # scratch
     needs = collections.defaultdict(dict)
-    for name, need in _of_operands(module, computation, op, {"": _size(op)}, placed):
-        _join(needs[name], need)
-    return written + sum(_bytes_of(computation.ops[name], need) for name, need in needs.items())
+    for operand, need in _of_operands(op, {"": _size(op)}, placed):
+        _join(needs[operand], need)
+    return written + sum(_bytes_of(operand, need) for operand, need in needs.items())
 
 
 def host_bytes(op: Op, to_host: bool) -> float:
@@ -88,54 +74,40 @@ def host_bytes(op: Op, to_host: bool) -> float:
 
     Of an array on the host, a loop reads or writes a slice. The slice is what is on the device.
     """
-    if not op.opcode.endswith("-start") or all(s.space != HOST for s in op.shapes):
+    if not op.opcode.endswith("-start") or all(s.space != hlo.HOST for s in op.shapes):
         return 0
     # The destination is the first shape of a copy, and the last before a handle of the others.
     destination = op.shapes[0 if op.opcode == "copy-start" else -2]
-    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == HOST))
+    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == hlo.HOST))
 
 
 # ---- what is written -----------------------------------------------------------------------------
 
 
-def _results(kernel: Computation) -> list[Op]:
-    root = kernel.ops[kernel.root]
-    return [kernel.ops[name] for name in root.operands] if root.opcode == "tuple" else [root]
+def _in_place(kernel: Computation) -> set[Op]:
+    return {update for _, update, _ in hlo.placed_in(kernel, THROUGH)}
 
 
-def _in_place(kernel: Computation) -> Iterator[str]:
-    """Yields the updates by which a kernel changes a part of an array that it is given."""
-    for result in _results(kernel):
-        update = origin(kernel, result.name, THROUGH)
-        if update.opcode in UPDATES:
-            target = origin(kernel, update.operands[0], THROUGH)
-            if target.opcode == "parameter":  # what the kernel makes itself is written as a whole
-                yield update.name
-
-
-def _written(computation: Computation, result: Op, placed: Collection[str]) -> float:
+def _written(result: Op, placed: Collection[Op]) -> float:
     """Returns the bytes of a result; for one that is updated in place, those of the update."""
-    source = origin(computation, result.name, THROUGH)
-    if source.name not in placed or not result.bytes:
+    source = origin(result, THROUGH)
+    if source not in placed or not result.bytes:
         return result.bytes
     if source.opcode == "scatter":  # the rows that the updates hit are also read
-        return 2 * computation.ops[source.operands[-1]].bytes
-    update = computation.ops[source.operands[1]].shapes[0]
-    return update.size * bits(result.shapes[0].dtype) / 8
+        return 2 * source.operands[-1].bytes
+    return source.operands[1].shapes[0].size * bits(result.shapes[0].dtype) / 8
 
 
 # ---- what is read --------------------------------------------------------------------------------
 
 
-def _needs(
-    module: dict[str, Computation], kernel: Computation, root: Needs, placed: Collection[str]
-) -> dict[str, Needs]:
+def _needs(kernel: Computation, root: Needs, placed: Collection[Op]) -> dict[Op, Needs]:
     """Returns the entries that a kernel's results need of each value in it."""
-    needs: dict[str, Needs] = collections.defaultdict(dict, {kernel.root: root})
+    needs: dict[Op, Needs] = collections.defaultdict(dict, {kernel.root: root})
     for op in reversed(kernel.ops.values()):  # each stands behind its operands
-        if needs[op.name]:
-            for name, need in _of_operands(module, kernel, op, needs[op.name], placed):
-                _join(needs[name], need)
+        if needs[op]:
+            for operand, need in _of_operands(op, needs[op], placed):
+                _join(needs[operand], need)
     return needs
 
 
@@ -144,27 +116,19 @@ def _join(needs: Needs, more: Needs) -> None:
         needs[place] = max(needs.get(place, 0.0), count)
 
 
-def _of_operands(
-    module: dict[str, Computation],
-    computation: Computation,
-    op: Op,
-    needs: Needs,
-    placed: Collection[str],
-) -> Iterator[tuple[str, Needs]]:
+def _of_operands(op: Op, needs: Needs, placed: Collection[Op]) -> Iterator[tuple[Op, Needs]]:
     """Yields the operands of an instruction, with the entries that entries of its result need."""
     if op.opcode == "fusion":
-        inner = module[called_by(op)[0]]
-        inside = _needs(module, inner, needs, set(_in_place(inner)))
-        for name, parameter in zip(op.operands, parameters(inner), strict=True):
-            yield name, inside[parameter.name]
+        (inner,) = op.called
+        inside = _needs(inner, needs, _in_place(inner))
+        for operand, parameter in zip(op.operands, parameters(inner), strict=True):
+            yield operand, inside[parameter]
         return
-    for index, name in enumerate(op.operands):
-        operand = computation.ops[name]
+    for index, operand in enumerate(op.operands):
         if index or op.opcode not in PARTLY:
-            yield name, _of_operand(op, operand, needs)
-        elif op.name not in placed:
-            update = computation.ops[op.operands[1]] if op.opcode == "dynamic-update-slice" else op
-            yield name, _of_part(op, operand, update, needs)
+            yield operand, _of_operand(op, operand, needs)
+        elif op not in placed:
+            yield operand, _of_part(op, operand, needs)
 
 
 def _of_operand(op: Op, operand: Op, needs: Needs) -> Needs:
@@ -176,7 +140,7 @@ def _of_operand(op: Op, operand: Op, needs: Needs) -> Needs:
     return {"": size}
 
 
-def _of_part(op: Op, operand: Op, update: Op, needs: Needs) -> Needs:
+def _of_part(op: Op, operand: Op, needs: Needs) -> Needs:
     """Returns the entries of the first operand of a slice, a gather, a pad or an update."""
     size, asked = _size(operand), min(sum(needs.values()), _size(op))
     if op.opcode in SLICES:
@@ -184,13 +148,15 @@ def _of_part(op: Op, operand: Op, update: Op, needs: Needs) -> Needs:
     if op.opcode == "pad":
         kept = _kept(op, operand)
         return {"" if kept == size else op.name: min(kept, asked)}
-    return {op.name: size - _size(update)} if op.opcode == "dynamic-update-slice" else {"": size}
+    if op.opcode == "dynamic-update-slice":
+        return {op.name: size - _size(op.operands[1])}
+    return {"": size}
 
 
 def _kept(pad: Op, operand: Op) -> int:
     """Returns the number of entries that a pad keeps: negative padding cuts off entries."""
     (dims,) = (shape.dims for shape in operand.shapes)
-    edges = (each.split("_") for each in attribute(pad, "padding").split("x"))
+    edges = (each.split("_") for each in hlo.attribute(pad, "padding").split("x"))
     cut = (sum(min(0, int(edge)) for edge in each[:2]) for each in edges)
     return math.prod(max(0, dim + off) for dim, off in zip(dims, cut, strict=False))
 

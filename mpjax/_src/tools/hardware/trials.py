@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -146,11 +147,9 @@ class Steps:
 
     def _report(self, program: Program) -> CompileReport | None:
         # A process for each program: a compiler that crashes must not take others with it.
-        with compilers(self.target) as child:
-            try:
-                return compile_program(child, self.target, program, self.timeout, self.options)
-            except OutOfMemoryError:
-                return None
+        with compilers(self.target) as child, contextlib.suppress(OutOfMemoryError):
+            return compile_program(child, self.target, program, self.timeout, self.options)
+        return None
 
     def _step(self, setting: Setting) -> Callable[..., Any]:
         wanted = {"checkpoint": setting.checkpoint} if self.wraps else {}
@@ -185,61 +184,54 @@ class Trials:
         Memory falls along the ladder. Time need not rise, so what follows is compiled as long as it
         is no slower.
         """
-        bad, good = 0, len(ladder) - 1
-        if self.measure(ladder[0]).fits:
-            good = 0
-        elif not self.measure(ladder[-1]).fits:
-            return False
-        while good - bad > 1:
-            middle = (bad + good) // 2
-            bad, good = (bad, middle) if self.measure(ladder[middle]).fits else (middle, good)
-        for slower, faster in zip(ladder[good:], ladder[good + 1 :], strict=False):
+        first, last = 0, len(ladder) - 1
+        if not self.measure(ladder[first]).fits:
+            if not self.measure(ladder[last]).fits:
+                return False
+            first, _ = bisected(lambda at: self.measure(ladder[at]).fits, last, first)
+        for slower, faster in itertools.pairwise(ladder[first:]):
             if cost(self.measure(faster)) > cost(self.measure(slower)):
                 break
         return True
 
     def measure(self, setting: Setting) -> FitTry:
         """Returns the results of a setting, which is compiled if it was not yet."""
-        if setting not in self.tries:
-            start = time.perf_counter()
-            found = self._measured(setting)
-            seconds = round(time.perf_counter() - start, 2)
-            self.tries[setting] = dataclasses.replace(found, seconds=seconds)
-        return self.tries[setting]
-
-    def _measured(self, setting: Setting) -> FitTry:
-        named = setting.name, str(setting.policy), setting.keeping
+        if setting in self.tries:
+            return self.tries[setting]
+        start, report, refused = time.perf_counter(), None, TOO_LARGE
         try:
-            report = self.reports[setting] = self.compile_setting(setting)
+            report = self.compile_setting(setting)
         except REFUSALS as error:
             # An error of the policy as it is given is an error of the step, and not of a setting.
             if not self.tries:
                 raise
-            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            return FitTry(*named, None, math.inf, "", math.inf, False, refused=text)
-        if report is None:
-            return FitTry(*named, None, math.inf, "", math.inf, False, refused=TOO_LARGE)
-        same = next((s for s, r in self.reports.items() if r is report and s != setting), None)
-        fits = report.total_bytes <= self.available
-        return FitTry(
-            *named,
-            report.total_bytes,
-            report.roofline_ms,
-            report.bound,
-            report.bytes_accessed,
-            fits,
-            same_as=same.name if same else "",
+            refused = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        same = (s.name for s, known in self.reports.items() if report and known is report)
+        found = FitTry(
+            setting=setting.name,
+            policy=str(setting.policy),
+            checkpoint=setting.keeping,
+            total_bytes=report.total_bytes if report else None,
+            roofline_ms=report.roofline_ms if report else math.inf,
+            bound=report.bound if report else "",
+            bytes_accessed=report.bytes_accessed if report else math.inf,
+            fits=fits_in(report, self.available),
+            same_as=next(same, ""),
+            refused="" if report else refused,
+            seconds=round(time.perf_counter() - start, 2),
         )
+        self.reports[setting], self.tries[setting] = report, found
+        return found
 
     def best(self) -> Setting | None:
         """Returns the fastest setting that fits; of equally fast ones, the one that moves least."""
         fitting = {s: cost(t) for s, t in self.tries.items() if t.fits}
-        return min(fitting, key=lambda s: fitting[s], default=None)
+        return min(fitting, key=fitting.__getitem__, default=None)
 
     def smallest(self) -> Setting | None:
         """Returns the setting that takes the least memory, or None if all were refused."""
         sizes = {s: t.total_bytes for s, t in self.tries.items() if t.total_bytes is not None}
-        return min(sizes, key=lambda s: sizes[s], default=None)
+        return min(sizes, key=sizes.__getitem__, default=None)
 
 
 def with_frontier(tries: Sequence[FitTry]) -> list[FitTry]:
@@ -255,6 +247,19 @@ def memory_of(one: FitTry) -> float:
 def cost(one: FitTry) -> tuple[float, float]:
     """Returns what is compared for speed: the roofline, and between equal ones the bytes moved."""
     return one.roofline_ms, one.bytes_accessed
+
+
+def fits_in(report: CompileReport | None, available: int) -> bool:
+    """Returns whether so many bytes are enough for a program, which None is too large for all."""
+    return report is not None and report.total_bytes <= available
+
+
+def bisected(fits: Callable[[int], bool], good: int, bad: int) -> tuple[int, int]:
+    """Returns the last number that fits, from one that does to one that does not, and the next."""
+    while abs(bad - good) > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good, bad
 
 
 # ---- inside --------------------------------------------------------------------------------------

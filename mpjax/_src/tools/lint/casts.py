@@ -134,12 +134,10 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
 def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds casts to 16 bits and back that the compiler removed."""
     line_of = source_lines(compiled.after)
-    module, _ = parse(compiled.after)
     # Found by line and dtype, because the compiler renames and merges instructions.
     kept = {
         (line_of(op), op.shapes[0].dtype)
-        for computation in module.values()
-        for op in computation.ops.values()
+        for op in parse(compiled.after).ops()
         if op.opcode in ("convert", "reduce-precision")
     }
     for op in undone(program):

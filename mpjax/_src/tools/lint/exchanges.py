@@ -10,7 +10,7 @@ from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.aot import CPU
 from mpjax._src.tools.hardware.collectives import collectives, exchanges
 from mpjax._src.tools.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
-from mpjax._src.tools.hardware.hlo import Computation, attribute, parse, runs, source_lines
+from mpjax._src.tools.hardware.hlo import attribute, parse, runs, source_lines
 from mpjax._src.tools.hardware.hlo_costs import asked, matmul
 from mpjax._src.tools.lint.casts import narrows
 from mpjax._src.tools.lint.program import Program, all_reached
@@ -65,12 +65,7 @@ def _gathers(program: Program, op: Op) -> bool:
 
 def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds 16-bit sums over devices that the partitioner added, of gradients and statistics."""
-    module, _ = parse(compiled.after)
-    sums = {
-        op.name: attribute(op, "to_apply")
-        for computation in module.values()
-        for op in computation.ops.values()
-    }
+    sums = {op.name: attribute(op, "to_apply") for op in parse(compiled.after).ops()}
     for row in collectives(compiled.after, compiled.before):
         if row.kind not in SUMS or row.carries not in ("gradients", "statistics"):
             continue
@@ -88,47 +83,40 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
 
 def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds float32 arrays that devices gather, and that are then cast to 16 bits as a whole."""
-    module, entry = parse(compiled.after)
+    module = parse(compiled.after)
     line_of = source_lines(compiled.after)
-    flow = flow_of(module, entry)
-    for computation, op, *_ in exchanges(module, entry, flow):
+    flow = flow_of(module)
+    for op, *_ in exchanges(module, flow):
         if op.opcode.removesuffix("-start") != "all-gather":
             continue
         # XLA combines several gathers to one, each operand of which has its own readers.
         for index, operand in enumerate(op.operands):
-            shape = computation.ops[operand].shapes[0]
-            if shape.dtype != "f32" or _was_half(module, flow, (computation.name, operand, 0)):
+            shape = operand.shapes[0]
+            if shape.dtype != "f32" or _was_half(flow, Leaf(operand, 0)):
                 continue
-            into = _casts(module, flow, (computation.name, op.name, index))
+            into = _casts(flow, Leaf(op, index))
             if into and all(cast.shapes[0].dtype in HALVES for cast in into):
-                dims = ",".join(map(str, shape.dims))
                 yield Hit(
-                    f"The program compiled for {compiled.target} gathers f32[{dims}] from each "
+                    f"The program compiled for {compiled.target} gathers {shape} from each "
                     "device, and then casts all of it to 16 bits.",
                     None,
                     next(filter(None, map(line_of, (*into, op))), ""),
                 )
 
 
-def _op(module: dict[str, Computation], leaf: Leaf) -> hlo.Op:
-    return module[leaf[0]].ops[leaf[1]]
-
-
-def _was_half(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> bool:
+def _was_half(flow: Flow, leaf: Leaf) -> bool:
     """Returns whether an array was 16-bit until a compiler without such collectives widened it."""
-    sources = reached(flow.before, [leaf], MOVED)
-    return any(_op(module, each).shapes[0].dtype in HALVES for each in sources)
+    return any(op.shapes[0].dtype in HALVES for op, _ in reached(flow.before, [leaf], MOVED))
 
 
-def _casts(module: dict[str, Computation], flow: Flow, leaf: Leaf) -> list[hlo.Op]:
+def _casts(flow: Flow, leaf: Leaf) -> list[hlo.Op]:
     """Returns the first operations that cast an array or compute with it."""
 
     def following(leaf: Leaf, moves: bool) -> list[Leaf]:
-        edges = flow.after.get(leaf, ())
-        return [after for after, _ in edges if (_op(module, after).opcode in PASSED) == moves]
+        return [x for x, _ in flow.after.get(leaf, ()) if (x.op.opcode in PASSED) == moves]
 
     moved = all_reached([leaf], lambda leaf: following(leaf, True))
-    return [_op(module, after) for each in moved for after in following(each, False)]
+    return [after.op for each in moved for after in following(each, False)]
 
 
 def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotRun]:
@@ -156,8 +144,7 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
 
 def _matmuls(text: str) -> Iterator[tuple[Any, str]]:
     """Yields the matmuls that an HLO module runs, with the user's line of each."""
-    module, entry = parse(text)
     line_of = source_lines(text)
-    for computation, op, times, _, scope in runs(module, entry):
-        if product := matmul(computation, op, times, scope):
+    for op, times, _, scope in runs(parse(text).entry):
+        if product := matmul(op, times, scope):
             yield product, line_of(op)
