@@ -327,10 +327,12 @@ def modules_of(path: Path, test: str) -> set[str]:
 
     The module that the file is named after is one of them: a test may look at what JAX makes of it.
     """
-    homes = {}
-    for node in ast.walk(ast.parse((INSIDE / "__init__.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpjax."):
-            homes |= {alias.name: node.module.split(".")[-1] for alias in node.names}
+    homes = {
+        node.name: module.stem
+        for module in INSIDE.glob("*.py")
+        for node in ast.parse(module.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     tree = ast.parse(path.read_text())
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == test]
     named = {
