@@ -38,17 +38,9 @@ STRUCTURED = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 class Held(Protocol):
     """A program that a primitive holds. What is derived from it is made once."""
 
-    @property
-    def in_avals(self) -> Sequence[Any]:
-        """The types of its arguments."""
-
-    @property
-    def out_avals(self) -> Sequence[Any]:
-        """The types of its results."""
-
-    @property
-    def effects(self) -> Any:
-        """Its effects."""
+    in_avals: Any  # the types of its arguments
+    out_avals: Any  # the types of its results
+    effects: Any  # its effects
 
     @property
     def written(self) -> Any:
@@ -91,25 +83,11 @@ class Held(Protocol):
 class Cut(Protocol):
     """A program and its derivative by some arguments, as a forward and a backward part."""
 
-    @property
-    def by(self) -> Sequence[int]:
-        """The arguments that move."""
-
-    @property
-    def given(self) -> Sequence[int]:
-        """The arguments that the backward part reads: its first residuals."""
-
-    @property
-    def forward(self) -> Held:
-        """The program of the results, then the other residuals."""
-
-    @property
-    def moves(self) -> Sequence[bool]:
-        """Which results depend on the arguments that move."""
-
-    @property
-    def moved_avals(self) -> Sequence[Any]:
-        """The types of these results."""
+    by: Any  # the arguments that move
+    given: Any  # the arguments that the backward part reads: its first residuals
+    forward: Any  # the program of the results, then the other residuals
+    moves: Any  # which results depend on the arguments that move
+    moved_avals: Any  # the types of these results
 
     @property
     def tangent(self) -> Held:
