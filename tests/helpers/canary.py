@@ -81,11 +81,6 @@ CONTRACTS = (
         "autocast on GPUs: matmuls with an odd axis are slow",
     ),
     Contract(
-        "convolutions",
-        ("jax._src.core.dilate_dim",),
-        "autocast over several devices: gradients of convolutions",
-    ),
-    Contract(
         "jits",
         ("jax._src.named_sharding.UNSPECIFIED", "Traced._params", "Traced._consts"),
         "watch_precision: a jitted step cannot be taken apart",
@@ -175,6 +170,7 @@ CONTRACTS = (
 # The features that tests of public extension points protect.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
+    "convolutions": "autocast over several devices: gradients of convolutions",
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",

@@ -20,7 +20,7 @@ from jax.extend.source_info_util import NameStack, current, current_name_stack, 
 from jax.interpreters import ad
 
 from mpjax._src.core.base._jax.keys import call_key
-from mpjax._src.core.base._jax.programs import bind, close, eval_closed, open_jaxpr, trace
+from mpjax._src.core.base._jax.programs import bind, close, eval_closed, evaluate, open_jaxpr, trace
 
 
 class _Inlined(Primitive):
@@ -56,25 +56,20 @@ def linearized_once(jaxpr: Any, line: Any = None) -> Callable[..., list[Any]]:
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr; equal equations are linearized and transposed once: they repeat."""
-    inner, consts = open_jaxpr(jaxpr)
-    env = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
-    programs: dict[Any, Any] = {}
+    info, programs = open_jaxpr(jaxpr)[0].debug_info, dict[Any, Any]()
 
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in inner.eqns:
+    def run(eqn, values):
         stack = current_name_stack() + eqn.source_info.name_stack
         with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            program = None if eqn.effects else _alone(eqn, inner.debug_info, programs)
+            program = None if eqn.effects else _alone(eqn, info, programs)
             if program is None:
-                outs = bind(eqn, [read(atom) for atom in eqn.invars])
-            else:
-                ins = [env[a] for a in eqn.invars if not isinstance(a, Literal)]
-                line = open_jaxpr(program)[0].eqns[0].source_info.traceback
-                outs = _inlined_p.bind(*ins, jaxpr=program, whole=True, line=line)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in inner.outvars]
+                return bind(eqn, values)
+            atoms = zip(eqn.invars, values, strict=True)
+            ins = [x for a, x in atoms if not isinstance(a, Literal)]
+            line = open_jaxpr(program)[0].eqns[0].source_info.traceback
+            return _inlined_p.bind(*ins, jaxpr=program, whole=True, line=line)
+
+    return evaluate(jaxpr, args, run)
 
 
 def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:

@@ -11,17 +11,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.core import dilate_dim
 from jax.experimental import jet
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax._src.core.base._jax.barriers import row_major
 from mpjax._src.core.base._jax.matmuls import marked
+from mpjax._src.core.base._jax.programs import bind, evaluate, trace
 from mpjax._src.core.base._jax.wire import placed_freely, primitive_of
 
 conv_p = jax.lax.conv_general_dilated_p
-Dims = jax.lax.ConvDimensionNumbers
 
 
 def planned_conv(eqn: Any) -> tuple[Any, dict[str, Any]]:
@@ -99,37 +98,6 @@ def _names(x: Any, dim: int) -> tuple[str, ...]:
     return (stated,) if isinstance(stated, str) else tuple(stated or ())
 
 
-def _of_kernel(ct: Any, x: Any, kernel: Any, **params: Any) -> dict[str, Any]:
-    """Returns the parameters of the convolution that is the gradient by a kernel."""
-    # The gradient of a kernel is a convolution of the input with the cotangent: batch and features
-    # change places, and so do strides and dilations. What the windows left over at the high end is
-    # cut off, so that the result has the size of the kernel.
-    lhs, rhs, out = params["dimension_numbers"]
-    sizes = zip(
-        (x.shape[d] for d in lhs[2:]),
-        (kernel.aval.shape[d] for d in rhs[2:]),
-        (ct.shape[d] for d in out[2:]),
-        params["window_strides"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        params["padding"],
-        strict=True,
-    )
-    groups = {"feature_group_count": params["batch_group_count"]}
-    groups["batch_group_count"] = params["feature_group_count"]
-    return {
-        **groups,
-        "window_strides": params["rhs_dilation"],
-        "rhs_dilation": params["window_strides"],
-        "dimension_numbers": Dims(*((b, a, *rest) for a, b, *rest in (lhs, out, rhs))),
-        "padding": tuple(
-            (low, dilate_dim(c, stride) - dilate_dim(a, by) + dilate_dim(b, window) - low - 1)
-            for a, b, c, stride, by, window, (low, _) in sizes
-        ),
-        "out_sharding": kernel.aval.sharding,
-    }
-
-
 def _run(x, y, *, devices, sums, preferred_element_type, **params):
     dtype = {"preferred_element_type": preferred_element_type}
     if sums and preferred_element_type == np.float32 != x.dtype:
@@ -148,12 +116,19 @@ def _planned_x(ct, x, kernel, *, sums, **params):
 
 
 def _planned_kernel(ct, x, kernel, *, sums, **params):
+    def rule(ct, x):
+        return ad.primitive_transposes[conv_p](ct, x, kernel, **params)[1:]
+
+    def run(eqn, ins):
+        # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
+        # convolution again: only every second one sums over the batch.
+        ours = eqn.primitive is conv_p
+        return [_planned_p.bind(*ins, sums=not sums, **eqn.params)] if ours else bind(eqn, ins)
+
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
-    # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
-    # convolution again: only every second one sums over the batch.
-    moved = _of_kernel(ct, x, kernel, **params)
-    return _planned_p.bind(x, ct, sums=not sums, **{**params, **moved})
+    jaxpr = trace(rule, [jax.typeof(ct), jax.typeof(x)], "kernel")
+    return evaluate(jaxpr, (ct, x), run)[0]
 
 
 def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params):

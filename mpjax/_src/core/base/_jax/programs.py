@@ -1,6 +1,5 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -180,17 +179,25 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
-    """Evaluates a closed jaxpr, each equation by itself, so that an error names its line."""
+def evaluate(jaxpr: Any, args: Sequence[Any], run: Callable[[Any, list[Any]], Any]) -> list[Any]:
+    """Evaluates a closed jaxpr, each equation by a function of it and its operands."""
     inner, consts = open_jaxpr(jaxpr)
     values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
     for eqn in inner.eqns:
-        with location(eqn, eqn.source_info.name_stack):
-            run = functools.partial(eval_apart, inlined(eqn)) if inlined(eqn) else None
-            ins = map(read, eqn.invars)
-            values.update(zip(eqn.outvars, run(*ins) if run else bind(eqn, [*ins]), strict=True))
+        values.update(zip(eqn.outvars, run(eqn, [*map(read, eqn.invars)]), strict=True))
     return [*map(read, inner.outvars)]
+
+
+def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr, each equation by itself, so that an error names its line."""
+
+    def run(eqn, ins):
+        with location(eqn, eqn.source_info.name_stack):
+            inner = inlined(eqn)
+            return eval_apart(inner, *ins) if inner else bind(eqn, ins)
+
+    return evaluate(jaxpr, args, run)
 
 
 # The precision of a matmul that JAX's default setting does not change.

@@ -130,40 +130,23 @@ def _abstract_eval(x, y, *, half, order, sums, **params):
     return jax.lax.transpose_p.abstract_eval(out, permutation=order)[0]
 
 
-def _transpose(place, ct, x, y, *, half, order, dimension_numbers, precision, **_):
+def _transpose(place, ct, x, y, *, half, order, sums, preferred_element_type, **params):
     """Transposes a matmul as JAX does, with the cotangent in the dtype of the operand."""
+    del sums, preferred_element_type
     moving, other = (x, y) if place == 0 else (y, x)
-    summed, shared = ((dims[place], dims[1 - place]) for dims in dimension_numbers)
-    free = [_rest(v, a, b) for v, a, b in zip((moving.aval, other), summed, shared, strict=True)]
-    count, (mine, others) = len(shared[0]), map(len, free)
-    start = count + (mine if place == 0 else 0)
-    numbers = (range(start, start + others), free[1]), (range(count), shared[1])
-    # The axes of the result: shared ones, those that only this operand has, and those that were
-    # summed, in the order of the other operand.
-    axes = [*shared[0], *free[0], *(summed[0][i] for i in np.argsort(summed[1]))]
-    return _half_dot(
-        _in_order(ct, None if order is None else tuple(np.argsort(order))),
-        other,
-        half,
-        moving.aval.dtype,
-        None if axes == sorted(axes) else tuple(np.argsort(axes).tolist()),
-        True,
-        dimension_numbers=tuple((tuple(a), tuple(b)) for a, b in numbers),
-        precision=precision,
-        out_sharding=_permuted(moving.aval.sharding, axes),
-    )
+    ct = _in_order(ct, None if order is None else tuple(np.argsort(order)))
+    linear = ad.UndefinedPrimal(retyped(moving.aval, half))
 
+    def rule(ct, other):
+        operands = (linear, other) if place == 0 else (other, linear)
+        transpose = ad.primitive_transposes[dot_general_p]
+        return [transpose(ct, *operands, preferred_element_type=None, **params)[place]]
 
-def _rest(x: Any, *taken: Any) -> list[int]:
-    return [d for d in range(np.ndim(x)) if not any(d in dims for dims in taken)]
-
-
-def _permuted(sharding: Any, axes: list[int]) -> Any:
-    """Returns a sharding with its dimensions in another order; None if XLA chooses it."""
-    if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
-        return None
-    spec = sharding.spec
-    return sharding.update(spec=spec.update(partitions=tuple(spec[d] for d in axes)))
+    avals = [retyped(jax.typeof(v), half) for v in (ct, other)]
+    dot, *turn = open_jaxpr(trace(rule, avals, "transposed"))[0].eqns
+    order = turn[0].params["permutation"] if turn else None
+    params = {name: dot.params[name] for name in params}
+    return _half_dot(ct, other, half, moving.aval.dtype, order, True, **params)
 
 
 def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, **params):
