@@ -117,7 +117,8 @@ def _planned_x(ct, x, kernel, *, sums, **params):
 
 def _planned_kernel(ct, x, kernel, *, sums, **params):
     def rule(ct, x):
-        return ad.primitive_transposes[conv_p](ct, x, kernel, **params)[1:]
+        linear = ad.UndefinedPrimal(kernel.aval)
+        return ad.primitive_transposes[conv_p](ct, x, linear, **params)[1:]
 
     def run(eqn, ins):
         # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
