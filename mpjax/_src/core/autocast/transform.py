@@ -15,8 +15,11 @@ import jax.numpy as jnp
 from mpjax._src.core.autocast.classify import Outline, classify, outline
 from mpjax._src.core.autocast.eager import Kept
 from mpjax._src.core.autocast.kernels import Numbers, overridden, tracing
-from mpjax._src.core.autocast.others import check_no_other_policy
-from mpjax._src.core.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
+from mpjax._src.core.autocast.unplanned import (
+    check_no_other_policy,
+    warn_if_nothing_is_half,
+    warn_if_wide,
+)
 from mpjax._src.core.autocast.unscaled import watched
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
@@ -124,7 +127,7 @@ class Traced(programs.Traced):
     @functools.cached_property
     def donates(self) -> bool:
         """Whether the program contains a jit that donates its arguments."""
-        return _donates(_jax.open_jaxpr(self.jaxpr)[0])
+        return _jax.donates(self.jaxpr)
 
 
 @overload
@@ -402,14 +405,6 @@ def _passed(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
 def _cast(x: Any, dtype: Any) -> Any:
     same = dtype is None or getattr(x, "dtype", dtype) == dtype
     return x if same else jax.lax.convert_element_type(x, dtype)
-
-
-def _donates(jaxpr: Any) -> bool:
-    return any(
-        any(eqn.params["donated_invars"]) or _donates(_jax.open_jaxpr(eqn.params["jaxpr"])[0])
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "jit"
-    )
 
 
 def _check_patterns(plan: Outline, paths: Sequence[str]) -> None:

@@ -103,6 +103,13 @@ def inlined(eqn: Any) -> Any:
     return None if asks else p["jaxpr"]
 
 
+def donates(jaxpr: Any) -> bool:
+    """Returns whether a program contains a jit that donates its arguments."""
+    eqns = open_jaxpr(jaxpr)[0].eqns
+    own = any(any(eqn.params.get("donated_invars", ())) for eqn in eqns)
+    return own or any(donates(inner) for eqn in eqns for inner in inner_jaxprs(eqn))
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Returns the numbers of a scan's constants and carries."""
     if "num_consts" in params:
