@@ -115,18 +115,13 @@ ad.primitive_transposes.setdefault(name_p, lambda ct, _, *, name: [ct])
 CARRIER, CARRIED = "carrier", "carried"
 
 
-def _carrier() -> Primitive:
-    """Returns a primitive whose result is zero, but has the tangent of its operand."""
-    primitive = Primitive(CARRIER)
-    primitive.def_impl(lambda x: jnp.zeros_like(x))
-    primitive.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(primitive, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
-    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), *tangents)
-    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
-    return primitive
-
-
-_carrier_p = _carrier()
+# The result is zero, but has the tangent of the operand.
+_carrier_p = Primitive(CARRIER)
+_carrier_p.def_impl(lambda x: jnp.zeros_like(x))
+_carrier_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_carrier_p, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
+ad.primitive_jvps[_carrier_p] = lambda primals, tangents: (_carrier_p.bind(*primals), *tangents)
+batching.defvectorized(_carrier_p)
 
 
 def carrier(x: jax.Array) -> jax.Array:
@@ -139,18 +134,13 @@ def carrier(x: jax.Array) -> jax.Array:
     return _carrier_p.bind(x)
 
 
-def _carried() -> Primitive:
-    """Returns a primitive whose result is its second operand, with the tangent of the first."""
-    primitive = Primitive(CARRIED)
-    primitive.def_impl(lambda carrier, x: x)
-    primitive.def_abstract_eval(lambda carrier, x: carrier)
-    mlir.register_lowering(primitive, lambda ctx, carrier, x: [x])
-    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), tangents[0])
-    batching.defbroadcasting(primitive)
-    return primitive
-
-
-_carried_p = _carried()
+# The result is the second operand, with the tangent of the first.
+_carried_p = Primitive(CARRIED)
+_carried_p.def_impl(lambda carrier, x: x)
+_carried_p.def_abstract_eval(lambda carrier, x: carrier)
+mlir.register_lowering(_carried_p, lambda ctx, carrier, x: [x])
+ad.primitive_jvps[_carried_p] = lambda primals, tangents: (_carried_p.bind(*primals), tangents[0])
+batching.defbroadcasting(_carried_p)
 
 
 def carried(carrier: jax.Array, x: jax.Array) -> jax.Array:

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import jet
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax._src.core.base._jax.barriers import row_major
 from mpjax._src.core.base._jax.matmuls import marked
 from mpjax._src.core.base._jax.programs import bind, evaluate, trace
-from mpjax._src.core.base._jax.wire import placed_freely, primitive_of
+from mpjax._src.core.base._jax.wire import placed_freely, variant_of
 
 conv_p = jax.lax.conv_general_dilated_p
 
@@ -105,13 +104,7 @@ def _run(x, y, *, devices, sums, preferred_element_type, **params):
     return conv_p.bind(x, y, **dtype, **params)
 
 
-def _type(x, y, *, sums, **params):
-    del sums
-    return conv_p.abstract_eval(x, y, **params)[0]
-
-
 def _planned_x(ct, x, kernel, *, sums, **params):
-    del sums
     return ad.primitive_transposes[conv_p](ct, ad.UndefinedPrimal(x.aval), kernel, **params)[0]
 
 
@@ -134,7 +127,6 @@ def _planned_kernel(ct, x, kernel, *, sums, **params):
 
 def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params):
     """Merges a batch axis of the input into its batch; other cases are batched as in JAX."""
-    del axis_data
     (x, y), (dim, other) = args, dims
     numbers = {"dimension_numbers": dimension_numbers, "batch_group_count": batch_group_count}
     if dim is None and other is None:  # a program is batched as a whole
@@ -150,14 +142,6 @@ def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums,
     return out.reshape(*out.shape[:result], count, rows, *out.shape[result + 1 :]), result
 
 
-_planned_p = primitive_of("conv_general_dilated", _run, _type)
+_planned_p = variant_of(conv_p, _run, "sums")
 ad.defbilinear(_planned_p, _planned_x, _planned_kernel)
 batching.fancy_primitive_batchers[_planned_p] = _batch
-
-
-def _taylor(primals, series, *, sums, **params):
-    del sums
-    return jet.jet_rules[conv_p](primals, series, **params)
-
-
-jet.jet_rules[_planned_p] = _taylor  # type: ignore[assignment]

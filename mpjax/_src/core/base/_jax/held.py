@@ -207,10 +207,6 @@ def _batch(axis, args, dims, *, program, jaxpr=None):
     return call_held(new, *args), [0 if w else None for w in which]
 
 
-def _as_they_are(primals: Any, series: Any, **_: Any) -> tuple[Any, Any]:
-    return primals, series
-
-
 def _taylor(primals, series, *, program, jaxpr=None):
     run = lambda *args: eval_closed(program.written, *args)  # noqa: E731
     return jet.jet(run, primals, series, factorial_scaled=False)
@@ -232,10 +228,8 @@ primitive_linearizations[call_p] = _linearize
 fancy_primitive_batchers[call_p] = _batch
 jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
 # What written programs contain besides what the function does.
-if reduce_precision_p not in jet.jet_rules:
-    jet.deflinear(reduce_precision_p)
-if barrier_p not in jet.jet_rules:
-    jet.jet_rules[barrier_p] = _as_they_are  # type: ignore[assignment]
+jet.deflinear(reduce_precision_p)
+jet.jet_rules[barrier_p] = lambda primals, series, **_: (primals, series)  # type: ignore[assignment]
 
 # ---- a program and its derivative, where JAX separates them later -------------------------------
 

@@ -93,13 +93,11 @@ def inlined(eqn: Any) -> Any:
     if eqn.primitive.name not in ("jit", "pjit"):
         return None
     p = eqn.params
-    asks = (
-        any(p["donated_invars"])
-        or any(
-            not isinstance(s, UnspecifiedValue) for s in (*p["in_shardings"], *p["out_shardings"])
-        )
-        or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
+    shardings, layouts = (
+        (*p[f"in_{each}"], *p[f"out_{each}"]) for each in ("shardings", "layouts")
     )
+    placed = not all(isinstance(sharding, UnspecifiedValue) for sharding in shardings)
+    asks = placed or any(p["donated_invars"]) or any(layout is not None for layout in layouts)
     return None if asks else p["jaxpr"]
 
 
