@@ -1,7 +1,9 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,23 @@ from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
 from mpjax._src.core.base._jax.sources import location, own_lines
+
+_PATCHING = threading.RLock()
+
+
+@contextlib.contextmanager
+def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Returns a context in which attributes of JAX's modules are others: (module, name, value)."""
+    # They are for all threads, and two would restore each other's.
+    with _PATCHING:
+        before = [(module, name, getattr(module, name)) for module, name, _ in places]
+        try:
+            for place in places:
+                setattr(*place)
+            yield
+        finally:
+            for place in before:
+                setattr(*place)
 
 
 def primitive_names() -> frozenset[str]:
