@@ -116,8 +116,10 @@ def _planned_kernel(ct, x, kernel, *, sums, **params):
     def run(eqn, ins):
         # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
         # convolution again: only every second one sums over the batch.
-        ours = eqn.primitive is conv_p
-        return [_planned_p.bind(*ins, sums=not sums, **eqn.params)] if ours else bind(eqn, ins)
+        if eqn.primitive is not conv_p:
+            return bind(eqn, ins)
+        own = {**eqn.params, "sums": not sums, "out_sharding": kernel.aval.sharding}
+        return [_planned_p.bind(*ins, **own)]
 
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
