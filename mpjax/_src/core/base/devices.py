@@ -267,19 +267,16 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
         if key in KINDS
         else f"Unknown {given}.{did_you_mean(key, names)}"
     )
-    others = ""
-    if argument == "device":
-        others = " and, for a device of this process, jax.devices()[0]"
+    here = " and, for a device of this process, jax.devices()[0]"
+    others = here if argument == "device" else ""
     raise ValueError(f"{wrong} Choose one of {', '.join(names)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
     # float16 only where there is nothing else: bfloat16 needs no loss scale.
-    policies = {(): "float32", (FLOAT16,): "mixed_float16"}
-    policy = policies.get(tuple(fast), "mixed_bfloat16")
-    return DeviceFacts(
-        name, platform, capability, tuple(dtype.name for dtype in fast), policy, reason
-    )
+    names = tuple(dtype.name for dtype in fast)
+    policy = {(): "float32", ("float16",): "mixed_float16"}.get(names, "mixed_bfloat16")
+    return DeviceFacts(name, platform, capability, names, policy, reason)
 
 
 def _gpu(name: str, capability: str) -> DeviceFacts:
@@ -289,9 +286,8 @@ def _gpu(name: str, capability: str) -> DeviceFacts:
         return _facts(name, "gpu", capability, fast, "matrix units for bfloat16 and float16")
     version = tuple(int(part) for part in (*parts, "0")[:2])
     fast = [d for d in (BFLOAT16, FLOAT16) if version >= TENSOR_CORES[d]]
-    reason = f"compute capability {capability}, tensor cores for " + (
-        " and ".join(d.name for d in fast) or "no 16-bit dtype"
-    )
+    cores = " and ".join(d.name for d in fast) or "no 16-bit dtype"
+    reason = f"compute capability {capability}, tensor cores for {cores}"
     return _facts(name, "gpu", capability, fast, reason)
 
 
@@ -301,7 +297,5 @@ def _tpu(name: str) -> DeviceFacts:
 
 def _cpu(name: str) -> DeviceFacts:
     flags = ", ".join(sorted(_jax.cpu_flags()))
-    if not flags:
-        reason = "no bfloat16 instructions were found"
-        return _facts(name, "cpu", "", [], reason)
-    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU has {flags}")
+    reason = f"the CPU has {flags}" if flags else "no bfloat16 instructions were found"
+    return _facts(name, "cpu", "", [BFLOAT16] if flags else [], reason)

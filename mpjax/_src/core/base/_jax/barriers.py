@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._src.core.base._jax.matmuls import is_marked
+from mpjax._src.core.base._jax.matmuls import is_local, is_marked
 
 
 def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
@@ -30,18 +30,8 @@ def _laid_out(x: Any, order: tuple[int, ...]) -> Any:
 
 
 def may_be_partitioned(ctx: Any) -> bool:
-    """Returns whether XLA may partition what is lowered: several devices, and no shard_map.
-
-    An exported program may be partitioned where it is called.
-    """
-    context = ctx.module_context.axis_context
-    if ctx.module_context.lowering_parameters.for_export:
-        return True
-    manual = getattr(context, "manual_axes", None)
-    # XLA partitions over the axes that a shard_map leaves to it.
-    if manual:
-        return {*manual} != {*context.mesh.axis_names}
-    return (getattr(context, "num_devices", None) or 1) > 1
+    """Returns whether XLA may partition what is lowered; an exported program where it is called."""
+    return ctx.module_context.lowering_parameters.for_export or not is_local(ctx)
 
 
 def _barrier(

@@ -13,9 +13,9 @@ from jax._src.core import (
     new_jaxpr_eqn,
     no_effects,
     remove_named_axis_effects,
-    unmapped_leading_aval,
     unshard_aval,
 )
+from jax._src.core import unmapped_leading_aval as stacked_aval  # the type of a stack of arrays
 from jax._src.interpreters.ad import jvp_jaxpr
 from jax._src.interpreters.batching import batch_jaxpr
 from jax._src.lax.lax import optimization_barrier_p as barrier_p
@@ -158,11 +158,6 @@ def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int
     ys = len(open_jaxpr(jaxpr)[0].outvars) - carry
     ins, outs = map(ft.nones, (consts, carry, xs)), map(ft.nones, (carry, ys))
     return {**params, name: jaxpr, "ft_in": ft.pack((*ins,)), "ft_out": ft.pack((*outs,))}
-
-
-def stacked_aval(length: Any, aval: Any) -> Any:
-    """Returns the type of a stack of this many arrays."""
-    return unmapped_leading_aval(length, aval)
 
 
 @contextlib.contextmanager

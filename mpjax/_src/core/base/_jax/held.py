@@ -187,17 +187,22 @@ def _linearize(is_vjp, moving, *primals, program, jaxpr=None):
     return outs[:count], cut.moves, residuals, *structured, linearized
 
 
+def _cotangents(cts, args, known, transposed):
+    """Returns those of linear operands, by a program that reads ``known``, and by its places."""
+    given = [ct for ct in cts if type(ct) is not ad.Zero]
+    grads: dict[int, Any] = {}
+    if given:
+        program, places = transposed()
+        grads = dict(zip(places, call_held(program, *known, *given), strict=True))
+    linear = map(ad.is_undefined_primal, args)
+    return [grads.get(i, ad.Zero(args[i].aval)) if yes else None for i, yes in enumerate(linear)]
+
+
 def _transposed(cts, *args, program, jaxpr=None):
     linear = tuple(map(ad.is_undefined_primal, args))
     nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
-    grads = [ad.Zero(x.aval) if yes else None for x, yes in zip(args, linear, strict=True)]
-    if any(nonzero):
-        back, places = program.transpose(linear, nonzero)
-        known = [x for x, yes in zip(args, linear, strict=True) if not yes]
-        given = [ct for ct, yes in zip(cts, nonzero, strict=True) if yes]
-        for i, ct in zip(places, call_held(back, *known, *given), strict=True):
-            grads[i] = ct
-    return grads
+    known = [x for x, yes in zip(args, linear, strict=True) if not yes]
+    return _cotangents(cts, args, known, lambda: program.transpose(linear, nonzero))
 
 
 def _batch(axis, args, dims, *, program, jaxpr=None):
@@ -342,22 +347,16 @@ linear_p = _holding("planned_linear", _tangent, shown=False)
 
 
 def _transpose(cts, *args, cut):
-    cts = [None if type(ct) is ad.Zero else ct for ct in cts]
     # The linear primitive has results only for those of the program that move.
     of_results = iter(cts)
-    nonzero = tuple(bool(m) and next(of_results) is not None for m in cut.moves)
+    nonzero = tuple(bool(m) and type(next(of_results)) is not ad.Zero for m in cut.moves)
     first = len(args) - len(cut.by)
-    gradients: dict[int, Any] = {}
-    if any(nonzero):
+
+    def transposed():
         program, places = cut.backward(nonzero)
-        given = [ct for ct in cts if ct is not None]
-        outs = call_held(program, *args[:first], *given)
-        gradients = dict(zip(places, outs, strict=True))
-    linear = [
-        gradients.get(i, ad.Zero(x.aval)) if ad.is_undefined_primal(x) else None
-        for i, x in enumerate(args[first:])
-    ]
-    return [None] * first + linear
+        return program, [first + i for i in places]
+
+    return _cotangents(cts, args, args[:first], transposed)
 
 
 linear_p.def_impl(_through(_run, _tangent))
