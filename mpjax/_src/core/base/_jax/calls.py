@@ -1,7 +1,6 @@
 """Calls of programs whose equations are inlined into the calling program."""
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,17 +9,16 @@ import numpy as np
 from jax._src.core import set_current_trace
 from jax._src.interpreters.ad import (
     LinearizeTrace,
-    backward_pass,
     linearize_jaxpr,
     primitive_linearizations,
 )
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer, dce_jaxpr
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
 from mpjax._src.core.base._jax.keys import call_key
-from mpjax._src.core.base._jax.programs import bind, close, eval_closed, evaluate, open_jaxpr, trace
+from mpjax._src.core.base._jax.programs import bind, close, eval_closed, evaluate, open_jaxpr
 
 
 class _Inlined(Primitive):
@@ -55,7 +53,7 @@ def linearized_once(jaxpr: Any, line: Any = None) -> Callable[..., list[Any]]:
 
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
-    """Evaluates a closed jaxpr; equal equations are linearized and transposed once: they repeat."""
+    """Evaluates a closed jaxpr; equal equations, which repeat, are linearized once."""
     info, programs = open_jaxpr(jaxpr)[0].debug_info, dict[Any, Any]()
 
     def run(eqn, values):
@@ -67,7 +65,7 @@ def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
             atoms = zip(eqn.invars, values, strict=True)
             ins = [x for a, x in atoms if not isinstance(a, Literal)]
             line = open_jaxpr(program)[0].eqns[0].source_info.traceback
-            return _inlined_p.bind(*ins, jaxpr=program, whole=True, line=line)
+            return _inlined_p.bind(*ins, jaxpr=program, line=line)
 
     return evaluate(jaxpr, args, run)
 
@@ -121,21 +119,19 @@ def _copy(
     return [read(atom, here) for atom in jaxpr.outvars]
 
 
-def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
+def _linearize(is_vjp, nonzero, *primals, jaxpr, line=None):
     forward, described, moving, places, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
     results = linearized_once(forward, line)(*primals)
     computed = iter(results[len(moving) :])
     operands = [*open_jaxpr(jaxpr)[1], *primals]
     residuals = [next(computed) if i is None else operands[i] for i in places]
     avals = [v.aval.to_tangent_aval() for v in open_jaxpr(jaxpr)[0].outvars]
-    # In forward mode nothing is transposed, so there is nothing to wait for.
-    map_of = _linear_p if whole and is_vjp else _inlined_p
 
     def linearized(residuals, *rest):
         more, tangents = rest[: -len(nonzero)], rest[-len(nonzero) :]
         varying = [t for t, yes in zip(tangents, nonzero, strict=True) if yes]
         ins = *residuals, *varying, *jax.tree.leaves(more)
-        outs = iter(map_of.bind(*ins, jaxpr=tangent, line=line))
+        outs = iter(linearized_once(tangent, line)(*ins))
         return [next(outs) if yes else ad.Zero(a) for a, yes in zip(avals, moving, strict=True)]
 
     if isinstance(described, int):
@@ -146,59 +142,3 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
 
 
 primitive_linearizations[_inlined_p] = _linearize
-
-
-class _Linear(Primitive):
-    """A linear program that waits for its transpose, which is one program for all its calls."""
-
-    multiple_results = True
-
-    def bind_with_trace(self, trace, args, avals, params, /):
-        inner, _ = open_jaxpr(params["jaxpr"])
-        if inner.effects or not isinstance(trace, DynamicJaxprTrace):
-            return _inlined_p.bind_with_trace(trace, args, avals, params)
-        here = current()
-        ins = [trace.to_jaxpr_tracer(x, here) for x in args]
-        types = [v.aval for v in inner.outvars]
-        return trace.emit_eqn(ins, types, self, params, inner.effects, here)
-
-
-_linear_p = _Linear("transposed_once")
-# The transposes of linear programs, by which operands vary and which cotangents are not zero.
-_TRANSPOSED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _transpose(cts, *args, jaxpr, line=None):
-    vary = tuple(map(ad.is_undefined_primal, args))
-    some = tuple(type(ct) is not ad.Zero for ct in cts)
-    kept = [x for x, yes in zip(args, vary, strict=True) if not yes]
-    given = [ct for ct, yes in zip(cts, some, strict=True) if yes]
-    if not all(isinstance(x, jax.Array) for x in kept):  # a rule may branch on it
-        inner, consts = open_jaxpr(jaxpr)
-        return backward_pass(inner, False, consts, args, cts)
-    done = _TRANSPOSED.setdefault(jaxpr, {})
-    if (vary, some) not in done:
-        done[vary, some] = _transposed(jaxpr, some, args, [*kept, *given])
-    program, moves = done[vary, some]
-    grads = iter(linearized_once(program, line)(*kept, *given))
-    return [next(grads) if yes else None for yes in moves]
-
-
-def _transposed(jaxpr: Any, some: Sequence[bool], like: Sequence[Any], given: Any) -> Any:
-    """Returns the transpose of a linear program, and for which operands it has a cotangent."""
-    inner, consts = open_jaxpr(jaxpr)
-    inner, _ = dce_jaxpr(inner, some, instantiate=True)
-    moves: list[bool] = []
-
-    def run(*args):
-        rest = iter(args)
-        primals = [x if ad.is_undefined_primal(x) else next(rest) for x in like]
-        pairs = zip(backward_pass(inner, False, consts, primals, [*rest]), like, strict=True)
-        grads = [(g, ad.is_undefined_primal(x) and type(g) is not ad.Zero) for g, x in pairs]
-        moves.extend(yes for _, yes in grads)
-        return [g for g, yes in grads if yes]
-
-    return trace(run, [*map(jax.typeof, given)], "transposed"), moves
-
-
-ad.primitive_transposes[_linear_p] = _transpose
