@@ -35,12 +35,7 @@ UNTUNED, TRITON = "output tile sizes", "xla_gpu_enable_triton_gemm"
 
 
 def compile_only(
-    platform: str,
-    topology: str,
-    config: str,
-    count: int,
-    program: bytes,
-    options: dict[str, Any],
+    platform: str, topology: str, config: str, count: int, program: bytes, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Compiles StableHLO for absent devices: returns its memory, and the HLO before and after.
 
@@ -78,9 +73,7 @@ def _executable(devices: tuple[Any, ...], program: bytes, options: dict[str, Any
     with mlir.make_ir_context():
         module = mlir.ir.Module.parse(program)
         return devices[0].client.compile(
-            module,
-            executable_devices=xla_client.DeviceList(devices),
-            compile_options=settings,
+            module, executable_devices=xla_client.DeviceList(devices), compile_options=settings
         )
 
 

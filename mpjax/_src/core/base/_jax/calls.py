@@ -7,11 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src.core import set_current_trace
-from jax._src.interpreters.ad import (
-    LinearizeTrace,
-    linearize_jaxpr,
-    primitive_linearizations,
-)
+from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context

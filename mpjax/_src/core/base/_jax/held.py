@@ -325,10 +325,7 @@ def _where(saveable):
 
 jvp_p.def_impl(_through(_run, _pushed))
 jvp_p.def_effectful_abstract_eval(
-    lambda *args, program, moving, jaxpr=None: (
-        _pushed(program, moving).out_avals,
-        program.effects,
-    )
+    lambda *args, program, moving, jaxpr=None: (_pushed(program, moving).out_avals, program.effects)
 )
 ad.primitive_jvps[jvp_p] = _through(_jvp, _pushed)
 primitive_linearizations[jvp_p] = _through(_linearize, _pushed)

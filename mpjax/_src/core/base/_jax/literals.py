@@ -18,11 +18,7 @@ from jax._src.numpy import array_constructors
 from mpjax._src.core.base._jax.programs import patched
 
 # The places where JAX makes arrays of numbers: `jnp.full` and lax operations; `jnp.asarray`.
-_PLACES = (
-    (lax, "_convert_element_type"),
-    (array_constructors, "array"),
-    (jnp, "array"),
-)
+_PLACES = ((lax, "_convert_element_type"), (array_constructors, "array"), (jnp, "array"))
 
 
 def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
