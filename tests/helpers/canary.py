@@ -175,7 +175,6 @@ PUBLIC = {
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
     "rounded": "autocast: streams would be float32",
-    "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 
 

@@ -72,15 +72,14 @@ def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def region(dtype: Any) -> Iterator[None]:
-    """Tells kernels the dtype of the region around them. It has no effect outside of autocast."""
+    """Puts what is traced into a region of a dtype, and tells kernels; autocast alone reads it."""
     current = PLANNED_FOR.value
-    if current is None:
-        yield
-    else:
+    if current is not None:
         # A region overrules overrides, so calls inside need no numbers.
         policy = dataclasses.replace(current.policy, compute_dtype=dtype)
-        with PLANNED_FOR(Tracing(_name(dtype), policy)):
-            yield
+        current = Tracing(_name(dtype), policy)
+    with jax.named_scope(f"{REGION}{dtype.name}"), PLANNED_FOR(current):
+        yield
 
 
 def current_policy() -> Policy | None:

@@ -21,6 +21,5 @@ from mpjax._src.core.base._jax.matmuls import *
 from mpjax._src.core.base._jax.partitioning import *
 from mpjax._src.core.base._jax.programs import *
 from mpjax._src.core.base._jax.recurrences import *
-from mpjax._src.core.base._jax.rules import *
 from mpjax._src.core.base._jax.sources import *
 from mpjax._src.core.base._jax.wire import *

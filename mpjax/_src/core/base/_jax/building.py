@@ -31,8 +31,14 @@ from jax.extend.source_info_util import NameStack
 from jax.sharding import PartitionSpec
 
 from mpjax._src.core.base._jax import matmuls, stacks
-from mpjax._src.core.base._jax.programs import close, eval_closed, in_avals, open_jaxpr, trace
-from mpjax._src.core.base._jax.rules import manual_axes
+from mpjax._src.core.base._jax.programs import (
+    close,
+    eval_closed,
+    in_avals,
+    manual_axes,
+    open_jaxpr,
+    trace,
+)
 from mpjax._src.core.base._jax.sources import is_users
 
 NO_EFFECTS = no_effects
@@ -51,7 +57,7 @@ def acts(effects: Any) -> bool:
 
 def varying(aval: Any) -> Any:
     """Returns the axes of a shard_map over which values of this type vary."""
-    return getattr(getattr(aval, "mat", None), "varying", getattr(aval, "vma", None))
+    return getattr(getattr(aval, "mat", None), "varying", None)
 
 
 def effects_of(equations: Iterable[Any]) -> Any:

@@ -15,8 +15,8 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax._src.core.base._jax.programs import zero_tangent
 from mpjax._src.core.base._jax.rounded import rounded_p
-from mpjax._src.core.base._jax.rules import zero_tangent
 
 
 def recurrence(a: Any, b: Any, axis: int, half: Any = None) -> Any:
