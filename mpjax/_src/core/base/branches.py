@@ -19,9 +19,7 @@ def flattened(jaxpr: Any) -> Any:
     return _jax.trace(lambda *args: _evaluated(jaxpr, args), _jax.in_avals(jaxpr), "flattened")
 
 
-def _evaluated(
-    jaxpr: Any, args: Sequence[Any], masked: Callable[[Any], Any] = lambda x: x
-) -> list[Any]:
+def _evaluated(jaxpr, args, masked=lambda x: x):
 
     def run(eqn, operands):
         body = _jax.inlined(eqn)

@@ -1,7 +1,7 @@
 """Calls of programs whose equations are inlined into the calling program."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,9 +88,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     return programs.setdefault(key, close(jaxpr, ()))
 
 
-def _copy(
-    trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], line: Any
-) -> list[Any]:
+def _copy(trace, jaxpr, consts, args, line):
     """Copies the equations of a program into the traced one, as an evaluation would."""
     here = current()
     env = {

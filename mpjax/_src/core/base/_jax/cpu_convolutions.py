@@ -60,16 +60,7 @@ def _pays(x: Any, kernel: Any, out: Any, params: dict[str, Any]) -> bool:
     return count == 1 or (1 < count <= MOST and kernel.shape[last] >= uses)
 
 
-def _multiply(
-    x: Any,
-    kernel: Any,
-    window_strides: Any,
-    padding: Any,
-    rhs_dilation: Any,
-    dimension_numbers: Any,
-    shape: Any,
-    dtype: Any,
-) -> Any:
+def _multiply(x, kernel, window_strides, padding, rhs_dilation, dimension_numbers, shape, dtype):
     """Convolves by matmuls of parts of the input, one for each position of the smaller window."""
     # Batch first and features last, in a kernel also outputs: each part is then a matrix.
     x_spec, kernel_spec, out_spec = dimension_numbers

@@ -110,9 +110,7 @@ def _constrained(x: Any) -> Any:
 # ---- the form -----------------------------------------------------------------------------------
 
 
-def _multiply(
-    left: Any, right: Any, dimension_numbers: Any, hold: Any, is_native: bool, dtype: Any, **params
-) -> Any:
+def _multiply(left, right, dimension_numbers, hold, is_native, dtype, **params):
     """Multiplies in the form for which XLA:CPU has a kernel, and casts its float32 accumulator.
 
     ``hold`` stores an array in the order of its dimensions. If it ``is_native``, the kernel has to
