@@ -136,10 +136,9 @@ HIGHER_ORDER: dict[str, HigherOrder] = {
     "custom_vmap_call": calling("call", pinned=True),
     "linear_call": calling("callee", pinned=True),
     "closed_call": calling("call_jaxpr"),
+    "call": calling("call_jaxpr"),
 }
-REMATS = ("remat2", "checkpoint")  # the names of `jax.checkpoint`
-HIGHER_ORDER |= {"pjit": HIGHER_ORDER["jit"], "checkpoint": HIGHER_ORDER["remat2"]}
+REMATS = ("remat2",)  # `jax.checkpoint`
 # What autocast planned. Nobody else may change these programs.
 PLANNED = ("planned", "planned_jvp", "planned_linear")
 HIGHER_ORDER |= dict.fromkeys(PLANNED, HigherOrder(_planned))
-HIGHER_ORDER |= dict.fromkeys(("core_call", "call"), HIGHER_ORDER["closed_call"])

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax._src.interpreters import ad
 from jax.extend.core import Literal
+from jax.extend.core.primitives import jit_p
 
 from mpjax._src.core.base._jax.programs import open_jaxpr
 
@@ -48,11 +49,11 @@ def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
     for eqn in eqns:
         values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
         # The functions of jax.numpy are jitted, also those that multiply.
-        if "jit" in eqn.primitive.name:
+        if eqn.primitive is jit_p:
             jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
             inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
             yield from _factors(jaxpr.eqns, dict(inside))
-        elif eqn.primitive.name == "mul":
+        elif eqn.primitive is jax.lax.mul_p:
             yield from (x for x, v in zip(values, eqn.invars, strict=True) if not v.aval.shape)
 
 

@@ -18,7 +18,7 @@ from jax.api_util import debug_info, shaped_abstractify
 from jax.experimental.jet import JetTracer
 from jax.extend import linear_util as lu
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p, jit_p
 from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
@@ -100,7 +100,7 @@ def equation_key(eqn: Any) -> Any:
 
 
 # Calls without any meaning beyond the program that they call.
-_CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
+_CALLS = ("closed_call", "call", "eval_jaxpr")
 
 
 def inlined(eqn: Any) -> Any:
@@ -110,7 +110,7 @@ def inlined(eqn: Any) -> Any:
     """
     if eqn.primitive.name in _CALLS:
         return eqn.params["call_jaxpr"]
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if eqn.primitive is not jit_p:
         return None
     p = eqn.params
     shardings, layouts = (
