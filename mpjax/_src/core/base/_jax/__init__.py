@@ -7,7 +7,7 @@ but `lines`. tests/core/base/_jax has a test for each assumption about JAX that 
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from mpjax._src.core.base._jax import cpu_convolutions, gpu_matmuls  # their lowering
+from mpjax._src.core.base._jax import gpu_matmuls  # their lowering
 from mpjax._src.core.base._jax.aot import *
 from mpjax._src.core.base._jax.backward import *
 from mpjax._src.core.base._jax.barriers import *
