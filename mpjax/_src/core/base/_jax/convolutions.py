@@ -118,8 +118,8 @@ def _planned_kernel(ct, x, kernel, *, sums, **params):
         # convolution again: only every second one sums over the batch.
         if eqn.primitive is not conv_p:
             return bind(eqn, ins)
-        own = {**eqn.params, "sums": not sums, "out_sharding": kernel.aval.sharding}
-        return [_planned_p.bind(*ins, **own)]
+        own = {"precision": params["precision"], "out_sharding": kernel.aval.sharding}
+        return [_planned_p.bind(*ins, sums=not sums, **{**eqn.params, **own})]
 
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)

@@ -159,7 +159,8 @@ def _transpose(place, ct, x, y, *, half, order, sums, preferred_element_type, **
     avals = [retyped(jax.typeof(v), half) for v in (ct, other)]
     dot, *turn = open_jaxpr(trace(rule, avals, "transposed"))[0].eqns
     order = turn[0].params["permutation"] if turn else None
-    params = {name: dot.params[name] for name in params}
+    # The precision stays its own: JAX writes its default setting into a new matmul.
+    params |= {name: dot.params[name] for name in ("dimension_numbers", "out_sharding")}
     return _half_dot(ct, other, half, moving.aval.dtype, order, True, **params)
 
 
