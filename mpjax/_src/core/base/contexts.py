@@ -24,6 +24,14 @@ LINTED = jax.make_user_context(default_value=False)
 CONSTANTS_AS_CASTS = jax.make_user_context(default_value=False)
 
 
+def constants_as_casts() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which constants are rounded where the program runs.
+
+    It is a function because cloudpickle cannot store the variable, in what reads it.
+    """
+    return CONSTANTS_AS_CASTS(True)
+
+
 # Whether a report runs: it says itself what it finds, so nothing warns of it.
 IN_REPORT = contextvars.ContextVar("in_report", default=False)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src.core.base.contexts import CONSTANTS_AS_CASTS, unchecked
+from mpjax._src.core.base.contexts import constants_as_casts, unchecked
 from mpjax._src.core.base.dtypes import is_float
 from mpjax._src.core.base.errors import check_callable, check_flag, did_you_mean
 from mpjax._src.core.base.lines import short, where
@@ -318,7 +318,7 @@ def compare(
     @functools.wraps(fun)
     @unchecked()
     def wrapped(*args, **kwargs):
-        with CONSTANTS_AS_CASTS(True):
+        with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         arrays = check_concrete("compare", program.arrays)
         scale = training_scale(program, arrays, policy, loss_scale)
