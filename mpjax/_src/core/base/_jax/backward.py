@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax._src.interpreters import ad
 from jax.extend.core import Literal
-from jax.extend.core.primitives import jit_p
 
 from mpjax._src.core.base._jax.programs import open_jaxpr
 
@@ -49,7 +48,8 @@ def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
     for eqn in eqns:
         values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
         # The functions of jax.numpy are jitted, also those that multiply.
-        if eqn.primitive is jit_p:
+        # From JAX 0.12 on, it may be a "vjp_node[jit]".
+        if "jit" in eqn.primitive.name:
             jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
             inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
             yield from _factors(jaxpr.eqns, dict(inside))
