@@ -1,11 +1,5 @@
 """Mixed precision for Flax linen: `TrainState` replaces ``flax.training``'s."""
 
-from typing import TYPE_CHECKING
+from mpjax._src.core.base.lazy import attach as _attach
 
-from mpjax._src.core.base.absent import suggesting
-from mpjax._src.core.frameworks.linen import TrainState
-
-__all__ = ["TrainState"]
-
-if not TYPE_CHECKING:  # type checkers refuse other names by themselves
-    __getattr__ = suggesting(__name__, __all__)
+__getattr__, __dir__, __all__ = _attach(__name__, __file__)

@@ -67,23 +67,15 @@ CONTRACTS = (
         ("jax._src.core.set_current_trace", "jax._src.interpreters"),
         "gradients of autocast: what is called several times is differentiated as a whole",
     ),
-    *(
-        Contract(
-            module,
-            ("jax.interpreters.mlir._platform_specific_lowerings",),
-            "autocast on CPUs: bfloat16 is slower than float32, and some matmuls fail",
-        )
-        for module in ("cpu_matmuls", "cpu_convolutions")
+    Contract(
+        "cpu_matmuls",
+        ("jax.interpreters.mlir._platform_specific_lowerings",),
+        "autocast on CPUs: bfloat16 is slower than float32, and some matmuls fail",
     ),
     Contract(
         "gpu_matmuls",
         ("jax.interpreters.mlir._lowerings",),
         "autocast on GPUs: matmuls with an odd axis are slow",
-    ),
-    Contract(
-        "convolutions",
-        ("jax._src.core.dilate_dim",),
-        "autocast over several devices: gradients of convolutions",
     ),
     Contract(
         "jits",
@@ -175,11 +167,11 @@ CONTRACTS = (
 # The features that tests of public extension points protect.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
+    "convolutions": "autocast over several devices: gradients of convolutions",
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
     "rounded": "autocast: streams would be float32",
-    "rules": "autocast of functions with custom_jvp, custom_vjp or shard_map",
 }
 
 
@@ -327,10 +319,12 @@ def modules_of(path: Path, test: str) -> set[str]:
 
     The module that the file is named after is one of them: a test may look at what JAX makes of it.
     """
-    homes = {}
-    for node in ast.walk(ast.parse((INSIDE / "__init__.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpjax."):
-            homes |= {alias.name: node.module.split(".")[-1] for alias in node.names}
+    homes = {
+        node.name: module.stem
+        for module in INSIDE.glob("*.py")
+        for node in ast.parse(module.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     tree = ast.parse(path.read_text())
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == test]
     named = {

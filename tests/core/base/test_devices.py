@@ -41,7 +41,7 @@ def test_recommend_policy_goes_by_what_a_device_runs_fast(device, policy, fast):
 
 
 def test_named_cards_agree_with_their_capability():
-    for name, (capability, _) in devices.CARDS.items():
+    for name, capability in devices.CARDS.items():
         assert mpjax.recommend_policy(name) == mpjax.recommend_policy(gpu(capability))
         assert devices.device_facts(name).capability == capability
         assert mpjax.hardware.half_dtype(name) == mpjax.hardware.half_dtype(gpu(capability))

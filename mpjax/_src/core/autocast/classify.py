@@ -113,11 +113,8 @@ def outline(jaxpr: Any, consts: Sequence[Any], policy: Policy, paths: Sequence[s
 
 def classify(block: Block, policy: Policy) -> tuple[Rulings, frozenset[str]]:
     """Returns what is asked of every op, and the override patterns that matched."""
-    listed = {
-        **dict.fromkeys(policy.half_ops, "half"),
-        **dict.fromkeys(policy.full_ops, "full"),
-        **dict.fromkeys(policy.follow_ops, ""),
-    }
+    lists = {"half": policy.half_ops, "full": policy.full_ops, "": policy.follow_ops}
+    listed = {op: name for name, ops in lists.items() for op in ops}
     paths = {path for value in block.invars for path in value.paths}
     # A pattern may only say how a parameter is stored: no operation has to match it.
     used = {p for p, _ in policy.overrides for path in paths if matches(p, path)}
@@ -144,12 +141,7 @@ def _post_order(block: Block) -> Iterator[Op]:
 
 # ---- what a primitive asks for ------------------------------------------------------------------
 
-KINDS = {
-    rules.FULL: COMPUTES,
-    rules.FOLLOW: COMPUTES,
-    rules.COMPARE: MOVES,
-    rules.MOVE: MOVES,
-}
+KINDS = {rules.FULL: COMPUTES, rules.FOLLOW: COMPUTES, rules.COMPARE: MOVES, rules.MOVE: MOVES}
 
 
 def _by_primitive(op: Op, rulings: Rulings, half: Any) -> Ruling:
@@ -165,9 +157,9 @@ def _by_primitive(op: Op, rulings: Rulings, half: Any) -> Ruling:
         if precision is not None and precision != _jax.default_precision():
             return Ruling(WRITTEN, half, precision=precision)
         return Ruling(_matmul(op), half)
-    if op.name == "convert_element_type":
+    if op.name == rules.CAST:
         return Ruling(CAST, half)
-    return Ruling(UNKNOWN if op.spec is rules.UNKNOWN else KINDS.get(op.spec.need, UNKNOWN), half)
+    return Ruling(KINDS.get(op.spec.need, UNKNOWN), half)
 
 
 def _matmul(op: Op) -> int:
@@ -199,10 +191,9 @@ def _by_lists(op: Op, ruling: Ruling, listed: Mapping[str, str]) -> Ruling:
 
 
 def _by_overrides(op: Op, ruling: Ruling, policy: Policy, used: set[str]) -> Ruling:
-    chosen = None if ruling.kind == ELSEWHERE else override_of(op, policy, used)
-    if chosen is None:
+    dtype = None if ruling.kind == ELSEWHERE else override_of(op, policy, used)
+    if dtype is None:
         return ruling
-    _, dtype = chosen
     if dtype in HALVES:
         lifted = ruling.precision is not None  # the override is about this program
         kind = _matmul(op) if lifted else ruling.kind
@@ -216,15 +207,14 @@ def _in_full(ruling: Ruling) -> Ruling:
     return ruling._replace(forced=ruling.forced if fixed else "full", precision=None)
 
 
-def override_of(op: Op, policy: Policy, used: set[str] | None = None) -> tuple[str, Any] | None:
-    """Returns the first override that matches an op, and adds all that match to ``used``."""
+def override_of(op: Op, policy: Policy, used: set[str]) -> Any:
+    """Returns the dtype of the first override that matches an op, and adds all to ``used``."""
     if not policy.overrides:
         return None
     paths = [path for v in op.ins for path in v.paths]
     matching = overriding(policy.overrides, op.scopes, op.name, paths)
-    if used is not None:
-        used.update(pattern for pattern, _ in matching)
-    return matching[0] if matching else None
+    used.update(pattern for pattern, _ in matching)
+    return matching[0][1] if matching else None
 
 
 def _by_region(op: Op, ruling: Ruling) -> Ruling:

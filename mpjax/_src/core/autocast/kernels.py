@@ -50,9 +50,9 @@ def overridden(block: Block, policy: Policy) -> dict[int, str]:
     dtypes: dict[int, str] = {}
     for op in block.walk():
         boundary = op.kernel and PLANNED not in op.scopes
-        chosen = override_of(op, policy) if boundary else None
-        if chosen and _name(chosen[1]) != _name(policy.compute_dtype):
-            number, name = int(op.kernel.partition("#")[2] or -1), _name(chosen[1])
+        dtype = override_of(op, policy, set()) if boundary else None
+        if dtype is not None and _name(dtype) != _name(policy.compute_dtype):
+            number, name = int(op.kernel.partition("#")[2] or -1), _name(dtype)
             # float32 has the name "", which is the least.
             dtypes[number] = min(name, dtypes.get(number, name))
     return dtypes
@@ -72,15 +72,14 @@ def tracing(policy: Policy, **options: Any) -> contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def region(dtype: Any) -> Iterator[None]:
-    """Tells kernels the dtype of the region around them. It has no effect outside of autocast."""
+    """Puts what is traced into a region of a dtype, and tells kernels; autocast alone reads it."""
     current = PLANNED_FOR.value
-    if current is None:
-        yield
-    else:
+    if current is not None:
         # A region overrules overrides, so calls inside need no numbers.
         policy = dataclasses.replace(current.policy, compute_dtype=dtype)
-        with PLANNED_FOR(Tracing(_name(dtype), policy)):
-            yield
+        current = Tracing(_name(dtype), policy)
+    with jax.named_scope(f"{REGION}{dtype.name}"), PLANNED_FOR(current):
+        yield
 
 
 def current_policy() -> Policy | None:
@@ -204,6 +203,9 @@ def _cast(tree: Any, old: Any, new: Any) -> Any:
     )
 
 
+ARGS, KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
 def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[int | str]:
     """Returns the positions and names of the chosen arguments, as far as they have both."""
     chosen = _places(chosen)
@@ -211,19 +213,19 @@ def _positions_and_names(kernel: Callable[..., Any], chosen: Any) -> Collection[
         parameters = list(inspect.signature(kernel).parameters.values())
     except (TypeError, ValueError):  # the signature is not known
         return frozenset(chosen)
-    kinds = {p.kind for p in parameters}
-    keys: set[int | str] = set()
+    variadic = {p.kind for p in parameters} & {ARGS, KWARGS}
+    pairs = [(i, p.name) for i, p in enumerate(parameters) if p.kind not in variadic]
+    keys: set[int | str] = set(chosen)
     for one in chosen:
-        for place, p in enumerate(parameters):
-            if one in (place, p.name) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                keys |= {place, p.name}
-        if one not in keys and not _is_variadic(one, kinds, len(parameters)):
+        both = {key for pair in pairs if one in pair for key in pair}
+        taken = KWARGS in variadic if isinstance(one, str) else ARGS in variadic and one >= 0
+        if not both and not taken:
             names = ", ".join(f"{i} {p.name!r}" for i, p in enumerate(parameters))
             raise ValueError(
                 f"float32={brief(one)} is not an argument of the kernel. Choose one of these "
                 f"positions and names: {names or 'none, the kernel has no arguments'}."
             )
-        keys.add(one)
+        keys |= both
     return frozenset(keys)
 
 
@@ -237,9 +239,3 @@ def _places(chosen: Any) -> tuple[int | str, ...]:
             "float32, or a sequence of these."
         )
     return tuple(places)
-
-
-def _is_variadic(one: Any, kinds: Collection[Any], count: int) -> bool:
-    """Returns whether ``*args`` or ``**kwargs`` of a kernel accept an argument."""
-    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return several[isinstance(one, str)] in kinds and (isinstance(one, str) or one >= 0)

@@ -5,18 +5,14 @@ stays with them under grad, scan, cond, remat, vmap and custom rules. `autocast`
 autocast it has no effect.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-import jax
 
 from mpjax._src.core.autocast.kernels import region
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 from mpjax._src.core.base.errors import brief, check_callable
 from mpjax._src.core.base.wrapped import Wrapped
-from mpjax._src.core.program.graph import REGION
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,7 +26,7 @@ class Region:
         self.here = threading.local()
 
     def __enter__(self) -> None:
-        context = _region(self.dtype)
+        context = region(self.dtype)
         context.__enter__()
         self.here.entered = [*getattr(self.here, "entered", ()), context]
 
@@ -50,7 +46,7 @@ class InRegion(Wrapped):
     """A function that runs in a region."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _region(*self.settings):
+        with region(*self.settings):
             return self.fun(*args, **kwargs)
 
 
@@ -98,9 +94,3 @@ def precision(dtype: DTypeLike) -> Region:
             f"'bfloat16' and 'float16'.{hint}"
         )
     return Region(region_dtype)
-
-
-@contextlib.contextmanager
-def _region(dtype: Any) -> Iterator[None]:
-    with jax.named_scope(f"{REGION}{dtype.name}"), region(dtype):
-        yield

@@ -15,8 +15,11 @@ import jax.numpy as jnp
 from mpjax._src.core.autocast.classify import Outline, classify, outline
 from mpjax._src.core.autocast.eager import Kept
 from mpjax._src.core.autocast.kernels import Numbers, overridden, tracing
-from mpjax._src.core.autocast.others import check_no_other_policy
-from mpjax._src.core.autocast.unplanned import warn_if_nothing_is_half, warn_if_wide
+from mpjax._src.core.autocast.unplanned import (
+    check_no_other_policy,
+    warn_if_nothing_is_half,
+    warn_if_wide,
+)
 from mpjax._src.core.autocast.unscaled import watched
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
@@ -117,14 +120,9 @@ class Traced(programs.Traced):
         return not {*half_regions(self.jaxpr)}
 
     @functools.cached_property
-    def computes_in_float16(self) -> bool:
-        """Whether an operation runs in float16."""
-        return FLOAT16 in self.program.computes_in
-
-    @functools.cached_property
     def donates(self) -> bool:
         """Whether the program contains a jit that donates its arguments."""
-        return _donates(_jax.open_jaxpr(self.jaxpr)[0])
+        return _jax.donates(self.jaxpr)
 
 
 @overload
@@ -344,12 +342,10 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     # An autocast around this one leaves alone what is planned.
     with jax.named_scope(PLANNED):
         if traced.as_written:
-            # JAX takes apart a jit that returned NaN by calling its function; this one has none.
-            apart = jax.debug_nans.value or jax.debug_infs.value
-            results = _run_as_written(traced, arrays, apart)
+            results = _run_as_written(traced, arrays)
         else:
             results = _run_program(traced, arrays)
-            if traced.computes_in_float16 and not rows:
+            if FLOAT16 in traced.program.computes_in and not rows:
                 # What is returned as it was given stays the same object, which callers know.
                 given = {*map(id, arrays)}
                 results = [x if id(x) in given else watched(x) for x in results]
@@ -358,16 +354,14 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
 
 
-def _run_as_written(traced: Traced, arrays: Sequence[Any], apart: bool) -> list[Any]:
-    """Runs a program that asks for no 16-bit dtype: only its arguments and results are cast.
-
-    If ``apart``, its equations run one by one where nothing around it is jitted.
-    """
+def _run_as_written(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a program that asks for no 16-bit dtype: only its arguments and results are cast."""
     avals = _jax.in_avals(traced.jaxpr)
     inputs = [_cast(x, getattr(a, "dtype", None)) for x, a in zip(arrays, avals, strict=True)]
     # A jit around it would ignore what the jit inside donates.
     run = _jax.eval_closed if traced.donates else _jax.call_as_jit
-    run = _jax.eval_apart if apart else run
+    # JAX takes apart a jit that returned NaN by calling its function; this one has none.
+    run = _jax.eval_apart if jax.debug_nans.value or jax.debug_infs.value else run
     results = run(traced.jaxpr, *inputs)
     return [_cast(x, dtype) for x, dtype in zip(results, traced.out_dtypes, strict=True)]
 
@@ -402,14 +396,6 @@ def _passed(traced: Traced, arrays: Sequence[Any]) -> list[Any]:
 def _cast(x: Any, dtype: Any) -> Any:
     same = dtype is None or getattr(x, "dtype", dtype) == dtype
     return x if same else jax.lax.convert_element_type(x, dtype)
-
-
-def _donates(jaxpr: Any) -> bool:
-    return any(
-        any(eqn.params["donated_invars"]) or _donates(_jax.open_jaxpr(eqn.params["jaxpr"])[0])
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "jit"
-    )
 
 
 def _check_patterns(plan: Outline, paths: Sequence[str]) -> None:

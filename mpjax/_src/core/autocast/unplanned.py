@@ -1,11 +1,14 @@
-"""Warnings of programs whose matmuls do not run in 16 bits, although the policy asks for it."""
+"""Warnings of programs whose matmuls do not run in 16 bits, although the policy asks for it.
 
+And the error of a program in which another library's dtype policy casts too.
+"""
+
+import sys
 from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
 
 from mpjax._src.core.autocast.classify import ELSEWHERE, Rulings
 from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES
 from mpjax._src.core.base.errors import PrecisionWarning, first_of, warn_user
 from mpjax._src.core.policy.policy import Policy, short_name
 from mpjax._src.core.program.graph import Block, Value
@@ -36,7 +39,6 @@ def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> N
     )
 
 
-FLOAT64 = np.dtype(np.float64)
 NAMED = 3  # how many causes a warning names
 
 
@@ -84,3 +86,27 @@ def _wide_sources(block: Block, names: Sequence[str]) -> Iterator[str]:
 
 def _precisions(precision: object) -> tuple[object, ...]:
     return precision if isinstance(precision, tuple) else (precision,)
+
+
+# The files of Keras that cast for its dtype policy.
+KERAS = ("keras/src/dtype_policies/dtype_policy.py", "keras/src/backend/common/variables.py")
+
+
+def check_no_other_policy(block: Block) -> None:
+    """Raises a ValueError if Keras's own dtype policy casts float32 to 16 bits.
+
+    All operations of its layers would run in 16 bits, norms and softmax too, whatever the plan
+    says.
+    """
+    # Nobody who has not imported it uses its layers.
+    for op in block.walk() if "keras" in sys.modules else ():
+        if op.name != rules.CAST or not op.ins[0].is_f32:
+            continue
+        if op.outs[0].aval.dtype in HALVES and _jax.passed_through(op.eqn, KERAS):
+            raise ValueError(
+                f"keras's own dtype policy casts {FLOAT32.name} to {op.outs[0].aval.dtype.name} in "
+                f"{op.source or 'a layer'}, but under autocast mpjax chooses the dtype of each "
+                "operation. With both, the layers run norms and softmax in 16 bits. Use one of "
+                "them. To use autocast: call keras.config.set_dtype_policy('float32') before you "
+                "create the model, and pass no 16-bit dtype= to its layers."
+            )

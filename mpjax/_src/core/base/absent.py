@@ -119,15 +119,6 @@ def public_names() -> dict[str, list[str]]:
     return places
 
 
-def suggesting(module: str, names: Iterable[str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a public module, which says where a missing name is."""
-
-    def __getattr__(name: str) -> Any:
-        raise missing(module, name, names)
-
-    return __getattr__
-
-
 def missing(module: str, name: str, own: Iterable[str]) -> Exception:
     """Returns the error for a name that a public module lacks, with where it or its successor is.
 

@@ -19,22 +19,17 @@ def flattened(jaxpr: Any) -> Any:
     return _jax.trace(lambda *args: _evaluated(jaxpr, args), _jax.in_avals(jaxpr), "flattened")
 
 
-def _evaluated(
-    jaxpr: Any, args: Sequence[Any], masked: Callable[[Any], Any] = lambda x: x
-) -> list[Any]:
-    inner, consts = _jax.open_jaxpr(jaxpr)
-    env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, _jax.Literal) else env[atom]  # noqa: E731
-    for eqn in inner.eqns:
-        operands, body = list(map(read, eqn.invars)), _jax.inlined(eqn)
+def _evaluated(jaxpr, args, masked=lambda x: x):
+
+    def run(eqn, operands):
+        body = _jax.inlined(eqn)
         if body is not None:
-            outs = _evaluated(body, operands, masked)
-        elif higher_order(eqn.primitive.name).kind == BRANCH:
-            outs = _chosen(eqn, operands, masked)
-        else:
-            outs = list(map(masked, _jax.bind(eqn, operands)))
-        env |= zip(eqn.outvars, outs, strict=True)
-    return list(map(read, inner.outvars))
+            return _evaluated(body, operands, masked)
+        if higher_order(eqn.primitive.name).kind == BRANCH:
+            return _chosen(eqn, operands, masked)
+        return map(masked, _jax.bind(eqn, operands))
+
+    return _jax.evaluate(jaxpr, args, run)
 
 
 def _chosen(eqn: Any, operands: Sequence[Any], masked: Callable[[Any], Any]) -> list[Any]:

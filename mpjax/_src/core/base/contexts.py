@@ -25,7 +25,10 @@ CONSTANTS_AS_CASTS = jax.make_user_context(default_value=False)
 
 
 def constants_as_casts() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which constants are rounded where the program runs."""
+    """Returns a context in which constants are rounded where the program runs.
+
+    It is a function because cloudpickle cannot store the variable, in what reads it.
+    """
     return CONSTANTS_AS_CASTS(True)
 
 

@@ -52,104 +52,66 @@ class Chip(NamedTuple):
     link: float = 16e9
 
 
-class Card(NamedTuple):
-    """A GPU."""
-
-    capability: str  # NVIDIA's compute capability, or AMD's architecture
-    sheet: Sheet | None = None  # None for those that `compile_for` has no details of
-
-
 A100: Peaks = {"bf16": 312, "f16": 312, "tf32": 156, "f32": 19.5, "f64": 19.5, "s8": 624}
 H100: Peaks = {"f8": 1979, "bf16": 989, "f16": 989, "tf32": 494.5, "f32": 67, "f64": 67, "s8": 1979}
 
-# The devices that a user may name.
-CARDS = {
-    "k40": Card("3.5"),
-    "k80": Card("3.7"),
-    "m40": Card("5.2"),
-    "m60": Card("5.2"),
-    "gtx980": Card("5.2"),
-    "p100": Card("6.0"),
-    "p4": Card("6.1"),
-    "p40": Card("6.1"),
-    "gtx1080": Card("6.1"),
-    "v100": Card(
-        "7.0",
-        Sheet(
-            *("Tesla V100-SXM2-16GB", 16935682048, 898.048e9),
-            {"f16": 125, "f32": 15.7, "f64": 7.8},
-            (80, 64, 2048, 98304, 98304, 6291456, 1.53),
-        ),
+# The GPUs that a user may name, by NVIDIA's compute capability, or AMD's architecture.
+CAPABILITIES = {
+    "3.5": "k40",
+    "3.7": "k80",
+    "5.2": "m40 m60 gtx980",
+    "6.0": "p100",
+    "6.1": "p4 p40 gtx1080",
+    "7.0": "v100",
+    "7.5": "t4 rtx2080",
+    "8.0": "a100 a100-40 a100-80 a30",
+    "8.6": "a10 a10g a40 a6000 rtx3090",
+    "8.9": "rtx4090 l4 l40 l40s",
+    "9.0": "h100 h200 gh200",
+    "10.0": "b100 b200 gb200",
+    "12.0": "rtx5090",
+    "gfx90a": "mi250x",
+    "gfx942": "mi300x",
+}
+CARDS = {name: each for each, names in CAPABILITIES.items() for name in names.split()}
+# Those that `compile_for` has details of.
+GPUS = {
+    "v100": Sheet(
+        *("Tesla V100-SXM2-16GB", 16935682048, 898.048e9),
+        {"f16": 125, "f32": 15.7, "f64": 7.8},
+        (80, 64, 2048, 98304, 98304, 6291456, 1.53),
     ),
-    "t4": Card(
-        "7.5",
-        Sheet(
-            *("Tesla T4", 15843721216, 320.064e9),
-            {"f16": 65, "f32": 8.1, "f64": 0.25, "s8": 130},
-            (40, 64, 1024, 65536, 65536, 4194304, 1.59),
-        ),
+    "t4": Sheet(
+        *("Tesla T4", 15843721216, 320.064e9),
+        {"f16": 65, "f32": 8.1, "f64": 0.25, "s8": 130},
+        (40, 64, 1024, 65536, 65536, 4194304, 1.59),
     ),
-    "rtx2080": Card("7.5"),
-    "a100": Card("8.0"),
-    "a100-40": Card(
-        "8.0",
-        Sheet(
-            *("NVIDIA A100-SXM4-40GB", 42331013120, 1555.2e9, A100),
-            (108, 64, 2048, 167936, 166912, 41943040, 1.41),
-        ),
+    "a100-40": Sheet(
+        *("NVIDIA A100-SXM4-40GB", 42331013120, 1555.2e9, A100),
+        (108, 64, 2048, 167936, 166912, 41943040, 1.41),
     ),
-    "a100-80": Card(
-        "8.0",
-        Sheet(
-            *("NVIDIA A100-SXM4-80GB", 85100068864, 2039.04e9, A100),
-            (108, 64, 2048, 167936, 166912, 41943040, 1.41),
-        ),
+    "a100-80": Sheet(
+        *("NVIDIA A100-SXM4-80GB", 85100068864, 2039.04e9, A100),
+        (108, 64, 2048, 167936, 166912, 41943040, 1.41),
     ),
-    "a30": Card("8.0"),
-    "a10": Card("8.6"),
-    "a10g": Card("8.6"),
-    "a40": Card("8.6"),
-    "a6000": Card(
-        "8.6",
-        Sheet(
-            *("NVIDIA RTX A6000", 51041271808, 768.096e9),
-            {"bf16": 155, "f16": 155, "tf32": 77.4, "f32": 38.7, "f64": 0.6, "s8": 310},
-            (84, 128, 1536, 102400, 101376, 6291456, 1.8),
-        ),
+    "a6000": Sheet(
+        *("NVIDIA RTX A6000", 51041271808, 768.096e9),
+        {"bf16": 155, "f16": 155, "tf32": 77.4, "f32": 38.7, "f64": 0.6, "s8": 310},
+        (84, 128, 1536, 102400, 101376, 6291456, 1.8),
     ),
-    "rtx3090": Card("8.6"),
-    "rtx4090": Card("8.9"),
-    "l4": Card("8.9"),
-    "l40": Card("8.9"),
-    "l40s": Card("8.9"),
-    "h100": Card(
-        "9.0",
-        Sheet(
-            *("NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, H100),
-            (132, 128, 2048, 233472, 232448, 52428800, 1.98),
-        ),
+    "h100": Sheet(
+        *("NVIDIA H100 80GB HBM3", 84942979072, 3352.32e9, H100),
+        (132, 128, 2048, 233472, 232448, 52428800, 1.98),
     ),
-    "h200": Card(
-        "9.0",
-        Sheet(
-            *("NVIDIA H200 141GB HBM3e", 151397597184, 4800e9, H100),
-            (132, 128, 2048, 233472, 232448, 52428800, 1.98),
-        ),
+    "h200": Sheet(
+        *("NVIDIA H200 141GB HBM3e", 151397597184, 4800e9, H100),
+        (132, 128, 2048, 233472, 232448, 52428800, 1.98),
     ),
-    "gh200": Card("9.0"),
-    "b100": Card("10.0"),
-    "b200": Card(
-        "10.0",
-        Sheet(
-            *("NVIDIA B200", 191514411008, 7672.32e9),
-            {"f8": 4500, "bf16": 2250, "f16": 2250, "tf32": 1125, "f32": 75, "f64": 37, "s8": 4500},
-            (148, 128, 2048, 233472, 232448, 132644864, 1.965),
-        ),
+    "b200": Sheet(
+        *("NVIDIA B200", 191514411008, 7672.32e9),
+        {"f8": 4500, "bf16": 2250, "f16": 2250, "tf32": 1125, "f32": 75, "f64": 37, "s8": 4500},
+        (148, 128, 2048, 233472, 232448, 132644864, 1.965),
     ),
-    "gb200": Card("10.0"),
-    "rtx5090": Card("12.0"),
-    "mi250x": Card("gfx90a"),
-    "mi300x": Card("gfx942"),
 }
 TPUS = {
     "v2": None,
@@ -293,7 +255,7 @@ def check_name(argument: str, name: Any) -> None:
 def _named(name: str, argument: str = "device") -> DeviceFacts:
     key = named(name).key
     if key in CARDS:
-        return _gpu(name, CARDS[key].capability)
+        return _gpu(name, CARDS[key])
     if key in (*TPUS, "tpu"):
         return _tpu(name)
     if key == "cpu":
@@ -305,19 +267,16 @@ def _named(name: str, argument: str = "device") -> DeviceFacts:
         if key in KINDS
         else f"Unknown {given}.{did_you_mean(key, names)}"
     )
-    others = ""
-    if argument == "device":
-        others = " and, for a device of this process, jax.devices()[0]"
+    here = " and, for a device of this process, jax.devices()[0]"
+    others = here if argument == "device" else ""
     raise ValueError(f"{wrong} Choose one of {', '.join(names)}{others}.")
 
 
 def _facts(name: str, platform: str, capability: str, fast: list[np.dtype], reason: str):
     # float16 only where there is nothing else: bfloat16 needs no loss scale.
-    policies = {(): "float32", (FLOAT16,): "mixed_float16"}
-    policy = policies.get(tuple(fast), "mixed_bfloat16")
-    return DeviceFacts(
-        name, platform, capability, tuple(dtype.name for dtype in fast), policy, reason
-    )
+    names = tuple(dtype.name for dtype in fast)
+    policy = {(): "float32", ("float16",): "mixed_float16"}.get(names, "mixed_bfloat16")
+    return DeviceFacts(name, platform, capability, names, policy, reason)
 
 
 def _gpu(name: str, capability: str) -> DeviceFacts:
@@ -327,9 +286,8 @@ def _gpu(name: str, capability: str) -> DeviceFacts:
         return _facts(name, "gpu", capability, fast, "matrix units for bfloat16 and float16")
     version = tuple(int(part) for part in (*parts, "0")[:2])
     fast = [d for d in (BFLOAT16, FLOAT16) if version >= TENSOR_CORES[d]]
-    reason = f"compute capability {capability}, tensor cores for " + (
-        " and ".join(d.name for d in fast) or "no 16-bit dtype"
-    )
+    cores = " and ".join(d.name for d in fast) or "no 16-bit dtype"
+    reason = f"compute capability {capability}, tensor cores for {cores}"
     return _facts(name, "gpu", capability, fast, reason)
 
 
@@ -339,7 +297,5 @@ def _tpu(name: str) -> DeviceFacts:
 
 def _cpu(name: str) -> DeviceFacts:
     flags = ", ".join(sorted(_jax.cpu_flags()))
-    if not flags:
-        reason = "no bfloat16 instructions were found"
-        return _facts(name, "cpu", "", [], reason)
-    return _facts(name, "cpu", "", [BFLOAT16], f"the CPU has {flags}")
+    reason = f"the CPU has {flags}" if flags else "no bfloat16 instructions were found"
+    return _facts(name, "cpu", "", [BFLOAT16] if flags else [], reason)

@@ -11,12 +11,11 @@ def collected_later() -> Iterator[None]:
 
     Python would go through all objects of the process again and again, for it to find nothing.
     """
-    # Who has switched collections off must not find them on afterwards.
-    if not gc.isenabled():
-        yield
-        return
+    before = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        # Who has switched collections off must not find them on afterwards.
+        if before:
+            gc.enable()

@@ -33,14 +33,6 @@ class Inside(NamedTuple):
     consts: int = 0  # the number of leading arguments that are the same in every iteration
 
 
-class Loop(NamedTuple):
-    """The parameters of an equation that say how a SCAN turns."""
-
-    length: str  # how often
-    reverse: str  # whether from the last slice to the first
-    unroll: str  # how many iterations are compiled as one
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class HigherOrder:
     """The row of a primitive."""
@@ -50,7 +42,9 @@ class HigherOrder:
     # The parameters that contain the programs, in the order of ``wire``. One of a BRANCH contains
     # all of them, as a tuple.
     params: tuple[str, ...] = ()
-    loop: Loop | None = None  # of a SCAN, the parameters that say how it turns
+    # Of a SCAN, the parameters that say how often it turns, whether from the last slice to the
+    # first, and how many turns are compiled as one.
+    loop: tuple[str, str, str] | None = None
     knows: bool = False  # whether constants that enter it are still known as constants inside
     # Whether its dtypes must stay as written, because rules that its author traced elsewhere expect
     # them.
@@ -72,7 +66,7 @@ class HigherOrder:
     def turns(self, eqn: Any) -> tuple[int, bool, Any]:
         """Returns how often a SCAN turns, whether from the last slice, and how it is unrolled."""
         assert self.loop is not None
-        length, reverse, unroll = (eqn.params[name] for name in self.loop)
+        length, reverse, unroll = map(eqn.params.get, self.loop)
         return length, reverse, unroll
 
 
@@ -96,7 +90,7 @@ def calling(param: str, kind: str = CALL, **columns: Any) -> HigherOrder:
     return HigherOrder(wire, kind, params=(param,), **columns)
 
 
-def scanning(param: str, loop: Loop) -> HigherOrder:
+def scanning(param: str, loop: tuple[str, str, str]) -> HigherOrder:
     """Returns the row of a primitive that scans one program: constants, carries, then slices."""
 
     def wire(eqn: Any) -> Iterable[Inside]:
@@ -131,7 +125,7 @@ def _planned(eqn: Any) -> Iterable[Inside]:
 
 FIRST_ORDER = HigherOrder(lambda eqn: (), "")
 HIGHER_ORDER: dict[str, HigherOrder] = {
-    "scan": scanning("jaxpr", Loop("length", "reverse", "unroll")),
+    "scan": scanning("jaxpr", ("length", "reverse", "unroll")),
     "while": HigherOrder(_while, WHILE, ("cond_jaxpr", "body_jaxpr"), knows=True),
     "cond": HigherOrder(_branches, BRANCH, params=("branches",), knows=True),
     "jit": calling("jaxpr"),
@@ -142,10 +136,9 @@ HIGHER_ORDER: dict[str, HigherOrder] = {
     "custom_vmap_call": calling("call", pinned=True),
     "linear_call": calling("callee", pinned=True),
     "closed_call": calling("call_jaxpr"),
+    "call": calling("call_jaxpr"),
 }
-REMATS = ("remat2", "checkpoint")  # the names of `jax.checkpoint`
-HIGHER_ORDER |= {"pjit": HIGHER_ORDER["jit"], "checkpoint": HIGHER_ORDER["remat2"]}
+REMATS = ("remat2",)  # `jax.checkpoint`
 # What autocast planned. Nobody else may change these programs.
 PLANNED = ("planned", "planned_jvp", "planned_linear")
 HIGHER_ORDER |= dict.fromkeys(PLANNED, HigherOrder(_planned))
-HIGHER_ORDER |= dict.fromkeys(("core_call", "call"), HIGHER_ORDER["closed_call"])

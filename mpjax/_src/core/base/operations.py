@@ -3,40 +3,40 @@
 import re
 from fnmatch import fnmatchcase
 
-# The first row with a pattern that fits is taken.
-OPERATIONS = {
-    "dot_general exp reduce_max reduce_sum div": "attention *attention flashattn*",
-    "conv_general_dilated": "conv2d *conv*",
-    "exp log1p": "softplus *binarycrossentropy* sigmoidcross* bce* logsigmoid logaddexp",
-    "exp log reduce_max reduce_sum": """crossentropy *crossentropy* logsoftmax logsumexp nllloss
-        ctcloss""",
-    "exp reduce_max reduce_sum div": "softmax *softmax* softmin",
-    "dot_general": """matmul *matmul *mm *mv addr linear dense fc einsum dot *vdot *vecdot tensordot
-        *multidot innerproduct fullyconnected interpolate upsample* resize*""",
-    "sqrt reduce_sum": "norm pnorm renorm l2norm* *dist std cosine*",
-    "reduce_sum": "sum mean *mean average sumallreduce *loss kldiv *l2norm",
-    "rsqrt reduce_sum": "layernorm *norm *normalization",
-    "reduce_max": "amax reducemax globalmaxpool",
-    "reduce_min": "amin reducemin",
-    "reduce_prod": "prod reduceprod",
-    "reduce_window_sum div": "avgpool avgpool* averagepool* meanpool pool2d",
-    "reduce_window_max": "maxpool maxpool*",
-    "logistic": "sigmoid expit silu swish glu",
-    "dot_general logistic tanh": "lstm lstm* *lstmcell gru* rnn*",
-    "tanh mul": "gelu mish",
-    "select_n mul": "prelu rrelu leakyrelu elu selu celu hardswish hardsigmoid dropout*",
-    "pow": "power elementwisepow",
-    "log": "ln log10 log2",
-    "add": "biasadd elementwiseadd addn plus",
-    "sub": "elementwisesub subtract minus",
-    "mul": "elementwisemul multiply addcmul",
-    "div": "elementwisediv divide truedivide realdiv reciprocal addcdiv",
-    "max": "relu maximum elementwisemax",
-    "min": "minimum elementwisemin",
-    "gather": "embedding lookuptable embeddinglookup take indexselect gridsample",
-    "concatenate": "cat concat hstack vstack",
-    "select_n": "where",
-}
+# Primitives, and the names of operations. The first row with a pattern that fits is taken.
+TABLE = """\
+dot_general exp reduce_max reduce_sum div: attention *attention flashattn*
+conv_general_dilated: conv2d *conv*
+exp log1p: softplus *binarycrossentropy* sigmoidcross* bce* logsigmoid logaddexp
+exp log reduce_max reduce_sum: crossentropy *crossentropy* logsoftmax logsumexp nllloss ctcloss
+exp reduce_max reduce_sum div: softmax *softmax* softmin
+dot_general: matmul *matmul *mm *mv addr linear dense fc einsum dot *vdot *vecdot tensordot \
+    *multidot innerproduct fullyconnected interpolate upsample* resize*
+sqrt reduce_sum: norm pnorm renorm l2norm* *dist std cosine*
+reduce_sum: sum mean *mean average sumallreduce *loss kldiv *l2norm
+rsqrt reduce_sum: layernorm *norm *normalization
+reduce_max: amax reducemax globalmaxpool
+reduce_min: amin reducemin
+reduce_prod: prod reduceprod
+reduce_window_sum div: avgpool avgpool* averagepool* meanpool pool2d
+reduce_window_max: maxpool maxpool*
+logistic: sigmoid expit silu swish glu
+dot_general logistic tanh: lstm lstm* *lstmcell gru* rnn*
+tanh mul: gelu mish
+select_n mul: prelu rrelu leakyrelu elu selu celu hardswish hardsigmoid dropout*
+pow: power elementwisepow
+log: ln log10 log2
+add: biasadd elementwiseadd addn plus
+sub: elementwisesub subtract minus
+mul: elementwisemul multiply addcmul
+div: elementwisediv divide truedivide realdiv reciprocal addcdiv
+max: relu maximum elementwisemax
+min: minimum elementwisemin
+gather: embedding lookuptable embeddinglookup take indexselect gridsample
+concatenate: cat concat hstack vstack
+select_n: where
+"""
+OPERATIONS = dict(line.split(": ") for line in TABLE.splitlines())
 
 
 def primitives_of(operation: str) -> str:

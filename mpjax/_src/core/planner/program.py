@@ -113,7 +113,7 @@ class Program:
         program = self.written
         run = functools.partial(_jax.eval_closed, program)
         # A jit around it would ignore what the jit inside donates.
-        return run if _donates(program) else jax.jit(lambda *args: run(*args))
+        return run if _jax.donates(program) else jax.jit(lambda *args: run(*args))
 
     def __repr__(self) -> str:  # people read it in jaxprs
         return f"Program({self.half.name})"
@@ -219,13 +219,6 @@ class Program:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
-
-
-def _donates(program: Any) -> bool:
-    jaxpr, _ = _jax.open_jaxpr(program)
-    inner = (each for eqn in jaxpr.eqns for each in _jax.inner_jaxprs(eqn))
-    own = any(any(eqn.params.get("donated_invars", ())) for eqn in jaxpr.eqns)
-    return own or any(map(_donates, inner))
 
 
 def _passed(avals: Sequence[Any], halved: Sequence[bool], half: np.dtype) -> list[Any]:

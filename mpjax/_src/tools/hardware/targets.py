@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from mpjax._src.core.base.devices import CARDS, GIB, KINDS, TPUS, Named, Peaks, named
+from mpjax._src.core.base.devices import CARDS, GIB, GPUS, KINDS, TPUS, Named, Peaks, named
 from mpjax._src.core.base.errors import brief, did_you_mean, finite_number
 
 # What JAX's allocator takes of a GPU by default (XLA_PYTHON_CLIENT_MEM_FRACTION).
@@ -23,7 +23,6 @@ CARD_FIELDS = (
 # generations 3, 4, 5 and 6 (NVIDIA's datasheets give the sum of both directions).
 PCIE = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 128e9}
 
-GPUS = {name: card.sheet for name, card in CARDS.items() if card.sheet}
 TPU_CHIPS = {name: chip for name, chip in TPUS.items() if chip}
 
 
@@ -119,9 +118,9 @@ def _fits(asked: int | None, memory: int) -> bool:
 
 def _alike(asked: Named) -> str:
     """Says which targets have the cores that are most like those of a card."""
-    versions = {k: tuple(map(int, CARDS[k].capability.split("."))) for k in GPUS}
+    versions = {k: tuple(map(int, CARDS[k].split("."))) for k in GPUS}
     try:
-        mine = tuple(map(int, CARDS[asked.key].capability.split(".")))
+        mine = tuple(map(int, CARDS[asked.key].split(".")))
     except (KeyError, ValueError):  # a TPU, or AMD's
         return ""
     older = [v for v in versions.values() if v <= mine and v[0] == mine[0]]
@@ -129,9 +128,7 @@ def _alike(asked: Named) -> str:
     if not like:
         return ""
     same = versions[like[0]] == mine
-    kind = (
-        "the same kind of cores" if same else f"the nearest cores, of {CARDS[like[0]].capability}"
-    )
+    kind = "the same kind of cores" if same else f"the nearest cores, of {CARDS[like[0]]}"
     return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
 
 
@@ -158,7 +155,7 @@ def size(count: float) -> str:
 
 def _gpu(name: str) -> Target:
     device, memory, bandwidth, peaks, facts = GPUS[name]
-    capability = CARDS[name].capability
+    capability = CARDS[name]
     return Target(
         *(name, "cuda", device, memory, bandwidth, PCIE[capability.split(".")[0]]),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},

@@ -12,7 +12,7 @@ from support import normal, thorough_but
 
 import mpjax
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base._jax import cpu_convolutions, cpu_matmuls
+from mpjax._src.core.base._jax import cpu_matmuls
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 IMAGES = ("NHWC", "HWIO", "NHWC")
@@ -23,8 +23,8 @@ SAME = ((1, 1), (1, 1))
 def capable(monkeypatch):
     """As on a CPU with bfloat16 instructions, and without a minimum of features."""
     monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    monkeypatch.setattr(cpu_convolutions, "USES_OF_A_SUM", 1)
-    monkeypatch.setattr(cpu_convolutions, "USES_OF_A_STACK", 1)
+    monkeypatch.setattr(cpu_matmuls, "USES_OF_A_SUM", 1)
+    monkeypatch.setattr(cpu_matmuls, "USES_OF_A_STACK", 1)
 
 
 def convolution(mark=True, strides=(1, 1), padding=SAME, numbers=IMAGES, **params):
@@ -132,8 +132,8 @@ def test_convolution_of_few_features_is_lowered_by_jax(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cpu_matmuls, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     for features, found in (
-        (cpu_convolutions.USES_OF_A_SUM - 1, (0, 1)),
-        (cpu_convolutions.USES_OF_A_SUM, (9, 0)),
+        (cpu_matmuls.USES_OF_A_SUM - 1, (0, 1)),
+        (cpu_matmuls.USES_OF_A_SUM, (9, 0)),
     ):
         assert counted(convolution(), *arrays((2, 8, 8, 4), (3, 3, 4, features))) == found
     assert counted(convolution(padding="VALID"), *arrays((2, 8, 8, 4), (1, 1, 4, 8))) == (1, 0)

@@ -38,6 +38,18 @@ def test_ask_elsewhere_registers_one_partitioner_callback(monkeypatch):
         given["partition"]([], [], shape, xla_client.HloSharding.replicate(), b"1")
 
 
+def asked(*question):
+    """Asks as the process that compiles does, by JSON."""
+
+    def ask(question):
+        return json.loads(json.dumps(_jax.answer_partitioning(json.loads(json.dumps(question)))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla_bridge, "_plugin_callbacks", callbacks := [])
+        _jax.ask_elsewhere(ask)
+    return callbacks[0].keywords["partition"](*question)
+
+
 def test_answer_partitioning_answers_where_the_program_was_traced():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -54,22 +66,23 @@ def test_answer_partitioning_answers_where_the_program_was_traced():
     lowered = jax.jit(kernel).lower(x)
     (info,) = of_jax._sharding_callbacks.values()
     whole = xla_client.HloSharding.replicate()
-    tuple_of = partitioning._shape_of(
-        [{"dtype": "bfloat16", "dims": [8, 64]}, {"dtype": "bfloat16", "dims": [64]}]
-    )
-    question = {
-        "arguments": [{"dtype": "bfloat16", "dims": [8, 64]}],
-        "shardings": [partitioning._sharding_to_data(whole)],
-        "result": partitioning._shape_to_data(tuple_of),
-        "sharding": partitioning._sharding_to_data(
-            xla_client.HloSharding.tuple_sharding(tuple_of, [whole, whole])
-        ),
-        "key": str(id(info)),
-    }
-    answer = json.loads(json.dumps(_jax.answer_partitioning(json.loads(json.dumps(question)))))
-    (given,) = (partitioning._sharding_of(data) for data in answer["shardings"])
+    parts = [((8, 64), "bfloat16"), ((64,), "bfloat16")]
+    parts = [xla_client.Shape.array_shape(jnp.dtype(dtype), dims) for dims, dtype in parts]
+    both = xla_client.Shape.tuple_shape(parts)
+    result = xla_client.HloSharding.tuple_sharding(both, [whole, whole])
+    question = parts[:1], [whole], both, result
+    program, (given,), answered = asked(*question, str(id(info)).encode())
     assert given.tile_assignment_dimensions() == [1, 8]
-    assert partitioning._sharding_of(answer["sharding"]).tuple_elements()[0] == given
-    assert answer["program"] and lowered  # which the question is about
-    wrong = _jax.answer_partitioning({**question, "key": "0"})
-    assert wrong["error"].startswith("KeyError")
+    assert answered.tuple_elements()[0] == given
+    assert program and lowered  # which the question is about
+    with pytest.raises(RuntimeError, match="^KeyError"):
+        asked(*question, b"0")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bool", "int8", "float8_e4m3fn"])
+def test_shapes_and_shardings_arrive_as_they_were(dtype):
+    shape = xla_client.Shape.array_shape(jnp.dtype(dtype), (8, 4))
+    both = xla_client.Shape.tuple_shape([shape, xla_client.Shape.array_shape(jnp.dtype(dtype), ())])
+    whole = xla_client.HloSharding.replicate()
+    for x in (shape, both, whole, xla_client.HloSharding.tuple_sharding(both, [whole, whole])):
+        assert partitioning._of_text(partitioning._to_text(x)) == x

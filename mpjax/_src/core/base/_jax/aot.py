@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +10,8 @@ from jax._src.lib import _jax as jaxlib_module
 from jax._src.lib import xla_client
 from jax.extend.backend import get_compile_options
 from jax.interpreters import mlir
+
+from mpjax._src.core.base._jax.programs import patched
 
 
 @functools.cache
@@ -35,12 +35,7 @@ UNTUNED, TRITON = "output tile sizes", "xla_gpu_enable_triton_gemm"
 
 
 def compile_only(
-    platform: str,
-    topology: str,
-    config: str,
-    count: int,
-    program: bytes,
-    options: dict[str, Any],
+    platform: str, topology: str, config: str, count: int, program: bytes, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Compiles StableHLO for absent devices: returns its memory, and the HLO before and after.
 
@@ -78,9 +73,7 @@ def _executable(devices: tuple[Any, ...], program: bytes, options: dict[str, Any
     with mlir.make_ir_context():
         module = mlir.ir.Module.parse(program)
         return devices[0].client.compile(
-            module,
-            executable_devices=xla_client.DeviceList(devices),
-            compile_options=settings,
+            module, executable_devices=xla_client.DeviceList(devices), compile_options=settings
         )
 
 
@@ -109,11 +102,9 @@ def _costs_of(module: Any) -> dict[str, float]:
 
 
 CUDNN_VERSION = 91000  # version 9.10, which has all features that JAX checks
-_ANSWERING = threading.RLock()
 
 
-@contextlib.contextmanager
-def as_if_on_gpu(capability: str) -> Iterator[None]:
+def as_if_on_gpu(capability: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which JAX's checks of the GPU and of cuDNN see another GPU.
 
     JAX checks them while `jax.nn.dot_product_attention` is traced for cuDNN. Inside the context it
@@ -129,14 +120,4 @@ def as_if_on_gpu(capability: str) -> Iterator[None]:
         "check_compute_capability": lambda least: version(capability) >= version(least),
         "is_cuda_compute_capability_equal": lambda same: version(capability) == version(same),
     }
-    # The functions are replaced for all threads, so only one thread may do it at a time.
-    with _ANSWERING:
-        before = {name: getattr(cudnn, name) for name in answers}
-        try:
-            if capability:
-                for name, answer in answers.items():
-                    setattr(cudnn, name, answer)
-            yield
-        finally:
-            for name, function in before.items():
-                setattr(cudnn, name, function)
+    return patched(*((cudnn, name, answer) for name, answer in answers.items() if capability))

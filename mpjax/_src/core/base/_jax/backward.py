@@ -48,11 +48,12 @@ def _factors(eqns: Iterable[Any], env: dict[Any, Any]) -> Iterator[Any]:
     for eqn in eqns:
         values = [v.val if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
         # The functions of jax.numpy are jitted, also those that multiply.
+        # From JAX 0.12 on, it may be a "vjp_node[jit]".
         if "jit" in eqn.primitive.name:
             jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
             inside = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True)
             yield from _factors(jaxpr.eqns, dict(inside))
-        elif eqn.primitive.name == "mul":
+        elif eqn.primitive is jax.lax.mul_p:
             yield from (x for x, v in zip(values, eqn.invars, strict=True) if not v.aval.shape)
 
 

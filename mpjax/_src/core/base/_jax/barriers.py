@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._src.core.base._jax.matmuls import is_marked
+from mpjax._src.core.base._jax.matmuls import is_local, is_marked
 
 
 def _held(x: Any, order: tuple[int, ...] | None = None) -> Any:
@@ -30,18 +30,8 @@ def _laid_out(x: Any, order: tuple[int, ...]) -> Any:
 
 
 def may_be_partitioned(ctx: Any) -> bool:
-    """Returns whether XLA may partition what is lowered: several devices, and no shard_map.
-
-    An exported program may be partitioned where it is called.
-    """
-    context = ctx.module_context.axis_context
-    if ctx.module_context.lowering_parameters.for_export:
-        return True
-    manual = getattr(context, "manual_axes", None)
-    # XLA partitions over the axes that a shard_map leaves to it.
-    if manual:
-        return {*manual} != {*context.mesh.axis_names}
-    return (getattr(context, "num_devices", None) or 1) > 1
+    """Returns whether XLA may partition what is lowered; an exported program where it is called."""
+    return ctx.module_context.lowering_parameters.for_export or not is_local(ctx)
 
 
 def _barrier(
@@ -115,18 +105,13 @@ ad.primitive_transposes.setdefault(name_p, lambda ct, _, *, name: [ct])
 CARRIER, CARRIED = "carrier", "carried"
 
 
-def _carrier() -> Primitive:
-    """Returns a primitive whose result is zero, but has the tangent of its operand."""
-    primitive = Primitive(CARRIER)
-    primitive.def_impl(lambda x: jnp.zeros_like(x))
-    primitive.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(primitive, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
-    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), *tangents)
-    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
-    return primitive
-
-
-_carrier_p = _carrier()
+# The result is zero, but has the tangent of the operand.
+_carrier_p = Primitive(CARRIER)
+_carrier_p.def_impl(lambda x: jnp.zeros_like(x))
+_carrier_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_carrier_p, mlir.lower_fun(jnp.zeros_like, multiple_results=False))
+ad.primitive_jvps[_carrier_p] = lambda primals, tangents: (_carrier_p.bind(*primals), *tangents)
+batching.defvectorized(_carrier_p)
 
 
 def carrier(x: jax.Array) -> jax.Array:
@@ -139,18 +124,13 @@ def carrier(x: jax.Array) -> jax.Array:
     return _carrier_p.bind(x)
 
 
-def _carried() -> Primitive:
-    """Returns a primitive whose result is its second operand, with the tangent of the first."""
-    primitive = Primitive(CARRIED)
-    primitive.def_impl(lambda carrier, x: x)
-    primitive.def_abstract_eval(lambda carrier, x: carrier)
-    mlir.register_lowering(primitive, lambda ctx, carrier, x: [x])
-    ad.primitive_jvps[primitive] = lambda primals, tangents: (primitive.bind(*primals), tangents[0])
-    batching.defbroadcasting(primitive)
-    return primitive
-
-
-_carried_p = _carried()
+# The result is the second operand, with the tangent of the first.
+_carried_p = Primitive(CARRIED)
+_carried_p.def_impl(lambda carrier, x: x)
+_carried_p.def_abstract_eval(lambda carrier, x: carrier)
+mlir.register_lowering(_carried_p, lambda ctx, carrier, x: [x])
+ad.primitive_jvps[_carried_p] = lambda primals, tangents: (_carried_p.bind(*primals), tangents[0])
+batching.defbroadcasting(_carried_p)
 
 
 def carried(carrier: jax.Array, x: jax.Array) -> jax.Array:

@@ -13,9 +13,9 @@ from jax._src.core import (
     new_jaxpr_eqn,
     no_effects,
     remove_named_axis_effects,
-    unmapped_leading_aval,
     unshard_aval,
 )
+from jax._src.core import unmapped_leading_aval as stacked_aval  # the type of a stack of arrays
 from jax._src.interpreters.ad import jvp_jaxpr
 from jax._src.interpreters.batching import batch_jaxpr
 from jax._src.lax.lax import optimization_barrier_p as barrier_p
@@ -31,8 +31,14 @@ from jax.extend.source_info_util import NameStack
 from jax.sharding import PartitionSpec
 
 from mpjax._src.core.base._jax import matmuls, stacks
-from mpjax._src.core.base._jax.programs import close, eval_closed, in_avals, open_jaxpr, trace
-from mpjax._src.core.base._jax.rules import manual_axes
+from mpjax._src.core.base._jax.programs import (
+    close,
+    eval_closed,
+    in_avals,
+    manual_axes,
+    open_jaxpr,
+    trace,
+)
 from mpjax._src.core.base._jax.sources import is_users
 
 NO_EFFECTS = no_effects
@@ -51,7 +57,7 @@ def acts(effects: Any) -> bool:
 
 def varying(aval: Any) -> Any:
     """Returns the axes of a shard_map over which values of this type vary."""
-    return getattr(getattr(aval, "mat", None), "varying", getattr(aval, "vma", None))
+    return getattr(getattr(aval, "mat", None), "varying", None)
 
 
 def effects_of(equations: Iterable[Any]) -> Any:
@@ -158,11 +164,6 @@ def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int
     ys = len(open_jaxpr(jaxpr)[0].outvars) - carry
     ins, outs = map(ft.nones, (consts, carry, xs)), map(ft.nones, (carry, ys))
     return {**params, name: jaxpr, "ft_in": ft.pack((*ins,)), "ft_out": ft.pack((*outs,))}
-
-
-def stacked_aval(length: Any, aval: Any) -> Any:
-    """Returns the type of a stack of this many arrays."""
-    return unmapped_leading_aval(length, aval)
 
 
 @contextlib.contextmanager

@@ -1,26 +1,20 @@
 """Calls of programs whose equations are inlined into the calling program."""
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src.core import set_current_trace
-from jax._src.interpreters.ad import (
-    LinearizeTrace,
-    backward_pass,
-    linearize_jaxpr,
-    primitive_linearizations,
-)
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer, dce_jaxpr
+from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.extend.core import Jaxpr, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
 
 from mpjax._src.core.base._jax.keys import call_key
-from mpjax._src.core.base._jax.programs import bind, close, eval_closed, open_jaxpr, trace
+from mpjax._src.core.base._jax.programs import bind, close, eval_closed, evaluate, open_jaxpr
 
 
 class _Inlined(Primitive):
@@ -55,26 +49,21 @@ def linearized_once(jaxpr: Any, line: Any = None) -> Callable[..., list[Any]]:
 
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
-    """Evaluates a closed jaxpr; equal equations are linearized and transposed once: they repeat."""
-    inner, consts = open_jaxpr(jaxpr)
-    env = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
-    programs: dict[Any, Any] = {}
+    """Evaluates a closed jaxpr; equal equations, which repeat, are linearized once."""
+    info, programs = open_jaxpr(jaxpr)[0].debug_info, dict[Any, Any]()
 
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in inner.eqns:
+    def run(eqn, values):
         stack = current_name_stack() + eqn.source_info.name_stack
         with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            program = None if eqn.effects else _alone(eqn, inner.debug_info, programs)
+            program = None if eqn.effects else _alone(eqn, info, programs)
             if program is None:
-                outs = bind(eqn, [read(atom) for atom in eqn.invars])
-            else:
-                ins = [env[a] for a in eqn.invars if not isinstance(a, Literal)]
-                line = open_jaxpr(program)[0].eqns[0].source_info.traceback
-                outs = _inlined_p.bind(*ins, jaxpr=program, whole=True, line=line)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in inner.outvars]
+                return bind(eqn, values)
+            atoms = zip(eqn.invars, values, strict=True)
+            ins = [x for a, x in atoms if not isinstance(a, Literal)]
+            line = open_jaxpr(program)[0].eqns[0].source_info.traceback
+            return _inlined_p.bind(*ins, jaxpr=program, line=line)
+
+    return evaluate(jaxpr, args, run)
 
 
 def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
@@ -99,9 +88,7 @@ def _alone(eqn: Any, info: Any, programs: dict[Any, Any]) -> Any:
     return programs.setdefault(key, close(jaxpr, ()))
 
 
-def _copy(
-    trace: Any, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], line: Any
-) -> list[Any]:
+def _copy(trace, jaxpr, consts, args, line):
     """Copies the equations of a program into the traced one, as an evaluation would."""
     here = current()
     env = {
@@ -126,21 +113,19 @@ def _copy(
     return [read(atom, here) for atom in jaxpr.outvars]
 
 
-def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
+def _linearize(is_vjp, nonzero, *primals, jaxpr, line=None):
     forward, described, moving, places, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
     results = linearized_once(forward, line)(*primals)
     computed = iter(results[len(moving) :])
     operands = [*open_jaxpr(jaxpr)[1], *primals]
     residuals = [next(computed) if i is None else operands[i] for i in places]
     avals = [v.aval.to_tangent_aval() for v in open_jaxpr(jaxpr)[0].outvars]
-    # In forward mode nothing is transposed, so there is nothing to wait for.
-    map_of = _linear_p if whole and is_vjp else _inlined_p
 
     def linearized(residuals, *rest):
         more, tangents = rest[: -len(nonzero)], rest[-len(nonzero) :]
         varying = [t for t, yes in zip(tangents, nonzero, strict=True) if yes]
         ins = *residuals, *varying, *jax.tree.leaves(more)
-        outs = iter(map_of.bind(*ins, jaxpr=tangent, line=line))
+        outs = iter(linearized_once(tangent, line)(*ins))
         return [next(outs) if yes else ad.Zero(a) for a, yes in zip(avals, moving, strict=True)]
 
     if isinstance(described, int):
@@ -151,59 +136,3 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr, whole=False, line=None):
 
 
 primitive_linearizations[_inlined_p] = _linearize
-
-
-class _Linear(Primitive):
-    """A linear program that waits for its transpose, which is one program for all its calls."""
-
-    multiple_results = True
-
-    def bind_with_trace(self, trace, args, avals, params, /):
-        inner, _ = open_jaxpr(params["jaxpr"])
-        if inner.effects or not isinstance(trace, DynamicJaxprTrace):
-            return _inlined_p.bind_with_trace(trace, args, avals, params)
-        here = current()
-        ins = [trace.to_jaxpr_tracer(x, here) for x in args]
-        types = [v.aval for v in inner.outvars]
-        return trace.emit_eqn(ins, types, self, params, inner.effects, here)
-
-
-_linear_p = _Linear("transposed_once")
-# The transposes of linear programs, by which operands vary and which cotangents are not zero.
-_TRANSPOSED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _transpose(cts, *args, jaxpr, line=None):
-    vary = tuple(map(ad.is_undefined_primal, args))
-    some = tuple(type(ct) is not ad.Zero for ct in cts)
-    kept = [x for x, yes in zip(args, vary, strict=True) if not yes]
-    given = [ct for ct, yes in zip(cts, some, strict=True) if yes]
-    if not all(isinstance(x, jax.Array) for x in kept):  # a rule may branch on it
-        inner, consts = open_jaxpr(jaxpr)
-        return backward_pass(inner, False, consts, args, cts)
-    done = _TRANSPOSED.setdefault(jaxpr, {})
-    if (vary, some) not in done:
-        done[vary, some] = _transposed(jaxpr, some, args, [*kept, *given])
-    program, moves = done[vary, some]
-    grads = iter(linearized_once(program, line)(*kept, *given))
-    return [next(grads) if yes else None for yes in moves]
-
-
-def _transposed(jaxpr: Any, some: Sequence[bool], like: Sequence[Any], given: Any) -> Any:
-    """Returns the transpose of a linear program, and for which operands it has a cotangent."""
-    inner, consts = open_jaxpr(jaxpr)
-    inner, _ = dce_jaxpr(inner, some, instantiate=True)
-    moves: list[bool] = []
-
-    def run(*args):
-        rest = iter(args)
-        primals = [x if ad.is_undefined_primal(x) else next(rest) for x in like]
-        pairs = zip(backward_pass(inner, False, consts, primals, [*rest]), like, strict=True)
-        grads = [(g, ad.is_undefined_primal(x) and type(g) is not ad.Zero) for g, x in pairs]
-        moves.extend(yes for _, yes in grads)
-        return [g for g, yes in grads if yes]
-
-    return trace(run, [*map(jax.typeof, given)], "transposed"), moves
-
-
-ad.primitive_transposes[_linear_p] = _transpose

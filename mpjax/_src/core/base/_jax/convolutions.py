@@ -11,17 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.core import dilate_dim
-from jax.experimental import jet
 from jax.interpreters import ad, batching
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mpjax._src.core.base._jax.barriers import row_major
 from mpjax._src.core.base._jax.matmuls import marked
-from mpjax._src.core.base._jax.wire import placed_freely, primitive_of
+from mpjax._src.core.base._jax.programs import bind, evaluate, trace
+from mpjax._src.core.base._jax.wire import placed_freely, variant_of
 
 conv_p = jax.lax.conv_general_dilated_p
-Dims = jax.lax.ConvDimensionNumbers
 
 
 def planned_conv(eqn: Any) -> tuple[Any, dict[str, Any]]:
@@ -99,37 +97,6 @@ def _names(x: Any, dim: int) -> tuple[str, ...]:
     return (stated,) if isinstance(stated, str) else tuple(stated or ())
 
 
-def _of_kernel(ct: Any, x: Any, kernel: Any, **params: Any) -> dict[str, Any]:
-    """Returns the parameters of the convolution that is the gradient by a kernel."""
-    # The gradient of a kernel is a convolution of the input with the cotangent: batch and features
-    # change places, and so do strides and dilations. What the windows left over at the high end is
-    # cut off, so that the result has the size of the kernel.
-    lhs, rhs, out = params["dimension_numbers"]
-    sizes = zip(
-        (x.shape[d] for d in lhs[2:]),
-        (kernel.aval.shape[d] for d in rhs[2:]),
-        (ct.shape[d] for d in out[2:]),
-        params["window_strides"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        params["padding"],
-        strict=True,
-    )
-    groups = {"feature_group_count": params["batch_group_count"]}
-    groups["batch_group_count"] = params["feature_group_count"]
-    return {
-        **groups,
-        "window_strides": params["rhs_dilation"],
-        "rhs_dilation": params["window_strides"],
-        "dimension_numbers": Dims(*((b, a, *rest) for a, b, *rest in (lhs, out, rhs))),
-        "padding": tuple(
-            (low, dilate_dim(c, stride) - dilate_dim(a, by) + dilate_dim(b, window) - low - 1)
-            for a, b, c, stride, by, window, (low, _) in sizes
-        ),
-        "out_sharding": kernel.aval.sharding,
-    }
-
-
 def _run(x, y, *, devices, sums, preferred_element_type, **params):
     dtype = {"preferred_element_type": preferred_element_type}
     if sums and preferred_element_type == np.float32 != x.dtype:
@@ -137,28 +104,31 @@ def _run(x, y, *, devices, sums, preferred_element_type, **params):
     return conv_p.bind(x, y, **dtype, **params)
 
 
-def _type(x, y, *, sums, **params):
-    del sums
-    return conv_p.abstract_eval(x, y, **params)[0]
-
-
 def _planned_x(ct, x, kernel, *, sums, **params):
-    del sums
     return ad.primitive_transposes[conv_p](ct, ad.UndefinedPrimal(x.aval), kernel, **params)[0]
 
 
 def _planned_kernel(ct, x, kernel, *, sums, **params):
+    def rule(ct, x):
+        linear = ad.UndefinedPrimal(kernel.aval)
+        return ad.primitive_transposes[conv_p](ct, x, linear, **params)[1:]
+
+    def run(eqn, ins):
+        # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
+        # convolution again: only every second one sums over the batch.
+        if eqn.primitive is not conv_p:
+            return bind(eqn, ins)
+        own = {"precision": params["precision"], "out_sharding": kernel.aval.sharding}
+        return [_planned_p.bind(*ins, sums=not sums, **{**eqn.params, **own})]
+
     if np.size(ct) == 0:
         return ad.Zero(kernel.aval)
-    # The "kernel" of a kernel's gradient is a cotangent, whose own gradient is a forward
-    # convolution again: only every second one sums over the batch.
-    moved = _of_kernel(ct, x, kernel, **params)
-    return _planned_p.bind(x, ct, sums=not sums, **{**params, **moved})
+    jaxpr = trace(rule, [jax.typeof(ct), jax.typeof(x)], "kernel")
+    return evaluate(jaxpr, (ct, x), run)[0]
 
 
 def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums, **params):
     """Merges a batch axis of the input into its batch; other cases are batched as in JAX."""
-    del axis_data
     (x, y), (dim, other) = args, dims
     numbers = {"dimension_numbers": dimension_numbers, "batch_group_count": batch_group_count}
     if dim is None and other is None:  # a program is batched as a whole
@@ -174,14 +144,6 @@ def _batch(axis_data, args, dims, *, batch_group_count, dimension_numbers, sums,
     return out.reshape(*out.shape[:result], count, rows, *out.shape[result + 1 :]), result
 
 
-_planned_p = primitive_of("conv_general_dilated", _run, _type)
+_planned_p = variant_of(conv_p, _run, "sums")
 ad.defbilinear(_planned_p, _planned_x, _planned_kernel)
 batching.fancy_primitive_batchers[_planned_p] = _batch
-
-
-def _taylor(primals, series, *, sums, **params):
-    del sums
-    return jet.jet_rules[conv_p](primals, series, **params)
-
-
-jet.jet_rules[_planned_p] = _taylor  # type: ignore[assignment]

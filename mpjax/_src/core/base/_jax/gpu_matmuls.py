@@ -17,14 +17,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from mpjax._src.core.base._jax.matmuls import (
-    HALVES,
-    STORED,
-    free_axes,
-    is_local,
-    is_marked,
-    marked,
-)
+from mpjax._src.core.base._jax.matmuls import HALVES, STORED, free_axes, is_local, is_marked, marked
 
 dot_general_p = jax.lax.dot_general_p
 

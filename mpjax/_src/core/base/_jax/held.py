@@ -38,17 +38,9 @@ STRUCTURED = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 class Held(Protocol):
     """A program that a primitive holds. What is derived from it is made once."""
 
-    @property
-    def in_avals(self) -> Sequence[Any]:
-        """The types of its arguments."""
-
-    @property
-    def out_avals(self) -> Sequence[Any]:
-        """The types of its results."""
-
-    @property
-    def effects(self) -> Any:
-        """Its effects."""
+    in_avals: Any  # the types of its arguments
+    out_avals: Any  # the types of its results
+    effects: Any  # its effects
 
     @property
     def written(self) -> Any:
@@ -91,25 +83,11 @@ class Held(Protocol):
 class Cut(Protocol):
     """A program and its derivative by some arguments, as a forward and a backward part."""
 
-    @property
-    def by(self) -> Sequence[int]:
-        """The arguments that move."""
-
-    @property
-    def given(self) -> Sequence[int]:
-        """The arguments that the backward part reads: its first residuals."""
-
-    @property
-    def forward(self) -> Held:
-        """The program of the results, then the other residuals."""
-
-    @property
-    def moves(self) -> Sequence[bool]:
-        """Which results depend on the arguments that move."""
-
-    @property
-    def moved_avals(self) -> Sequence[Any]:
-        """The types of these results."""
+    by: Any  # the arguments that move
+    given: Any  # the arguments that the backward part reads: its first residuals
+    forward: Any  # the program of the results, then the other residuals
+    moves: Any  # which results depend on the arguments that move
+    moved_avals: Any  # the types of these results
 
     @property
     def tangent(self) -> Held:
@@ -209,17 +187,22 @@ def _linearize(is_vjp, moving, *primals, program, jaxpr=None):
     return outs[:count], cut.moves, residuals, *structured, linearized
 
 
+def _cotangents(cts, args, known, transposed):
+    """Returns those of linear operands, by a program that reads ``known``, and by its places."""
+    given = [ct for ct in cts if type(ct) is not ad.Zero]
+    grads: dict[int, Any] = {}
+    if given:
+        program, places = transposed()
+        grads = dict(zip(places, call_held(program, *known, *given), strict=True))
+    linear = map(ad.is_undefined_primal, args)
+    return [grads.get(i, ad.Zero(args[i].aval)) if yes else None for i, yes in enumerate(linear)]
+
+
 def _transposed(cts, *args, program, jaxpr=None):
     linear = tuple(map(ad.is_undefined_primal, args))
     nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
-    grads = [ad.Zero(x.aval) if yes else None for x, yes in zip(args, linear, strict=True)]
-    if any(nonzero):
-        back, places = program.transpose(linear, nonzero)
-        known = [x for x, yes in zip(args, linear, strict=True) if not yes]
-        given = [ct for ct, yes in zip(cts, nonzero, strict=True) if yes]
-        for i, ct in zip(places, call_held(back, *known, *given), strict=True):
-            grads[i] = ct
-    return grads
+    known = [x for x, yes in zip(args, linear, strict=True) if not yes]
+    return _cotangents(cts, args, known, lambda: program.transpose(linear, nonzero))
 
 
 def _batch(axis, args, dims, *, program, jaxpr=None):
@@ -227,10 +210,6 @@ def _batch(axis, args, dims, *, program, jaxpr=None):
     args = [x if d is None else moveaxis(x, d, 0) for x, d in pairs]
     new, which = program.batched(axis, tuple(d is not None for d in dims))
     return call_held(new, *args), [0 if w else None for w in which]
-
-
-def _as_they_are(primals: Any, series: Any, **_: Any) -> tuple[Any, Any]:
-    return primals, series
 
 
 def _taylor(primals, series, *, program, jaxpr=None):
@@ -254,10 +233,8 @@ primitive_linearizations[call_p] = _linearize
 fancy_primitive_batchers[call_p] = _batch
 jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
 # What written programs contain besides what the function does.
-if reduce_precision_p not in jet.jet_rules:
-    jet.deflinear(reduce_precision_p)
-if barrier_p not in jet.jet_rules:
-    jet.jet_rules[barrier_p] = _as_they_are  # type: ignore[assignment]
+jet.deflinear(reduce_precision_p)
+jet.jet_rules[barrier_p] = lambda primals, series, **_: (primals, series)  # type: ignore[assignment]
 
 # ---- a program and its derivative, where JAX separates them later -------------------------------
 
@@ -348,10 +325,7 @@ def _where(saveable):
 
 jvp_p.def_impl(_through(_run, _pushed))
 jvp_p.def_effectful_abstract_eval(
-    lambda *args, program, moving, jaxpr=None: (
-        _pushed(program, moving).out_avals,
-        program.effects,
-    )
+    lambda *args, program, moving, jaxpr=None: (_pushed(program, moving).out_avals, program.effects)
 )
 ad.primitive_jvps[jvp_p] = _through(_jvp, _pushed)
 primitive_linearizations[jvp_p] = _through(_linearize, _pushed)
@@ -370,22 +344,16 @@ linear_p = _holding("planned_linear", _tangent, shown=False)
 
 
 def _transpose(cts, *args, cut):
-    cts = [None if type(ct) is ad.Zero else ct for ct in cts]
     # The linear primitive has results only for those of the program that move.
     of_results = iter(cts)
-    nonzero = tuple(bool(m) and next(of_results) is not None for m in cut.moves)
+    nonzero = tuple(bool(m) and type(next(of_results)) is not ad.Zero for m in cut.moves)
     first = len(args) - len(cut.by)
-    gradients: dict[int, Any] = {}
-    if any(nonzero):
+
+    def transposed():
         program, places = cut.backward(nonzero)
-        given = [ct for ct in cts if ct is not None]
-        outs = call_held(program, *args[:first], *given)
-        gradients = dict(zip(places, outs, strict=True))
-    linear = [
-        gradients.get(i, ad.Zero(x.aval)) if ad.is_undefined_primal(x) else None
-        for i, x in enumerate(args[first:])
-    ]
-    return [None] * first + linear
+        return program, [first + i for i in places]
+
+    return _cotangents(cts, args, args[:first], transposed)
 
 
 linear_p.def_impl(_through(_run, _tangent))

@@ -67,13 +67,8 @@ def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
         inner, consts = hoisted(jaxpr)
         jaxpr, args = close(inner, ()), (*consts, *args)
     # JAX's versions differ in the parameters of a jit, so those of an empty one are completed.
-    params = _nothing.trace()._params  # in the context around
-    counts = {"in": len(args), "out": len(inner.outvars)}
-    each = {
-        f"{side}_{name}": (value,) * count
-        for side, count in counts.items()
-        for name, value in (("shardings", UNSPECIFIED), ("layouts", None))
-    }
-    donated = {"donated_invars": (False,) * len(args)}
-    name = inner.debug_info.func_name
-    return jit_p.bind(*args, **{**params, **each, **donated, "jaxpr": jaxpr, "name": name})
+    params = dict(_nothing.trace()._params)  # in the context around
+    for side, count in (("in", len(args)), ("out", len(inner.outvars))):
+        params |= {f"{side}_shardings": (UNSPECIFIED,) * count, f"{side}_layouts": (None,) * count}
+    own = {"jaxpr": jaxpr, "name": inner.debug_info.func_name}
+    return jit_p.bind(*args, **{**params, **own, "donated_invars": (False,) * len(args)})

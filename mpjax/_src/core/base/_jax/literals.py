@@ -15,13 +15,10 @@ from jax._src.interpreters import partial_eval
 from jax._src.lax import lax
 from jax._src.numpy import array_constructors
 
+from mpjax._src.core.base._jax.programs import patched
+
 # The places where JAX makes arrays of numbers: `jnp.full` and lax operations; `jnp.asarray`.
-_PLACES = (
-    (lax, "_convert_element_type"),
-    (array_constructors, "array"),
-    (jnp, "array"),
-)
-_LOCK = threading.RLock()
+_PLACES = ((lax, "_convert_element_type"), (array_constructors, "array"), (jnp, "array"))
 
 
 def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
@@ -44,28 +41,19 @@ def casts_of_numbers() -> Iterator[None]:
 
     Cached traces of a jit are used again, unless the context of the trace is new.
     """
-    thread = threading.get_ident()
+    thread, rules = threading.get_ident(), partial_eval.const_fold_rules
+    fold = rules[lax.convert_element_type_p]
 
     def unfolded(constants, params, avals):
         mine = threading.get_ident() == thread
         return None if mine and _is_half(params["new_dtype"]) else fold(constants, params, avals)
 
-    # Two threads would restore each other's functions.
-    with _LOCK:
-        before = [getattr(module, name) for module, name in _PLACES]
-        fold = partial_eval.const_fold_rules[lax.convert_element_type_p]
-        try:
-            partial_eval.const_fold_rules[lax.convert_element_type_p] = unfolded
-            for (module, name), convert in zip(_PLACES, before, strict=True):
-                setattr(module, name, _showing(convert, thread))
-            with np.errstate(
-                over="ignore"
-            ):  # an array may contain -1e9, which overflows in float16
-                yield
-        finally:
-            partial_eval.const_fold_rules[lax.convert_element_type_p] = fold
-            for (module, name), convert in zip(_PLACES, before, strict=True):
-                setattr(module, name, convert)
+    shown = [(module, name, _showing(getattr(module, name), thread)) for module, name in _PLACES]
+    unfolding = {**rules, lax.convert_element_type_p: unfolded}
+    folding = partial_eval, "const_fold_rules", unfolding
+    # An array may contain -1e9, which overflows in float16.
+    with patched(*shown, folding), np.errstate(over="ignore"):
+        yield
 
 
 def _is_half(dtype: Any) -> bool:

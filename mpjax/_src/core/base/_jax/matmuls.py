@@ -1,7 +1,7 @@
 """The mark of matmuls and convolutions that autocast makes; their lowering depends on it.
 
 What a marked operation means does not change, only the form in which a compiler gets it
-(`cpu_matmuls`, `cpu_convolutions`, `gpu_matmuls`). Unmarked ones are lowered by JAX.
+(`cpu_matmuls`, `gpu_matmuls`). Unmarked ones are lowered by JAX.
 """
 
 import math

@@ -5,11 +5,12 @@ process that traced the program, so the process that compiles passes the questio
 """
 
 import base64
+import copyreg
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax._src.lib import xla_client
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
@@ -20,22 +21,11 @@ def ask_elsewhere(ask: Ask) -> None:
     from jax._src import custom_partitioning as jax_s
     from jax._src import xla_bridge
 
-    def partition(arguments, shardings, result, sharding, key):
-        question = {
-            "arguments": [_shape_to_data(shape) for shape in arguments],
-            "shardings": [_sharding_to_data(each) for each in shardings],
-            "result": _shape_to_data(result),
-            "sharding": _sharding_to_data(sharding),
-            "key": key.decode(),
-        }
-        answer = ask(question)
+    def partition(*question):
+        answer = ask({"pickled": _to_text(question)})
         if "error" in answer:
             raise RuntimeError(answer["error"])
-        return (
-            base64.b64decode(answer["program"]),
-            [_sharding_of(each) for each in answer["shardings"]],
-            _sharding_of(answer["sharding"]),
-        )
+        return _of_text(answer["pickled"])
 
     name = jax_s._CUSTOM_PARTITIONING_CALL_NAME
     ours = functools.partial(
@@ -55,40 +45,30 @@ def answer_partitioning(question: dict[str, Any]) -> dict[str, Any]:
     from jax._src import custom_partitioning as jax_s
 
     try:
-        program, shardings, sharding = jax_s._custom_partitioning_partition(
-            [_shape_of(data) for data in question["arguments"]],
-            [_sharding_of(data) for data in question["shardings"]],
-            _shape_of(question["result"]),
-            _sharding_of(question["sharding"]),
-            question["key"].encode(),
-        )
+        answer = jax_s._custom_partitioning_partition(*_of_text(question["pickled"]))
     except Exception as error:
         # The process that compiles waits for an answer, and raises this one there.
         return {"error": f"{type(error).__name__}: {error}"}
-    return {
-        "program": base64.b64encode(program).decode(),
-        "shardings": [_sharding_to_data(each) for each in shardings],
-        "sharding": _sharding_to_data(sharding),
-    }
+    return {"pickled": _to_text(answer)}
 
 
-def _shape_to_data(shape: Any) -> Any:
-    if shape.is_tuple():
-        return [_shape_to_data(part) for part in shape.tuple_shapes()]
-    return {"dtype": shape.numpy_dtype().name, "dims": list(shape.dimensions())}
+def _to_text(x: Any) -> str:
+    """Returns what a question or an answer consists of as text, which JSON can contain."""
+    return base64.b64encode(pickle.dumps(x)).decode()
 
 
-def _shape_of(data: Any) -> Any:
-    if isinstance(data, list):
-        return xla_client.Shape.tuple_shape([_shape_of(part) for part in data])
-    return xla_client.Shape.array_shape(jnp.dtype(data["dtype"]), tuple(data["dims"]))
+def _of_text(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
 
-def _sharding_to_data(sharding: Any) -> str:
-    return base64.b64encode(sharding.to_proto().SerializeToString()).decode()
+def _sharding_of(proto: bytes) -> Any:
+    message = xla_client.OpSharding()
+    message.ParseFromString(proto)
+    return xla_client.HloSharding.from_proto(message)
 
 
-def _sharding_of(data: str) -> Any:
-    proto = xla_client.OpSharding()
-    proto.ParseFromString(base64.b64decode(data))
-    return xla_client.HloSharding.from_proto(proto)
+# How what XLA hands over is pickled.
+copyreg.pickle(xla_client.Shape, lambda shape: (xla_client.Shape, (str(shape),)))
+copyreg.pickle(
+    xla_client.HloSharding, lambda x: (_sharding_of, (x.to_proto().SerializeToString(),))
+)

@@ -1,8 +1,9 @@
-"""Jaxprs: reading, evaluating, tracing and rebuilding them."""
+"""Jaxprs: reading, evaluating, tracing and rebuilding them, and their rules by other authors."""
 
-import functools
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +15,31 @@ from jax._src.interpreters import partial_eval
 from jax._src.lax.lax import canonicalize_precision
 from jax._src.named_sharding import UnspecifiedValue
 from jax.api_util import debug_info, shaped_abstractify
+from jax.experimental.jet import JetTracer
 from jax.extend import linear_util as lu
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core.primitives import convert_element_type_p, jit_p
 from jax.interpreters import ad, mlir
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
 from mpjax._src.core.base._jax.sources import location, own_lines
+
+_PATCHING = threading.RLock()
+
+
+@contextlib.contextmanager
+def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Returns a context in which attributes of JAX's modules are others: (module, name, value)."""
+    # They are for all threads, and two would restore each other's.
+    with _PATCHING:
+        before = [(module, name, getattr(module, name)) for module, name, _ in places]
+        try:
+            for place in places:
+                setattr(*place)
+            yield
+        finally:
+            for place in before:
+                setattr(*place)
 
 
 def primitive_names() -> frozenset[str]:
@@ -81,7 +100,7 @@ def equation_key(eqn: Any) -> Any:
 
 
 # Calls without any meaning beyond the program that they call.
-_CALLS = frozenset({"closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"})
+_CALLS = ("closed_call", "call", "eval_jaxpr")
 
 
 def inlined(eqn: Any) -> Any:
@@ -91,17 +110,76 @@ def inlined(eqn: Any) -> Any:
     """
     if eqn.primitive.name in _CALLS:
         return eqn.params["call_jaxpr"]
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if eqn.primitive is not jit_p:
         return None
     p = eqn.params
-    asks = (
-        any(p["donated_invars"])
-        or any(
-            not isinstance(s, UnspecifiedValue) for s in (*p["in_shardings"], *p["out_shardings"])
-        )
-        or any(layout is not None for layout in (*p["in_layouts"], *p["out_layouts"]))
+    shardings, layouts = (
+        (*p[f"in_{each}"], *p[f"out_{each}"]) for each in ("shardings", "layouts")
     )
+    placed = not all(isinstance(sharding, UnspecifiedValue) for sharding in shardings)
+    asks = placed or any(p["donated_invars"]) or any(layout is not None for layout in layouts)
     return None if asks else p["jaxpr"]
+
+
+def donates(jaxpr: Any) -> bool:
+    """Returns whether a program contains a jit that donates its arguments."""
+    eqns = open_jaxpr(jaxpr)[0].eqns
+    own = any(any(eqn.params.get("donated_invars", ())) for eqn in eqns)
+    return own or any(donates(inner) for eqn in eqns for inner in inner_jaxprs(eqn))
+
+
+def with_rule(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of a custom_jvp or custom_vjp whose rule's program is changed.
+
+    That is the closed jaxpr of primals and tangents, or the forward one.
+    """
+    name = "fwd_jaxpr_thunk" if "fwd_jaxpr_thunk" in params else "jvp_jaxpr_fun"
+    return {**params, name: _changed(params[name], change)}
+
+
+@lu.transformation2
+def _changed(fun: Callable[..., Any], change: Callable[[Any], Any], *args: Any) -> Any:
+    jaxpr, consts, *more = fun(*args)
+    return (*open_jaxpr(change(close(jaxpr, consts))), *more)
+
+
+def in_taylor_mode(args: Sequence[Any]) -> bool:
+    """Returns whether `jax.experimental.jet`, which ignores custom derivatives, traces an array."""
+    return any(_is_taylor(x) for x in args if isinstance(x, jax.core.Tracer))
+
+
+def _is_taylor(x: Any) -> bool:
+    """Searches the tracers of other transformations too."""
+    while isinstance(x, jax.core.Tracer) and not isinstance(x, JetTracer):
+        x = getattr(x, "val", getattr(x, "primal", None))
+    return isinstance(x, JetTracer)
+
+
+def zeros_of(aval: Any) -> Any:
+    """Returns zeros of a type."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
+def zero_tangent(x: Any) -> Any:
+    """Returns a zero tangent of ``x`` as an array."""
+    return zeros_of(jax.typeof(x).to_tangent_aval())
+
+
+def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """Returns the mesh axes that an equation of shard_map with these parameters maps."""
+    return frozenset(params.get("newly_manual_axes") or params["manual_axes"])
+
+
+def shard_map(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+    """Returns ``fun``, mapped like an equation of shard_map with these parameters."""
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=manual_axes(params),
+        check_vma=params["check_vma"],
+    )
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -119,8 +197,6 @@ def in_avals(jaxpr: Any) -> list[Any]:
 
 def aval_of(x: Any) -> Any:
     """Returns the aval of an array, a NumPy value or a `jax.ShapeDtypeStruct`."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return shaped_abstractify(x)
     return jax.typeof(x) if isinstance(x, jax.Array) else shaped_abstractify(x)
 
 
@@ -180,17 +256,25 @@ def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
-    """Evaluates a closed jaxpr, each equation by itself, so that an error names its line."""
+def evaluate(jaxpr: Any, args: Sequence[Any], run: Callable[[Any, list[Any]], Any]) -> list[Any]:
+    """Evaluates a closed jaxpr, each equation by a function of it and its operands."""
     inner, consts = open_jaxpr(jaxpr)
     values = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
     read = lambda v: v.val if isinstance(v, Literal) else values[v]  # noqa: E731
     for eqn in inner.eqns:
-        with location(eqn, eqn.source_info.name_stack):
-            run = functools.partial(eval_apart, inlined(eqn)) if inlined(eqn) else None
-            ins = map(read, eqn.invars)
-            values.update(zip(eqn.outvars, run(*ins) if run else bind(eqn, [*ins]), strict=True))
+        values.update(zip(eqn.outvars, run(eqn, [*map(read, eqn.invars)]), strict=True))
     return [*map(read, inner.outvars)]
+
+
+def eval_apart(jaxpr: Any, *args: Any) -> list[Any]:
+    """Evaluates a closed jaxpr, each equation by itself, so that an error names its line."""
+
+    def run(eqn, ins):
+        with location(eqn, eqn.source_info.name_stack):
+            inner = inlined(eqn)
+            return eval_apart(inner, *ins) if inner else bind(eqn, ins)
+
+    return evaluate(jaxpr, args, run)
 
 
 # The precision of a matmul that JAX's default setting does not change.

@@ -15,8 +15,8 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax._src.core.base._jax.programs import zero_tangent
 from mpjax._src.core.base._jax.rounded import rounded_p
-from mpjax._src.core.base._jax.rules import zero_tangent
 
 
 def recurrence(a: Any, b: Any, axis: int, half: Any = None) -> Any:
@@ -75,10 +75,7 @@ def _transpose(ct: Any, a: Any, b: Any, *, axis: int, reverse: bool, half: Any) 
 
 def _batch(args: Any, dims: Any, *, axis: int, **params: Any) -> Any:
     (size,) = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
-    a, b = (
-        jax.numpy.broadcast_to(x, (size, *x.shape)) if d is None else jax.numpy.moveaxis(x, d, 0)
-        for x, d in zip(args, dims, strict=True)
-    )
+    a, b = (batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True))
     return recurrence_p.bind(a, b, axis=axis + 1, **params), 0
 
 

@@ -53,7 +53,7 @@ def _same(jaxpr: Any) -> dict[Any, Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is name_p:
             same[eqn.outvars[0]] = eqn.invars[0]
-        elif eqn.primitive.name in ("remat2", "checkpoint", "jit", "pjit"):
+        elif eqn.primitive.name in ("remat2", "jit"):
             inner, _ = open_jaxpr(eqn.params["jaxpr"])
             inside, taken = _same(inner), dict(zip(inner.invars, eqn.invars, strict=True))
             for out, value in zip(eqn.outvars, inner.outvars, strict=True):

@@ -63,6 +63,22 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
     return primitive
 
 
+def variant_of(like: Primitive, run: Callable[..., Any], *own: str) -> Any:
+    """Returns one with the types and parameters of a primitive of JAX, and its ``own`` ones."""
+
+    def as_it_is(rule):
+        def call(*args, **params):
+            return rule(*args, **{k: p for k, p in params.items() if k not in own})
+
+        return call
+
+    primitive = primitive_of(
+        like.name, run, as_it_is(lambda *x, **p: like.abstract_eval(*x, **p)[0])
+    )
+    jet.jet_rules[primitive] = as_it_is(jet.jet_rules[like])
+    return primitive
+
+
 def _lowering(run: Callable[..., Any]) -> Any:
     def lower(ctx, *args, **params):
         bound = functools.partial(run, devices=_devices(ctx))
@@ -123,47 +139,29 @@ def _in_order(x: Any, order: tuple[int, ...] | None) -> Any:
 
 
 def _abstract_eval(x, y, *, half, order, sums, **params):
-    del sums
     out = dot_general_p.abstract_eval(retyped(x, half), retyped(y, half), **params)[0]
     if order is None:
         return out
     return jax.lax.transpose_p.abstract_eval(out, permutation=order)[0]
 
 
-def _transpose(place, ct, x, y, *, half, order, dimension_numbers, precision, **_):
+def _transpose(place, ct, x, y, *, half, order, sums, preferred_element_type, **params):
     """Transposes a matmul as JAX does, with the cotangent in the dtype of the operand."""
     moving, other = (x, y) if place == 0 else (y, x)
-    summed, shared = ((dims[place], dims[1 - place]) for dims in dimension_numbers)
-    free = [_rest(v, a, b) for v, a, b in zip((moving.aval, other), summed, shared, strict=True)]
-    count, (mine, others) = len(shared[0]), map(len, free)
-    start = count + (mine if place == 0 else 0)
-    numbers = (range(start, start + others), free[1]), (range(count), shared[1])
-    # The axes of the result: shared ones, those that only this operand has, and those that were
-    # summed, in the order of the other operand.
-    axes = [*shared[0], *free[0], *(summed[0][i] for i in np.argsort(summed[1]))]
-    return _half_dot(
-        _in_order(ct, None if order is None else tuple(np.argsort(order))),
-        other,
-        half,
-        moving.aval.dtype,
-        None if axes == sorted(axes) else tuple(np.argsort(axes).tolist()),
-        True,
-        dimension_numbers=tuple((tuple(a), tuple(b)) for a, b in numbers),
-        precision=precision,
-        out_sharding=_permuted(moving.aval.sharding, axes),
-    )
+    ct = _in_order(ct, None if order is None else tuple(np.argsort(order)))
+    linear = ad.UndefinedPrimal(retyped(moving.aval, half))
 
+    def rule(ct, other):
+        operands = (linear, other) if place == 0 else (other, linear)
+        transpose = ad.primitive_transposes[dot_general_p]
+        return [transpose(ct, *operands, preferred_element_type=None, **params)[place]]
 
-def _rest(x: Any, *taken: Any) -> list[int]:
-    return [d for d in range(np.ndim(x)) if not any(d in dims for dims in taken)]
-
-
-def _permuted(sharding: Any, axes: list[int]) -> Any:
-    """Returns a sharding with its dimensions in another order; None if XLA chooses it."""
-    if sharding.mesh.empty or sharding.mesh.are_all_axes_auto:
-        return None
-    spec = sharding.spec
-    return sharding.update(spec=spec.update(partitions=tuple(spec[d] for d in axes)))
+    avals = [retyped(jax.typeof(v), half) for v in (ct, other)]
+    dot, *turn = open_jaxpr(trace(rule, avals, "transposed"))[0].eqns
+    order = turn[0].params["permutation"] if turn else None
+    # The precision stays its own: JAX writes its default setting into a new matmul.
+    params |= {name: dot.params[name] for name in ("dimension_numbers", "out_sharding")}
+    return _half_dot(ct, other, half, moving.aval.dtype, order, True, **params)
 
 
 def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, **params):
@@ -181,7 +179,7 @@ def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, 
     return jax.lax.transpose(out, (dim, *(d + (d >= dim) for d in order))), 0
 
 
-_half_dot_p = primitive_of("dot_general", _multiply, _abstract_eval)
+_half_dot_p = primitive_of(dot_general_p.name, _multiply, _abstract_eval)
 mlir.register_lowering(_half_dot_p, _lowering(_multiply_on_cpu), platform="cpu")
 ad.defbilinear(_half_dot_p, *(functools.partial(_transpose, place) for place in (0, 1)))
 batching.fancy_primitive_batchers[_half_dot_p] = _batch
@@ -197,30 +195,15 @@ def _look_up(x, indices, *, half, devices, **params):
     return jax.lax.convert_element_type(rows, x.dtype)
 
 
-def _gathered(x, indices, *, half, **params):
-    del half
-    return gather_p.abstract_eval(x, indices, **params)[0]
-
-
 def _gather_tangent(tangent, x, indices, *, half, **params):
-    del x, half
     return gather_p.bind(tangent, indices, **params)
 
 
 def _gather_batch(args, dims, *, half, **params):
-    del half
     return jax.vmap(functools.partial(gather_p.bind, **params), dims)(*args), 0
 
 
-_half_gather_p = primitive_of("gather", _look_up, _gathered)
-
-
-def _gather_taylor(primals, series, *, half, **params):
-    del half
-    return jet.jet_rules[gather_p](primals, series, **params)
-
-
-jet.jet_rules[_half_gather_p] = _gather_taylor  # type: ignore[assignment]
+_half_gather_p = variant_of(gather_p, _look_up, "half")
 ad.defjvp(_half_gather_p, _gather_tangent, None)
 batching.primitive_batchers[_half_gather_p] = _gather_batch
 
@@ -256,7 +239,6 @@ def _lower_by_devices(ctx, *args, one, several):
 
 
 def _batch_by_devices(args, dims, *, one, several):
-    del several
     outs = jax.vmap(functools.partial(eval_closed, one), dims)(*args)
     return outs, [0] * len(outs)
 
