@@ -21,19 +21,8 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import HALVES
-from mpjax._src.core.base.rules import (
-    BOUNDED,
-    FOLLOW,
-    FULL,
-    MOVE,
-    NOTHING,
-    ONE,
-    PROGRAM,
-    SUM,
-    SUMS_BACK,
-    having,
-)
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.axes import Axes, summed
 from mpjax._src.core.planner.equations import Ahead, Equation, Order, Value, dependents
@@ -47,7 +36,7 @@ from mpjax._src.core.planner.rounding import is_float32, is_half_matmul
 # carry whatever is beside them.
 EXACT, AVERAGED, WHOLE, EACH, ZERO = range(5)
 # Moves that put an entry in several places, or may do so.
-COPIES = {*having(SUMS_BACK), "concatenate", "dynamic_update_slice", "scatter", "stack"}
+COPIES = {*rules.having(rules.SUMS_BACK), "concatenate", "dynamic_update_slice", "scatter", "stack"}
 
 
 def noise_of(
@@ -128,7 +117,7 @@ def _is_half(v: Value) -> bool:
 
 def _adds(e: Equation) -> bool:
     rule = e.rule
-    return rule.need == FOLLOW and rule.gain == SUM
+    return rule.need == rules.FOLLOW and rule.gain == rules.SUM
 
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
@@ -147,15 +136,16 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
         return floats[0]
     if is_sum(e):
         return min(AVERAGED, *floats)
-    unary = rule.need in (FOLLOW, FULL) and rule.gain_of(e.params) == ONE and rule.span != BOUNDED
-    keeps = unary or rule.need == MOVE or rounding.is_view(e) or e.name == "convert_element_type"
+    moves = rule.need == rules.MOVE or rounding.is_view(e) or e.name == "convert_element_type"
+    computes = rule.need in (rules.FOLLOW, rules.FULL) and rule.span != rules.BOUNDED
+    keeps = moves or (computes and rule.gain_of(e.params) == rules.ONE)
     return min(floats) if keeps else EXACT
 
 
 def is_sum(e: Equation) -> bool:
     """Returns whether an equation sums entries of an array."""
     rule = e.rule
-    return rule.need == FULL and rule.gain == SUM and rule.saves == NOTHING
+    return rule.need == rules.FULL and rule.gain == rules.SUM and rule.saves == rules.NOTHING
 
 
 def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
@@ -396,7 +386,7 @@ class Roundable:
     def _demands_of(self, e: Equation, mine: Sequence[Value]) -> Demands | None:
         """Returns what an equation asks of a value, if it reads others that are made of it."""
         # A loop or a kernel may do anything with the value.
-        if rounding.programs(e) or e.rule.need == PROGRAM:
+        if rounding.programs(e) or e.rule.need == rules.PROGRAM:
             return Demands() if e.name == "convert_element_type" else None
         adds, sums = _adds(e), is_sum(e)
         beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]

@@ -119,24 +119,11 @@ class Equation:
         return bool(self.like.effects) and building.acts(self.like.effects)
 
     def on(
-        self,
-        ins: Iterable[Value],
-        outs: list[Value] | None = None,
-        params: dict[str, Any] | None = None,
-        like: Any = None,
-        again: bool = False,
+        self, ins: Iterable[Value], outs: list[Value] | None = None, **changes: Any
     ) -> "Equation":
         """Returns the equation with other operands, and what else is given."""
-        return Equation(
-            self.primitive,
-            self.params if params is None else params,
-            [*ins],
-            self.outs if outs is None else outs,
-            self.like if like is None else like,
-            self.stack,
-            again or self.again,
-            self.region,
-        )
+        outs = self.outs if outs is None else outs
+        return dataclasses.replace(self, ins=[*ins], outs=outs, **changes)
 
     def reading(self, instead: Mapping[Value, Value]) -> "Equation":
         """Returns the equation on what is read ``instead`` of some operands, or itself."""

@@ -20,14 +20,7 @@ from mpjax._src.core.base.higher_order import higher_order
 from mpjax._src.core.base.rules import FULL, HALF, NO_HALF_FORM, PROGRAM, SAME_PARAMETER, rule_of
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.accumulators import SENT, Sent
-from mpjax._src.core.planner.equations import (
-    NOWHERE,
-    Equation,
-    Region,
-    Value,
-    called,
-    parts,
-)
+from mpjax._src.core.planner.equations import NOWHERE, Equation, Region, Value, called, parts
 from mpjax._src.core.planner.integers import LARGE, NONE, SOURCES, of_equation
 from mpjax._src.core.planner.searches import loops, routers
 from mpjax._src.core.policy.policy import Policy

@@ -160,11 +160,7 @@ class Body:
         return [v for v in values if v in read]
 
     def cut(
-        self,
-        pair: Pair,
-        priced: Sequence[Value],
-        stacked: Collection[Value] = (),
-        turns: int = 1,
+        self, pair: Pair, priced: Sequence[Value], stacked: Collection[Value] = (), turns: int = 1
     ) -> None:
         """Chooses what to hand over: ``priced`` arguments too, ``stacked`` results for nothing."""
         new, half, storage = [self.back_ins[i] for i in self.own], pair.half, pair.storage
@@ -335,12 +331,7 @@ def _cond(pair: Pair) -> None:
     fore.outs = [*(fore.outs[i] for i in public), *shared]
     row = fore.row
     fore.params = {**fore.params, **row.holding(fore_programs)}
-    back.ins = [
-        back.ins[0],
-        *(back.ins[1 + i] for i in own),
-        *shared,
-        *(operands[i] for i in read),
-    ]
+    back.ins = [back.ins[0], *(back.ins[1 + i] for i in own), *shared, *(operands[i] for i in read)]
     back.params = {**back.params, **row.holding(back_programs)}
 
 

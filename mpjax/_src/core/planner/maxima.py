@@ -18,14 +18,7 @@ import jax.numpy as jnp
 
 from mpjax._src.core.base.devices import current_facts
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import (
-    CUSTOM,
-    Equation,
-    Value,
-    appended,
-    deferred,
-    needed,
-)
+from mpjax._src.core.planner.equations import CUSTOM, Equation, Value, appended, deferred, needed
 from mpjax._src.core.planner.kinds import is_zero
 from mpjax._src.core.planner.partition import Handed, Parts, Placed, from_one_array
 from mpjax._src.core.program.respellings import WINDOWS, entries_of

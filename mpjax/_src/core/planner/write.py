@@ -197,9 +197,8 @@ class Writer:
             if low:
                 self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
-        self.written.append(
-            e.on(ins, outs, params, _marked(e) if rounding.is_half_matmul(e) else None)
-        )
+        like = _marked(e) if rounding.is_half_matmul(e) else e.like
+        self.written.append(e.on(ins, outs, params=params, like=like))
         if e.name in EXCHANGES and not (self.sent.gathered or e.region.back):  # no cast moves ahead
             held = barred(outs, self.written, like=e.like, stack=e.stack)
             self.same.update(zip(outs, held, strict=True))
@@ -270,7 +269,7 @@ class Writer:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
         (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
         accumulator = self.sums.accumulators[v]
-        self.written.append(e.on(ins, [accumulator], {**params, **kind}, _marked(e)))
+        self.written.append(e.on(ins, [accumulator], params={**params, **kind}, like=_marked(e)))
         self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
 
     def _in_other_half(self, e: Equation, half: np.dtype) -> None:
@@ -285,7 +284,7 @@ class Writer:
         outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
         returns = "preferred_element_type" in e.params
         params = {**e.params, "preferred_element_type": half} if returns else e.params
-        self.written.append(e.on(map(cast, e.ins), outs, params, _marked(e)))
+        self.written.append(e.on(map(cast, e.ins), outs, params=params, like=_marked(e)))
         for v, out in zip(e.outs, outs, strict=True):
             if out is not v:
                 # `_cast` makes a new value, but readers know the old one.
