@@ -133,7 +133,7 @@ class Exceptions:
         """Returns the region of an equation, or "" if it stays where it is, and why."""
         kind = kind_of(e.name)
         matmul = kind == HALF
-        if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
+        if not any(v.is_float32 for v in (*e.ins, *e.outs)):
             return "", ""
         # Before regions and lists: no setting makes the condition number smaller.
         if kind == SOLVER:
@@ -153,7 +153,7 @@ class Exceptions:
         if matmul and (override is not None or listed == "half"):
             return self._region_name((override or self.half).name), why
         pairs = zip(e.ins, ins, strict=True)
-        integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
+        integers = any(fact.integers == LARGE for v, fact in pairs if v.is_float32)
         # After the lists: who names the operation knows better than this guess.
         if decides:
             return FLOAT32.name, RANKED if matmul else ENDS

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from mpjax._src.core.base import rules
 from mpjax._src.core.base._jax.rounded import ROUNDED
 from mpjax._src.core.planner.equations import BARRIER, Equation, Value
@@ -35,7 +33,7 @@ VIEWS = frozenset([SAME, LAYOUT])  # of all entries of their operand
 KINDS = {
     **dict.fromkeys(rules.VIEWS, LAYOUT),
     **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
-    **dict.fromkeys(("stop_gradient", "sharding_constraint", "convert_element_type"), SAME),
+    **dict.fromkeys(("stop_gradient", "sharding_constraint", rules.CAST), SAME),
     **dict.fromkeys(rules.SUMS_OF_TWO, ADDED),
     **dict.fromkeys(("max", "min", "select_n", "clamp"), SELECTED),
     **dict.fromkeys(rules.EXTREMES, EXTREME),
@@ -72,11 +70,6 @@ def kind_of(e: Equation) -> str:
 def every(v: Value) -> Axes:
     """Returns all axes of a value."""
     return frozenset(range(len(v.shape)))
-
-
-def is_zero(v: Value) -> bool:
-    """Returns whether a value is known to be zero."""
-    return v.literal and not np.any(np.asarray(v.const))
 
 
 def axes_of_view(e: Equation) -> dict[int, set[int]]:

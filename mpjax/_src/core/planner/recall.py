@@ -14,7 +14,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.higher_order import MAP, REMATS, higher_order
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import CUSTOM, Call, Equation, Value, closed, opened
+from mpjax._src.core.planner.equations import Call, Equation, Value, closed, opened
 
 
 class Opened:
@@ -158,7 +158,7 @@ WAITING = "waiting"  # the parameter that has the equations of a checkpoint
 
 def _is_fixed(call: Call) -> bool:
     e = call.equation
-    return e.name in CUSTOM or (e.name in REMATS and e.params["differentiated"])
+    return e.is_custom or (e.name in REMATS and e.params["differentiated"])
 
 
 def _made(e: Equation) -> list[Value]:

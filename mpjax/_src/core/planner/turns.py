@@ -23,20 +23,10 @@ import jax
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.higher_order import SCAN
-from mpjax._src.core.base.rules import DEAR
+from mpjax._src.core.base.rules import ADDITIONS, DEAR, RESHAPES, SUMS_OF_TWO
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import (
-    Equation,
-    Value,
-    appended,
-    between,
-    closed,
-    dependents,
-    in_order,
-    parts,
-    readers_of,
-    rename,
-)
+from mpjax._src.core.planner.dependence import between, dependents, in_order, readers_of
+from mpjax._src.core.planner.equations import Equation, Value, appended, closed, parts, rename
 from mpjax._src.core.planner.partition import runs_again
 
 # What it costs to stack an entry of 16 bits, in entries that are read: it is written, read, kept.
@@ -45,7 +35,7 @@ STACKED = 2.5
 ADDED = 4
 SPREAD = "broadcast_in_dim"
 MANY = 2  # what there are several turns of runs once
-LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
+LINEAR = {*SUMS_OF_TWO, *RESHAPES, "neg", "transpose", "slice", "split"}
 
 
 def hoisted(equations: Sequence[Equation]) -> list[Equation]:
@@ -229,7 +219,7 @@ class _Turns:
         found: dict[int, list[Equation]] = {}
         for i, (v, out) in enumerate(zip(self.carries, self.outs, strict=False)):
             chain: list[Equation] = []
-            while len(readers[v]) == 1 and readers[v][0].name in ("add", "add_any"):
+            while len(readers[v]) == 1 and readers[v][0].name in ADDITIONS:
                 # A turn returns the partial sum, so it is needed in the turn.
                 if v in self.outs:
                     break
@@ -282,7 +272,17 @@ class _Turns:
         is_worth: Callable[[Equation], bool],
         follows: Callable[[Equation], bool],
     ) -> list[Equation]:
-        """Returns matmuls, and what is made of them alone, that only sums or stacks wait for."""
+        """Returns the matmuls, and what is made of them alone, that can run behind the loop.
+
+        It begins with all that may be among them, and drops what a turn needs until nothing
+        changes.
+
+        Args:
+            sums: The sums over turns. They may read what is taken.
+            stacked: The values that are only stacked. They may be taken.
+            is_worth: Whether a matmul is worth what is stacked for it.
+            follows: Whether an equation may be taken with the matmuls that it reads.
+        """
         # What is cheap and reads no carry can be computed again behind the loop.
         waiting = dependents(self.equations, self.carries)
         waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
