@@ -9,9 +9,10 @@ known puts them into one class. Matmuls separate: their results are other axes.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mpjax._src.core.base._jax.rounded import ROUNDED
 from mpjax._src.core.base.rules import DEAR, FUSED
 from mpjax._src.core.planner.equations import Equation, Value
-from mpjax._src.core.planner.kinds import LAYOUT, axes_of_view, kind_of, without_axes
+from mpjax._src.core.planner.kinds import LAYOUT, SUMMED, axes_of_view, kind_of, without_axes
 from mpjax._src.core.planner.rounding import is_half_matmul
 
 Axis = tuple[Value, int]
@@ -21,7 +22,7 @@ Pairs = Iterable[Sequence[Axis]]
 IN_PLACE = {
     *("slice", "pad", "rev", "split", "concatenate", "dynamic_slice", "dynamic_update_slice"),
     *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "copy", "reduce_precision"),
-    *("reduce_window_sum", "reduce_window_max", "rounded"),
+    *("reduce_window_sum", "reduce_window_max", ROUNDED),
     "select_and_scatter_add",
 }
 
@@ -66,7 +67,7 @@ def summed(e: Equation) -> tuple[Value, Iterable[int]]:
     if e.name == "cumsum":
         return v, [e.params["axis"]]
     # Other sums, as over windows or devices, count as sums over all axes: that refuses more.
-    return v, e.params["axes"] if e.name == "reduce_sum" else range(len(v.shape))
+    return v, e.params["axes"] if kind_of(e) == SUMMED else range(len(v.shape))
 
 
 def _same_axes(e: Equation) -> Pairs:

@@ -30,7 +30,7 @@ from mpjax._src.core.base.rules import ALL_SUMS, FOLLOW, FRESH, FULL, HALF, MOVE
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.dependence import dependents, recomputation
 from mpjax._src.core.planner.equations import Equation, Value, parts
-from mpjax._src.core.planner.partition import Handed, Pricing, lightest_of, runs_again
+from mpjax._src.core.planner.partition import Handed, Parts, Pricing, lightest_of, runs_again
 from mpjax._src.core.planner.prices import of_several, read_by_several
 from mpjax._src.core.planner.rounding import Price, returns_half
 from mpjax._src.core.program.graph import EXCHANGES
@@ -77,18 +77,16 @@ class Timeline:
 
     def __init__(
         self,
-        early: Sequence[Equation],
-        late: Sequence[Equation],
-        results: Collection[Value],
-        cotangents: Collection[Value],
+        parts_of: Parts,
         given: Collection[Value],
         low: Collection[Value],
-        exact: rounding.Price,
+        exact: Price,
         price: Pricing | None = None,
     ) -> None:
-        both, half = [*early, *late], exact.half
+        early, late, _, results, cotangents, half = parts_of
+        both = [*early, *late]
         made, wanted = rounding.made(both, low, half), rounding.wanted(both, results, ())
-        size, written = rounding.Price(made, wanted, half), _written(both, results)
+        size, written = Price(made, wanted, half), _written(both, results)
         self.exact, self.price = exact, price or exact
         self.sizes = {v: size(v) for v in written}
         self.prices = {v: self.price(v) for v in (*given, *(v for e in early for v in e.outs))}
@@ -200,7 +198,8 @@ def _bodies(e: Equation) -> Sequence[object]:
 
 def _peak(equations: Sequence[Equation], outs: Sequence[Value], half: Any) -> int:
     """Returns the most bytes that exist at any time in a program, beside its operands."""
-    timeline = Timeline(equations, [], outs, (), (), (), rounding.Price((), (), half))
+    both = Parts([*equations], [], (), outs, (), half)
+    timeline = Timeline(both, (), (), Price((), (), half))
     return int(timeline.again((), (), timeline.rest(())).peak)
 
 
@@ -298,7 +297,9 @@ class Budget:
         """
         lean = self._plan(self._lean)
         plans = {lean.kept: lean}
-        for kept in self._cuts():
+        choice = self.early, self.lean, self.timeline.price, self.given
+        # Rates that keep the same are looked at once.
+        for kept, _ in itertools.groupby(lightest_of(*choice, self._costs, RATES)):
             plan = self._plan(kept)
             # What runs again at once may be most of the memory. Each round splits the largest of
             # it, until nothing new is kept.
@@ -324,15 +325,6 @@ class Budget:
         made = (v for e in self.early for v in e.outs)
         saved = [v for v in (*self.given, *made) if v in kept]
         return Handed(saved, again), _with_own_results(before, self.lean)
-
-    def _cuts(self) -> Iterator[list[Value]]:
-        """Yields what is kept at rates, from the last one on, as long as that differs."""
-        before: list[Value] = []
-        choice = self.early, self.lean, self.timeline.price, self.given
-        for kept in lightest_of(*choice, self._costs, RATES):
-            if kept != before:
-                yield kept
-            before = kept
 
     def _plan(self, kept: Collection[Value]) -> Plan:
         kept = {*kept, *self._pinned}

@@ -20,7 +20,7 @@ from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.dependence import Makers, made_by
 from mpjax._src.core.planner.equations import Equation, Value, appended, given, parts
 from mpjax._src.core.planner.integers import SMALL, of_equation
-from mpjax._src.core.planner.kinds import LAYOUT, MULTIPLIED, SAME, kind_of
+from mpjax._src.core.planner.kinds import LAYOUT, MULTIPLIED, SAME, SUMMED, kind_of
 from mpjax._src.core.planner.partition import runs_again
 
 SHARE, LEVELS = "share", "int8"
@@ -108,11 +108,9 @@ def _is_bell(v: Value, maker: Makers) -> bool:
     square = maker.get(e.ins[0]) if e is not None and e.name == "neg" else None
     if square is None:
         return False
-    return (
-        square.name == "square"
-        or (square.name == "mul" and square.ins[0] is square.ins[1])
-        or (square.name == "integer_pow" and square.params["y"] == 2)
-    )
+    same = square.rule.multiplies and square.ins[0] is square.ins[1]
+    power = square.name == "integer_pow" and square.params["y"] == 2
+    return square.name == "square" or same or power
 
 
 def _of_attention(early: Sequence[Equation], maker: Makers) -> set[Value]:
@@ -164,7 +162,7 @@ def _sums_to_one(v: Value, maker: Makers) -> bool:
         if e is not None and kind_of(e) == MULTIPLIED and e.inverts
         else None
     )
-    if e is None or total is None or total.name != "reduce_sum":
+    if e is None or total is None or kind_of(total) != SUMMED:
         return False
     top = origin(e.ins[0], SAME)
     return origin(total.ins[0], SAME) is top and top in maker and maker[top].name in EXPONENTIALS

@@ -37,7 +37,8 @@ from mpjax._src.core.planner.rounding import is_half_matmul
 # carry whatever is beside them.
 EXACT, AVERAGED, WHOLE, EACH, ZERO = range(5)
 # Moves that put an entry in several places, or may do so.
-COPIES = {*rules.having(rules.SUMS_BACK), "concatenate", "dynamic_update_slice", "scatter", "stack"}
+WRITES = ("dynamic_update_slice", "scatter")
+COPIES = {*rules.having(rules.SUMS_BACK), *WRITES, "concatenate", "stack"}
 
 
 def noise_of(
@@ -102,7 +103,7 @@ def _roots(
         return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
     # Where an exact term cancels the rest, the error is larger than the sum: no multiple.
     others = [v for v in e.ins if v.is_float32 and v not in noisy and noise.get(v) != ZERO]
-    if others or not each or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
+    if others or not each or not (_adds(e) or e.name in ("neg", "copy", rules.SELECT)):
         return ()
     return tuple(v for v in each[0] if all(v in more for more in each[1:]))
 
@@ -389,7 +390,7 @@ class Roundable:
             return Demands() if e.name == rules.CAST else None
         adds, sums = _adds(e), is_sum(e)
         beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]
-        mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
+        mixes = adds or sums or e.name in WRITES
         return Demands(
             functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
             frozenset([self._over(e)]) if sums else NO_SUMS,
@@ -399,7 +400,7 @@ class Roundable:
 
 def _contracted(e: Equation) -> Sequence[Sequence[int]]:
     """Returns the axes of both operands that a matmul sums along, if it says so."""
-    return e.params["dimension_numbers"][0] if e.name == "dot_general" else ((), ())
+    return e.params["dimension_numbers"][0] if e.name == rules.DOT else ((), ())
 
 
 def _scales(e: Equation, mine: Sequence[Value]) -> bool:

@@ -62,7 +62,7 @@ def handed_over(
         stacked: The results of which all turns are returned anyway.
         turns: How often a loop turns.
     """
-    early, late, _, results, cotangents, half = both
+    early, late, _, results, _, half = both
     # What only matmuls of the backward part read is handed over in the 16 bits that they read.
     made, wanted = rounding.made(early, low, half), rounding.wanted(late, results, asked)
     price = rounding.Price(made, wanted, half)
@@ -77,7 +77,7 @@ def handed_over(
     before: list[Equation] = []
     if not isinstance(storage, str):
         paid = lambda v: turns * once(v)  # noqa: E731
-        timeline = Timeline(early, late, results, cotangents, ins, low, price, paid)
+        timeline = Timeline(both, ins, low, price, paid)
         crossing = read_of([*priced, *(v for e in early for v in e.outs)], late, results)
         # What a checkpoint of the user keeps is behind a barrier, and stays kept.
         pinned = [] if inside else [v for e in late if e.is_barrier for v in e.ins]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.rules import CAST, FOLLOW, MOVE
+from mpjax._src.core.base.rules import CAST, FOLLOW, MOVE, SELECT
 from mpjax._src.core.planner.equations import Equation, Value
 from mpjax._src.core.planner.kinds import SUMMED, SUMS, kind_of
 
@@ -37,7 +37,7 @@ def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
     pairs = [(v, kind if v.const is None else _of_constant(v)) for v, kind in known]
     if e.name in ("mul", CAST) or (e.rule.need == FOLLOW and e.rule.linear):
         # The predicate of a select chooses numbers, and is none of them.
-        numbers = pairs[1:] if e.name == "select_n" else pairs
+        numbers = pairs[1:] if e.name == SELECT else pairs
         kinds = [_as_float(v, kind) for v, kind in numbers if _is_real(v)]
         return max(kinds) if kinds and NONE not in kinds else NONE
     if kind_of(e) in (SUMMED, SUMS):

@@ -35,7 +35,7 @@ KINDS = {
     **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
     **dict.fromkeys(("stop_gradient", "sharding_constraint", rules.CAST), SAME),
     **dict.fromkeys(rules.SUMS_OF_TWO, ADDED),
-    **dict.fromkeys(("max", "min", "select_n", "clamp"), SELECTED),
+    **dict.fromkeys(("max", "min", rules.SELECT, "clamp"), SELECTED),
     **dict.fromkeys(rules.EXTREMES, EXTREME),
     "scatter-add": SUMS,
     "reduce_sum": SUMMED,
@@ -77,7 +77,7 @@ def axes_of_view(e: Equation) -> dict[int, set[int]]:
     before, after, p = e.ins[0].shape, e.outs[0].shape, e.params
     if e.name == "transpose":
         return {a: {i} for i, a in enumerate(p["permutation"])}
-    if e.name == "broadcast_in_dim":
+    if e.name == rules.SPREAD:
         return {i: {d} for i, d in enumerate(p["broadcast_dimensions"])}
     if e.name == "squeeze":
         kept = [i for i in range(len(before)) if i not in p["dimensions"]]
@@ -122,7 +122,7 @@ def constant_along(
 ) -> tuple[Value, Sequence[int]] | None:
     """Returns what a value spreads along axes, and where its own axes are; None if it differs."""
     e, dims = maker.get(v), range(len(v.aval.shape))
-    if e is not None and e.name == "broadcast_in_dim":
+    if e is not None and e.name == rules.SPREAD:
         # JAX spreads an array before it is added, so what is constant is found behind that.
         (v, *_), dims = e.ins, e.params["broadcast_dimensions"]
     sizes = dict(zip(dims, v.aval.shape, strict=True))

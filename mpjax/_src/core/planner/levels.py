@@ -13,6 +13,7 @@ What is left of the value is called its *rest*.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,13 +33,12 @@ NO_TERMS: Pieces = frozenset()
 # A term has at most this part of the entries of its sum.
 SMALL_TERM = 4
 
+# How numbers are computed from numbers.
 FOLDED: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
+    **{f.__name__: f for f in (operator.add, operator.sub, operator.mul, max)},
     rules.CAST: np.float64,
 }
+
 
 # What is never negative.
 POSITIVE = {*rules.EXPONENTIALS, *rules.ROOTS, "logistic", "square", "abs"}
@@ -154,7 +154,7 @@ class Facts:
         if not v.shape:
             return frozenset(range(len(whole)))
         e = self.maker.get(v)
-        spread = e is not None and e.name == "broadcast_in_dim"
+        spread = e is not None and e.name == rules.SPREAD
         # An array of full size differs along all axes, unless it was spread to that size.
         if len(v.shape) != len(whole) or (v.shape == whole and not spread):
             return NO_AXES
@@ -264,7 +264,7 @@ def _view(f: Facts, e: Equation, out: Value) -> Found:
         # From here on, each entry carries this rounding.
         return Found(2, f.level(v))
     places = axes_of_view(e)
-    if e.name == "broadcast_in_dim":
+    if e.name == rules.SPREAD:
         return _of_whole(f, v, moved(f.all_levels(v), places) | f.constant_along(out, out))
     # Axes that a reshape merges are one axis behind it: a term that is constant along a part of
     # them varies along that.
@@ -292,7 +292,7 @@ def _moved(f: Facts, e: Equation, out: Value) -> Found:
         level = NO_AXES.union(*map(f.level, floats))
         return Found(min(map(f.noise, floats)), level, f.terms(whole))
     # Where the number of axes stays, each is what it was, except for a gather.
-    alike = all(len(v.shape) == len(out.shape) for v in floats) and e.name != "gather"
+    alike = all(len(v.shape) == len(out.shape) for v in floats) and LOOKS_UP not in e.rule.traits
     if alike and len(floats) == 1:
         return Found(least, f.all_levels(floats[0]))
     if e.name == "concatenate":
@@ -308,10 +308,9 @@ def _whole_of_parts(f: Facts, e: Equation) -> Value | None:
         return None
     (whole,) = wholes
     before, after = floats[0].shape, e.outs[0].shape
+    axes: set[int | None]
     axes = {i for i, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
-    axes |= (
-        {e.params["dimension"]} if e.name == "concatenate" else {*e.params.get("dimensions", ())}
-    )
+    axes |= {e.params.get("dimension"), *e.params.get("dimensions", ())}
     terms = f.terms(whole)
     # Along the axis of the cut, each term must be the same in all parts.
     return whole if terms and all(axes - {None} <= term for term in terms) else None
@@ -380,7 +379,7 @@ def _multiplied(f: Facts, e: Equation, out: Value) -> Found:
 
 def _selected(f: Facts, e: Equation, out: Value) -> Found:
     floats = [v for v in f._floats(e) if not f.is_known(v)]
-    numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != "select_n"]
+    numbers = [v for v in f._floats(e) if f.is_known(v) and e.name != rules.SELECT]
     # Whatever is cut off at a number has that number in common.
     levels = every(out) if numbers else NO_AXES.union(*map(f.all_levels, floats))
     return Found(min(map(f.whole_noise, floats), default=0), levels)

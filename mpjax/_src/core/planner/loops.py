@@ -18,6 +18,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base._jax.barriers import row_major
 from mpjax._src.core.base.higher_order import BRANCH, MAP, SCAN
+from mpjax._src.core.base.rules import DOT
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.cotangents import rounded_once
 from mpjax._src.core.planner.dependence import deduplicated, dependents, readers_of
@@ -222,7 +223,7 @@ def _in_order(body: Body) -> None:
     """
     readers, own = readers_of(body.first), {*body.ins, *body.outs}
     for i, v in enumerate(body.saved):
-        dots = [e for e in readers[v] if e.name == "dot_general"]
+        dots = [e for e in readers[v] if e.name == DOT]
         if not dots or v in own:
             continue
         place = dots[0].ins.index(v)

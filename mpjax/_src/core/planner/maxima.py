@@ -83,7 +83,7 @@ def _places(e: Equation) -> Iterator[tuple[int, ...]]:
 
 def _pool(e: Equation, x: Any) -> list[Any]:
     """Returns the maxima, and where they were. Of equal entries it is the first, as in JAX."""
-    larger = jax.lax.gt if e.name == "reduce_window_max" else jax.lax.lt
+    larger = jax.lax.gt if POOLS[e.name] == "ge" else jax.lax.lt
     edge = -math.inf if larger is jax.lax.gt else math.inf
     # Padding loses against every finite number.
     best, *others = entries_of(x, edge, *(e.params[name] for name in WINDOWS))

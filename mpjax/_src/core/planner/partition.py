@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._src.core.base._jax import held
+from mpjax._src.core.base._jax.rounded import ROUNDED
 from mpjax._src.core.base.rules import COMPARE, EQUALITIES, JUMPS, LOGIC, MOVE
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.dependence import dependents, recomputation
@@ -89,9 +90,8 @@ def _matrix(arcs: dict[tuple[int, int], int], size: int) -> Any:
 
 # Operations that a table of memory traffic calls dear, but that are computed where they are read.
 VIEWS = frozenset(
-    (*LOGIC, "bitcast_convert_type", "name", "pad", "polynomial", "pvary", "pcast")
-    + ("reduce_precision", "rev", "rounded", "shift_left", "shift_right_arithmetic")
-    + ("shift_right_logical", "xor")
+    (*LOGIC, ROUNDED, "bitcast_convert_type", "name", "pad", "polynomial", "pvary", "pcast", "rev")
+    + ("reduce_precision", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor")
 )
 
 # The price of a value that is handed over, in bytes.

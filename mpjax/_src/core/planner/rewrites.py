@@ -26,11 +26,11 @@ from jax import lax
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32
-from mpjax._src.core.base.rules import CAST
+from mpjax._src.core.base.rules import CAST, SELECT, SPREAD
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.dependence import Makers, Order, deferred, dependents, in_order
 from mpjax._src.core.planner.equations import Equation, Value, appended, needed
-from mpjax._src.core.planner.kinds import constant_along
+from mpjax._src.core.planner.kinds import SUMMED, constant_along, kind_of
 from mpjax._src.core.planner.maxima import masks, with_positions
 from mpjax._src.core.planner.partition import Parts
 from mpjax._src.core.planner.rounding import is_zero
@@ -105,9 +105,6 @@ def _weights_again(both: Parts) -> list[Equation]:
     if changed is parts:
         return both.late
     return in_order([*(dataclasses.replace(e, again=True) for e in first), *second])
-
-
-SPREAD = "broadcast_in_dim"
 
 
 def compared(equations: Sequence[Equation], early: Sequence[Equation]) -> list[Equation]:
@@ -188,7 +185,7 @@ def _counts(v: Value, maker: Makers) -> int | None:
         return None
     if e.name == "iota":
         return e.params["dimension"]
-    if e.name == "select_n":  # negative ones count from the end
+    if e.name == SELECT:  # negative ones count from the end
         test, v, _ = e.ins
         below = maker.get(test)
         negative = below is not None and below.name == "lt" and is_zero(below.ins[1])
@@ -202,9 +199,6 @@ def _counts(v: Value, maker: Makers) -> int | None:
 def is_sharded(v: Value) -> bool:
     """Returns whether an array is divided among devices along an explicit axis."""
     return any(_jax.is_sharded_along(v.aval, d) for d in range(len(v.aval.shape)))
-
-
-SUM = "reduce_sum"
 
 
 class Factor(NamedTuple):
@@ -227,7 +221,7 @@ def joined_sums(equations: Sequence[Equation]) -> list[Equation]:
     makers = {out: e for e in equations for out in e.outs}
     groups: dict[Any, dict[Equation, Product]] = collections.defaultdict(dict)
     for e in equations:
-        if e.name == SUM and rounding.is_large(e.ins[0]) and not is_sharded(e.ins[0]):
+        if kind_of(e) == SUMMED and rounding.is_large(e.ins[0]) and not is_sharded(e.ins[0]):
             product = _product(e.ins[0], e.params["axes"], makers)
             groups[product.of, e.params["axes"]][e] = product
     changed: list[Equation] = []

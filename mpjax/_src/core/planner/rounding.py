@@ -5,6 +5,7 @@ value is stored in 16 bits without another rounding if a matmul made it (`made`)
 layout, or if matmuls alone read it (`wanted`), which would round it themselves.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -13,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.core.base import _jax
+from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.higher_order import BRANCH, MAP, SCAN
-from mpjax._src.core.base.rules import CAST, FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
+from mpjax._src.core.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
 from mpjax._src.core.planner.equations import Equation, Value, closed, parts
 from mpjax._src.core.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
-EXACT = frozenset(("neg", "abs", "max", "min", "select_n"))
+EXACT = frozenset(("neg", "abs", "max", "min", rules.SELECT))
 
 
 # A smaller array costs a kernel more to start than to read.
@@ -70,7 +71,7 @@ def returns_half(e: Equation) -> bool:
 
 
 def _is_narrow(e: Equation) -> bool:
-    if e.name != "dot_general":
+    if e.name != rules.DOT:
         return False
     (_, contracted), (_, batch) = e.params["dimension_numbers"]
     shape = e.ins[1].aval.shape
@@ -95,7 +96,7 @@ def no_faster(e: Any) -> str:
     What adds up products entry by entry reads each entry once. It is no matmul for matrix units,
     but often a loss: log probabilities times one-hot labels, or a squared norm.
     """
-    if e.name != "dot_general":
+    if e.name != rules.DOT:
         return ""
     (contracted, _), (batch, _) = e.params["dimension_numbers"]
     if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
@@ -211,7 +212,7 @@ def commutes(e: Equation) -> bool:
 
 def widens(e: Equation, half: np.dtype) -> bool:
     """Returns whether an equation is the user's cast of 16-bit numbers to float32."""
-    if e.name != CAST or half == FLOAT32:
+    if e.name != rules.CAST or half == FLOAT32:
         return False
     return e.ins[0].aval.dtype == half and e.outs[0].is_float32
 
@@ -317,7 +318,7 @@ def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
     for e in equations:
         found.update(v for v in e.ins if v.const is not None and is_exact(v.const, half))
         # An equation without operands, as an iota, is a view of no constant.
-        if e.ins and found.issuperset(e.ins) and (is_view(e) or e.name == CAST):
+        if e.ins and found.issuperset(e.ins) and (is_view(e) or e.name == rules.CAST):
             found.update(e.outs)
     return found
 
@@ -433,10 +434,13 @@ def _read(ins: Any, equations: Any, outs: Any, halved: Any) -> list[bool]:
 
 def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns the parameters of an equation; the programs of a loop, branch or map are changed."""
-    row, inner = e.row, programs(e)
-    if not inner:
+    row, inner = e.row, [*map(building.as_closed, programs(e))]
+    # What is traced in the body of a shard_map needs the mesh's axes in scope.
+    around = building.on_each_device(e.params) if row.kind == MAP else contextlib.nullcontext()
+    with around:
+        changed = [*map(change, inner)]
+    if all(x is y for x, y in zip(inner, changed, strict=True)):
         return e.params
-    changed = [change(building.as_closed(program)) for program in inner]
     if row.kind == MAP:
         changed = [building.as_body(e.params, program) for program in changed]
     return {**e.params, **row.holding(changed)}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base.rules import CAST, EXPONENTIALS
+from mpjax._src.core.base.rules import CAST, EXPONENTIALS, SELECT
 from mpjax._src.core.planner import kinds, rounding
 from mpjax._src.core.planner.dependence import Ahead, Order
 from mpjax._src.core.planner.equations import Equation, Value, appended
@@ -151,7 +151,7 @@ class Finder:
         shifts = _shifts(exps[own.exp], exps[way.exp])
         axes = sums[0].params["axes"]
         # A factor that differs along a row does not cancel when rows are divided by sums.
-        if not all(self._is_constant(v, axes) for v in [*factors, *shifts]):
+        if any(constant_along(v, axes, self._maker) is None for v in [*factors, *shifts]):
             return None
         spread = self._spread(sums[0].outs[0], way) if len(exps) == len(factors) == 1 else []
         return Softmax(equations, exps, own, sums[0], spread)
@@ -214,8 +214,8 @@ class Finder:
 
     def _step(self, e: Equation) -> Iterator[tuple[Value, Value | None, Value | None]]:
         """Yields the operands of which a result is a multiple, each with its factor or its mask."""
-        if e.name == "select_n":
-            left = [v for v in e.ins[1:] if not self._is_zero(v)]
+        if e.name == SELECT:
+            left = [v for v in e.ins[1:] if not is_zero(self._origin(v))]
             if len(left) == 1:
                 yield left[0], None, e.ins[0]
         elif kind_of(e) == kinds.SAME and len(e.ins) == 1:
@@ -282,20 +282,12 @@ class Finder:
             v = maker.ins[0]
         return True
 
-    def _is_constant(self, v: Value, axes: Iterable[int]) -> bool:
-        """Returns whether a value is the same along axes."""
-        return constant_along(v, axes, self._maker) is not None
-
     def _origin(self, v: Value) -> Value:
         while (e := self._maker.get(v)) is not None and kind_of(e) in VIEWS:
             if e.ins[0].aval.dtype == bool:
                 break
             v = e.ins[0]
         return v
-
-    def _is_zero(self, v: Value) -> bool:
-        v = self._origin(v)
-        return v.literal and not np.any(np.asarray(v.const))
 
     def _mask(self, v: Value) -> Value | None:
         e = self._maker.get(self._origin(v))

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._src.core.base.rules import ORDERS, PART
+from mpjax._src.core.base.rules import LOOKS_UP, ORDERS, PART, SELECT, SPREAD
 from mpjax._src.core.planner import kinds, rounding
 from mpjax._src.core.planner.dependence import Ahead, Order
 from mpjax._src.core.planner.equations import Equation, Value
@@ -201,7 +201,7 @@ def _view(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | s
     if e.is_barrier and len(e.ins) > 1:
         return "read by a barrier"
     state, places, out = walk.states[v], axes_of_view(e), e.outs[0]
-    spread = walk.facts.constant_along(out, out) if e.name == "broadcast_in_dim" else NO_AXES
+    spread = walk.facts.constant_along(out, out) if e.name == SPREAD else NO_AXES
     at = {a: {*moved(axes, places)} for a, axes in state.places.items()}
     return state._replace(places=at, level=moved(state.level, places) | spread)
 
@@ -214,7 +214,7 @@ def _moved(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State:
     shift = (*joined.shift, place) if single and joined.shift is not None else None
     joined = joined._replace(shift=shift)
     joined = joined._replace(view=all(walk.states[x].view for x in mine))
-    if len(v.shape) == len(out.shape) and e.name != "gather":
+    if len(v.shape) == len(out.shape) and LOOKS_UP not in e.rule.traits:
         return joined
     anywhere = {a: {*every(out)} for a in joined.places}
     return joined._replace(places=anywhere, level=every(out) if joined.level else NO_AXES)
@@ -277,7 +277,7 @@ def _multiplied(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> Sta
 def _picked(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     joined = walk.joined(mine, v)
     others = [x for x in e.ins if x not in mine and not is_zero(x)]
-    if e.name != "select_n" and (others or len(mine) > 1) and not all(map(walk.carries, mine)):
+    if e.name != SELECT and (others or len(mine) > 1) and not all(map(walk.carries, mine)):
         return "a threshold"
     return joined._replace(level=NO_AXES.union(*(walk.states[x].level for x in mine)))
 
@@ -310,7 +310,7 @@ def _compared(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> str |
 
 def _summed(walk: Walk, e: Equation, mine: Sequence[Value], v: Value) -> State | str:
     state, axes = walk.states[v]._replace(view=False), frozenset(e.params["axes"])
-    if e.name != "reduce_sum" and not walk.carries(v):
+    if walk.facts.kinds[e] != kinds.SUMMED and not walk.carries(v):
         return f"read by {e.name}"
     if not state.still and not walk.carries(v) and not walk.facts.is_positive(v):
         return "a sum of parts of it"

@@ -23,7 +23,7 @@ import jax
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.higher_order import SCAN
-from mpjax._src.core.base.rules import ADDITIONS, DEAR, RESHAPES, SUMS_OF_TWO
+from mpjax._src.core.base.rules import ADDITIONS, DEAR, DOT, RESHAPES, SPREAD, SUMS_OF_TWO
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.dependence import between, dependents, in_order, readers_of
 from mpjax._src.core.planner.equations import Equation, Value, appended, closed, parts, rename
@@ -33,7 +33,6 @@ from mpjax._src.core.planner.partition import runs_again
 STACKED = 2.5
 # What it costs to add to an entry of a float32 sum: it is read and written.
 ADDED = 4
-SPREAD = "broadcast_in_dim"
 MANY = 2  # what there are several turns of runs once
 LINEAR = {*SUMS_OF_TWO, *RESHAPES, "neg", "transpose", "slice", "split"}
 
@@ -371,7 +370,7 @@ class _Turns:
 
 def _is_plain(e: Equation) -> bool:
     """Returns whether an equation is a matmul of two values whose type has no sharding."""
-    return e.name == "dot_general" and e.params.get("out_sharding") is None
+    return e.name == DOT and e.params.get("out_sharding") is None
 
 
 def _size(values: Collection[Value]) -> int:
