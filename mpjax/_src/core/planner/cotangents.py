@@ -36,8 +36,8 @@ from mpjax._src.core.planner.rounding import is_half_matmul
 # terms; one of its own size in each entry; such ones that are independent of each other. Zeros
 # carry whatever is beside them.
 EXACT, AVERAGED, WHOLE, EACH, ZERO = range(5)
+WRITES = ("dynamic_update_slice", "scatter")  # entries of one array into another
 # Moves that put an entry in several places, or may do so.
-WRITES = ("dynamic_update_slice", "scatter")
 COPIES = {*rules.having(rules.SUMS_BACK), *WRITES, "concatenate", "stack"}
 
 
@@ -54,7 +54,7 @@ def noise_of(
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
             continue
         for v in e.ins:
-            if v.const is not None and rounding.is_zero(v):
+            if rounding.is_zero(v):
                 noise[v] = ZERO
         # Several masks may read one array of zeros, which is no copy of anything.
         moves = rounding.is_view(e) or e.name == rules.CAST
