@@ -240,6 +240,7 @@ class Finder:
                 break
             (v,) = large
             rest = [x for x in e.ins if x is not v]
+            scales = rest and kind_of(e) == kinds.MULTIPLIED
             # ``v - t`` subtracts a term, ``t - v`` negates all that stands further back.
             if kind_of(e) == kinds.ADDED and rest:
                 first = v is e.ins[0]
@@ -247,9 +248,9 @@ class Finder:
                 exponent.terms[rest[0]] = exponent.terms.get(rest[0], 0.0) + sign
                 scale = -scale if e.inverts and not first else scale
             # Not ``number / v``, which is no multiple of v.
-            elif rest and rest[0].literal and (e.name == "mul" or e.ins[0] is v):
+            elif scales and rest[0].literal and (not e.inverts or e.ins[0] is v):
                 number = float(rest[0].const)
-                scale = scale * number if e.name == "mul" else scale / number
+                scale = scale / number if e.inverts else scale * number
             elif e.name == "neg":
                 scale = -scale
             elif kind_of(e) != kinds.SAME or rest:
