@@ -18,6 +18,7 @@ compute from more than one array. A gradient goes as soon as it is made: an opti
 once.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -249,6 +250,7 @@ class Plan(NamedTuple):
     moved: int
 
 
+@dataclasses.dataclass
 class Budget:
     """A choice of what a forward part hands to a backward part, within a number.
 
@@ -258,28 +260,24 @@ class Budget:
         lean: What `lean` keeps.
         free: What the backward part has anyway.
         timeline: The memory over time.
+        pinned: What a user's checkpoint keeps.
         given: Arguments of the forward part that have to be stored as well.
+        turns: How often all of it runs.
     """
 
-    def __init__(
-        self,
-        early: Sequence[Equation],
-        crossing: Sequence[Value],
-        lean: Sequence[Value],
-        free: Collection[Value],
-        timeline: Timeline,
-        pinned: Collection[Value] = (),
-        given: Collection[Value] = (),
-        turns: int = 1,
-    ) -> None:
-        """Gets what is chosen from; ``pinned`` is what a user's checkpoint keeps.
+    early: Sequence[Equation]
+    crossing: Sequence[Value]
+    lean: Sequence[Value]
+    free: Collection[Value]
+    timeline: Timeline
+    pinned: Collection[Value] = ()
+    given: Collection[Value] = ()
+    turns: int = 1
 
-        All of it runs ``turns`` times.
-        """
-        self.early, self.crossing, self.lean = early, crossing, lean
-        self.free, self.timeline, self.given = free, timeline, given
-        self._pinned, self._lean, self._free = {*pinned} & {*lean}, {*lean}, {*free}
-        self._costs = {e: turns * _price(e, timeline.exact) for e in early if _may_run_again(e)}
+    def __post_init__(self) -> None:
+        early, lean, exact = self.early, {*self.lean}, self.timeline.exact
+        self._pinned, self._lean, self._free = {*self.pinned} & lean, lean, {*self.free}
+        self._costs = {e: self.turns * _price(e, exact) for e in early if _may_run_again(e)}
         # An equation that gets other results keeps those that something reads.
         self._cost_of = {v: cost for e, cost in self._costs.items() for v in e.outs}
         each = (_value_by_value(e) if e.is_barrier else [e] for e in early)

@@ -117,10 +117,8 @@ def _of_attention(early: Sequence[Equation], maker: Makers) -> set[Value]:
     """Returns what a matmul with the weights of a softmax makes, and reads beside them."""
     found: set[Value] = set()
     for e in early:
-        weights = [
-            any(x.name in EXPONENTIALS for x in _cheap(v, maker))
-            for v in (e.ins[:2] if rounding.is_half_matmul(e) else ())
-        ]
+        operands = e.ins[:2] if rounding.is_half_matmul(e) else ()
+        weights = [any(x.name in EXPONENTIALS for x in _cheap(v, maker)) for v in operands]
         # If both operands hold exponentials, nothing tells which are the weights.
         if sum(weights) == 1:
             values = e.ins[1 - weights.index(True)]
@@ -157,12 +155,10 @@ def _sums_to_one(v: Value, maker: Makers) -> bool:
         return v
 
     e = maker.get(origin(v, SAME))
-    total = (
-        maker.get(origin(e.ins[1], SAME, LAYOUT))
-        if e is not None and kind_of(e) == MULTIPLIED and e.inverts
-        else None
-    )
-    if e is None or total is None or kind_of(total) != SUMMED:
+    if e is None or kind_of(e) != MULTIPLIED or not e.inverts:
+        return False
+    total = maker.get(origin(e.ins[1], SAME, LAYOUT))
+    if total is None or kind_of(total) != SUMMED:
         return False
     top = origin(e.ins[0], SAME)
     return origin(total.ins[0], SAME) is top and top in maker and maker[top].name in EXPONENTIALS

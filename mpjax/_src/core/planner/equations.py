@@ -279,9 +279,9 @@ def appended(
     avals, traced, start = [v.aval for v in ins], {} if traced is None else traced, len(into)
     if (run, *avals) not in traced:
         traced[run, *avals] = _jax.trace(run, avals, "appended")
-    flags = (
-        {"again": again or like.again, "stack": like.stack, "region": like.region} if like else {}
-    )
+    flags: dict[str, Any] = {}
+    if like:
+        flags = {"again": again or like.again, "stack": like.stack, "region": like.region}
     made = opened(traced[run, *avals], ins, into, **flags)
     for v, out in zip(made, outs, strict=False):
         rename(into[start:], v, out)

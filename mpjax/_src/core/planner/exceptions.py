@@ -205,10 +205,7 @@ class Exceptions:
         for inside in row.wire(e.like.replace(params=e.params)):
             # What a loop starts with says nothing of a carry in later turns.
             carried = {argument for _, argument in inside.carry}
-            known = [
-                NOTHING if place in carried else ins[index]
-                for place, index in enumerate(inside.ins)
-            ]
+            known = [NOTHING if i in carried else ins[j] for i, j in enumerate(inside.ins)]
             new = self._program(inside.program, known, scopes, e.region)
             same &= new is inside.program
             changed.append(new)

@@ -61,12 +61,8 @@ def narrowed(program: Any, half: np.dtype, sent: Sent = NOT_SENT) -> Any:
 def sent_in_half(parts: Opened, facts: Facts, half: np.dtype) -> list[Value]:
     """Lets devices exchange tables in 16 bits for lookups, where rows may be rounded."""
     tables = {v for v in parts.ins if v.is_float32}
-    lookups = [
-        e
-        for e in parts.equations
-        if LOOKS_UP in e.rule.traits and e.ins[0] in tables and not e.region.dtype
-    ]
-    lookups = [e for e in lookups if not parts.is_fixed(e.outs[0])]
+    each = [e for e in parts.equations if LOOKS_UP in e.rule.traits and e.ins[0] in tables]
+    lookups = [e for e in each if not e.region.dtype and not parts.is_fixed(e.outs[0])]
     if not lookups:
         return []
     # Without candidates, `streams` returns the facts of no equation.

@@ -74,9 +74,8 @@ def cheapest_cut(
     # A search of SciPy follows stored zeros as if they were edges.
     left.eliminate_zeros()
     # Nodes that can still reach the sink lie behind the cut.
-    behind = {
-        *csgraph.breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist()
-    }
+    reached = csgraph.breadth_first_order(left.T.tocsr(), sink, return_predecessors=False)
+    behind = {*reached.tolist()}
     return {i for i in range(count) if 2 * i + 1 in behind and 2 * i not in behind}
 
 

@@ -75,9 +75,8 @@ def _is_narrow(e: Equation) -> bool:
         return False
     (_, contracted), (_, batch) = e.params["dimension_numbers"]
     shape = e.ins[1].aval.shape
-    return (
-        _jax.size_of([n for d, n in enumerate(shape) if d not in (*contracted, *batch)]) <= NARROW
-    )
+    columns = [n for d, n in enumerate(shape) if d not in (*contracted, *batch)]
+    return _jax.size_of(columns) <= NARROW
 
 
 def may_be_half_matmul(e: Equation) -> bool:

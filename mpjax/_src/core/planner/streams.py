@@ -173,9 +173,8 @@ class Walk:
 
     def carries(self, v: Value) -> bool:
         """Returns whether a value has an error as large as the new one already."""
-        return self.facts.noise(v) == 2 or (
-            self.facts.noise(self.first) == 2 and self.states[v].still
-        )
+        still = self.facts.noise(self.first) == 2 and self.states[v].still
+        return still or self.facts.noise(v) == 2
 
     def joined(self, mine: Sequence[Value], largest: Value) -> State:
         """Returns what is known of a value that is made of several."""
@@ -433,9 +432,8 @@ def _in_float16_range(equations: Sequence[Equation], walks: Walks) -> set[Value]
             floats = [v for v in floats if not facts.constant_along(v, e.outs[0])] or floats
         keeps = facts.kinds[e] in (*PLAIN, kinds.SELECTED) or e.name in ("neg", "abs")
         own = False
-        if (
-            facts.kinds[e] == kinds.MULTIPLIED and e.outs[0] in facts.normed
-        ):  # by its own size, or scaled
+        if e.outs[0] in facts.normed and facts.kinds[e] == kinds.MULTIPLIED:
+            # By its own size, or scaled.
             first, last = (sources.get(v, 0) for v in e.ins)
             own = bool(first & last) or any(v in found and v in facts.normed for v in e.ins)
         if own or (floats and keeps and found.issuperset(floats)):

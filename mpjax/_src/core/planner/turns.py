@@ -231,13 +231,11 @@ class _Turns:
     def _of_all_turns(self, d: Equation, into: list[Equation]) -> Equation:
         """Returns the sum over turns of a matmul, as one."""
         ins = [self._stacked(v, into) for v in d.ins]
-        (left, right), batch = d.params["dimension_numbers"]
+        summed, batch = d.params["dimension_numbers"]
         # The axis of turns is contracted as well: one accumulator adds them up, and rounds once.
-        summed, batch = (
-            ((0, *(i + 1 for i in left)), (0, *(i + 1 for i in right))),
-            [tuple(i + 1 for i in axes) for axes in batch],
-        )
-        return d.on(ins, params={**d.params, "dimension_numbers": (summed, tuple(batch))})
+        summed = tuple((0, *(i + 1 for i in axes)) for axes in summed)
+        batch = tuple(tuple(i + 1 for i in axes) for axes in batch)
+        return d.on(ins, params={**d.params, "dimension_numbers": (summed, batch)})
 
     def _stacks(self) -> list[Equation]:
         """Takes out the matmuls whose results are only stacked."""

@@ -250,16 +250,11 @@ class Writer:
 
     def _sent(self, e: Equation, ins: list[Value]) -> list[Value]:
         """Returns the operands of an equation between devices: XLA moves no cast across it."""
-        (v,) = ins
-        if (
-            e.name == "sharding_constraint"
-            and v.aval.dtype in HALVES
-            and not self.is_made(e.ins[0])
-        ):
-            sharding = e.params["sharding"]
-            run = lambda x: [_jax.placed_freely(x, sharding)]  # noqa: E731
-            return appended(run, ins, self.written, like=e)
-        return ins
+        cast = ins[0].aval.dtype in HALVES and not self.is_made(e.ins[0])
+        if e.name != "sharding_constraint" or not cast:
+            return ins
+        run = lambda x: [_jax.placed_freely(x, e.params["sharding"])]  # noqa: E731
+        return appended(run, ins, self.written, like=e)
 
     def _with_accumulator(self, e: Equation, ins: list[Value], params: dict[str, Any]) -> None:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
