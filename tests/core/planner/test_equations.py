@@ -6,17 +6,8 @@ from jax import lax
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
-from mpjax._src.core.planner.equations import (
-    Value,
-    between,
-    closed,
-    deduplicated,
-    dependents,
-    in_order,
-    needed,
-    opened,
-    parts,
-)
+from mpjax._src.core.planner.dependence import between, deduplicated, dependents, in_order
+from mpjax._src.core.planner.equations import Value, closed, needed, opened, parts
 
 
 def opened_of(fun, *args, **flags):

@@ -6,7 +6,8 @@ import pytest
 from support import assert_near, normal
 
 import mpjax
-from mpjax._src.core.planner.equations import dependents, in_order, parts
+from mpjax._src.core.planner.dependence import dependents, in_order
+from mpjax._src.core.planner.equations import parts
 from mpjax._src.core.planner.held_apart import _of_arguments
 
 X, W = normal(0, 4, 8), normal(1, 8, 8) / 3

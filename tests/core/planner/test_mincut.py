@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax._src.core.planner.mincut import cheapest_cut
+from mpjax._src.core.planner.partition import cheapest_cut
 
 
 def computed(kept, edges, needed):
@@ -110,10 +110,3 @@ def test_cheapest_cut_is_the_same_each_time(graph):
 def test_cheapest_cut_takes_the_equal_nearest_to_what_is_needed(length):
     chain = [(i, i + 1) for i in range(length - 1)]
     assert cheapest_cut([7] * length, chain, [0], [length - 1]) == {length - 1}
-
-
-def test_of_equal_sets_ties_decide():
-    # One array, or the two parts that are made of it.
-    graph = [4, 2, 2], [(0, 1), (0, 2)], [0], [1, 2]
-    assert cheapest_cut(*graph, ties={0: 4, 1: 4, 2: 4}) == {0}
-    assert cheapest_cut(*graph, ties={0: 4, 1: 1, 2: 1}) == {1, 2}

@@ -63,6 +63,7 @@ SOFTMAXES = {
     "two exponentials": lambda s: (lambda e: e / total(e))(jnp.exp(s) * jnp.exp(-stop(top(s)))),
     "reshaped": lambda s: jax.nn.softmax(s.reshape(4, N // 2, N)).reshape(s.shape),
     "scaled columns": lambda s: jax.nn.softmax(s + jnp.arange(N) / 8.0),
+    "scores that are cut off": lambda s: jax.nn.softmax(jnp.maximum(s, -0.5)),
     "half of all": lambda s: (lambda e: e / total(e))(0.5 * jnp.exp(s)),
     "roots": lambda s: (lambda e, r: e / r / r)(jnp.exp(s), jnp.sqrt(total(jnp.exp(s)))),
     "squeezed": lambda s: jnp.exp(s) / jnp.squeeze(total(jnp.exp(s)), -1)[..., None],

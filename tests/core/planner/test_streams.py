@@ -39,7 +39,7 @@ def found(fun, *args, half=HALF):
 def why(fun, *args):
     """Returns why the candidates of a function are not rounded."""
     parts = Opened(jax.make_jaxpr(fun)(*args))
-    values = streams.candidates(parts.equations, parts.outs, HALF, 1)
+    values = streams.candidates(parts.equations, parts.outs, HALF)
     facts = streams.Facts(parts.equations)
     walks = streams.Walks(parts.equations, parts.outs, facts, parts.ruled)
     return [*filter(None, (walks.refused(v) for v in values))]

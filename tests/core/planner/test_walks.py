@@ -49,7 +49,7 @@ def args(seed):
 
 def refused(fun):
     parts = Opened(jax.make_jaxpr(fun)(*args(0)))
-    values = streams.candidates(parts.equations, parts.outs, np.dtype(jnp.bfloat16), 1)
+    values = streams.candidates(parts.equations, parts.outs, np.dtype(jnp.bfloat16))
     walks = streams.Walks(parts.equations, parts.outs, streams.Facts(parts.equations))
     reasons = [walks.refused(v) for v in values]
     return [reason for reason in reasons if reason and "two values" in reason]

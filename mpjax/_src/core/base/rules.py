@@ -350,7 +350,8 @@ row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)
 
 # ---- families: primitives that several passes treat as one ---------------------------------------
 
-CAST, DOT, SELECT = "convert_element_type", "dot_general", "select_n"
+CAST = "convert_element_type"
+DOT, SELECT, SPREAD = "dot_general", "select_n", "broadcast_in_dim"
 SUMS_OF_TWO = frozenset(["add", "add_any", "sub"])
 ADDITIONS = SUMS_OF_TWO - {"sub"}
 PRODUCTS = frozenset(names_where(lambda rule: rule.multiplies))  # and quotients

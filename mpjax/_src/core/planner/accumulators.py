@@ -8,15 +8,14 @@ parameters are accumulators.
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from mpjax._src.core.base.rules import HAS_WIDE_FORM
+from mpjax._src.core.base.rules import ALL_SUMS, CAST, HAS_WIDE_FORM, SUMS_OF_TWO
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import BARRIER, Equation, Value, readers_of
+from mpjax._src.core.planner.dependence import readers_of
+from mpjax._src.core.planner.equations import Equation, Value
 
 # Sums over an axis are not among them: they average the roundings of their terms, and the matmul
 # would write all of these in float32, as it would for the gradient of a bias.
-SUMS = frozenset(
-    ["add", "add_any", "sub", "psum", "psum_invariant", "reduce_scatter", "convert_element_type"]
-)
+SUMS = SUMS_OF_TWO | ALL_SUMS | {CAST}
 
 
 class Sent(NamedTuple):
@@ -57,7 +56,7 @@ def unrounded(
     sent: Sent = SENT,
 ) -> Returned:
     """Finds the accumulators that a program returns; ``returned`` says which results may be."""
-    asked = {v for v, yes in zip(outs, returned, strict=True) if yes and rounding.is_float32(v)}
+    asked = {v for v, yes in zip(outs, returned, strict=True) if yes and v.is_float32}
     # With ``reduce="half"``, devices send gradients in 16 bits, which accumulators are not.
     wide = {e for e in equations if _accumulates(e) and not (sent.sums and e.region.back)}
     cone, inside = _cone(equations, wide, asked, {*outs} - asked)
@@ -110,9 +109,7 @@ def _cone(
             _, start, end = rounding.places(e)
             carries = end - start  # a sum over turns averages the roundings of its terms
             # A loop returns one form of each result: another reader would get unrounded numbers.
-            flags = [
-                i >= carries and rounding.is_float32(v) and alone(v) for i, v in enumerate(e.outs)
-            ]
+            flags = [i >= carries and v.is_float32 and alone(v) for i, v in enumerate(e.outs)]
             if any(flags):
                 inside[e] = flags
                 cone.add(e)
@@ -129,13 +126,9 @@ def _accumulates(e: Equation) -> bool:
 
 def adds_or_moves(e: Equation) -> bool:
     """Returns whether an equation adds, moves or scales what it reads."""
-    if (
-        rounding.is_half_operation(e)
-        or e.name == BARRIER
-        or not any(map(rounding.is_float32, e.outs))
-    ):
+    if rounding.is_half_operation(e) or e.is_barrier or not any(v.is_float32 for v in e.outs):
         return False
     # A scalar divisor scales, as the count of a mean; a scalar divided by an array does not.
-    factors = e.ins if e.name == "mul" else e.ins[1:] if e.name == "div" else ()
+    factors = e.ins[1 if e.inverts else 0 :] if e.rule.multiplies else ()
     scaled = any(v.const is not None and not v.aval.shape for v in factors)
     return scaled or e.name in SUMS or (rounding.is_view(e) and rounding.commutes(e))

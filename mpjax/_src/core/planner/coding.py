@@ -9,36 +9,27 @@ would be as large as the rounding errors where rows are peaked, instead of small
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.coded import KINDS, Coded, coded_bytes, decode, encode
 from mpjax._src.core.base.dtypes import FLOAT32
-from mpjax._src.core.base.rules import AMPLIFIES, JUMPS
+from mpjax._src.core.base.rules import AMPLIFIES, EQUALITIES, EXPONENTIALS, JUMPS, LOGARITHMS
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import (
-    CUSTOM,
-    Equation,
-    Makers,
-    Value,
-    appended,
-    made_by,
-    parts,
-)
+from mpjax._src.core.planner.dependence import Makers, made_by
+from mpjax._src.core.planner.equations import Equation, Value, appended, given, parts
 from mpjax._src.core.planner.integers import SMALL, of_equation
-from mpjax._src.core.planner.kinds import LAYOUT, SAME, kind_of
+from mpjax._src.core.planner.kinds import LAYOUT, MULTIPLIED, SAME, SUMMED, kind_of
 from mpjax._src.core.planner.partition import runs_again
 
 SHARE, LEVELS = "share", "int8"
 # The fewest entries of a code. XLA may write and read those of smaller arrays in kernels of their
 # own, which takes more time than their bytes.
 FEWEST = 2**14
-EXPONENTIALS = ("exp", "exp2")
 # What they do to rounding errors is bounded: those of a logarithm, and of the derivative of a tanh,
 # are absolute, and small.
-BOUNDED = ("log", "log1p", "log2", "one_minus_square")
+BOUNDED = (*LOGARITHMS, "log1p", "one_minus_square")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +81,19 @@ def _sensitive(early: Sequence[Equation], late: Sequence[Equation], maker: Maker
     for e in reversed([*read, *late]):
         through = not rounding.is_half_matmul(e) and not found.isdisjoint(e.outs)
         if through or _enlarges(e, maker):
-            found.update(filter(rounding.is_float32, e.ins))
+            found.update(v for v in e.ins if v.is_float32)
     return found
 
 
 def _enlarges(e: Equation, maker: Makers) -> bool:
-    if e.name in CUSTOM:
+    if e.is_custom:
         for _, equations, _ in rounding.bodies(e):
             inside = {out: inner for inner in equations for out in inner.outs}
             if any(_enlarges(inner, inside) for inner in equations):
                 return True
         return False
     # A loop may repeat the error, and beside a jump a small one changes the result by much.
-    if e.row.kind or JUMPS in e.rule.traits or e.name in ("eq", "ne"):
+    if e.row.kind or JUMPS in e.rule.traits or e.name in EQUALITIES:
         return True
     if e.name in EXPONENTIALS:
         # The derivative of exp(-x^2) is at most 0.86: it makes no error larger.
@@ -117,21 +108,17 @@ def _is_bell(v: Value, maker: Makers) -> bool:
     square = maker.get(e.ins[0]) if e is not None and e.name == "neg" else None
     if square is None:
         return False
-    return (
-        square.name == "square"
-        or (square.name == "mul" and square.ins[0] is square.ins[1])
-        or (square.name == "integer_pow" and square.params["y"] == 2)
-    )
+    same = square.rule.multiplies and square.ins[0] is square.ins[1]
+    power = square.name == "integer_pow" and square.params["y"] == 2
+    return square.name == "square" or same or power
 
 
 def _of_attention(early: Sequence[Equation], maker: Makers) -> set[Value]:
     """Returns what a matmul with the weights of a softmax makes, and reads beside them."""
     found: set[Value] = set()
     for e in early:
-        weights = [
-            any(x.name in EXPONENTIALS for x in _cheap(v, maker))
-            for v in (e.ins[:2] if rounding.is_half_matmul(e) else ())
-        ]
+        operands = e.ins[:2] if rounding.is_half_matmul(e) else ()
+        weights = [any(x.name in EXPONENTIALS for x in _cheap(v, maker)) for v in operands]
         # If both operands hold exponentials, nothing tells which are the weights.
         if sum(weights) == 1:
             values = e.ins[1 - weights.index(True)]
@@ -168,8 +155,10 @@ def _sums_to_one(v: Value, maker: Makers) -> bool:
         return v
 
     e = maker.get(origin(v, SAME))
-    total = maker.get(origin(e.ins[1], SAME, LAYOUT)) if e is not None and e.name == "div" else None
-    if e is None or total is None or total.name != "reduce_sum":
+    if e is None or kind_of(e) != MULTIPLIED or not e.inverts:
+        return False
+    total = maker.get(origin(e.ins[1], SAME, LAYOUT))
+    if total is None or kind_of(total) != SUMMED:
         return False
     top = origin(e.ins[0], SAME)
     return origin(total.ins[0], SAME) is top and top in maker and maker[top].name in EXPONENTIALS
@@ -204,10 +193,7 @@ def codes(saved: Sequence[Value], price: Price, early: Sequence[Equation]) -> Co
     maker = {out: e for e in early for out in e.outs}
     dots = (e for e in early if e.name == "conv_general_dilated")
     convolved = {v.aval.shape for e in dots for v in (*e.ins, *e.outs)}
-    # `appended` finds a traced program by its function, so each kind has one. To trace the code of
-    # each value was half of the time that ``8bit`` adds to planning.
-    coding = functools.cache(functools.partial(functools.partial, _encoded))
-    decoding = functools.cache(functools.partial(functools.partial, _decoded))
+    # To trace the code of each value was half of the time that ``8bit`` adds to planning.
     traced: dict[Any, Any] = {}
     for v in saved:
         if v not in price.kinds or v not in maker:
@@ -216,12 +202,12 @@ def codes(saved: Sequence[Value], price: Price, early: Sequence[Equation]) -> Co
             continue
         kind, like = price.kinds[v], maker[v]
         rounded = not rounding.returns_half(like)
-        how = coding(kind, rounded, v.aval.shape not in convolved)
+        how = given(_encoded, kind, rounded, v.aval.shape not in convolved)
         carrier, *sent = appended(how, [v], found.encoding, like, traced=traced)
         found.carriers.append(carrier)
         found.sent.extend(sent)
         flags: dict[str, Any] = {"again": True, "traced": traced}
-        appended(decoding(kind), [carrier, *sent], found.decoding, like, [v], **flags)
+        appended(given(_decoded, kind), [carrier, *sent], found.decoding, like, [v], **flags)
     return found
 
 

@@ -21,33 +21,24 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._src.core.base.dtypes import HALVES
-from mpjax._src.core.base.rules import (
-    BOUNDED,
-    FOLLOW,
-    FULL,
-    MOVE,
-    NOTHING,
-    ONE,
-    PROGRAM,
-    SUM,
-    SUMS_BACK,
-    having,
-)
+from mpjax._src.core.base import rules
+from mpjax._src.core.base.dtypes import is_half
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.axes import Axes, summed
-from mpjax._src.core.planner.equations import Ahead, Equation, Order, Value, dependents
+from mpjax._src.core.planner.axes import Axes, Axis, summed
+from mpjax._src.core.planner.dependence import Ahead, Order, dependents
+from mpjax._src.core.planner.equations import Equation, Value
 from mpjax._src.core.planner.maxima import POOLED
 from mpjax._src.core.planner.partition import Parts
 from mpjax._src.core.planner.prices import of_several, read_by_several
-from mpjax._src.core.planner.rounding import is_float32, is_half_matmul
+from mpjax._src.core.planner.rounding import is_half_matmul
 
 # How large the rounding errors are that a value is known to carry: none; those of some of its
 # terms; one of its own size in each entry; such ones that are independent of each other. Zeros
 # carry whatever is beside them.
 EXACT, AVERAGED, WHOLE, EACH, ZERO = range(5)
+WRITES = ("dynamic_update_slice", "scatter")  # entries of one array into another
 # Moves that put an entry in several places, or may do so.
-COPIES = {*having(SUMS_BACK), "concatenate", "dynamic_update_slice", "scatter", "stack"}
+COPIES = {*rules.having(rules.SUMS_BACK), *WRITES, "concatenate", "stack"}
 
 
 def noise_of(
@@ -63,15 +54,15 @@ def noise_of(
             noise.update((v, min(k, WHOLE)) for v, k in _inside(e, noise).items())
             continue
         for v in e.ins:
-            if v.const is not None and rounding.is_zero(v):
+            if rounding.is_zero(v):
                 noise[v] = ZERO
         # Several masks may read one array of zeros, which is no copy of anything.
-        moves = rounding.is_view(e) or e.name == "convert_element_type"
+        moves = rounding.is_view(e) or e.name == rules.CAST
         if moves and all(noise.get(v) == ZERO for v in e.ins):
             noise.update(dict.fromkeys(e.outs, ZERO))
             continue
         ins = e.ins[:1] if e.name == POOLED else e.ins  # the other one says where each entry goes
-        floats = [noise.get(v, EXACT) for v in ins if is_float32(v) or _is_half(v)]
+        floats = [noise.get(v, EXACT) for v in ins if v.is_float32 or is_half(v)]
         level = _noise(e, [k for k in floats if k != ZERO])
         of = _roots(e, roots, noise) if level == EACH else ()
         shared = level == EACH and not of and _adds(e) and _shares(e, noise, sources)
@@ -107,12 +98,12 @@ def _roots(
     each = [roots.get(v, (v,)) for v in noisy]
     if e.rule.multiplies:
         # A quotient is a multiple of its numerator alone.
-        each = each[: e.ins[0] in noisy] if e.name == "div" else each
+        each = each[: e.ins[0] in noisy] if e.inverts else each
         found = [*itertools.chain(*each)]
         return tuple(v for v in found if found.count(v) == 1)[:ROOTS]  # a square is no multiple
     # Where an exact term cancels the rest, the error is larger than the sum: no multiple.
-    others = [v for v in e.ins if is_float32(v) and v not in noisy and noise.get(v) != ZERO]
-    if others or not each or not (_adds(e) or e.name in ("neg", "copy", "select_n")):
+    others = [v for v in e.ins if v.is_float32 and v not in noisy and noise.get(v) != ZERO]
+    if others or not each or not (_adds(e) or e.name in ("neg", "copy", rules.SELECT)):
         return ()
     return tuple(v for v in each[0] if all(v in more for more in each[1:]))
 
@@ -121,20 +112,15 @@ def _rounds(e: Equation) -> bool:
     return is_half_matmul(e) or rounding.is_rounding(e)
 
 
-def _is_half(v: Value) -> bool:
-    """Returns whether whoever wrote the program made a value a 16-bit one, as for a kernel."""
-    return getattr(v.aval, "dtype", None) in HALVES
-
-
 def _adds(e: Equation) -> bool:
     rule = e.rule
-    return rule.need == FOLLOW and rule.gain == SUM
+    return rule.need == rules.FOLLOW and rule.gain == rules.SUM
 
 
 def _noise(e: Equation, floats: Sequence[int]) -> int:
     rule = e.rule
-    # What a kernel returns in 16 bits was rounded entry by entry.
-    if _rounds(e) or (any(map(_is_half, e.outs)) and not rounding.is_view(e)):
+    # What whoever wrote the program made in 16 bits, as for a kernel, was rounded entry by entry.
+    if _rounds(e) or (any(map(is_half, e.outs)) and not rounding.is_view(e)):
         return EACH
     if not floats:
         return EXACT
@@ -147,15 +133,16 @@ def _noise(e: Equation, floats: Sequence[int]) -> int:
         return floats[0]
     if is_sum(e):
         return min(AVERAGED, *floats)
-    unary = rule.need in (FOLLOW, FULL) and rule.gain_of(e.params) == ONE and rule.span != BOUNDED
-    keeps = unary or rule.need == MOVE or rounding.is_view(e) or e.name == "convert_element_type"
+    moves = rule.need == rules.MOVE or rounding.is_view(e) or e.name == rules.CAST
+    computes = rule.need in (rules.FOLLOW, rules.FULL) and rule.span != rules.BOUNDED
+    keeps = moves or (computes and rule.gain_of(e.params) == rules.ONE)
     return min(floats) if keeps else EXACT
 
 
 def is_sum(e: Equation) -> bool:
     """Returns whether an equation sums entries of an array."""
     rule = e.rule
-    return rule.need == FULL and rule.gain == SUM and rule.saves == NOTHING
+    return rule.need == rules.FULL and rule.gain == rules.SUM and rule.saves == rules.NOTHING
 
 
 def _inside(e: Equation, noise: Mapping[Value, int]) -> dict[Value, int]:
@@ -208,7 +195,9 @@ def _written(both: Parts) -> set[Value]:
 
 # A walk over more equations is given up, so that planning grows with the program.
 LONGEST = 1000
-NO_SUMS: frozenset[int] = frozenset()
+Summed = frozenset[tuple[Axis, int]]  # axes, each in two halves
+NO_AXES: Summed = frozenset()
+NO_SUMS: frozenset[Summed] = frozenset()
 
 
 class Demands(NamedTuple):
@@ -216,12 +205,12 @@ class Demands(NamedTuple):
 
     Attributes:
         apart: The arrays of which it must not be made, as bits.
-        sums: The sets of axes over which it is summed, as bits.
+        sums: The sets of axes over which it is summed.
         each: Whether its errors are independent of each other.
     """
 
     apart: int = 0
-    sums: frozenset[int] = frozenset()
+    sums: frozenset[Summed] = NO_SUMS
     each: bool = False
 
     def also(self, other: "Demands | None") -> "Demands | None":
@@ -231,7 +220,7 @@ class Demands(NamedTuple):
         each = self.each or other.each
         return Demands(self.apart | other.apart, self.sums | other.sums, each)
 
-    def summed(self, axes: int) -> "Demands":
+    def summed(self, axes: Summed) -> "Demands":
         """Returns what is asked of a value if all this is asked of its sum over some axes."""
         return self._replace(sums=frozenset(s | axes for s in self.sums)) if axes else self
 
@@ -263,25 +252,22 @@ class Roundable:
             bits.update(dict.fromkeys(e.outs, made))
         return bits
 
-    def _over(self, e: Equation) -> int:
-        """Returns the axes over which an equation sums, as bits: a whole one has two bits.
+    def _over(self, e: Equation) -> Summed:
+        """Returns the axes over which an equation sums.
 
-        Segments are parts of an axis: what has zero for its sum may have large sums of them.
+        Segments are parts of an axis: what has zero for its sum may have large sums of them. So
+        they fill one half of it, and a sum over all of it fills both.
         """
-        bits, doubled, i = self.axes.of(*summed(e)), 0, 0
-        segments = e.name.startswith("scatter")
-        while bits >> i:
-            doubled |= (bits >> i & 1) * (1 if segments else 3) << 2 * i
-            i += 1
-        return doubled
+        halves = range(1 if e.name.startswith("scatter") else 2)
+        return frozenset((axis, half) for axis in self.axes.of(*summed(e)) for half in halves)
 
-    def _means(self) -> dict[Value, frozenset[int]]:
+    def _means(self) -> dict[Value, frozenset[Summed]]:
         """Returns over which axes sums were taken that a value is made of, beside its entries.
 
         They are those of all its sums together, as of a mean over the pixels and some channels.
         """
-        means: dict[Value, frozenset[int]] = {}
-        sums: dict[Value, frozenset[int]] = {}  # of values that are made of sums alone
+        means: dict[Value, frozenset[Summed]] = {}
+        sums: dict[Value, frozenset[Summed]] = {}  # of values that are made of sums alone
         for e in self.late:
             mine = [v for v in e.ins if v in self.maker] if not is_half_matmul(e) else []
             found = NO_SUMS.union(*(means.get(v, NO_SUMS) for v in mine))
@@ -289,7 +275,7 @@ class Roundable:
             # Here sums meet entries, as where a mean is taken off.
             if not all(map(sums.get, mine)):
                 found, made = found | made, NO_SUMS
-            over = self._over(e) if mine and is_sum(e) else 0
+            over = self._over(e) if mine and is_sum(e) else NO_AXES
             if over:
                 made = frozenset(s | over for s in made) or frozenset([over])
             means.update(dict.fromkeys(e.outs, found))
@@ -347,7 +333,7 @@ class Roundable:
         asked = self._demands(v)
         if asked is None or asked.apart & self.operands[v]:
             return False
-        if any(mean & ~axes == 0 for mean in self.means[v] for axes in asked.sums):
+        if any(mean <= axes for mean in self.means[v] for axes in asked.sums):
             return False
         return not asked.each or self.noise[v] == EACH
 
@@ -356,7 +342,7 @@ class Roundable:
 
         All that follows often goes through one value: it is gone through once.
         """
-        parts: list[tuple[Value, Demands | None, int]] = []
+        parts: list[tuple[Value, Demands | None, Summed]] = []
         then: Value | None = v
         # To walk to the end from each value would be quadratic in the depth of a model.
         while then is not None and then not in self.demanded:
@@ -368,39 +354,43 @@ class Roundable:
             self.demanded[x] = asked = own and own.also(asked and asked.summed(axes))
         return asked
 
-    def _part(self, v: Value) -> tuple[Demands | None, Value | None, int]:
-        """Returns demands up to the value that all else reads, that value, and the axes summed."""
+    def _part(self, v: Value) -> tuple[Demands | None, Value | None, Summed]:
+        """Returns what is asked of a value up to a waist: a value that all that follows reads.
+
+        Returns:
+            The demands; the waist, if there is one; and the axes over which it is a sum.
+        """
         own = {v: v}  # what is made of it, and the value of which it is a multiple, by entries
-        over = {v: 0}  # the axes over which it is summed
+        over = {v: NO_AXES}  # the axes over which it is summed
         asked = Demands()
         ahead = Ahead(self.order, [v])
         for e in ahead:
             mine = [x for x in e.ins if x in own]
             scales = _scales(e, mine) and len({own[x] for x in mine}) == 1
-            axes = functools.reduce(operator.or_, (over[x] for x in mine))
+            axes = NO_AXES.union(*(over[x] for x in mine))
             asks = self._demands_of(e, mine)
             # A multiple keeps the relative error of each entry, so whoever makes it asks nothing.
             both = asked if scales else asked.also(asks and asks.summed(axes))
             if both is None or len(ahead) > LONGEST:
-                return None, None, 0
+                return None, None, NO_AXES
             asked = both
-            axes |= self._over(e) if is_sum(e) else 0
+            axes |= self._over(e) if is_sum(e) else NO_AXES
             # No other reader waits: all that follows reads this result.
             if not ahead.queue and len(e.outs) == 1:
                 return asked, e.outs[0], axes
             own.update((x, own[mine[0]] if scales else x) for x in e.outs)
             over.update(dict.fromkeys(e.outs, axes))
             ahead.add(e.outs)
-        return asked, None, 0
+        return asked, None, NO_AXES
 
     def _demands_of(self, e: Equation, mine: Sequence[Value]) -> Demands | None:
         """Returns what an equation asks of a value, if it reads others that are made of it."""
         # A loop or a kernel may do anything with the value.
-        if rounding.programs(e) or e.rule.need == PROGRAM:
-            return Demands() if e.name == "convert_element_type" else None
+        if rounding.programs(e) or e.rule.need == rules.PROGRAM:
+            return Demands() if e.name == rules.CAST else None
         adds, sums = _adds(e), is_sum(e)
         beside = [self.operands.get(x, 0) for x in e.ins if x not in mine]
-        mixes = adds or sums or e.name in ("dynamic_update_slice", "scatter")
+        mixes = adds or sums or e.name in WRITES
         return Demands(
             functools.reduce(operator.or_, beside, 0) if adds and len(mine) == 1 else 0,
             frozenset([self._over(e)]) if sums else NO_SUMS,
@@ -410,7 +400,7 @@ class Roundable:
 
 def _contracted(e: Equation) -> Sequence[Sequence[int]]:
     """Returns the axes of both operands that a matmul sums along, if it says so."""
-    return e.params["dimension_numbers"][0] if e.name == "dot_general" else ((), ())
+    return e.params["dimension_numbers"][0] if e.name == rules.DOT else ((), ())
 
 
 def _scales(e: Equation, mine: Sequence[Value]) -> bool:
@@ -422,5 +412,5 @@ def _scales(e: Equation, mine: Sequence[Value]) -> bool:
         return False
     rule = e.rule
     if rule.multiplies:
-        return len(mine) == 1 and (e.name == "mul" or mine[0] is e.ins[0])
+        return len(mine) == 1 and (not e.inverts or mine[0] is e.ins[0])
     return len(mine) == len(e.ins) if _adds(e) else e.name in ("neg", "copy")

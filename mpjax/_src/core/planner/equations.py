@@ -7,12 +7,10 @@ into jaxprs again.
 
 import collections
 import dataclasses
-import heapq
+import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
@@ -107,11 +105,18 @@ class Equation:
     name: str = dataclasses.field(init=False)
     rule: Rule = dataclasses.field(init=False)
     row: HigherOrder = dataclasses.field(init=False)
+    # Whether its second operand is subtracted, or divides; whether it is a barrier; and whether its
+    # author wrote its derivative.
+    inverts: bool = dataclasses.field(init=False)
+    is_barrier: bool = dataclasses.field(init=False)
+    is_custom: bool = dataclasses.field(init=False)
     is_half_matmul: bool | None = dataclasses.field(init=False, default=None)  # once it is known
 
     def __post_init__(self) -> None:
         self.name = self.primitive.name
         self.rule, self.row = rule_of(self.name), higher_order(self.name)
+        self.inverts, self.is_barrier = self.name in ("sub", "div"), self.name == BARRIER
+        self.is_custom = self.name in CUSTOM
 
     @property
     def acts(self) -> bool:
@@ -119,24 +124,11 @@ class Equation:
         return bool(self.like.effects) and building.acts(self.like.effects)
 
     def on(
-        self,
-        ins: Iterable[Value],
-        outs: list[Value] | None = None,
-        params: dict[str, Any] | None = None,
-        like: Any = None,
-        again: bool = False,
+        self, ins: Iterable[Value], outs: list[Value] | None = None, **changes: Any
     ) -> "Equation":
         """Returns the equation with other operands, and what else is given."""
-        return Equation(
-            self.primitive,
-            self.params if params is None else params,
-            [*ins],
-            self.outs if outs is None else outs,
-            self.like if like is None else like,
-            self.stack,
-            again or self.again,
-            self.region,
-        )
+        outs = self.outs if outs is None else outs
+        return dataclasses.replace(self, ins=[*ins], outs=outs, **changes)
 
     def reading(self, instead: Mapping[Value, Value]) -> "Equation":
         """Returns the equation on what is read ``instead`` of some operands, or itself."""
@@ -190,7 +182,7 @@ class Listed(NamedTuple):
         same: dict[Value, Value] = {}
         for e in self.equations:
             e = e.reading(same)
-            if e.name in CUSTOM:
+            if e.is_custom:
                 # Nobody differentiates what is written, so the function stands for its rule.
                 flags = {"again": e.again, "stack": _scopes(e), "rules": True}
                 same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
@@ -287,13 +279,19 @@ def appended(
     avals, traced, start = [v.aval for v in ins], {} if traced is None else traced, len(into)
     if (run, *avals) not in traced:
         traced[run, *avals] = _jax.trace(run, avals, "appended")
-    flags = (
-        {"again": again or like.again, "stack": like.stack, "region": like.region} if like else {}
-    )
+    flags: dict[str, Any] = {}
+    if like:
+        flags = {"again": again or like.again, "stack": like.stack, "region": like.region}
     made = opened(traced[run, *avals], ins, into, **flags)
     for v, out in zip(made, outs, strict=False):
         rename(into[start:], v, out)
     return [*outs, *made[len(outs) :]]
+
+
+@functools.lru_cache(maxsize=512)
+def given(run: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Returns a function whose first arguments are given: one object, which `appended` knows."""
+    return functools.partial(run, *args)
 
 
 def rename(equations: Sequence[Equation], old: Value, new: Value) -> None:
@@ -358,188 +356,6 @@ def needed(equations: Sequence[Equation], results: Iterable[Value]) -> list[Equa
             found.append(e)
             wanted.update(e.ins)
     return found[::-1]
-
-
-def deduplicated(
-    equations: Iterable[Equation], results: Sequence[Value]
-) -> tuple[list[Equation], list[Value]]:
-    """Returns equations without duplicates, and what then are the results.
-
-    People write ``exp(x) / exp(x).sum()``; JAX traces both. What a checkpoint computes again stays.
-    """
-    same: dict[Value, Value] = {}
-    seen: dict[Any, Equation] = {}
-    left = []
-    for e in equations:
-        e = e.reading(same)
-        try:
-            twin = seen.setdefault(_key(e), e)
-        except TypeError:  # a parameter that has no hash
-            twin = e
-        if twin is e:
-            left.append(e)
-        else:
-            same.update(zip(e.outs, twin.outs, strict=True))
-    return left, [same.get(v, v) for v in results]
-
-
-def _key(e: Equation) -> Any:
-    """Returns what equal equations have in common; an equation may be like no other."""
-    if e.acts or e.name == BARRIER:
-        return e
-    # Each reader of a literal has a value of its own. Bytes tell 0.0 from -0.0, and a NaN equals
-    # itself.
-    ins = [(np.asarray(v.const).tobytes(), v.aval.dtype) if v.literal else v for v in e.ins]
-    return e.primitive, *ins, e.again, e.region, tuple(e.params.items())
-
-
-def between(
-    equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
-) -> list[Equation]:
-    """Returns the equations that compute wanted values from known ones."""
-    missing, found = {v for v in wanted if v not in known}, []
-    for e in reversed(equations):
-        if not missing.isdisjoint(e.outs):
-            found.append(e)
-            missing.update(v for v in e.ins if v not in known)
-    return found[::-1]
-
-
-def recomputation(
-    equations: Sequence[Equation], wanted: Iterable[Value], known: Collection[Value]
-) -> list[Equation]:
-    """Returns the equations that recompute wanted values, but nothing that is known."""
-    return [without_known(e, known) for e in between(equations, wanted, known)]
-
-
-def without_known(e: Equation, known: Collection[Value]) -> Equation:
-    """Returns an equation without those of its results that are known."""
-    if not any(v in known for v in e.outs):
-        return e
-    if e.name != BARRIER:
-        return e.on(e.ins, outs=[Value(v.aval) if v in known else v for v in e.outs])
-    # A barrier waits for all that it holds, so it must not hold what is known.
-    pairs = [(v, out) for v, out in zip(e.ins, e.outs, strict=True) if out not in known]
-    return e.on([v for v, _ in pairs], outs=[out for _, out in pairs])
-
-
-def dependents(equations: Iterable[Equation], values: Iterable[Value]) -> set[Value]:
-    """Returns the values, and those that are computed from them."""
-    found = set(values)
-    for e in equations:
-        if e.name == BARRIER:  # each result is one of the operands
-            found.update(out for v, out in zip(e.ins, e.outs, strict=True) if v in found)
-        elif not found.isdisjoint(e.ins):
-            found.update(e.outs)
-    return found
-
-
-def in_order(equations: Iterable[Equation]) -> list[Equation]:
-    """Returns equations in an order in which they can run, as near to the given one as there is."""
-    equations = [*equations]
-    # A search in depth, on a list: programs are deeper than Python's stack.
-    maker = {out: e for e in equations for out in e.outs}
-    found: dict[Equation, None] = {}
-    begun: set[Equation] = set()
-    todo = equations[::-1]
-    while todo:
-        e = todo[-1]
-        missing = [maker[v] for v in e.ins if v in maker and maker[v] not in found]
-        if e in found or not missing:
-            found[todo.pop()] = None
-        elif e in begun:
-            # Without this, two values behind each other's barriers would be an endless loop.
-            raise AssertionError(f"{e.name} waits for its own result")
-        else:
-            begun.add(e)
-            todo += missing
-    return [*found]
-
-
-def deferred(
-    early: Sequence[Equation], outs: Iterable[Value], values: Iterable[Value]
-) -> tuple[list[Equation], list[Equation]]:
-    """Defers what makes or reads some values, and that the results of a forward part do not need.
-
-    Returns:
-        What is left, and what was taken out, for the backward part.
-    """
-    ahead = {*needed(early, outs)}
-    # JAX prepares what the backward part reads as soon as it can, such as masks and factors.
-    prepared = [e for e in early if e not in ahead]
-    moved = dependents(prepared, values)
-    later = [e for e in prepared if not moved.isdisjoint(e.outs)]
-    gone = {*later}
-    return [e for e in early if e not in gone], [e.on(e.ins, again=True) for e in later]
-
-
-Makers = Mapping[Value, Equation]  # what makes each value
-
-
-def readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
-    """Returns the equations that read each value."""
-    readers: dict[Value, list[Equation]] = collections.defaultdict(list)
-    for e in equations:
-        # A square reads its operand twice, and is one reader.
-        for v in dict.fromkeys(e.ins):
-            readers[v].append(e)
-    return readers
-
-
-def made_by(v: Value, maker: Makers, through: Callable[[Equation], bool]) -> Iterator[Equation]:
-    """Yields what a value is computed by: what makes it, and what makes the operands of those.
-
-    It goes ``through`` some equations alone.
-    """
-    todo, seen = [v], {v}
-    while todo:
-        e = maker.get(todo.pop())
-        if e is not None:
-            yield e
-        if e is not None and through(e):
-            todo += {*e.ins} - seen
-            seen.update(e.ins)
-
-
-class Order:
-    """Equations in the order in which they run, for walks from values to what is made of them.
-
-    Attributes:
-        readers: The equations that read each value.
-        places: The places of the equations.
-    """
-
-    def __init__(self, equations: Sequence[Equation]) -> None:
-        self.readers = readers_of(equations)
-        self.places = {e: i for i, e in enumerate(equations)}
-
-
-class Ahead:
-    """What reads some values, or values that are added on the way, in the order in which it runs.
-
-    Attributes:
-        queue: The equations that come next, after their places.
-    """
-
-    def __init__(self, order: Order, values: Iterable[Value]) -> None:
-        self._order, self._found = order, set[Equation]()
-        self.queue: list[tuple[int, Equation]] = []
-        self.add(values)
-
-    def add(self, values: Iterable[Value]) -> None:
-        """Adds what reads values."""
-        for e in (e for v in values for e in self._order.readers[v] if e not in self._found):
-            self._found.add(e)
-            # No two places are equal, so the heap never compares equations.
-            heapq.heappush(self.queue, (self._order.places[e], e))
-
-    def __iter__(self) -> Iterator[Equation]:
-        while self.queue:
-            yield heapq.heappop(self.queue)[1]
-
-    def __len__(self) -> int:
-        """Returns the number of equations that were found."""
-        return len(self._found)
 
 
 def closed(

@@ -20,14 +20,7 @@ from mpjax._src.core.base.higher_order import higher_order
 from mpjax._src.core.base.rules import FULL, HALF, NO_HALF_FORM, PROGRAM, SAME_PARAMETER, rule_of
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.accumulators import SENT, Sent
-from mpjax._src.core.planner.equations import (
-    NOWHERE,
-    Equation,
-    Region,
-    Value,
-    called,
-    parts,
-)
+from mpjax._src.core.planner.equations import NOWHERE, Equation, Region, Value, called, parts
 from mpjax._src.core.planner.integers import LARGE, NONE, SOURCES, of_equation
 from mpjax._src.core.planner.searches import loops, routers
 from mpjax._src.core.policy.policy import Policy
@@ -140,7 +133,7 @@ class Exceptions:
         """Returns the region of an equation, or "" if it stays where it is, and why."""
         kind = kind_of(e.name)
         matmul = kind == HALF
-        if not any(map(rounding.is_float32, (*e.ins, *e.outs))):
+        if not any(v.is_float32 for v in (*e.ins, *e.outs)):
             return "", ""
         # Before regions and lists: no setting makes the condition number smaller.
         if kind == SOLVER:
@@ -160,7 +153,7 @@ class Exceptions:
         if matmul and (override is not None or listed == "half"):
             return self._region_name((override or self.half).name), why
         pairs = zip(e.ins, ins, strict=True)
-        integers = any(fact.integers == LARGE for v, fact in pairs if rounding.is_float32(v))
+        integers = any(fact.integers == LARGE for v, fact in pairs if v.is_float32)
         # After the lists: who names the operation knows better than this guess.
         if decides:
             return FLOAT32.name, RANKED if matmul else ENDS
@@ -212,10 +205,7 @@ class Exceptions:
         for inside in row.wire(e.like.replace(params=e.params)):
             # What a loop starts with says nothing of a carry in later turns.
             carried = {argument for _, argument in inside.carry}
-            known = [
-                NOTHING if place in carried else ins[index]
-                for place, index in enumerate(inside.ins)
-            ]
+            known = [NOTHING if i in carried else ins[j] for i, j in enumerate(inside.ins)]
             new = self._program(inside.program, known, scopes, e.region)
             same &= new is inside.program
             changed.append(new)

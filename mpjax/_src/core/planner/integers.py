@@ -5,18 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.rules import MOVE
+from mpjax._src.core.base.rules import CAST, FOLLOW, MOVE, SELECT
 from mpjax._src.core.planner.equations import Equation, Value
+from mpjax._src.core.planner.kinds import SUMMED, SUMS, kind_of
 
 # Whether an array is integers: not, as far as one can tell; of up to 8 bits, as masks; or larger.
 NONE, SMALL, LARGE = range(3)
 MOST = 256  # bfloat16 tells all integers up to this one apart
 
-# Operations whose results are integers if their operands are.
-ELEMENTWISE = ("add", "add_any", "sub", "mul", "neg", "abs", "max", "min", "sign", "clamp")
-KEEP_INTEGERS = (*ELEMENTWISE, "select_n", "convert_element_type")
-SOURCES = ("iota", "convert_element_type")  # these make integers of what are none
-SUMS = ("reduce_sum", "cumsum", "reduce_window_sum", "psum", "scatter-add")
+SOURCES = ("iota", CAST)  # these make integers of what are none
 
 
 def _of_constant(v: Value) -> int:
@@ -38,21 +35,18 @@ def of_equation(e: Equation, out: Value, ins: Sequence[int]) -> int:
         return SMALL if _jax.size_of((size,)) <= MOST else LARGE
     known = zip(e.ins, ins, strict=True)
     pairs = [(v, kind if v.const is None else _of_constant(v)) for v, kind in known]
-    if e.name in KEEP_INTEGERS:
+    if e.name in ("mul", CAST) or (e.rule.need == FOLLOW and e.rule.linear):
         # The predicate of a select chooses numbers, and is none of them.
-        kinds = [_as_float(v, kind) for v, kind in pairs if _is_real(v) and v is not _choice(e)]
+        numbers = pairs[1:] if e.name == SELECT else pairs
+        kinds = [_as_float(v, kind) for v, kind in numbers if _is_real(v)]
         return max(kinds) if kinds and NONE not in kinds else NONE
-    if e.name in SUMS:
+    if kind_of(e) in (SUMMED, SUMS):
         # A sum of masks is a count, which soon exceeds 256.
         return LARGE if _as_float(*pairs[0]) else NONE
     if e.rule.need == MOVE:
         moved = [_as_float(v, kind) for v, kind in pairs if v.aval.dtype == out.aval.dtype]
         return max(moved) if moved and NONE not in moved else NONE
     return NONE
-
-
-def _choice(e: Equation) -> Value | None:
-    return e.ins[0] if e.name == "select_n" else None
 
 
 def _as_float(v: Value, kind: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
-from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.dtypes import FLOAT32, dtype_of
 from mpjax._src.core.planner.equations import CUSTOM
 from mpjax._src.core.planner.exceptions import Exceptions
 from mpjax._src.core.planner.narrowed import narrowed
@@ -56,8 +56,8 @@ def program_of(
         return Program(
             narrowed(marked, half, sent=exceptions.sent),
             half,
-            [_is_float32(v) and dtype == half for v, dtype in arrive],
-            [_is_float32(v) and dtype == half for v, dtype in leave],
+            [dtype_of(v) == FLOAT32 and dtype == half for v, dtype in arrive],
+            [dtype_of(v) == FLOAT32 and dtype == half for v, dtype in leave],
             exceptions,
             storage=policy.storage,
             known=known,
@@ -95,7 +95,3 @@ def _kept(key: Any) -> list[Program]:
 
 
 _jax.cleared_with_jax(_kept)
-
-
-def _is_float32(v: Any) -> bool:
-    return getattr(v.aval, "dtype", None) == np.dtype(FLOAT32)

@@ -3,23 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
+from mpjax._src.core.base import rules
 from mpjax._src.core.base._jax.rounded import ROUNDED
-from mpjax._src.core.base.rules import (
-    COMPARE,
-    DEAR,
-    FULL,
-    FUSED,
-    KINKED,
-    MOVE,
-    NO_HALF_FORM,
-    NONE,
-    ONE,
-    RANKS,
-    REDUCES,
-    SUM,
-)
 from mpjax._src.core.planner.equations import BARRIER, Equation, Value
 from mpjax._src.core.planner.rounding import is_half_matmul
 
@@ -46,13 +31,13 @@ UNKNOWN = "unknown"  # a loop, a kernel, linear algebra
 VIEWS = frozenset([SAME, LAYOUT])  # of all entries of their operand
 # Only what the table of rules does not say.
 KINDS = {
+    **dict.fromkeys(rules.VIEWS, LAYOUT),
     **dict.fromkeys((ROUNDED, "reduce_precision", "name", "pvary", "copy", BARRIER), SAME),
-    **dict.fromkeys(("stop_gradient", "sharding_constraint", "convert_element_type"), SAME),
-    **dict.fromkeys(("transpose", "reshape", "squeeze", "broadcast_in_dim"), LAYOUT),
-    **dict.fromkeys(("add", "sub", "add_any"), ADDED),
-    **dict.fromkeys(("max", "min", "select_n", "clamp"), SELECTED),
-    **dict.fromkeys(("reduce_max", "reduce_min"), EXTREME),
-    **dict.fromkeys(("scatter-add", "psum", "psum_invariant"), SUMS),
+    **dict.fromkeys(("stop_gradient", "sharding_constraint", rules.CAST), SAME),
+    **dict.fromkeys(rules.SUMS_OF_TWO, ADDED),
+    **dict.fromkeys(("max", "min", rules.SELECT, "clamp"), SELECTED),
+    **dict.fromkeys(rules.EXTREMES, EXTREME),
+    "scatter-add": SUMS,
     "reduce_sum": SUMMED,
     "cbrt": SIMPLE,
 }
@@ -67,15 +52,17 @@ def kind_of(e: Equation) -> str:
     # The table of rules has rows of loops as well, which say nothing of what is inside.
     if e.row.kind or e.name in KINDS:
         return KINDS.get(e.name, UNKNOWN)
+    moves, fused = rule.need == rules.MOVE, rule.cost == rules.FUSED
+    sums = rule.need == rules.FULL and rule.gain == rules.SUM
     # The first that fits counts: what ranks, for one, is a move as well.
     kinds = {
         MULTIPLIED: rule.multiplies,
-        ORDERED: RANKS in rule.traits or (rule.need == MOVE and KINKED in rule.traits),
-        MOVED: rule.need == MOVE,
-        COMPARED: rule.need == COMPARE or (rule.gain == NONE and rule.cost == FUSED),
-        SUMS: rule.need == FULL and rule.gain == SUM and NO_HALF_FORM not in rule.traits,
-        SIMPLE: rule.cost == FUSED and rule.gain_of(e.params) == ONE,
-        SPECIAL: rule.cost in (DEAR, FUSED) and REDUCES not in rule.traits,
+        ORDERED: rules.RANKS in rule.traits or (moves and rules.KINKED in rule.traits),
+        MOVED: moves,
+        COMPARED: rule.need == rules.COMPARE or (rule.gain == rules.NONE and fused),
+        SUMS: sums and rules.NO_HALF_FORM not in rule.traits,
+        SIMPLE: fused and rule.gain_of(e.params) == rules.ONE,
+        SPECIAL: rule.cost != rules.NEVER and rules.REDUCES not in rule.traits,
     }
     return next((kind for kind, fits in kinds.items() if fits), UNKNOWN)
 
@@ -85,17 +72,12 @@ def every(v: Value) -> Axes:
     return frozenset(range(len(v.shape)))
 
 
-def is_zero(v: Value) -> bool:
-    """Returns whether a value is known to be zero."""
-    return v.literal and not np.any(np.asarray(v.const))
-
-
 def axes_of_view(e: Equation) -> dict[int, set[int]]:
     """Returns where the axes of the operand of a view are in its result."""
     before, after, p = e.ins[0].shape, e.outs[0].shape, e.params
     if e.name == "transpose":
         return {a: {i} for i, a in enumerate(p["permutation"])}
-    if e.name == "broadcast_in_dim":
+    if e.name == rules.SPREAD:
         return {i: {d} for i, d in enumerate(p["broadcast_dimensions"])}
     if e.name == "squeeze":
         kept = [i for i in range(len(before)) if i not in p["dimensions"]]
@@ -140,7 +122,7 @@ def constant_along(
 ) -> tuple[Value, Sequence[int]] | None:
     """Returns what a value spreads along axes, and where its own axes are; None if it differs."""
     e, dims = maker.get(v), range(len(v.aval.shape))
-    if e is not None and e.name == "broadcast_in_dim":
+    if e is not None and e.name == rules.SPREAD:
         # JAX spreads an array before it is added, so what is constant is found behind that.
         (v, *_), dims = e.ins, e.params["broadcast_dimensions"]
     sizes = dict(zip(dims, v.aval.shape, strict=True))

@@ -20,11 +20,13 @@ import numpy as np
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax.rounded import rounded_p
 from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.base.rules import ADDITIONS
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import Equation, Makers, Value, opened, parts
+from mpjax._src.core.planner.dependence import Makers
+from mpjax._src.core.planner.equations import Equation, Value, opened, parts
 from mpjax._src.core.planner.recall import Opened
 
-COMMUTE = ("add", "add_any", "mul")
+COMMUTE = (*ADDITIONS, "mul")
 
 
 def recurrent(program: Any, half: np.dtype = FLOAT32) -> Any:
@@ -85,7 +87,7 @@ def _interleaved(e: Equation, maker: Makers) -> int | None:
     """Returns the axis along which an equation puts the entries of two arrays in turns."""
     makers = [maker.get(v) for v in e.ins] if e.name == "add" else []
     pads = [x.params["padding_config"] for x in makers if x is not None and x.name == "pad"]
-    if len(pads) < 2 or not rounding.is_float32(e.outs[0]):
+    if len(pads) < 2 or not e.outs[0].is_float32:
         return None
     # JAX puts entries in turns by padding both arrays with gaps of one, and adding them.
     gaps = [axis for axis, (*_, inner) in enumerate(pads[0]) if inner == 1]
@@ -120,7 +122,7 @@ def _is_same(
     bound[ours] = theirs
     e, other = our_makers.get(ours), their_makers.get(theirs)
     if e is None:  # an argument
-        return rounding.is_float32(theirs)
+        return theirs.is_float32
     if other is None or _kind(e) != _kind(other):
         return False
     ins = other.ins

@@ -18,25 +18,16 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base._jax.barriers import row_major
 from mpjax._src.core.base.higher_order import BRANCH, MAP, SCAN
-from mpjax._src.core.planner import coding, rounding
-from mpjax._src.core.planner.budget import Budget
+from mpjax._src.core.base.rules import DOT
+from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.cotangents import rounded_once
-from mpjax._src.core.planner.equations import (
-    Equation,
-    Value,
-    appended,
-    closed,
-    deduplicated,
-    dependents,
-    opened,
-    parts,
-    readers_of,
-)
+from mpjax._src.core.planner.dependence import deduplicated, dependents, readers_of
+from mpjax._src.core.planner.equations import Equation, Value, appended, closed, opened, parts
+from mpjax._src.core.planner.handover import handed_over
 from mpjax._src.core.planner.held_apart import held_apart
-from mpjax._src.core.planner.maxima import unpooled, with_operands
-from mpjax._src.core.planner.partition import Parts, handed, read_of
+from mpjax._src.core.planner.maxima import unpooled
+from mpjax._src.core.planner.partition import Parts
 from mpjax._src.core.planner.rewrites import rewritten
-from mpjax._src.core.planner.timeline import Timeline
 from mpjax._src.core.planner.turns import hoisted
 
 # The turns of a loop whose number is not known.
@@ -164,55 +155,33 @@ class Body:
         pair: Pair,
         priced: Sequence[Value],
         stacked: Collection[Value] = (),
-        turns: int = 1,
+        turns: int | None = None,
     ) -> None:
-        """Chooses what to hand over: ``priced`` arguments too, ``stacked`` results for nothing."""
+        """Chooses what the first hands over.
+
+        Args:
+            pair: The pair.
+            priced: The arguments that have to be handed over to be read.
+            stacked: The results of which all turns are returned anyway.
+            turns: How often a loop turns; None for what is no loop.
+        """
         new, half, storage = [self.back_ins[i] for i in self.own], pair.half, pair.storage
         free = {*self.ins} - {*priced}
         returned = [self.outs[i] for i in pair.public]
         both = [*self.first, *self.second]
         # Inner pairs first: what they hand over is what the cut of this body chooses from.
         joined(both, new, free, [*returned, *self.back_outs], half, storage)
-        self.second, self.back_outs = deduplicated(self.second, self.back_outs)
-        self.first, self.second = hoisted(self.first), hoisted(self.second)
-        parts_of = Parts(self.first, self.second, returned, self.back_outs, new, half)
-        self.first, second, *_ = changed = rewritten(parts_of)
-        self.second = unpooled(rounding.with_rounded(second, rounded_once(changed), half))
-        self._hand_over(pair, priced, stacked, turns)
-
-    def _hand_over(
-        self, pair: Pair, priced: Sequence[Value], stacked: Collection[Value], turns: int
-    ) -> None:
-        first, second, outs, storage = self.first, self.second, self.back_outs, pair.storage
-        new = [self.back_ins[i] for i in self.own]
-        made = rounding.made(first, (), pair.half)
-        price = rounding.Price(made, rounding.wanted(second, outs, ()), pair.half)
-        price = coding.priced(price, first, second) if storage == "8bit" else price
-        # What others read of the loop is stacked in any case.
-        costs = lambda v: 0 if v in stacked else price(v)  # noqa: E731
-        hand = handed(first, second, outs, costs, priced, self.ins)
-        before: list[Equation] = []
-        if not isinstance(storage, str):
-            paid = lambda v: turns * costs(v)  # noqa: E731
-            timeline = Timeline(first, second, outs, new, self.ins, (), price, paid)
-            made_of = [*priced, *(out for e in first for out in e.outs)]
-            crossing, free = read_of(made_of, second, outs), {*self.ins} - {*priced}
-            budget = Budget(first, crossing, hand.saved, free, timeline, (), priced, turns)
-            hand, before = budget.within(storage)
-        known = {*self.ins, *(v for e in before for v in e.outs)}
-        again, second = with_operands(first, second, hand, known)
-        before, again = [*map(rounding.again, before)], [*map(rounding.again, again)]
-        self.saved = hand.saved
-        # A stack that is returned has no code: its values would be stored twice.
-        if isinstance(price, coding.Price):
-            own = [v for v in hand.saved if v not in stacked]
-            sent, carriers, encoding, decoding = coding.codes(own, price, first)
-            self.saved = [*(v for v in hand.saved if v in stacked), *sent, *carriers]
-            self.first, again = [*first, *encoding], [*decoding, *again]
-        self.second = [*before, *again, *second]
-        if turns == 1 and not isinstance(storage, str):  # XLA finds nothing in loops
-            rest = [*again, *second]
-            parts_of = self.saved, (), before, rest, outs
+        second, self.back_outs = deduplicated(self.second, self.back_outs)
+        both_parts = hoisted(self.first), hoisted(second)
+        changed = rewritten(Parts(*both_parts, returned, self.back_outs, new, half))
+        late = unpooled(rounding.with_rounded(changed.late, rounded_once(changed), half))
+        given: dict[str, Any] = {"priced": priced, "stacked": stacked, "turns": turns or 1}
+        hand = handed_over(changed._replace(late=late), self.ins, storage, **given)
+        self.saved, self.first = [*hand.values, *hand.carriers], hand.early
+        rest = [*hand.again, *hand.late]
+        self.second = [*hand.before, *rest]
+        if turns is None and not isinstance(storage, str):  # XLA finds nothing in loops
+            parts_of = self.saved, (), hand.before, rest, self.back_outs
             self.second, self.back_outs = held_apart(*parts_of, new, in_turns=True)
 
 
@@ -233,9 +202,8 @@ def _scan(pair: Pair) -> None:
     # slice may have to be handed over.
     priced = [*(v for v, _ in carries), *(v for v, x in slices if x not in pair.free)]
     stacked = [i for i in pair.public if i >= end - start]
-    # At least two, for one would mean no loop: then barriers are put inside.
     turns = length if isinstance(length, int) else MANY
-    body.cut(pair, priced, {body.outs[i] for i in stacked}, max(turns, 2))
+    body.cut(pair, priced, {body.outs[i] for i in stacked}, turns)
     _in_order(body)
     stacks = {body.outs[i]: fore.outs[i] for i in stacked}
     # Slices come from arrays that exist: the second scan reads these, not stacks of the slices.
@@ -255,7 +223,7 @@ def _in_order(body: Body) -> None:
     """
     readers, own = readers_of(body.first), {*body.ins, *body.outs}
     for i, v in enumerate(body.saved):
-        dots = [e for e in readers[v] if e.name == "dot_general"]
+        dots = [e for e in readers[v] if e.name == DOT]
         if not dots or v in own:
             continue
         place = dots[0].ins.index(v)
@@ -335,12 +303,7 @@ def _cond(pair: Pair) -> None:
     fore.outs = [*(fore.outs[i] for i in public), *shared]
     row = fore.row
     fore.params = {**fore.params, **row.holding(fore_programs)}
-    back.ins = [
-        back.ins[0],
-        *(back.ins[1 + i] for i in own),
-        *shared,
-        *(operands[i] for i in read),
-    ]
+    back.ins = [back.ins[0], *(back.ins[1 + i] for i in own), *shared, *(operands[i] for i in read)]
     back.params = {**back.params, **row.holding(back_programs)}
 
 

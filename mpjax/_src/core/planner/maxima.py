@@ -18,16 +18,10 @@ import jax.numpy as jnp
 
 from mpjax._src.core.base.devices import current_facts
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import (
-    CUSTOM,
-    Equation,
-    Value,
-    appended,
-    deferred,
-    needed,
-)
-from mpjax._src.core.planner.kinds import is_zero
+from mpjax._src.core.planner.dependence import deferred
+from mpjax._src.core.planner.equations import Equation, Value, appended, needed
 from mpjax._src.core.planner.partition import Handed, Parts, Placed, from_one_array
+from mpjax._src.core.planner.rounding import is_zero
 from mpjax._src.core.program.respellings import WINDOWS, entries_of
 
 # ---- positions ----------------------------------------------------------------------------------
@@ -89,7 +83,7 @@ def _places(e: Equation) -> Iterator[tuple[int, ...]]:
 
 def _pool(e: Equation, x: Any) -> list[Any]:
     """Returns the maxima, and where they were. Of equal entries it is the first, as in JAX."""
-    larger = jax.lax.gt if e.name == "reduce_window_max" else jax.lax.lt
+    larger = jax.lax.gt if POOLS[e.name] == "ge" else jax.lax.lt
     edge = -math.inf if larger is jax.lax.gt else math.inf
     # Padding loses against every finite number.
     best, *others = entries_of(x, edge, *(e.params[name] for name in WINDOWS))
@@ -126,7 +120,7 @@ def masks(both: Parts) -> Parts:
     results = {v: e.outs[0] for e in either if (v := _rectified(e)) is not None}
     ahead = {*forward}
     # A mask that the forward part reads itself exists anyway.
-    prepared = [e for e in early if e not in ahead and _is_mask(e) and e.ins[0] in results]
+    prepared = [e for e in early if e not in ahead and rounding.is_mask(e) and e.ins[0] in results]
     found = {e.outs[0]: results[e.ins[0]] for e in prepared}
     first, second = deferred(early, outs, found)
     masked = [e.on([found[e.outs[0]], e.ins[1]]) if e.outs[0] in found else e for e in second]
@@ -146,7 +140,7 @@ def with_operands(
     maker = {out: (i, e) for i, e in enumerate(early) for out in e.outs}
     changed = []
     for e in late:
-        v = _operand(e.ins[0], maker) if e.again and _is_mask(e) else None
+        v = _operand(e.ins[0], maker) if e.again and rounding.is_mask(e) else None
         steps = from_one_array(v, maker, known) if v is not None else None
         # From several arrays, the mask would read more than the result does.
         if v is None or steps is None:
@@ -156,10 +150,6 @@ def with_operands(
         known.update(out for x in steps for out in x.outs)
         changed.append(e.on([v, e.ins[1]]))
     return again, changed
-
-
-def _is_mask(e: Equation) -> bool:
-    return e.name == "gt" and is_zero(e.ins[1])
 
 
 def _operand(v: Value, maker: Placed) -> Value | None:
@@ -174,7 +164,7 @@ def _rectified(e: Equation) -> Value | None:
     if e.name == "max":
         zeros = [is_zero(v) for v in e.ins]
         return e.ins[zeros.index(False)] if zeros.count(True) == 1 else None
-    ruled = e.name in CUSTOM and len(e.ins) == 1 and len(e.outs) == 1
+    ruled = e.is_custom and len(e.ins) == 1 and len(e.outs) == 1
     return e.ins[0] if ruled and all(rounding.inside(e, _is_relu)[0]) else None
 
 

@@ -12,23 +12,85 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax._src.core.base._jax import held
-from mpjax._src.core.base.rules import COMPARE, JUMPS, MOVE
+from mpjax._src.core.base._jax.rounded import ROUNDED
+from mpjax._src.core.base.rules import COMPARE, EQUALITIES, JUMPS, LOGIC, MOVE
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import (
-    BARRIER,
-    CUSTOM,
-    Equation,
-    Value,
-    dependents,
-    recomputation,
-)
-from mpjax._src.core.planner.mincut import cheapest_cut
+from mpjax._src.core.planner.dependence import dependents, recomputation
+from mpjax._src.core.planner.equations import Equation, Value
+
+# SciPy computes flow in 32 bits.
+MOST = 2**31 - 1
+
+
+def cheapest_cut(
+    weights: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    given: Iterable[int],
+    needed: Iterable[int],
+    costs: Mapping[int, int] = MappingProxyType({}),
+) -> set[int]:
+    """Returns the lightest set of nodes that every path from given to needed nodes passes through.
+
+    This is a minimum vertex cut, found by maximum flow (Ford and Fulkerson, 1956): each node is an
+    edge with its weight as capacity, and all other edges are unbounded. functorch's partitioner
+    chooses the values for a backward pass in the same way. If several sets are lightest, the one
+    nearest to the needed nodes is returned, so that the least is recomputed and the result is
+    deterministic.
+
+    Args:
+        weights: The weight of each node.
+        edges: Pairs of nodes; the first is an operand of the second.
+        given: The nodes that cannot be recomputed.
+        needed: The nodes that must be in the set, or be computed from it.
+        costs: The cost of computing a node, for those that are not free to compute.
+
+    Returns:
+        The set.
+    """
+    from scipy.sparse import csgraph  # slow to import, and needed only to plan
+
+    # A flow bounds edges and not nodes, so node i is the edge from vertex 2i to vertex 2i + 1: the
+    # cut goes through it if the node is kept.
+    count = len(weights)
+    source, sink = 2 * count, 2 * count + 1
+    # Rounded up, so that only weight 0 is free; the sum of all weights represents "unbounded". The
+    # unit is a power of two, so that an array weighs as much as its parts, of any batch size.
+    total = sum(weights) + sum(costs.values())
+    unit = 1 << (total // (MOST // 2 - 2 * count)).bit_length()
+    capacity = [-(-w // unit) for w in weights]
+    # Nodes on the sink's side are computed again. Where that has a price, it is the capacity of an
+    # edge from the source, which is then cut.
+    paid = {(source, 2 * i): -(-cost // unit) for i, cost in costs.items()}
+    unbounded = sum(capacity) + sum(paid.values()) + 1
+    arcs = {(2 * i, 2 * i + 1): c for i, c in enumerate(capacity)}
+    arcs |= {(2 * i + 1, 2 * j): unbounded for i, j in edges}
+    arcs |= paid
+    arcs |= {(source, 2 * i): unbounded for i in given}
+    arcs |= {(2 * i + 1, sink): unbounded for i in needed}
+    if not arcs:
+        return set()
+    graph = _matrix(arcs, sink + 1)
+    left = graph - csgraph.maximum_flow(graph, source, sink, method="dinic").flow
+    # A search of SciPy follows stored zeros as if they were edges.
+    left.eliminate_zeros()
+    # Nodes that can still reach the sink lie behind the cut.
+    reached = csgraph.breadth_first_order(left.T.tocsr(), sink, return_predecessors=False)
+    behind = {*reached.tolist()}
+    return {i for i in range(count) if 2 * i + 1 in behind and 2 * i not in behind}
+
+
+def _matrix(arcs: dict[tuple[int, int], int], size: int) -> Any:
+    from scipy.sparse import coo_array
+
+    rows, columns = zip(*arcs, strict=True)
+    data = np.fromiter(arcs.values(), np.int32, len(arcs))
+    return coo_array((data, (rows, columns)), shape=(size, size)).tocsr()
+
 
 # Operations that a table of memory traffic calls dear, but that are computed where they are read.
 VIEWS = frozenset(
-    ("and", "bitcast_convert_type", "name", "not", "or", "pad", "polynomial", "pvary", "pcast")
-    + ("reduce_precision", "rev", "rounded", "shift_left", "shift_right_arithmetic")
-    + ("shift_right_logical", "xor")
+    (*LOGIC, ROUNDED, "bitcast_convert_type", "name", "pad", "polynomial", "pvary", "pcast", "rev")
+    + ("reduce_precision", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor")
 )
 
 # The price of a value that is handed over, in bytes.
@@ -155,9 +217,9 @@ def lightest_of(
 
 def runs_again(e: Equation) -> bool:
     """Returns whether an equation may run a second time in the backward part."""
-    if e.name in CUSTOM:
+    if e.is_custom:
         return all(all(each) for each in rounding.inside(e, _run_again))
-    return (e.rule.runs_again or e.name in VIEWS) and e.name != BARRIER and not e.acts
+    return (e.rule.runs_again or e.name in VIEWS) and not e.is_barrier and not e.acts
 
 
 # The equation that makes a value, and its place among others.
@@ -206,7 +268,7 @@ def _jumps(e: Equation, computed: list[Value], known: set[Value], same: set[Valu
     ``same``, because they are handed over, or whether a number is infinite or NaN.
     """
     floats = [v for v in computed if held.is_inexact(v.aval)]
-    if e.rule.need == COMPARE and e.name not in ("eq", "ne"):
+    if e.rule.need == COMPARE and e.name not in EQUALITIES:
         return bool(floats) and known.isdisjoint(e.ins)
     if same.issuperset(floats):
         return False

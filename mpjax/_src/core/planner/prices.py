@@ -43,11 +43,7 @@ class Traffic:
 
     @classmethod
     def of(
-        cls,
-        price: rounding.Price,
-        kept: float,
-        early: Sequence[Equation],
-        late: Sequence[Equation],
+        cls, price: rounding.Price, kept: float, early: Sequence[Equation], late: Sequence[Equation]
     ) -> "Traffic":
         """Finds the prices of the values of a forward and a backward part."""
         fed, again = rounding.fed(early), rounding.fed(late)

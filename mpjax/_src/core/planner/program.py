@@ -12,33 +12,19 @@ import numpy as np
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building, held
 from mpjax._src.core.base.garbage import collected_later
-from mpjax._src.core.planner import coding, rounding, saving
-from mpjax._src.core.planner.budget import Budget
+from mpjax._src.core.planner import rounding, saving
 from mpjax._src.core.planner.cotangents import rounded_once
-from mpjax._src.core.planner.equations import (
-    BARRIER,
-    Equation,
-    Listed,
-    Value,
-    between,
-    closed,
-    deduplicated,
-    dependents,
-    needed,
-    opened,
-    parts,
-    without_known,
-)
+from mpjax._src.core.planner.dependence import between, deduplicated, dependents, without_known
+from mpjax._src.core.planner.equations import Equation, Listed, Value, closed, needed, opened, parts
 from mpjax._src.core.planner.exceptions import Exceptions
+from mpjax._src.core.planner.handover import handed_over
 from mpjax._src.core.planner.held_apart import held_apart, stored
 from mpjax._src.core.planner.linear_recurrences import recurrent
 from mpjax._src.core.planner.loops import joined, zeros_like
-from mpjax._src.core.planner.maxima import unpooled, with_operands
-from mpjax._src.core.planner.partition import Handed, Parts, handed, parted, read_of
-from mpjax._src.core.planner.prices import KEPT, Traffic
+from mpjax._src.core.planner.maxima import unpooled
+from mpjax._src.core.planner.partition import Parts, parted
 from mpjax._src.core.planner.replaced import batch
 from mpjax._src.core.planner.rewrites import rewritten
-from mpjax._src.core.planner.timeline import Timeline
 from mpjax._src.core.planner.turns import hoisted
 from mpjax._src.core.planner.write import written
 
@@ -264,8 +250,6 @@ class Derivative:
         self._early, self._late = parted(hoisted(needed(equations, results)), self._cts)
         parts_of = Parts(self._early, self._late, self._outs, self._grads, self._cts, half)
         self._early, self._late, *_ = rewritten(parts_of)
-        halved = _chosen(self.inputs, program.halved_in)
-        self._made = rounding.made(self._early, halved, half)
         # Behind an integer or `stop_gradient` there are no tangents, and JAX does not ask for any.
         moved = dependents([*filter(_moves, self._early)], [self.inputs[i] for i in self.by])
         self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
@@ -276,33 +260,21 @@ class Derivative:
 
     def _hand_over(self) -> None:
         """Chooses what the forward part hands to the backward part, and closes it."""
-        program, half, early = self.program, self.program.half, self._early
-        asked = [g for g, i in zip(self._grads, self.by, strict=True) if program.halved_in[i]]
-        made = self._made
-        # What only matmuls of the backward part read is handed over in the 16 bits that they read.
-        price = rounding.Price(made, rounding.wanted(self._late, self._grads, asked), half)
-        price = coding.priced(price, early, self._late) if program.storage == "8bit" else price
-        # A number as storage starts from what `lean` keeps, and codes of 8 bits are put on that.
-        rate = KEPT.get(program.storage, KEPT["lean"])
-        prices = self.prices = Traffic.of(price, rate, early, self._late)
-        hand = handed(early, self._late, self._grads, prices, free=self.inputs, costs=prices.costs)
-        hand, before = self._within_budget(hand, price)
-        self._before = [*map(rounding.again, before)]
-        known = {*self.inputs, *(v for e in self._before for v in e.outs)}
-        again, self._late = with_operands(early, self._late, hand, known)
-        again = [*map(rounding.again, again)]
-        self._held, carriers = hand.saved, list[Value]()
-        self._again = again
-        if isinstance(price, coding.Price):
-            self._held, carriers, encoding, decoding = coding.codes(hand.saved, price, early)
-            early, self._again = [*early, *encoding], [*decoding, *again]
+        program, grads = self.program, self._grads
+        low = _chosen(self.inputs, self._low_in)
+        asked = [g for g, i in zip(grads, self.by, strict=True) if program.halved_in[i]]
+        parts_of = Parts(self._early, self._late, self._outs, grads, self._cts, program.half)
+        given: dict[str, Any] = {"low": low, "asked": asked, "inside": False}
+        hand = handed_over(parts_of, self.inputs, program.storage, **given)
+        self._held, carriers, early, self._before, self._again, self._late, self.prices = hand
         self.saved = [*self._held, *carriers]
         later = [*self._before, *self._again, *self._late]
-        read = {*self._grads, *(v for e in later for v in e.ins)}
+        read = {*grads, *(v for e in later for v in e.ins)}
         self.given = [i for i, v in enumerate(self.inputs) if v in read]
         # What runs again reads saved values too, some in float32. So which ones are handed over in
         # 16 bits is decided once the cut is known, and may differ from its prices.
-        exact = rounding.Price(made, rounding.wanted(later, self._grads, asked), half)
+        made, wanted = rounding.made(self._early, low, program.half), rounding.wanted
+        exact = rounding.Price(made, wanted(later, grads, asked), program.half)
         self._low = [v in carriers or exact.is_half(v) for v in self.saved]
         early, self._padded = stored(early, self._held, later, self._cts)
         forward = Listed.of(self.inputs, early, [*self._outs, *self.saved], self._info)
@@ -314,22 +286,6 @@ class Derivative:
     def makers(self) -> dict[Value, Equation]:
         """The equations that make the values of the forward part."""
         return {out: e for e in self._early for out in e.outs}
-
-    def _within_budget(self, hand: Handed, price: rounding.Price) -> tuple[Handed, list[Equation]]:
-        """Returns what is handed over if the setting of storage is a number, from that of lean.
-
-        With it comes what computes more in the backward part before the rest.
-        """
-        early, late, number = self._early, self._late, self.program.storage
-        if isinstance(number, str):
-            return hand, []
-        halved = _chosen(self.inputs, self._low_in)
-        timeline = Timeline(early, late, self._grads, self._cts, self.inputs, halved, price)
-        crossing = read_of((out for e in early for out in e.outs), late, self._grads)
-        # What a checkpoint of the user keeps is behind a barrier, and stays kept.
-        pinned = [v for e in late if e.name == BARRIER for v in e.ins]
-        budget = Budget(early, crossing, hand.saved, self.inputs, timeline, pinned)
-        return budget.within(number)
 
     def saveable(self, where: saving.Where) -> saving.Saved:
         """Returns what a checkpoint's policy saves of what the backward part needs, and where."""
@@ -345,7 +301,7 @@ class Derivative:
         low_in, low_out, half = program.halved_in, program.halved_out, program.half
         early = saved.first(self._early)
         made = rounding.made(early, _chosen(self.inputs, low_in), half)
-        low = [v in made and rounding.is_float32(v) for v in saved.values]
+        low = [v in made and v.is_float32 for v in saved.values]
         sent, early = saving.sent(saved.values, early)
         forward = Listed.of(self.inputs, early, [*self._outs, *sent], self._info)
         first = program.another(forward, low_in, [*low_out, *low], program.returned)
@@ -354,7 +310,6 @@ class Derivative:
         read = [*self._outs, *self._grads, *(v for e in self._late for v in e.ins)]
         again = between(saved.second(self._early), read, {*self.inputs, *saved.values})
         new._early = [*back, *again]
-        new._made = rounding.made(new._early, _chosen(new.inputs, new._low_in), half)
         new._hand_over()
         return first, Resumed(program, new, low)
 
@@ -489,7 +444,7 @@ def without_zeros(
     left = []
     for e in equations:
         ins = [alias.get(v, v) for v in e.ins]
-        if e.name == BARRIER:
+        if e.is_barrier:
             zeros.update(out for v, out in zip(ins, e.outs, strict=True) if v in zeros)
             rest = without_known(e.on(ins), zeros)
             left += [rest] if rest.outs else []
@@ -522,7 +477,7 @@ def unbarred(program: Any) -> Any:
     kept = []
     for e in equations:
         operands = [same.get(v, v) for v in e.ins]
-        if e.name == BARRIER:
+        if e.is_barrier:
             same.update(zip(e.outs, operands, strict=True))
         else:
             kept.append(e.on(operands, params=rounding.with_programs(e, unbarred)))

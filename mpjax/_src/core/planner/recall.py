@@ -5,16 +5,15 @@ second time is what its author asked for. A custom rule cannot change, for its d
 """
 
 import bisect
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
-from mpjax._src.core.base.higher_order import MAP, REMATS, higher_order
+from mpjax._src.core.base.higher_order import REMATS, higher_order
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import CUSTOM, Call, Equation, Value, closed, opened
+from mpjax._src.core.planner.equations import Call, Equation, Value, closed, opened
 
 
 class Opened:
@@ -59,8 +58,10 @@ class Opened:
         found: list[Value] = []
         for i, e in enumerate(self.equations):
             if rounding.programs(e) and e.outs and not self.is_fixed(e.outs[0]):
-                self.equations[i] = _with_inside(e, change)
-                found += e.outs[:1] if self.equations[i] is not e else []
+                params = rounding.with_programs(e, change)
+                if params is not e.params:
+                    self.equations[i] = dataclasses.replace(e, params=params)
+                    found += e.outs[:1]
         return found
 
     def changed(
@@ -141,24 +142,12 @@ class Opened:
         return e.on(ins, outs=outs, params={**params, "jaxpr": _jax.open_jaxpr(program)[0]})
 
 
-def _with_inside(e: Equation, change: Callable[[Any], Any]) -> Equation:
-    mapped = e.row.kind == MAP
-    # What is traced in the body of a shard_map needs the mesh's axes in scope.
-    with building.on_each_device(e.params) if mapped else contextlib.nullcontext():
-        programs = [building.as_closed(program) for program in rounding.programs(e)]
-        changed = [change(program) for program in programs]
-    if all(x is y for x, y in zip(programs, changed, strict=True)):
-        return e
-    rest = iter(changed)
-    return dataclasses.replace(e, params=rounding.with_programs(e, lambda _: next(rest)))
-
-
 WAITING = "waiting"  # the parameter that has the equations of a checkpoint
 
 
 def _is_fixed(call: Call) -> bool:
     e = call.equation
-    return e.name in CUSTOM or (e.name in REMATS and e.params["differentiated"])
+    return e.is_custom or (e.name in REMATS and e.params["differentiated"])
 
 
 def _made(e: Equation) -> list[Value]:

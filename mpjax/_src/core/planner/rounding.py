@@ -5,6 +5,7 @@ value is stored in 16 bits without another rounding if a matmul made it (`made`)
 layout, or if matmuls alone read it (`wanted`), which would round it themselves.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -13,22 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._src.core.base import _jax
+from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base._jax.rounded import ROUNDED, rounded_p
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.higher_order import BRANCH, MAP, SCAN
 from mpjax._src.core.base.rules import FOLLOW, FULL, HALF, MOVE, NO_HALF_FORM, RANKS
-from mpjax._src.core.planner.equations import BARRIER, CUSTOM, Equation, Value, closed, parts
+from mpjax._src.core.planner.equations import Equation, Value, closed, parts
 from mpjax._src.core.program.graph import AGAIN
 
 # Operations without rounding, besides those of layout: their results are their operands' numbers.
-EXACT = frozenset(("neg", "abs", "max", "min", "select_n"))
-
-
-def is_float32(v: Value) -> bool:
-    """Returns whether a value is a float32 array."""
-    return v.is_float32
+EXACT = frozenset(("neg", "abs", "max", "min", rules.SELECT))
 
 
 # A smaller array costs a kernel more to start than to read.
@@ -75,13 +71,12 @@ def returns_half(e: Equation) -> bool:
 
 
 def _is_narrow(e: Equation) -> bool:
-    if e.name != "dot_general":
+    if e.name != rules.DOT:
         return False
     (_, contracted), (_, batch) = e.params["dimension_numbers"]
     shape = e.ins[1].aval.shape
-    return (
-        _jax.size_of([n for d, n in enumerate(shape) if d not in (*contracted, *batch)]) <= NARROW
-    )
+    columns = [n for d, n in enumerate(shape) if d not in (*contracted, *batch)]
+    return _jax.size_of(columns) <= NARROW
 
 
 def may_be_half_matmul(e: Equation) -> bool:
@@ -91,7 +86,7 @@ def may_be_half_matmul(e: Equation) -> bool:
     asked = e.region.dtype.removeprefix(OTHER) in HALF_NAMES
     if not (e.region.back or asked) and no_faster(e):
         return False
-    return all(map(is_float32, (*e.ins[:2], *e.outs)))
+    return all(v.is_float32 for v in (*e.ins[:2], *e.outs))
 
 
 def no_faster(e: Any) -> str:
@@ -100,7 +95,7 @@ def no_faster(e: Any) -> str:
     What adds up products entry by entry reads each entry once. It is no matmul for matrix units,
     but often a loss: log probabilities times one-hot labels, or a squared norm.
     """
-    if e.name != "dot_general":
+    if e.name != rules.DOT:
         return ""
     (contracted, _), (batch, _) = e.params["dimension_numbers"]
     if _jax.size_of([e.ins[0].aval.shape[d] for d in contracted]) <= SHORT:
@@ -148,7 +143,7 @@ def may_be_half_operation(e: Equation) -> bool:
     row = e.rule
     if row.need not in (FULL, FOLLOW) or NO_HALF_FORM in row.traits or e.region.back:
         return False
-    return any(map(is_float32, e.outs))
+    return any(v.is_float32 for v in e.outs)
 
 
 def again(e: Equation) -> Equation:
@@ -216,9 +211,9 @@ def commutes(e: Equation) -> bool:
 
 def widens(e: Equation, half: np.dtype) -> bool:
     """Returns whether an equation is the user's cast of 16-bit numbers to float32."""
-    if e.name != "convert_element_type" or half == FLOAT32:
+    if e.name != rules.CAST or half == FLOAT32:
         return False
-    return e.ins[0].aval.dtype == half and is_float32(e.outs[0])
+    return e.ins[0].aval.dtype == half and e.outs[0].is_float32
 
 
 def bodies(e: Equation) -> list[tuple[list[Value], list[Equation], list[Value]]]:
@@ -248,7 +243,7 @@ def inside(e: Equation, find: Callable[..., list[Any]], *given: Any) -> list[lis
 def programs(e: Equation) -> Sequence[Any]:
     """Returns the closed jaxprs of a scan, branch, map or custom rule, which planning enters."""
     row = e.row
-    if row.kind not in (SCAN, BRANCH, MAP) and e.name not in CUSTOM:
+    if row.kind not in (SCAN, BRANCH, MAP) and not e.is_custom:
         return ()
     held = e.params[row.params[0]]
     return held if row.kind == BRANCH else (held,)
@@ -298,7 +293,7 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
         if returns_half(e) or widens(e, half) or is_rounding(e):
             found.update(e.outs)
         elif is_half_operation(e):
-            found.update(filter(is_float32, e.outs))
+            found.update(v for v in e.outs if v.is_float32)
         elif is_view(e):
             found.update(_made_views(e, found, numbers))
         elif programs(e):
@@ -308,9 +303,9 @@ def made(equations: Iterable[Equation], given: Collection[Value], half: np.dtype
 
 def _made_views(e: Equation, found: Collection[Value], numbers: Collection[Value]) -> list[Value]:
     # A barrier returns each operand by itself; the result of another view is made of all of them.
-    if e.name == BARRIER:
+    if e.is_barrier:
         return [out for v, out in zip(e.ins, e.outs, strict=True) if v in found]
-    floats = [v for v in e.ins if is_float32(v)]
+    floats = [v for v in e.ins if v.is_float32]
     # A constant that 16 bits hold, as the zero of a ReLU, may be among the operands, but not alone.
     moves = any(v in found for v in floats)
     return e.outs if moves and all(v in found or v in numbers for v in floats) else []
@@ -322,7 +317,7 @@ def constants(equations: Iterable[Equation], half: np.dtype) -> set[Value]:
     for e in equations:
         found.update(v for v in e.ins if v.const is not None and is_exact(v.const, half))
         # An equation without operands, as an iota, is a view of no constant.
-        if e.ins and found.issuperset(e.ins) and (is_view(e) or e.name == "convert_element_type"):
+        if e.ins and found.issuperset(e.ins) and (is_view(e) or e.name == rules.CAST):
             found.update(e.outs)
     return found
 
@@ -378,9 +373,11 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     if is_half_matmul(e) or is_rounding(e):
         # What a matmul reads besides, as the sizes of a ragged one's groups, is not rounded.
         return e.ins[2:]
-    if is_half_operation(e) or _reads_signs(e):
+    # Rounding leaves the signs that a mask of a derivative reads: what float16 rounds to zero has
+    # no derivative, as by hand.
+    if is_half_operation(e) or (e.again and is_mask(e)):
         return []
-    if e.name == BARRIER:
+    if e.is_barrier:
         return [v for v, out in zip(e.ins, e.outs, strict=True) if out in full]
     if is_view(e):
         return e.ins if not commutes(e) or any(out in full for out in e.outs) else []
@@ -392,12 +389,9 @@ def _read_in_full(e: Equation, full: Collection[Value]) -> list[Value]:
     return e.ins
 
 
-def _reads_signs(e: Equation) -> bool:
-    """Returns whether an equation is a mask of a derivative: rounding leaves signs as they are.
-
-    What float16 rounds to zero has no derivative, as by hand.
-    """
-    return e.again and e.name == "gt" and is_zero(e.ins[1])
+def is_mask(e: Equation) -> bool:
+    """Returns whether an equation asks which entries are above zero."""
+    return e.name == "gt" and is_zero(e.ins[1])
 
 
 def fed(equations: Sequence[Equation], given: Iterable[Value] = ()) -> set[Value]:
@@ -439,10 +433,13 @@ def _read(ins: Any, equations: Any, outs: Any, halved: Any) -> list[bool]:
 
 def with_programs(e: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns the parameters of an equation; the programs of a loop, branch or map are changed."""
-    row, inner = e.row, programs(e)
-    if not inner:
+    row, inner = e.row, [*map(building.as_closed, programs(e))]
+    # What is traced in the body of a shard_map needs the mesh's axes in scope.
+    around = building.on_each_device(e.params) if row.kind == MAP else contextlib.nullcontext()
+    with around:
+        changed = [*map(change, inner)]
+    if all(x is y for x, y in zip(inner, changed, strict=True)):
         return e.params
-    changed = [change(building.as_closed(program)) for program in inner]
     if row.kind == MAP:
         changed = [building.as_body(e.params, program) for program in changed]
     return {**e.params, **row.holding(changed)}
@@ -464,7 +461,7 @@ class Price:
 
     def is_half(self, v: Value) -> bool:
         """Returns whether a value is handed over in 16 bits."""
-        return is_float32(v) and (v in self.made or v in self.wanted)
+        return v.is_float32 and (v in self.made or v in self.wanted)
 
     def __call__(self, v: Value) -> int:
         """Returns the bytes of a value as it is handed over."""

@@ -12,7 +12,8 @@ import jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.higher_order import SCAN
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import Equation, Value, appended, between, parts
+from mpjax._src.core.planner.dependence import between
+from mpjax._src.core.planner.equations import Equation, Value, appended, parts
 
 # Says of the primitive, the operand types and the parameters of an equation where its results are
 # saved: in a memory space, or None, so that it runs again.

@@ -1,13 +1,16 @@
 """Matmuls on which a decision rests: of routers, and of loops that end by what they compute."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax.held import is_inexact
 from mpjax._src.core.base.higher_order import BRANCH, WHILE, Inside, higher_order
-from mpjax._src.core.base.rules import COMPARE, FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
-from mpjax._src.core.planner.equations import BARRIER, Equation, Value, made_by, parts
+from mpjax._src.core.base.rules import CAST, COMPARE, FOLLOW, FULL, HALF, MOVE, NEVER, rule_of
+from mpjax._src.core.planner.dependence import made_by
+from mpjax._src.core.planner.equations import Equation, Value, parts
 
 # Operations that rank entries, and the axis along which they do.
 RANKING = {
@@ -42,7 +45,7 @@ def routers(equations: Sequence[Equation]) -> set[Equation]:
 def _is_elementwise(e: Equation) -> bool:
     row = e.rule
     between = row.need in (FOLLOW, MOVE) or (row.need == FULL and row.cost != NEVER)
-    return between or e.name == "convert_element_type"
+    return between or e.name == CAST
 
 
 def depth(e: Equation) -> int:
@@ -86,11 +89,10 @@ def _ends_by_matmul(eqn: Any) -> bool:
     if row.kind != WHILE or not _multiplies(eqn):
         return False
     condition, body = row.wire(eqn)
-    carries, _ = _fixpoint(body, Tainted(set(), set()))
+    carries, _ = _fixpoint(body, [0] * len(body.ins))
     # Both programs read the same carries, each behind constants of its own.
-    moved = condition.consts - body.consts
-    given = Tainted(*({i + moved for i in places if i >= body.consts} for places in carries))
-    return 0 in _fixpoint(condition, given)[1].verdicts
+    given = [*[0] * condition.consts, *carries[body.consts :]]
+    return bool(_fixpoint(condition, given)[1][0] & JUDGED)
 
 
 def _holds_one(eqn: Any) -> bool:
@@ -98,65 +100,51 @@ def _holds_one(eqn: Any) -> bool:
     return any(_ends_by_matmul(each) or _holds_one(each) for each in inside)
 
 
-class Tainted(NamedTuple):
-    """Some values, or their places among others.
-
-    Attributes:
-        by_matmul: Those that depend on a matmul.
-        verdicts: Those that are no floats, and depend on a comparison of such float32 numbers.
-    """
-
-    by_matmul: set[Any]
-    verdicts: set[Any]
-
-    def add(self, values: Iterable[Value], by_matmul: bool, judged: bool) -> None:
-        """Adds values."""
-        self.by_matmul.update(v for v in values if by_matmul)
-        self.verdicts.update(v for v in values if judged and not is_inexact(v.aval))
-
-    def places(self, values: Sequence[Value]) -> "Tainted":
-        """Returns the places of its values among some."""
-        return Tainted(*({i for i, v in enumerate(values) if v in known} for known in self))
+# What a value depends on, as bits: on a matmul; and if it is no float, on a comparison of float32
+# numbers that do.
+MULTIPLIED, JUDGED = 1, 2
 
 
-def _fixpoint(inside: Inside, given: Tainted) -> tuple[Tainted, Tainted]:
-    """Returns the places of a program's arguments, and of its results, after any turns.
+def _fixpoint(inside: Inside, given: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns what the arguments of a program, and its results, depend on after any turns.
 
-    Of the arguments of the first turn these are ``given``.
+    The arguments of the first turn are ``given``.
     """
     ins, equations, outs = parts(inside.program, rules=True)
     while True:
-        found = Tainted(*({ins[i] for i in places} for places in given))
+        found = dict(zip(ins, given, strict=True))
         for e in equations:
-            _propagate(e, found)
-        results = found.places(outs)
-        carried = [{arg for out, arg in inside.carry if out in places} for places in results]
-        later = Tainted(*(old | new for old, new in zip(given, carried, strict=True)))
+            kinds = zip(e.outs, _propagated(e, [found.get(v, 0) for v in e.ins]), strict=True)
+            found.update((v, k & ~JUDGED if is_inexact(v.aval) else k) for v, k in kinds)
+        results, later = [found.get(v, 0) for v in outs], [*given]
+        for out, argument in inside.carry:
+            later[argument] |= results[out]
         # What depends on a matmul only grows from turn to turn, so this ends.
         if later == given:
             return given, results
         given = later
 
 
-def _propagate(e: Equation, found: Tainted) -> None:
-    """Adds the results of an equation."""
-    if e.name == BARRIER:
-        for v, out in zip(e.ins, e.outs, strict=True):
-            found.add([out], v in found.by_matmul, v in found.verdicts)
-    elif e.row.params:
+def _propagated(e: Equation, ins: Sequence[int]) -> Sequence[int]:
+    """Returns what the results of an equation depend on."""
+    if e.is_barrier:
+        return ins
+    if e.row.params:
         ends = _ends_by_matmul(e.like)
         # What a branch returns is decided by what selects it.
-        found.add(e.outs, ends, ends or (e.row.kind == BRANCH and e.ins[0] in found.verdicts))
+        judged = ends or (e.row.kind == BRANCH and ins[0] & JUDGED)
+        outs = [(MULTIPLIED if ends else 0) | (JUDGED if judged else 0)] * len(e.outs)
         for inside in e.row.wire(e.like):
-            _, results = _fixpoint(inside, found.places([e.ins[i] for i in inside.ins]))
-            for i, place in enumerate(inside.outs):
+            _, results = _fixpoint(inside, [ins[i] for i in inside.ins])
+            for place, kind in zip(inside.outs, results, strict=True):
                 if place is not None:
-                    found.add([e.outs[place]], i in results.by_matmul, i in results.verdicts)
-    else:
-        compares = e.rule.need == COMPARE and e.outs[0].aval.dtype == bool
-        judged = compares and any(v.is_float32 and v in found.by_matmul for v in e.ins)
-        judged |= not found.verdicts.isdisjoint(e.ins)
-        found.add(e.outs, _multiplies(e.like) or not found.by_matmul.isdisjoint(e.ins), judged)
+                    outs[place] |= kind
+        return outs
+    found = functools.reduce(operator.or_, ins, MULTIPLIED if _multiplies(e.like) else 0)
+    if e.rule.need == COMPARE and e.outs[0].aval.dtype == bool:
+        compared = (k & MULTIPLIED for v, k in zip(e.ins, ins, strict=True) if v.is_float32)
+        found |= JUDGED if any(compared) else 0
+    return [found] * len(e.outs)
 
 
 def _multiplies(eqn: Any) -> bool:

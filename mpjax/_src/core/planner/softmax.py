@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base.rules import CAST, EXPONENTIALS, SELECT
 from mpjax._src.core.planner import kinds, rounding
-from mpjax._src.core.planner.equations import Ahead, Equation, Order, Value, appended
-from mpjax._src.core.planner.kinds import VIEWS, constant_along, is_zero, kind_of
+from mpjax._src.core.planner.dependence import Ahead, Order
+from mpjax._src.core.planner.equations import Equation, Value, appended
+from mpjax._src.core.planner.kinds import VIEWS, constant_along, kind_of
 from mpjax._src.core.planner.levels import SMALL_TERM
+from mpjax._src.core.planner.rounding import is_zero
 
-EXPONENTIALS = {"exp": jnp.exp, "exp2": jnp.exp2}
-LINEAR = {"add", "sub", "mul", "div", "neg"}
 # A softmax of more equations is left alone, so that planning grows with the program.
 LONGEST = 80
 # It and its square have inverses in float32: rows without weights have second derivatives of zero.
@@ -116,7 +117,8 @@ def _shifts(old: Affine, new: Affine) -> dict[Value, float]:
 
 def _shifted(exponential: str, scales: Iterable[float]) -> Callable[..., Any]:
     """Returns a function of exponentials and the smaller arrays that are added to the exponents."""
-    return lambda y, *terms: y * EXPONENTIALS[exponential](sum(map(operator.mul, scales, terms)))
+    exp = getattr(jnp, exponential)
+    return lambda y, *terms: y * exp(sum(map(operator.mul, scales, terms)))
 
 
 def _append(
@@ -149,7 +151,7 @@ class Finder:
         shifts = _shifts(exps[own.exp], exps[way.exp])
         axes = sums[0].params["axes"]
         # A factor that differs along a row does not cancel when rows are divided by sums.
-        if not all(self._is_constant(v, axes) for v in [*factors, *shifts]):
+        if any(constant_along(v, axes, self._maker) is None for v in [*factors, *shifts]):
             return None
         spread = self._spread(sums[0].outs[0], way) if len(exps) == len(factors) == 1 else []
         return Softmax(equations, exps, own, sums[0], spread)
@@ -159,10 +161,11 @@ class Finder:
     ) -> tuple[list[Equation], dict[Equation, Affine], list[Equation]] | None:
         """Returns what makes multiples of exponentials, the exponentials, and sums; None if others.
 
-        The scores are those at the end of ``exponent``.
+        It walks from the scores, at the end of ``exponent``, to what is made of them: first linear
+        functions of them, then exponentials of those, then multiples of the exponentials, to sums.
         """
         first = [*exponent.values][-1]
-        before, large = {first}, set[Value]()
+        before, large = {first}, set[Value]()  # functions of scores; multiples of exponentials
         equations, sums = list[Equation](), list[Equation]()
         exps: dict[Equation, Affine] = {}
         ahead = Ahead(self._order, [first])
@@ -175,10 +178,10 @@ class Finder:
                     del exps[e]
                     continue
             elif own:
-                if e.name not in LINEAR and kind_of(e) != kinds.SAME:
+                if not _is_linear(e) and kind_of(e) != kinds.SAME:
                     continue  # another function of the scores
                 before.update(e.outs)
-            elif e.name == "reduce_sum":
+            elif kind_of(e) == kinds.SUMMED:
                 sums.append(e)
                 continue
             # A mask needs no exact numbers, and the matmul reads the rounded weights themselves.
@@ -211,15 +214,16 @@ class Finder:
 
     def _step(self, e: Equation) -> Iterator[tuple[Value, Value | None, Value | None]]:
         """Yields the operands of which a result is a multiple, each with its factor or its mask."""
-        if e.name == "select_n":
-            left = [v for v in e.ins[1:] if not self._is_zero(v)]
+        if e.name == SELECT:
+            left = [v for v in e.ins[1:] if not is_zero(self._origin(v))]
             if len(left) == 1:
                 yield left[0], None, e.ins[0]
         elif kind_of(e) == kinds.SAME and len(e.ins) == 1:
             yield e.ins[0], None, None
-        elif e.name == "div" and self._is_small(e.ins[1], e):
-            yield e.ins[0], e.ins[1], None
-        elif e.name == "mul":
+        elif kind_of(e) == kinds.MULTIPLIED and e.inverts:
+            if self._is_small(e.ins[1], e):
+                yield e.ins[0], e.ins[1], None
+        elif kind_of(e) == kinds.MULTIPLIED:
             for v, factor in (e.ins, e.ins[::-1]):
                 mask = self._mask(factor)
                 if mask is not None:
@@ -236,16 +240,17 @@ class Finder:
                 break
             (v,) = large
             rest = [x for x in e.ins if x is not v]
+            scales = rest and kind_of(e) == kinds.MULTIPLIED
             # ``v - t`` subtracts a term, ``t - v`` negates all that stands further back.
-            if e.name in ("add", "sub") and rest:
+            if kind_of(e) == kinds.ADDED and rest:
                 first = v is e.ins[0]
-                sign = -scale if e.name == "sub" and first else scale
+                sign = -scale if e.inverts and first else scale
                 exponent.terms[rest[0]] = exponent.terms.get(rest[0], 0.0) + sign
-                scale = -scale if e.name == "sub" and not first else scale
+                scale = -scale if e.inverts and not first else scale
             # Not ``number / v``, which is no multiple of v.
-            elif rest and rest[0].literal and (e.name == "mul" or e.ins[0] is v):
+            elif scales and rest[0].literal and (not e.inverts or e.ins[0] is v):
                 number = float(rest[0].const)
-                scale = scale * number if e.name == "mul" else scale / number
+                scale = scale / number if e.inverts else scale * number
             elif e.name == "neg":
                 scale = -scale
             elif kind_of(e) != kinds.SAME or rest:
@@ -257,7 +262,7 @@ class Finder:
         """Returns a sum and its layouts, if nothing but the quotient of the weights reads it."""
         division, v = next((e, f) for e, f in way.steps if f is not None and not f.literal)
         found, above = [v], division
-        while all(r is above for r in self._order.readers[v]) and division.name == "div":
+        while all(r is above for r in self._order.readers[v]) and division.inverts:
             if v is total:
                 return found
             above = self._maker.get(v, division)
@@ -278,10 +283,6 @@ class Finder:
             v = maker.ins[0]
         return True
 
-    def _is_constant(self, v: Value, axes: Iterable[int]) -> bool:
-        """Returns whether a value is the same along axes."""
-        return constant_along(v, axes, self._maker) is not None
-
     def _origin(self, v: Value) -> Value:
         while (e := self._maker.get(v)) is not None and kind_of(e) in VIEWS:
             if e.ins[0].aval.dtype == bool:
@@ -289,13 +290,9 @@ class Finder:
             v = e.ins[0]
         return v
 
-    def _is_zero(self, v: Value) -> bool:
-        v = self._origin(v)
-        return v.literal and not np.any(np.asarray(v.const))
-
     def _mask(self, v: Value) -> Value | None:
         e = self._maker.get(self._origin(v))
-        return e.ins[0] if e is not None and e.name == "convert_element_type" else None
+        return e.ins[0] if e is not None and e.name == CAST else None
 
     def _is_positive(self, v: Value) -> bool:
         """Returns whether a value is a positive number, exponential, or inverse, so not zero."""
@@ -303,10 +300,14 @@ class Finder:
         e = self._maker.get(v)
         if e is None:
             return v.literal and bool(np.all(np.asarray(v.const) > 0))
-        if e.name in ("div", "mul"):
-            return all(map(self._is_positive, e.ins[: 1 if e.name == "div" else 2]))
+        if e.rule.multiplies:
+            return all(map(self._is_positive, e.ins[: 1 if e.inverts else 2]))
         inverse = e.name == "integer_pow" and e.params["y"] < 0
         return inverse or e.name in (*EXPONENTIALS, "rsqrt")
+
+
+def _is_linear(e: Equation) -> bool:
+    return kind_of(e) in (kinds.ADDED, kinds.MULTIPLIED) or e.name == "neg"
 
 
 def takes_half(e: Equation, low: set[Value]) -> bool:
@@ -371,11 +372,11 @@ def _power(e: Equation, powers: dict[Value, int]) -> int | None:
     """Returns the power of a number that multiplies a result if those of operands do, or None."""
     own = [powers.get(v, 0) for v in e.ins]
     if kind_of(e) == kinds.MULTIPLIED:
-        return own[0] - own[1] if e.name == "div" else own[0] + own[1]
+        return own[0] - own[1] if e.inverts else own[0] + own[1]
     if rounding.is_half_matmul(e):
         return own[0] + own[1]
     if e.name == "integer_pow":
         return own[0] * e.params["y"]
     same = {power for v, power in zip(e.ins, own, strict=True) if v.is_float32 and not is_zero(v)}
-    linear = e.name in (*LINEAR, "add_any", "reduce_sum", "select_n") or rounding.is_view(e)
+    linear = _is_linear(e) or kind_of(e) == kinds.SUMMED or rounding.is_view(e)
     return same.pop() if linear and len(same) == 1 else None if any(own) else 0

@@ -23,29 +23,18 @@ import jax
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.higher_order import SCAN
-from mpjax._src.core.base.rules import DEAR
+from mpjax._src.core.base.rules import ADDITIONS, DEAR, DOT, RESHAPES, SPREAD, SUMS_OF_TWO
 from mpjax._src.core.planner import rounding
-from mpjax._src.core.planner.equations import (
-    Equation,
-    Value,
-    appended,
-    between,
-    closed,
-    dependents,
-    in_order,
-    parts,
-    readers_of,
-    rename,
-)
+from mpjax._src.core.planner.dependence import between, dependents, in_order, readers_of
+from mpjax._src.core.planner.equations import Equation, Value, appended, closed, parts, rename
 from mpjax._src.core.planner.partition import runs_again
 
 # What it costs to stack an entry of 16 bits, in entries that are read: it is written, read, kept.
 STACKED = 2.5
 # What it costs to add to an entry of a float32 sum: it is read and written.
 ADDED = 4
-SPREAD = "broadcast_in_dim"
 MANY = 2  # what there are several turns of runs once
-LINEAR = {"add", "add_any", "sub", "neg", "transpose", "reshape", "squeeze", "slice", "split"}
+LINEAR = {*SUMS_OF_TWO, *RESHAPES, "neg", "transpose", "slice", "split"}
 
 
 def hoisted(equations: Sequence[Equation]) -> list[Equation]:
@@ -229,7 +218,7 @@ class _Turns:
         found: dict[int, list[Equation]] = {}
         for i, (v, out) in enumerate(zip(self.carries, self.outs, strict=False)):
             chain: list[Equation] = []
-            while len(readers[v]) == 1 and readers[v][0].name in ("add", "add_any"):
+            while len(readers[v]) == 1 and readers[v][0].name in ADDITIONS:
                 # A turn returns the partial sum, so it is needed in the turn.
                 if v in self.outs:
                     break
@@ -242,13 +231,11 @@ class _Turns:
     def _of_all_turns(self, d: Equation, into: list[Equation]) -> Equation:
         """Returns the sum over turns of a matmul, as one."""
         ins = [self._stacked(v, into) for v in d.ins]
-        (left, right), batch = d.params["dimension_numbers"]
+        summed, batch = d.params["dimension_numbers"]
         # The axis of turns is contracted as well: one accumulator adds them up, and rounds once.
-        summed, batch = (
-            ((0, *(i + 1 for i in left)), (0, *(i + 1 for i in right))),
-            [tuple(i + 1 for i in axes) for axes in batch],
-        )
-        return d.on(ins, params={**d.params, "dimension_numbers": (summed, tuple(batch))})
+        summed = tuple((0, *(i + 1 for i in axes)) for axes in summed)
+        batch = tuple(tuple(i + 1 for i in axes) for axes in batch)
+        return d.on(ins, params={**d.params, "dimension_numbers": (summed, batch)})
 
     def _stacks(self) -> list[Equation]:
         """Takes out the matmuls whose results are only stacked."""
@@ -282,7 +269,17 @@ class _Turns:
         is_worth: Callable[[Equation], bool],
         follows: Callable[[Equation], bool],
     ) -> list[Equation]:
-        """Returns matmuls, and what is made of them alone, that only sums or stacks wait for."""
+        """Returns the matmuls, and what is made of them alone, that can run behind the loop.
+
+        It begins with all that may be among them, and drops what a turn needs until nothing
+        changes.
+
+        Args:
+            sums: The sums over turns. They may read what is taken.
+            stacked: The values that are only stacked. They may be taken.
+            is_worth: Whether a matmul is worth what is stacked for it.
+            follows: Whether an equation may be taken with the matmuls that it reads.
+        """
         # What is cheap and reads no carry can be computed again behind the loop.
         waiting = dependents(self.equations, self.carries)
         waiting |= {v for e in self.equations if not runs_again(e) for v in e.outs}
@@ -371,7 +368,7 @@ class _Turns:
 
 def _is_plain(e: Equation) -> bool:
     """Returns whether an equation is a matmul of two values whose type has no sharding."""
-    return e.name == "dot_general" and e.params.get("out_sharding") is None
+    return e.name == DOT and e.params.get("out_sharding") is None
 
 
 def _size(values: Collection[Value]) -> int:

@@ -18,11 +18,10 @@ from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.contexts import CONSTANTS_AS_CASTS
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.higher_order import CALL, SCAN, WHILE
-from mpjax._src.core.base.rules import HALF, LOOKS_UP
+from mpjax._src.core.base.rules import CAST, HALF, LOOKS_UP
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.accumulators import SENT, Returned, Sent, unrounded
 from mpjax._src.core.planner.equations import (
-    BARRIER,
     NOWHERE,
     Equation,
     Listed,
@@ -129,7 +128,7 @@ class Writer:
 
     def low(self, v: Value, near: Equation | None) -> Value:
         """Returns the 16-bit form of a float32 value."""
-        if not rounding.is_float32(v):
+        if not v.is_float32:
             return self.same.get(v, v)
         if v not in self.lows:
             self.fulls[v] = v
@@ -180,7 +179,7 @@ class Writer:
             return None
         if (other := rounding.other_half(e)) is not None:
             return self._in_other_half(e, other)
-        if e.name == "convert_element_type" and self._drops_cast(e):
+        if e.name == CAST and self._drops_cast(e):
             return None
         halved_in, halved_out, params = self._forms(e)
         if e.row.kind == SCAN:
@@ -197,9 +196,8 @@ class Writer:
             if low:
                 self.lows[v] = Value(rounding.halved(v.aval, self.half))
             outs.append(self.lows[v] if low else v)
-        self.written.append(
-            e.on(ins, outs, params, _marked(e) if rounding.is_half_matmul(e) else None)
-        )
+        like = _marked(e) if rounding.is_half_matmul(e) else e.like
+        self.written.append(e.on(ins, outs, params=params, like=like))
         if e.name in EXCHANGES and not (self.sent.gathered or e.region.back):  # no cast moves ahead
             held = barred(outs, self.written, like=e.like, stack=e.stack)
             self.same.update(zip(outs, held, strict=True))
@@ -209,7 +207,7 @@ class Writer:
         (v,), (out,) = e.ins, e.outs
         if rounding.widens(e, self.half):
             self.lows[out] = self.full(v, e)
-        elif out.aval.dtype == self.half and rounding.is_float32(v) and self.is_made(v):
+        elif out.aval.dtype == self.half and v.is_float32 and self.is_made(v):
             self.same[out] = self.lows[v]
         else:
             return False
@@ -226,7 +224,7 @@ class Writer:
             own = "preferred_element_type" in e.params
             return ins, [low], {**e.params, **kind} if own else e.params
         if rounding.is_half_operation(e):
-            return [True] * len(e.ins), [*map(rounding.is_float32, e.outs)], e.params
+            return [True] * len(e.ins), [v.is_float32 for v in e.outs], e.params
         if rounding.is_view(e):
             return self._view(e)
         # Constants and carries of while loops stay float32: matmuls inside cast what they read.
@@ -236,14 +234,11 @@ class Writer:
         return self._around(e) if rounding.programs(e) else (*as_they_are, e.params)
 
     def _view(self, e: Equation) -> tuple[Sequence[bool], Sequence[bool], dict[str, Any]]:
-        if e.name == BARRIER:
+        if e.is_barrier:
             pairs = zip(e.ins, e.outs, strict=True)
-            each = [
-                self.is_made(v) or (rounding.is_float32(v) and out in self.wanted)
-                for v, out in pairs
-            ]
+            each = [self.is_made(v) or (v.is_float32 and out in self.wanted) for v, out in pairs]
             return each, each, e.params
-        floats = [v for v in e.ins if rounding.is_float32(v)]
+        floats = [v for v in e.ins if v.is_float32]
         kept = any(map(self.is_made, floats)) and all(
             self.is_made(v) or v in self.numbers for v in floats
         )
@@ -251,26 +246,21 @@ class Writer:
         commutes &= LOOKS_UP not in e.rule.traits  # a table is larger than its rows
         asked = commutes and all(out in self.wanted for out in e.outs)
         low = bool(floats) and (kept or asked)
-        return [low] * len(e.ins), [low and rounding.is_float32(v) for v in e.outs], e.params
+        return [low] * len(e.ins), [low and v.is_float32 for v in e.outs], e.params
 
     def _sent(self, e: Equation, ins: list[Value]) -> list[Value]:
         """Returns the operands of an equation between devices: XLA moves no cast across it."""
-        (v,) = ins
-        if (
-            e.name == "sharding_constraint"
-            and v.aval.dtype in HALVES
-            and not self.is_made(e.ins[0])
-        ):
-            sharding = e.params["sharding"]
-            run = lambda x: [_jax.placed_freely(x, sharding)]  # noqa: E731
-            return appended(run, ins, self.written, like=e)
-        return ins
+        cast = ins[0].aval.dtype in HALVES and not self.is_made(e.ins[0])
+        if e.name != "sharding_constraint" or not cast:
+            return ins
+        run = lambda x: [_jax.placed_freely(x, e.params["sharding"])]  # noqa: E731
+        return appended(run, ins, self.written, like=e)
 
     def _with_accumulator(self, e: Equation, ins: list[Value], params: dict[str, Any]) -> None:
         """Writes a matmul that returns float32, and its rounding, if someone reads it."""
         (v,), kind = e.outs, {"preferred_element_type": FLOAT32}
         accumulator = self.sums.accumulators[v]
-        self.written.append(e.on(ins, [accumulator], {**params, **kind}, _marked(e)))
+        self.written.append(e.on(ins, [accumulator], params={**params, **kind}, like=_marked(e)))
         self.lows[v] = self._cast(accumulator, rounding.halved(v.aval, self.half), e)
 
     def _in_other_half(self, e: Equation, half: np.dtype) -> None:
@@ -278,14 +268,12 @@ class Writer:
 
         def cast(v):
             typed = rounding.halved(v.aval, half)
-            return self._cast(self.full(v, e), typed, e) if rounding.is_float32(v) else v
+            return self._cast(self.full(v, e), typed, e) if v.is_float32 else v
 
-        floats = map(rounding.is_float32, e.outs)
-        pairs = zip(e.outs, floats, strict=True)
-        outs = [Value(rounding.halved(v.aval, half)) if low else v for v, low in pairs]
+        outs = [Value(rounding.halved(v.aval, half)) if v.is_float32 else v for v in e.outs]
         returns = "preferred_element_type" in e.params
         params = {**e.params, "preferred_element_type": half} if returns else e.params
-        self.written.append(e.on(map(cast, e.ins), outs, params, _marked(e)))
+        self.written.append(e.on(map(cast, e.ins), outs, params=params, like=_marked(e)))
         for v, out in zip(e.outs, outs, strict=True):
             if out is not v:
                 # `_cast` makes a new value, but readers know the old one.
@@ -310,7 +298,7 @@ class Writer:
         # In 16 bits enters what was made so, or what is read so by all programs, but no carry and
         # no operand that selects a branch.
         inside = [
-            rounding.is_float32(v)
+            v.is_float32
             and i >= first
             and not start <= i < end
             and (self.is_made(v) or (v in read and not (i >= slices and v in self.arrays)))
@@ -318,7 +306,7 @@ class Writer:
         ]
         unrounded = self.sums.inside.get(e) or [False] * len(e.outs)
         results = [
-            rounding.is_float32(v) and i >= end - start and (ask or v in outs_made) and not wide
+            v.is_float32 and i >= end - start and (ask or v in outs_made) and not wide
             for i, (v, ask, wide) in enumerate(zip(e.outs, asked, unrounded, strict=True))
         ]
         rewrite = functools.partial(
