@@ -66,6 +66,7 @@ from mpjax._src.core.base._jax.programs import (
     trace,
     tracing_key,
     typed_as,
+    walk,
     with_results,
 )
 from mpjax._src.core.base._jax.recurrences import recurrence, scanned
