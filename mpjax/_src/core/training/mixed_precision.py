@@ -221,8 +221,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
         # Masters, roundings and 8-bit moments call the `init` of what they wrap. This one returns
         # the state that is continued, so they store it in their own form.
         given = optax.GradientTransformationExtraArgs(init, rules.optimizer.update)
-        inner = under_policy(rules.policy, given, "optimizer")
-        return dataclasses.replace(rules, inner=inner).init(params)
+        return dataclasses.replace(rules, optimizer=given).init(params)
 
     def to_optax(self, state: MixedPrecisionState, params: Any) -> optax.OptState:
         """Returns the state with which the wrapped optimizer itself continues a run: in float32.
@@ -327,7 +326,7 @@ def in_mixed_precision(
     ``gradient`` is the line that replaces ``jax.value_and_grad``, for the warning that it is
     missing.
     """
-    rules = _make_rules(optimizer, policy, loss_scale, argument, gradient)
+    rules = Rules(optimizer, policy, get_loss_scale(policy, loss_scale), argument, gradient)
     return MixedPrecision(rules.init, rules.update)
 
 
@@ -339,6 +338,7 @@ class Rules:
         optimizer: The optimizer that was wrapped.
         policy: The policy.
         loss_scale: The initial loss scale.
+        argument: What errors call the optimizer.
         gradient: The line that replaces ``jax.value_and_grad``.
         inner: The optimizer under the policy: in float32, with master weights.
     """
@@ -346,12 +346,16 @@ class Rules:
     optimizer: optax.GradientTransformation
     policy: Policy
     loss_scale: LossScale
+    argument: str
     gradient: str
-    inner: Any
+    inner: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        inner = under_policy(self.policy, self.optimizer, self.argument)
+        object.__setattr__(self, "inner", inner)
 
     def __reduce__(self) -> Any:  # pickled without `inner`, whose functions are local
-        settings = self.optimizer, self.policy, self.loss_scale
-        return _make_rules, (*settings, "optimizer", self.gradient)
+        return Rules, (self.optimizer, self.policy, self.loss_scale, self.argument, self.gradient)
 
     def init(self, params: Any) -> MixedPrecisionState:
         """Returns the initial state for parameters."""
@@ -420,13 +424,6 @@ class Rules:
         return updates, MixedPrecisionState(
             inner_state, scale, **counted(state, finite), **verdicts
         )
-
-
-def _make_rules(
-    optimizer: Any, policy: Any, loss_scale: Any, argument: str, gradient: str
-) -> Rules:
-    inner = under_policy(policy, optimizer, argument)
-    return Rules(optimizer, policy, get_loss_scale(policy, loss_scale), gradient, inner)
 
 
 def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:
