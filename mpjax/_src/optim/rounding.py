@@ -13,7 +13,7 @@ from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_array, is_key, is_narrow_array, widen
 from mpjax._src.core.training.optimizers import as_optimizer, check_kind, first_state, of_ours
 from mpjax._src.core.training.residuals import UINT32
-from mpjax._src.core.training.stored import by_leaf, inner_update, made, need_params
+from mpjax._src.core.training.stored import by_leaf, made, need_params
 
 MANTISSA = jnp.finfo(FLOAT32).nmant
 LEAST = jnp.finfo(FLOAT32).minexp  # the exponent of the least normal value and of subnormals
@@ -179,13 +179,11 @@ def with_stochastic_rounding(
         first = first_state(inner, reads.widened(params))
         return StochasticRoundingState(jnp.zeros((), jnp.int32), first)
 
-    def core(grads, state, params, extra_args, reads):
+    def core(advance, state, params, reads):
         check_kind(state, StochasticRoundingState, "with_stochastic_rounding")
         need_params(params, "with_stochastic_rounding")
         full = reads.widened(params)
-        updates, inner_state = inner_update(
-            inner, grads, state.inner_state, full, extra_args, reads
-        )
+        updates, inner_state = advance(state.inner_state, full)
 
         def rounded(n, param, value, update):
             if update is None or not is_narrow_array(param):

@@ -28,15 +28,7 @@ from mpjax._src.core.training.optimizers import (
     first_state,
     of_ours,
 )
-from mpjax._src.core.training.stored import (
-    Optimizer,
-    added,
-    by_leaf,
-    inner_update,
-    is_masked,
-    made,
-    need_params,
-)
+from mpjax._src.core.training.stored import Optimizer, added, by_leaf, is_masked, made, need_params
 
 # The dtype that is stored with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
@@ -191,14 +183,12 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
         full = _full(params, masters, kind, name, reads)
         return MasterWeightsState(masters, first_state(inner, full))
 
-    def core(grads, state, params, extra_args, reads):
+    def core(advance, state, params, reads):
         check_kind(state, MasterWeightsState, name)
         if not _are_none(state.masters):
             need_params(params, name)
         full = None if params is None else _full(params, state.masters, kind, name, reads)
-        updates, inner_state = inner_update(
-            inner, grads, state.inner_state, full, extra_args, reads
-        )
+        updates, inner_state = advance(state.inner_state, full)
         if _are_none(state.masters):  # no 16-bit parameters: the updates are applied as they are
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 

@@ -1,5 +1,6 @@
 """The common part of optimizers of 16-bit weights: float32 inside, exact new parameters."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import optax
 
 from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.trees import widen
-from mpjax._src.core.training.frozen import Reader, Reads
+from mpjax._src.core.training.frozen import Reader
 from mpjax._src.core.training.optimizers import as_optimizer, first_state, for_state
 
 
@@ -51,9 +52,8 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
     def init(params, reads):
         return first_state(inner, reads.widened(params))
 
-    def core(grads, state, params, extra_args, reads):
-        full = None if params is None else reads.widened(params)
-        updates, state = inner_update(inner, grads, state, full, extra_args, reads)
+    def core(advance, state, params, reads):
+        updates, state = advance(state, None if params is None else reads.widened(params))
         return updates, None, state
 
     return made(inner, init, core)
@@ -66,9 +66,11 @@ def made(
 ) -> Optimizer:
     """Returns an `Optimizer`; ``reads`` are the `Reads` of the one inside.
 
-    ``init(params, reads)`` returns the first state. ``core(grads, state, params, extra_args,
-    reads)`` returns the updates of the inner optimizer; a list of the new parameters, with None for
-    a parameter that is the sum with its update, or None if all are such sums; and the new state.
+    ``init(params, reads)`` returns the first state. ``core(advance, state, params, reads)`` returns
+    the updates of the inner optimizer; a list of the new parameters, with None for a parameter that
+    is the sum with its update, or None if all are such sums; and the new state. It calls ``advance(
+    state, params)``, with the state and the full parameters of the inner optimizer, which returns
+    its updates and new state.
     """
     reader = Reader(inner)
 
@@ -80,8 +82,9 @@ def made(
         extra_args |= {k: reads.around(f, tree) for k, f in extra_args.items() if callable(f)}
         if "grad" in extra_args:
             extra_args["grad"] = reads.completed(extra_args["grad"], tree)
+        advance = functools.partial(advanced, inner, grads, extra_args, reads)
         seen = None if params is None else reads.floating(params)
-        updates, stored, state = core(grads, state, seen, extra_args, reads)
+        updates, stored, state = core(advance, state, seen, reads)
         return reads, reads.trained(updates, tree), stored, state
 
     def update(grads, state, params=None, **extra_args):
@@ -142,14 +145,8 @@ def added(param: Any, update: Any) -> Any:
     return (wide + update.astype(wide.dtype)).astype(param.dtype)
 
 
-def inner_update(
-    inner: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    state: Any,
-    full: Any,
-    extra_args: dict[str, Any],
-    reads: Reads,
-) -> tuple[Any, Any]:
+def advanced(inner, grads, extra_args, reads, state, full):
+    """Returns the updates and the new state of an inner optimizer, in float32."""
     grads = widen(grads)
     tree = grads if full is None else full
     with for_state(inner, state, tree, grads):
