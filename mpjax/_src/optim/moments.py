@@ -12,13 +12,7 @@ from mpjax._src.core.base.errors import brief, misplaced
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_floating
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_kind,
-    first_state,
-    for_state,
-    of_ours,
-)
+from mpjax._src.core.training import optimizers
 from mpjax._src.core.training.stored import is_masked
 from mpjax._src.optim.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
 
@@ -46,7 +40,7 @@ MOMENTS: Table = {
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class EightBitMomentsState(NamedTuple):
     """State of `with_8bit_moments`.
 
@@ -108,11 +102,11 @@ def with_8bit_moments(
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
     https://arxiv.org/abs/2110.02861; FlashOptim 2026, https://arxiv.org/abs/2602.23349.
     """
-    inner = as_optimizer(inner, "inner")
+    inner = optimizers.as_optimizer(inner, "inner")
     table = {**MOMENTS, **_checked({} if moments is None else moments)}
 
     def init(params):
-        state, number = first_state(inner, params), jnp.zeros((), jnp.int32)
+        state, number = optimizers.first_state(inner, params), jnp.zeros((), jnp.int32)
 
         def first(x, code):
             return scales_of(x, code, number) if _is_kept(x) else optax.MaskedNode()
@@ -121,12 +115,12 @@ def with_8bit_moments(
         return EightBitMomentsState(_coded(state, scales, table, number), scales, number)
 
     def update(updates, state, params=None, **extra_args):
-        check_kind(state, EightBitMomentsState, "with_8bit_moments")
+        optimizers.check_kind(state, EightBitMomentsState, "with_8bit_moments")
         _check_scales(state, table)
 
         def advance(codes, scales):
             before = _plain(_replaced(state.inner_state, codes, table), scales, table)
-            with for_state(inner, before, params, updates):
+            with optimizers.for_state(inner, before, params, updates):
                 return inner.update(updates, before, params, **extra_args)
 
         # Twice: a block's scale is known only when all of the block is. The first pass is only for

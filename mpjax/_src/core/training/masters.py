@@ -19,15 +19,8 @@ from mpjax._src.core.base.patterns import name_of, path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_narrow_array, widen
 from mpjax._src.core.policy.fields import CHOICES
-from mpjax._src.core.training import residuals
+from mpjax._src.core.training import optimizers, residuals
 from mpjax._src.core.training.frozen import Reads
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_kind,
-    check_params,
-    first_state,
-    of_ours,
-)
 from mpjax._src.core.training.stored import Optimizer, added, by_leaf, is_masked, made, need_params
 
 # The dtype that is stored with a 16-bit parameter, by the policy's `masters`; see `residuals`.
@@ -37,7 +30,7 @@ COMPENSATED = "compensation"  # in the parameter's own dtype
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
@@ -159,7 +152,7 @@ def with_kahan_summation(
 
 def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
     """Returns an optimizer that stores a master or residual of each 16-bit parameter."""
-    inner = as_optimizer(inner, "inner")
+    inner = optimizers.as_optimizer(inner, "inner")
 
     def kind(dtype):
         return np.dtype(STORAGES.get(storage, dtype))
@@ -181,10 +174,10 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
         if not jax.tree.leaves(masters):
             masters = NO_MASTERS
         full = _full(params, masters, kind, name, reads)
-        return MasterWeightsState(masters, first_state(inner, full))
+        return MasterWeightsState(masters, optimizers.first_state(inner, full))
 
     def core(advance, state, params, reads):
-        check_kind(state, MasterWeightsState, name)
+        optimizers.check_kind(state, MasterWeightsState, name)
         if not _are_none(state.masters):
             need_params(params, name)
         full = None if params is None else _full(params, state.masters, kind, name, reads)
@@ -284,7 +277,7 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         raise ValueError(
             "params is the state of an optimizer. The order is master_params(opt_state, params)."
         )
-    check_params(params)
+    optimizers.check_params(params)
     flat = [jax.tree.flatten(tree) for tree in (opt_state, params)]
     (leaves, structure), (others, other) = flat
     if leaves and structure == other and all(map(operator.is_, leaves, others)):  # type: ignore[operator]

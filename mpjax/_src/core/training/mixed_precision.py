@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._src.core.base import called, trees
 from mpjax._src.core.base.absent import answering
-from mpjax._src.core.base.called import CALLED, CASTS, SCALES
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.errors import (
     PrecisionWarning,
@@ -22,36 +22,18 @@ from mpjax._src.core.base.errors import (
 )
 from mpjax._src.core.base.patterns import name_of
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.trees import (
-    all_finite,
-    cast_leaf,
-    is_array,
-    is_floating,
-    is_one_bool,
-    widen,
-)
 from mpjax._src.core.base.wrapped import NoBlock
 from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.training import optimizers
 from mpjax._src.core.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.core.training.levels import training_policy, under_policy
-from mpjax._src.core.training.loss_scale import SCALES as KINDS
 from mpjax._src.core.training.loss_scale import (
+    SCALES,
     DynamicLossScale,
     LossScale,
     StaticLossScale,
     get_loss_scale,
     smallest,
-)
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_kind,
-    check_params,
-    check_state,
-    check_value,
-    of_ours,
-    read_grads,
-    shown,
-    updated_if,
 )
 from mpjax._src.core.training.serialization import known_to_flax
 from mpjax._src.core.training.shards import agreed
@@ -63,7 +45,7 @@ T = TypeVar("T")
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
@@ -135,7 +117,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         rules = self._rules
-        name, policy = shown(rules.optimizer.update), str(rules.policy)
+        name, policy = optimizers.shown(rules.optimizer.update), str(rules.policy)
         scale = rules.loss_scale
         return f"MixedPrecision(optimizer={name}, policy={policy!r}, loss_scale={scale!r})"
 
@@ -212,11 +194,11 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             (1, True)
         """
         rules, first = self._rules, self._rules.optimizer.init
-        check_state(first, opt_state, widen(params), "opt_state")
+        optimizers.check_state(first, opt_state, trees.widen(params), "opt_state")
 
         def init(params):  # moments of 16-bit weights are 16-bit in optax, unlike those here
             like = jax.eval_shape(first, params)
-            return jax.tree.map(lambda x, to: cast_leaf(x, to.dtype), opt_state, like)
+            return jax.tree.map(lambda x, to: trees.cast_leaf(x, to.dtype), opt_state, like)
 
         # Masters, roundings and 8-bit moments call the `init` of what they wrap. This one returns
         # the state that is continued, so they store it in their own form.
@@ -244,7 +226,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             seen.append(opt_state)
             return reads.held(updates, updates), opt_state  # the same parameters are frozen
 
-        check_kind(state, MixedPrecisionState, "mixed_precision")
+        optimizers.check_kind(state, MixedPrecisionState, "mixed_precision")
         reader = optax.GradientTransformation(rules.optimizer.init, update)
         reader = under_policy(rules.policy, reader, "optimizer")
         # An update passes the inner optimizer its state in float32, whatever form it is stored in.
@@ -310,7 +292,8 @@ def mixed_precision(
     Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` wrap an optimizer in the same
     way. The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training".
     """
-    as_optimizer(optimizer, "optimizer")  # before the policy, which may stand in its place
+    # Before the policy, which may stand in its place.
+    optimizers.as_optimizer(optimizer, "optimizer")
     return in_mixed_precision(optimizer, training_policy(policy), loss_scale, "optimizer")
 
 
@@ -359,8 +342,8 @@ class Rules:
 
     def init(self, params: Any) -> MixedPrecisionState:
         """Returns the initial state for parameters."""
-        known_to_flax(*KINDS)
-        check_params(params)
+        known_to_flax(*SCALES)
+        optimizers.check_params(params)
         _check_stored(
             self.policy,
             self.inner.reads(params).trained(params, params),
@@ -388,14 +371,14 @@ class Rules:
     ) -> tuple[Any, MixedPrecisionState]:
         """Returns the updates of the parameters, and the new state."""
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
-            if not is_one_bool(verdict):
+            if not trees.is_one_bool(verdict):
                 raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
-        check_params(updates, "updates")
-        check_value(extra_args.get("value"))
-        check_kind(state, MixedPrecisionState, "mixed_precision")
+        optimizers.check_params(updates, "updates")
+        optimizers.check_value(extra_args.get("value"))
+        optimizers.check_kind(state, MixedPrecisionState, "mixed_precision")
         reads = self.inner.reads(updates if params is None else params)
         if params is not None:
-            check_params(params)
+            optimizers.check_params(params)
             _check_stored(
                 self.policy,
                 reads.trained(params, params),
@@ -403,20 +386,19 @@ class Rules:
                 "model = optimizer.policy.cast_to_param(model).",
             )
         # A non-finite gradient that nothing reads changes no parameter, so it skips no step.
-        read = read_grads(reads, updates, params)
+        read = optimizers.read_grads(reads, updates, params)
         warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
         verdicts = {
-            "grads_finite": all_finite(read),
-            "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
+            "grads_finite": trees.all_finite(read),
+            "loss_finite": jnp.logical_and(loss_finite, trees.all_finite(extra_args.get("value"))),
             "state_finite": jnp.asarray(finite),
         }
         # A device sees the gradients of its own shards, but all devices skip, or none does.
         agree = functools.partial(agreed, count=state.skipped_steps)
         verdicts = {name: agree(each) for name, each in verdicts.items()}
         finite = functools.reduce(jnp.logical_and, verdicts.values())
-        updates, inner_state, good = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
-        )
+        given = updates, state, params, extra_args
+        updates, inner_state, good = optimizers.updated_if(finite, self.inner, reads, *given)
         # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
         verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
@@ -433,11 +415,11 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
     """
     leaves = jax.tree.leaves(grads)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-    wide = all(x.dtype == FLOAT32 for x in leaves if is_array(x))
-    facts = {CASTS: f"nothing has run in {policy.compute_dtype.name}"}
+    wide = all(x.dtype == FLOAT32 for x in leaves if trees.is_array(x))
+    facts = {called.CASTS: f"nothing has run in {policy.compute_dtype.name}"}
     if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
-        facts[SCALES] = "no loss has been scaled"
-    missing = [what for fact, what in facts.items() if fact not in CALLED]
+        facts[called.SCALES] = "no loss has been scaled"
+    missing = [what for fact, what in facts.items() if fact not in called.CALLED]
     if policy.compute_dtype in HALVES and traced and wide and missing:
         warn_user(
             f"policy={str(policy)!r}, but {' and '.join(missing)} in this process so far: these "
@@ -472,7 +454,7 @@ def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
         if type(leaf) is float:
             wrong = new.dtype in HALVES
         else:
-            wrong = is_floating(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
+            wrong = trees.is_floating(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
         if wrong:
             raise ValueError(
                 f"{name_of('params', keys)} is {kind}, but policy={str(policy)!r} stores it in "

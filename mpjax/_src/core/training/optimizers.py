@@ -12,20 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._src.core.base import trees
 from mpjax._src.core.base.absent import answering
 from mpjax._src.core.base.errors import brief, is_state, misplaced
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import difference, name_of, path_of
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.trees import (
-    NUMBER,
-    all_finite,
-    check_fits,
-    is_array,
-    is_array_or_shape,
-    is_floating,
-    is_one_bool,
-)
 from mpjax._src.core.training.frozen import Reader, Reads
 from mpjax._src.core.training.shards import agreed
 from mpjax._src.core.training.transaction import counted, gated_update, may_overflow
@@ -116,42 +108,32 @@ def skip_nonfinite(
         return SkipNonfiniteState(first_state(inner, params), *zeros)
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
-        if not is_one_bool(finite):
+        if not trees.is_one_bool(finite):
             raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         reads = reader(updates if params is None else params)
-        finite = jnp.logical_and(all_finite(read_grads(reads, updates, params)), finite)
-        agree = functools.partial(agreed, count=state.skipped_steps)
-        updates, inner_state, good = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args, reads, agree
-        )
+        finite = jnp.logical_and(trees.all_finite(read_grads(reads, updates, params)), finite)
+        given = updates, state, params, extra_args
+        updates, inner_state, good = updated_if(finite, inner, reads, *given)
         return updates, SkipNonfiniteState(inner_state, **counted(state, finite & good))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def updated_if(
-    finite: jax.Array,
-    inner: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    state: optax.OptState,
-    params: Any,
-    extra_args: dict[str, Any],
-    reads: Reads,
-    agree: Callable[[jax.Array], jax.Array],
-) -> tuple[Any, optax.OptState, jax.Array]:
+def updated_if(finite, inner, reads: Reads, grads, outer, params, extra_args: dict[str, Any]):
     """Returns an optimizer's updates and new state, or zeros and the old state.
 
-    The third result is the verdict on the updates and the new state; see `gated_update`.
+    ``outer`` is the state around that of the optimizer. The third result is the verdict on the
+    updates and the new state; see `gated_update`.
 
     Gradients that are not read, and updates of frozen parameters, do not pass through the choice.
 
     Raises:
         ValueError: If the state belongs to another optimizer, or the gradients to other parameters.
     """
-    tree = grads if params is None else params
+    tree, state = grads if params is None else params, outer.inner_state
     read = read_grads(reads, grads, params)
 
     def update(state, grads, params):
@@ -160,10 +142,9 @@ def updated_if(
 
     # What evaluates a function is not plain arithmetic, whatever its operations are.
     wholly = any(map(callable, extra_args.values())) or may_overflow(state)
+    options = {"agree": functools.partial(agreed, count=outer.skipped_steps), "wholly": wholly}
     with for_state(inner, state, params, grads, reads.frozen):
-        (updates, new), good = gated_update(
-            finite, update, state, read, params, agree=agree, wholly=wholly
-        )
+        (updates, new), good = gated_update(finite, update, state, read, params, **options)
         updates = reads.held(updates, tree)
     if params is not None:  # Equinox trains a part of a module
         _check_updates(updates, params, lacking=updates is None)
@@ -186,9 +167,9 @@ def read_grads(reads: Reads, grads: Any, params: Any) -> Any:
 def check_value(value: Any) -> None:
     """Refuses a loss that is not one number: optimizers compare it with one."""
     fits = isinstance(value, int) and abs(value) < 2**127
-    scalar = is_array(value) and jnp.ndim(value) == 0
+    scalar = trees.is_array(value) and jnp.ndim(value) == 0
     if not (value is None or fits or isinstance(value, float) or scalar):
-        kind = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
+        kind = f"of shape {jnp.shape(value)}" if trees.is_array(value) else brief(value)
         raise ValueError(
             f"value is {kind}, but must be the loss: one number, of shape (). Losses of several "
             "examples are usually averaged: value=jnp.mean(losses)."
@@ -207,7 +188,7 @@ def first_state(inner: optax.GradientTransformation, params: Any) -> optax.OptSt
         return inner.init(params)
     except Exception:
         for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if not (is_array_or_shape(leaf) or isinstance(leaf, (float, complex))):
+            if not (trees.is_array_or_shape(leaf) or isinstance(leaf, (float, complex))):
                 raise TypeError(
                     f"{name_of('params', keys)} is {brief(leaf)}, not an array, so the optimizer "
                     "has no state for it. Call init with the trained arrays alone: for Equinox, "
@@ -237,8 +218,8 @@ def check_params(params: Any, argument: str = "params") -> None:
         raise TypeError("params=None must be a tree of arrays.")
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for keys, leaf in leaves:
-        check_fits(argument, keys, leaf)
-    if leaves and not any(hasattr(x, "shape") or isinstance(x, NUMBER) for _, x in leaves):
+        trees.check_fits(argument, keys, leaf)
+    if leaves and not any(hasattr(x, "shape") or isinstance(x, trees.NUMBER) for _, x in leaves):
         keys, leaf = leaves[0]
         raise TypeError(
             f"{name_of(argument, keys)} is {brief(leaf)}, not an array, and {argument} contains "
@@ -267,7 +248,8 @@ def check_trained(params: Any, frozen: Sequence[bool], place: str) -> None:
     """Raises a TypeError if a trained parameter has no gradient, as integers and keys."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (keys, leaf), held in zip(leaves, frozen, strict=True):
-        kind, number = getattr(leaf, "dtype", type(leaf)), is_array(leaf) or isinstance(leaf, int)
+        kind = getattr(leaf, "dtype", type(leaf))
+        number = trees.is_array(leaf) or isinstance(leaf, int)
         if number and not (held or jnp.issubdtype(kind, jnp.inexact)):
             raise TypeError(
                 f"{name_of('params', keys)} is {getattr(kind, '__name__', kind)}, which has no "
@@ -277,13 +259,7 @@ def check_trained(params: Any, frozen: Sequence[bool], place: str) -> None:
 
 
 @contextlib.contextmanager
-def for_state(
-    inner: optax.GradientTransformationExtraArgs,
-    state: Any,
-    params: Any,
-    updates: Any,
-    frozen: Sequence[bool] | None = None,
-) -> Iterator[None]:
+def for_state(inner, state, params, updates, frozen: Sequence[bool] = ()) -> Iterator[None]:
     """Replaces the error of a failing optimizer, if what it was called with does not fit.
 
     Without ``params`` it is unknown what fits, and the error is raised as it is.
@@ -294,7 +270,7 @@ def for_state(
         if params is not None:
             _check_updates(updates, params)
             check_state(inner.init, state, params, "state.inner_state")
-            if frozen is not None:  # optax does not say which parameter it is
+            if frozen:  # optax does not say which parameter it is
                 check_trained(params, frozen, "out of the parameters")
         raise
 
@@ -302,7 +278,7 @@ def for_state(
 def _check_updates(updates: Any, params: Any, lacking: bool = True) -> None:
     """Raises a ValueError if gradients are not those of ``params``: other paths or shapes."""
     # Equinox has no gradients, and no states, of leaves that are not floating arrays.
-    trained = jax.tree.map(lambda x: x if is_floating(x) else None, params)
+    trained = jax.tree.map(lambda x: x if trees.is_floating(x) else None, params)
     grads = _arrays(updates)
     # A gradient of a leaf that is not trained is no error, if its path and shape are the leaf's.
     differences = difference(_arrays(trained) if lacking else set(), grads, grads - _arrays(params))

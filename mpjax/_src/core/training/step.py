@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._src.core.base import trees
 from mpjax._src.core.base.absent import answering
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.errors import (
@@ -31,39 +32,16 @@ from mpjax._src.core.base.errors import (
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import name_of, paths
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.trees import (
-    cast,
-    cast_like,
-    check_fits,
-    is_array,
-    is_key,
-    pytree_of,
-    stays_finite,
-    vary_like,
-    widen,
-)
 from mpjax._src.core.policy.fields import OP_LISTS
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.modules import has_modules
+from mpjax._src.core.training import optimizers, replicas
 from mpjax._src.core.training.frozen import Reader, Reads, joined
 from mpjax._src.core.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.core.training.levels import training_policy, under_policy
 from mpjax._src.core.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.core.training.masters import stored
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_params,
-    check_state,
-    check_trained,
-)
 from mpjax._src.core.training.placement import commit_like
-from mpjax._src.core.training.replicas import (
-    average_gradients,
-    averaged,
-    averaged_state,
-    axes_of,
-    local_to,
-)
 from mpjax._src.core.training.serialization import known_to_flax
 from mpjax._src.core.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.core.training.transaction import adjusted, counted, gated, may_overflow, metrics_of
@@ -79,7 +57,7 @@ T = TypeVar("T")
 
 
 @public("mpjax")
-@pytree_of(
+@trees.pytree_of(
     *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
     *("skipped_steps", "consecutive_skips"),
 )
@@ -235,7 +213,7 @@ def build_train_step(
     _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
     _check_arguments(has_aux, reports, accumulate_steps)
-    axes = axes_of(axis_name)
+    axes = replicas.axes_of(axis_name)
     check_specs(param_specs)
     first_scale = get_loss_scale(policy, loss_scale)
     optimizer = under_policy(policy, optimizer, "optimizer")
@@ -378,13 +356,13 @@ class Reports(NamedTuple):
 def _stored_params(params: Any, policy: Policy, reader: Reader) -> Any:
     """Returns the parameters as they are stored: copied, checked and cast."""
     known_to_flax(TrainState, *SCALES)
-    check_params(params)
+    optimizers.check_params(params)
     _refuse_modules(params)
     params = _owned(params, "params")
     reads = reader(params)
     if not jax.tree.leaves(params):
         raise ValueError("params has no leaves: there is nothing to train.")
-    check_trained(params, reads.frozen, "to model_state or rng")
+    optimizers.check_trained(params, reads.frozen, "to model_state or rng")
     if policy.casting != "op":  # else a pattern may mean a scope, which only the plan knows
         policy.check_overrides(params)
     return reads.stored(params, policy)
@@ -412,7 +390,7 @@ def _check_call(state: Any, optimizer: Any) -> None:
             f"state is a {type(state).__name__}, not a TrainState. The order is "
             "step(state, batch), with the state that init(params) returned."
         )
-    check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
+    optimizers.check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
 
 
 def _local(
@@ -425,7 +403,7 @@ def _local(
     whose gradients nothing reads.
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-    params, model_state = local_to(axes, axis_name, (state.params, state.model_state))
+    params, model_state = replicas.local_to(axes, axis_name, (state.params, state.model_state))
     # Replicas that drew the same dropout masks would average correlated gradients.
     if axes and rng is not None:
         rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
@@ -437,13 +415,11 @@ def _local(
     )
 
 
-def _averaged(
-    passes: Passes, state: TrainState, local: Any, policy: Policy, axis_name: Any
-) -> Passes:
+def _averaged(passes: Passes, state: TrainState, local, policy: Policy, axis_name) -> Passes:
     """Averages over replicas, whose model states were ``local``. Each keeps its own aux."""
-    loss = averaged(passes.loss, axis_name)
-    grads = average_gradients(passes.grads, axis_name, policy, state.loss_scale)
-    model_state = averaged_state(passes.model_state, local, state.model_state, axis_name)
+    loss = replicas.averaged(passes.loss, axis_name)
+    grads = replicas.average_gradients(passes.grads, axis_name, policy, state.loss_scale)
+    model_state = replicas.averaged_state(passes.model_state, local, state.model_state, axis_name)
     seen = passes.seen
     if seen is not None:
         reduce = (jax.lax.pmax, jax.lax.pmean)
@@ -459,20 +435,11 @@ def _verdict(passes: Passes, state: TrainState, shards: Shards) -> Verdict:
         grad_norm,
         shards.agreed(grads_finite),
         shards.agreed(loss_finite),
-        shards.agreed(stays_finite(passes.model_state, state.model_state)),
+        shards.agreed(trees.stays_finite(passes.model_state, state.model_state)),
     )
 
 
-def _updated(
-    optimizer: Any,
-    reads: Reads,
-    reports: Reports,
-    before: dict[str, Any],
-    params: Any,
-    grads: Any,
-    model_state: Any,
-    extra_args: Any,
-) -> dict[str, Any]:
+def _updated(optimizer, reads, reports, before, params, grads, model_state, extra_args):
     """Returns all that a step changes, after the optimizer."""
     opt_state = before["opt_state"]
     new = optimizer.step(grads, opt_state, params, **extra_args)
@@ -481,7 +448,7 @@ def _updated(
         "params": reads.trained(new.params, params),
         # An optimizer may return moments in the dtype of its gradients, but a state keeps its
         # dtypes: else the next step would compile again.
-        "opt_state": cast_like(new.state, opt_state),
+        "opt_state": trees.cast_like(new.state, opt_state),
         "model_state": model_state,
         "stalled": reports.shares(new, opt_state, params),
     }
@@ -618,8 +585,8 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
 def _converted(keys: Any, leaf: Any) -> Any:
     """Returns a leaf of the batch as JAX reads it."""
-    check_fits("batch", keys, leaf)
-    return jnp.asarray(leaf) if is_array(leaf) else leaf
+    trees.check_fits("batch", keys, leaf)
+    return jnp.asarray(leaf) if trees.is_array(leaf) else leaf
 
 
 def _around(forward: Callable[..., Any], unread: Any) -> Callable[..., Any]:
@@ -636,7 +603,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
     by_op = with_float32_loss(loss_fn, policy)
 
     def run(params, batch, **kwargs):
-        half = policy.cast_to_compute(params), cast(batch, policy.compute_dtype)
+        half = policy.cast_to_compute(params), trees.cast(batch, policy.compute_dtype)
         try:
             return loss_fn(*half, **_new_containers(kwargs))
         except (TypeError, ValueError) as error:
@@ -666,7 +633,7 @@ _IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 def _on_batch(grad_fn: Callable[..., Any], state: TrainState, batch: Any) -> Passes:
     out = grad_fn(state.params, batch, state.model_state, state.rng)
     (loss, (model_state, aux)), grads, seen = out
-    return Passes(widen(loss), model_state, aux, grads, seen)
+    return Passes(trees.widen(loss), model_state, aux, grads, seen)
 
 
 def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batch: Any) -> Passes:
@@ -689,7 +656,7 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
         return (grad_sum, passes.model_state), (passes.loss, passes.aux, passes.seen)
 
     # float32 sums, in which no small gradient of a later micro-batch is lost.
-    zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
+    zeros = jax.tree.map(jnp.zeros_like, trees.widen(state.params))
     (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
         micro_step, (zeros, state.model_state), jnp.arange(steps)
     )
@@ -727,16 +694,16 @@ def _owned(tree: Any, argument: str) -> Any:
     """
 
     def own(keys, leaf):
-        if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+        if not (trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
                 f"{name_of(argument, keys)} is {brief(leaf)}, not an array. Keep functions "
                 "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
                 "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
                 "of a state, jax.eval_shape(init, ...)."
             )
-        if is_key(leaf):
+        if trees.is_key(leaf):
             return jnp.copy(leaf)
-        check_fits(argument, keys, leaf)
+        trees.check_fits(argument, keys, leaf)
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree_util.tree_map_with_path(own, tree)
@@ -759,7 +726,7 @@ def _check_functions(loss_fn: Any, optimizer: Any) -> None:
             f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
             f"{misplaced(loss_fn)}"
         )
-    as_optimizer(optimizer, "optimizer")
+    optimizers.as_optimizer(optimizer, "optimizer")
 
 
 def _check_arguments(has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
@@ -781,16 +748,16 @@ def _refuse_modules(params: Any) -> None:
 
 
 def _check_model(model_state: Any) -> Any:
-    if is_array(model_state) and is_key(model_state):
+    if trees.is_array(model_state) and trees.is_key(model_state):
         raise TypeError(f"model_state={brief(model_state)} is a PRNG key. Pass it as rng=.")
     return model_state
 
 
 def _check_rng(rng: Any) -> Any:
-    if rng is None or (is_array(rng) and rng.ndim == 0 and is_key(rng)):
+    if rng is None or (trees.is_array(rng) and rng.ndim == 0 and trees.is_key(rng)):
         return rng
     # The form of jax.random.PRNGKey.
-    if is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
+    if trees.is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
         return rng
     raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
 
@@ -886,7 +853,7 @@ def _check_model_state(new: Any, old: Any) -> Any:
         )
 
     def like(keys, new, old):
-        new = vary_like(jnp.asarray(new), old)
+        new = trees.vary_like(jnp.asarray(new), old)
         if new.shape != old.shape:
             raise TypeError(
                 f"loss_fn returned {name_of('model_state', keys)} with shape {new.shape}, but was "
@@ -895,4 +862,4 @@ def _check_model_state(new: Any, old: Any) -> Any:
         return new
 
     new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
-    return cast_like(jax.tree_util.tree_map_with_path(like, new, old), old)
+    return trees.cast_like(jax.tree_util.tree_map_with_path(like, new, old), old)

@@ -108,14 +108,7 @@ def _with_verdict(
     return jnp.ones((), bool), run
 
 
-def gated_update(
-    finite: jax.Array,
-    update: Callable[..., Any],
-    state: T,
-    *args: Any,
-    agree: Callable[[jax.Array], jax.Array] = lambda good: good,
-    wholly: bool = False,
-) -> Any:
+def gated_update(finite: jax.Array, update: Callable[..., Any], state: Any, *args, **options):
     """Returns ``update(state, *args)``, or (zeros, ``state``), and the verdict of `gated`."""
 
     def run(before, *args):
@@ -131,7 +124,7 @@ def gated_update(
         run = lambda *_: result  # noqa: E731
     # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
     zeros = jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), shapes)
-    return gated(finite, run, (zeros, state), *args, agree=agree, wholly=wholly)
+    return gated(finite, run, (zeros, state), *args, **options)
 
 
 def may_overflow(state: Any) -> bool:
