@@ -1,5 +1,6 @@
 """An optax transformation that stores the moments of an optimizer in 8 bits."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -105,6 +106,9 @@ def with_8bit_moments(
     inner = optimizers.as_optimizer(inner, "inner")
     table = {**MOMENTS, **_checked({} if moments is None else moments)}
 
+    def coded(state, scales, number):
+        return _translated(functools.partial(encode, number=number), state, scales, table)
+
     def init(params):
         state, number = optimizers.first_state(inner, params), jnp.zeros((), jnp.int32)
 
@@ -112,14 +116,15 @@ def with_8bit_moments(
             return scales_of(x, code, number) if _is_kept(x) else optax.MaskedNode()
 
         scales = _each(first, table, state)
-        return EightBitMomentsState(_coded(state, scales, table, number), scales, number)
+        return EightBitMomentsState(coded(state, scales, number), scales, number)
 
     def update(updates, state, params=None, **extra_args):
         optimizers.check_kind(state, EightBitMomentsState, "with_8bit_moments")
         _check_scales(state, table)
 
         def advance(codes, scales):
-            before = _plain(_replaced(state.inner_state, codes, table), scales, table)
+            before = _replaced(state.inner_state, codes, table)
+            before = _translated(decode, before, scales, table)
             with optimizers.for_state(inner, before, params, updates):
                 return inner.update(updates, before, params, **extra_args)
 
@@ -128,15 +133,11 @@ def with_8bit_moments(
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
         _, once = advance(codes, state.scales)
-        new = _each(
-            lambda x, code, old: old if is_masked(old) else scales_of(x, code, number),
-            table,
-            once,
-            state.scales,
-        )
+        again = lambda x, code, old: old if is_masked(old) else scales_of(x, code, number)  # noqa: E731
+        new = _each(again, table, once, state.scales)
         codes, scales, new = jax.lax.optimization_barrier((codes, state.scales, new))
         updates, after = advance(codes, scales)
-        return updates, EightBitMomentsState(_coded(after, new, table, number), new, number)
+        return updates, EightBitMomentsState(coded(after, new, number), new, number)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -151,16 +152,13 @@ def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
     return moments
 
 
-def _each(
-    fun: Callable[..., Any], table: Table, state: Any, *rest: dict[str, Any]
-) -> dict[str, Any]:
+def _each(fun: Callable[..., Any], table: Table, state: Any, *rest: Any) -> dict[str, Any]:
     """Maps ``fun(leaf, code, *others)`` over moments; ``rest`` holds trees by the same paths."""
-    return {
-        path: jax.tree.map(
-            lambda x, *xs, code=code: fun(x, code, *xs), tree, *(r[path] for r in rest)
-        )
-        for path, (tree, code) in _moments(state, table).items()
-    }
+
+    def mapped(path, tree, code):
+        return jax.tree.map(lambda x, *xs: fun(x, code, *xs), tree, *(r[path] for r in rest))
+
+    return {path: mapped(path, *row) for path, row in _moments(state, table).items()}
 
 
 def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
@@ -175,22 +173,13 @@ def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
     return jax.tree.map(replace, state, is_leaf=has_moments)
 
 
-def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) -> Any:
-    """Returns a state whose moments are encoded wherever they have scales."""
+def _translated(how: Callable[..., Any], state: Any, scales: dict[str, Any], table: Table) -> Any:
+    """Returns a state whose moments are encoded or decoded wherever they have scales."""
 
-    def code_of(x, code, scale):
-        return x if is_masked(scale) else encode(x, scale, code, number)
+    def each(x, code, scale):
+        return x if is_masked(scale) else how(x, scale, code)
 
-    return _replaced(state, _each(code_of, table, state, scales), table)
-
-
-def _plain(inner: Any, scales: dict[str, Any], table: Table) -> Any:
-    """Returns the state of the inner optimizer, decoded to float32."""
-
-    def plain(x, code, scale):
-        return x if is_masked(scale) else decode(x, scale, code)
-
-    return _replaced(inner, _each(plain, table, inner, scales), table)
+    return _replaced(state, _each(each, table, state, scales), table)
 
 
 def _holds_moments(table: Table) -> Callable[[Any], bool]:

@@ -11,16 +11,8 @@ import jmp
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src.core.autocast.transform import autocast
-from mpjax._src.core.base import _jax, called
+from mpjax._src.core.base import _jax, called, errors
 from mpjax._src.core.base.dtypes import FLOAT16, FLOAT32
-from mpjax._src.core.base.errors import (
-    brief,
-    check_callable,
-    check_flag,
-    misplaced,
-    warn_at,
-    warn_user,
-)
 from mpjax._src.core.base.trees import all_finite, is_array, is_floating, widen
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.gradient import check_loss, positions
@@ -82,13 +74,13 @@ def scaled_value_and_grad(
     The function does the work of ``scale`` and ``unscale_`` of torch.amp.GradScaler.
     """
 
-    check_callable(fun, "fun")
-    check_flag("has_aux", has_aux)
+    errors.check_callable(fun, "fun")
+    errors.check_flag("has_aux", has_aux)
     if not has_protocol(loss_scale):
         raise TypeError(
-            f"loss_scale={brief(loss_scale)} must be an instance of a loss scale, such as "
+            f"loss_scale={errors.brief(loss_scale)} must be an instance of a loss scale, such as "
             "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller stores it and "
-            f"adjusts it after each step.{misplaced(loss_scale)}"
+            f"adjusts it after each step.{errors.misplaced(loss_scale)}"
         )
     axes_of(axis_name)
     settings = loss_scale, loss_scale.unscale, argnums, has_aux, axis_name
@@ -185,7 +177,7 @@ def with_scaled_loss(
         loss, aux = out if has_aux else (out, None)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:
-            warn_at(
+            errors.warn_at(
                 fun,
                 "The loss is float16, so the backward pass starts with the loss scale rounded to "
                 "float16. A loss scale of 2**16 or more is infinity there, and every step is "
@@ -209,7 +201,7 @@ def _of_arguments(loss: Any, arguments: Any) -> Any:
 def _of_arguments_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     if not isinstance(tangents[0], SymbolicZero):
         return primals[0], tangents[0]
-    warn_user(
+    errors.warn_user(
         "The loss does not depend on the parameters: all of their gradients are zero, and nothing "
         "is trained. Usual causes: the function uses parameters from outside instead of its "
         "argument, argnums names another argument, jax.lax.stop_gradient, or a loss that counts, "

@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._src.core.base import called, trees
+from mpjax._src.core.base import called, errors, trees
 from mpjax._src.core.base.absent import answering
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
-from mpjax._src.core.base.errors import (
-    PrecisionWarning,
-    brief,
-    check_callable,
-    misplaced,
-    warn_user,
-)
 from mpjax._src.core.base.patterns import name_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.wrapped import NoBlock
@@ -110,9 +103,9 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             if isinstance(rules := getattr(function, "__self__", None), Rules):
                 return rules
         raise AttributeError(
-            f"init={brief(self.init)} and update={brief(self.update)} are no longer those of "
-            "mpjax.mixed_precision, so this optimizer has no policy. Wrap the optimizer that it "
-            "returned, and call value_and_grad of that one."
+            f"init={errors.brief(self.init)} and update={errors.brief(self.update)} are no longer "
+            "those of mpjax.mixed_precision, so this optimizer has no policy. Wrap the optimizer "
+            "that it returned, and call value_and_grad of that one."
         )
 
     def __repr__(self) -> str:
@@ -160,7 +153,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             TypeError: As for `scaled_value_and_grad`.
             ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
-        check_callable(fun, "fun")
+        errors.check_callable(fun, "fun")
         run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
@@ -372,7 +365,7 @@ class Rules:
         """Returns the updates of the parameters, and the new state."""
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
             if not trees.is_one_bool(verdict):
-                raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
+                raise ValueError(f"{name}={errors.brief(verdict)} must be a single bool.")
         optimizers.check_params(updates, "updates")
         optimizers.check_value(extra_args.get("value"))
         optimizers.check_kind(state, MixedPrecisionState, "mixed_precision")
@@ -421,13 +414,13 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
         facts[called.SCALES] = "no loss has been scaled"
     missing = [what for fact, what in facts.items() if fact not in called.CALLED]
     if policy.compute_dtype in HALVES and traced and wide and missing:
-        warn_user(
+        errors.warn_user(
             f"policy={str(policy)!r}, but {' and '.join(missing)} in this process so far: these "
             f"gradients seem to come from jax.value_and_grad or jax.grad, in float32. Use "
             f"{gradient} instead. If the update is traced before any gradient, or the gradients "
             "come from another process or an exported program, ignore this warning: "
             'warnings.filterwarnings("ignore", category=mpjax.errors.PrecisionWarning).',
-            PrecisionWarning,
+            errors.PrecisionWarning,
         )
 
 
@@ -437,9 +430,9 @@ def _scales_in(opt_state: Any, argument: str = "opt_state") -> list[LossScale]:
     scales = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
     if not scales:
         raise ValueError(
-            f"{argument}={brief(opt_state)} must contain a state of mpjax.mixed_precision, for its "
-            "loss scale, but contains none. Pass the state that optimizer.init(params) or the last "
-            f"optimizer.update returned.{misplaced(opt_state)}"
+            f"{argument}={errors.brief(opt_state)} must contain a state of mpjax.mixed_precision, "
+            "for its loss scale, but contains none. Pass the state that optimizer.init(params) or "
+            f"the last optimizer.update returned.{errors.misplaced(opt_state)}"
         )
     return scales
 

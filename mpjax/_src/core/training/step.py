@@ -16,19 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mpjax._src.core.base import trees
+from mpjax._src.core.base import errors, trees
 from mpjax._src.core.base.absent import answering
 from mpjax._src.core.base.dtypes import HALVES
-from mpjax._src.core.base.errors import (
-    DivergenceError,
-    PrecisionWarning,
-    as_float,
-    brief,
-    check_count,
-    check_flag,
-    misplaced,
-    whole_number,
-)
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import name_of, paths
 from mpjax._src.core.base.public import public
@@ -221,7 +211,9 @@ def build_train_step(
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
         params = _stored_params(params, policy, optimizer.reads)
-        state = _first_state(params, optimizer.init(params), first_scale, model_state, rng)
+        count, *skips = (jnp.zeros((), jnp.int32) for _ in range(3))
+        opt_state, carried = optimizer.init(params), _checked(model_state, rng)
+        state = TrainState(count, params, opt_state, first_scale, *carried, *skips)
         # Once more over everything: optimizers may keep the parameters themselves in their state
         # (schedule-free does), and a buffer cannot be donated twice.
         return commit_like(_owned(state, "state"), params)
@@ -368,22 +360,6 @@ def _stored_params(params: Any, policy: Policy, reader: Reader) -> Any:
     return reads.stored(params, policy)
 
 
-def _first_state(
-    params: Any, opt_state: optax.OptState, loss_scale: LossScale, model_state: Any, rng: Any
-) -> TrainState:
-    """Returns the state before the first step."""
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=opt_state,
-        loss_scale=loss_scale,
-        model_state=_owned(_check_model(model_state), "model_state"),
-        rng=_check_rng(rng),
-        skipped_steps=jnp.zeros((), jnp.int32),
-        consecutive_skips=jnp.zeros((), jnp.int32),
-    )
-
-
 def _check_call(state: Any, optimizer: Any) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -509,21 +485,22 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
 
     DeepSpeed and MindSpore stop a run in the same way.
     """
-    most = whole_number(limit)
+    most = errors.whole_number(limit)
     if most is None or most < 1:
         raise ValueError(
-            f"limit={brief(limit)} must be an integer >= 1, a number of steps.{misplaced(limit)}"
+            f"limit={errors.brief(limit)} must be an integer >= 1, a number of steps."
+            f"{errors.misplaced(limit)}"
         )
     _check_metrics(metrics)
-    skips, scale = int(metrics["consecutive_skips"]), as_float(metrics["loss_scale"])
+    skips, scale = int(metrics["consecutive_skips"]), errors.as_float(metrics["loss_scale"])
     at_floor = skips >= AT_FLOOR and scale <= 1
     if skips < most and not at_floor:
         return
     cause = _cause(metrics, at_floor)
-    message = f"{brief(skips)} steps in a row were skipped, at loss scale {scale:g}. {cause}"
+    message = f"{errors.brief(skips)} steps in a row were skipped, at loss scale {scale:g}. {cause}"
     if skips >= most:
-        raise DivergenceError(message)
-    warnings.warn(message, PrecisionWarning, stacklevel=2)
+        raise errors.DivergenceError(message)
+    warnings.warn(message, errors.PrecisionWarning, stacklevel=2)
 
 
 def _check_metrics(metrics: Any) -> None:
@@ -531,7 +508,7 @@ def _check_metrics(metrics: Any) -> None:
     read = {"consecutive_skips", "loss_scale", "loss_finite"}
     if not (isinstance(metrics, dict) and read <= metrics.keys()):
         raise TypeError(
-            f"metrics={brief(metrics)} must be the metrics that a training step returned."
+            f"metrics={errors.brief(metrics)} must be the metrics that a training step returned."
         )
     if isinstance(metrics["consecutive_skips"], jax.core.Tracer):
         raise TypeError(
@@ -696,7 +673,7 @@ def _owned(tree: Any, argument: str) -> Any:
     def own(keys, leaf):
         if not (trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"{name_of(argument, keys)} is {brief(leaf)}, not an array. Keep functions "
+                f"{name_of(argument, keys)} is {errors.brief(leaf)}, not an array. Keep functions "
                 "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
                 "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
                 "of a state, jax.eval_shape(init, ...)."
@@ -723,8 +700,8 @@ def _warn_if_unused(policy: Policy) -> None:
 def _check_functions(loss_fn: Any, optimizer: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
-            f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
-            f"{misplaced(loss_fn)}"
+            f"loss_fn={errors.brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
+            f"{errors.misplaced(loss_fn)}"
         )
     optimizers.as_optimizer(optimizer, "optimizer")
 
@@ -732,8 +709,8 @@ def _check_functions(loss_fn: Any, optimizer: Any) -> None:
 def _check_arguments(has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
     flags = {f"report_{name}": getattr(reports, name) for name in Reports._fields[1:]}
     for name, flag in {"has_aux": has_aux, **flags}.items():
-        check_flag(name, flag)
-    check_count("accumulate_steps", accumulate_steps)
+        errors.check_flag(name, flag)
+    errors.check_count("accumulate_steps", accumulate_steps)
 
 
 def _refuse_modules(params: Any) -> None:
@@ -747,19 +724,17 @@ def _refuse_modules(params: Any) -> None:
         )
 
 
-def _check_model(model_state: Any) -> Any:
+def _checked(model_state: Any, rng: Any) -> tuple[Any, Any]:
+    """Returns what a state carries besides parameters, and refuses what is neither."""
     if trees.is_array(model_state) and trees.is_key(model_state):
-        raise TypeError(f"model_state={brief(model_state)} is a PRNG key. Pass it as rng=.")
-    return model_state
-
-
-def _check_rng(rng: Any) -> Any:
-    if rng is None or (trees.is_array(rng) and rng.ndim == 0 and trees.is_key(rng)):
-        return rng
+        raise TypeError(f"model_state={errors.brief(model_state)} is a PRNG key. Pass it as rng=.")
+    model_state = _owned(model_state, "model_state")
+    typed = trees.is_array(rng) and rng.ndim == 0 and trees.is_key(rng)
     # The form of jax.random.PRNGKey.
-    if trees.is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
-        return rng
-    raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
+    plain = trees.is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32
+    if rng is None or typed or plain:
+        return model_state, rng
+    raise TypeError(f"rng={errors.brief(rng)} must be one PRNG key, such as jax.random.key(0).")
 
 
 def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
