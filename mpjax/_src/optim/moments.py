@@ -14,7 +14,6 @@ from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_floating
 from mpjax._src.core.training import optimizers
-from mpjax._src.core.training.stored import is_masked
 from mpjax._src.optim.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
 
 # Leaves with fewer entries are not coded, because they take little memory in all.
@@ -128,12 +127,14 @@ def with_8bit_moments(
             with optimizers.for_state(inner, before, params, updates):
                 return inner.update(updates, before, params, **extra_args)
 
+        def again(x, code, old):
+            return old if optimizers.is_masked(old) else scales_of(x, code, number)
+
         # Twice: a block's scale is known only when all of the block is. The first pass is only for
         # the scales; XLA recomputes behind the barrier instead of writing all moments in float32.
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
         _, once = advance(codes, state.scales)
-        again = lambda x, code, old: old if is_masked(old) else scales_of(x, code, number)  # noqa: E731
         new = _each(again, table, once, state.scales)
         codes, scales, new = jax.lax.optimization_barrier((codes, state.scales, new))
         updates, after = advance(codes, scales)
@@ -177,7 +178,7 @@ def _translated(how: Callable[..., Any], state: Any, scales: dict[str, Any], tab
     """Returns a state whose moments are encoded or decoded wherever they have scales."""
 
     def each(x, code, scale):
-        return x if is_masked(scale) else how(x, scale, code)
+        return x if optimizers.is_masked(scale) else how(x, scale, code)
 
     return _replaced(state, _each(each, table, state, scales), table)
 

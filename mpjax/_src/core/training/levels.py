@@ -13,8 +13,7 @@ from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.policy.recommend import warn_if_unfit
 from mpjax._src.core.training.loss_scale import has_protocol
 from mpjax._src.core.training.masters import with_kahan_summation, with_master_weights
-from mpjax._src.core.training.optimizers import as_optimizer
-from mpjax._src.core.training.stored import Optimizer, in_full_precision
+from mpjax._src.core.training.optimizers import Optimizer, as_optimizer, in_full_precision
 
 
 def training_policy(policy: "PolicyLike") -> Policy:

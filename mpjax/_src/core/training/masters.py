@@ -21,7 +21,6 @@ from mpjax._src.core.base.trees import is_narrow_array, widen
 from mpjax._src.core.policy.fields import CHOICES
 from mpjax._src.core.training import optimizers, residuals
 from mpjax._src.core.training.frozen import Reads
-from mpjax._src.core.training.stored import Optimizer, added, by_leaf, is_masked, made, need_params
 
 # The dtype that is stored with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
@@ -150,7 +149,7 @@ def with_kahan_summation(
     return _with_masters(inner, COMPENSATED, "with_kahan_summation")
 
 
-def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
+def _with_masters(inner: Any, storage: str, name: str) -> optimizers.Optimizer:
     """Returns an optimizer that stores a master or residual of each 16-bit parameter."""
     inner = optimizers.as_optimizer(inner, "inner")
 
@@ -179,7 +178,7 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
     def core(advance, state, params, reads):
         optimizers.check_kind(state, MasterWeightsState, name)
         if not _are_none(state.masters):
-            need_params(params, name)
+            optimizers.need_params(params, name)
         full = None if params is None else _full(params, state.masters, kind, name, reads)
         updates, inner_state = advance(state.inner_state, full)
         if _are_none(state.masters):  # no 16-bit parameters: the updates are applied as they are
@@ -191,12 +190,12 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
             return residuals.split(value + widen(update), param.dtype, kind(param.dtype))
 
         updates = reads.trained(updates, params)
-        pairs = [stored(*row) for row in by_leaf(params, state.masters, full, updates)]
+        pairs = [stored(*row) for row in optimizers.by_leaf(params, state.masters, full, updates)]
         new, leaves = zip(*pairs, strict=True)
         masters = jax.tree.unflatten(jax.tree.structure(params), leaves)
         return updates, new, MasterWeightsState(masters, inner_state)
 
-    return made(inner, init, core)
+    return optimizers.made(inner, init, core)
 
 
 def _are_none(masters: Any) -> bool:
@@ -211,7 +210,8 @@ def _full(
     if _are_none(masters):
         # Spelled out for the comparison of structures, and for the map over both trees.
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
-    trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
+    is_masked = optimizers.is_masked
+    trees: list[Any] = [jax.tree.structure(t, is_leaf=is_masked) for t in (params, masters)]
     wanted, of_masters = trees
     if wanted != of_masters:
         raise ValueError(
@@ -223,7 +223,7 @@ def _full(
         if frozen:
             return param
         # 16-bit parameters have a master, and only they do, unless dtypes have changed since init.
-        if is_narrow_array(param) == is_masked(master):
+        if is_narrow_array(param) == optimizers.is_masked(master):
             seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
@@ -312,7 +312,7 @@ def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
         is_master = master is not None and master.dtype == FLOAT32
         return master.astype(param.dtype) if is_master else param
 
-    return _map_masters(jax.tree.map(added, params, updates), opt_state, exact)
+    return _map_masters(jax.tree.map(optimizers.added, params, updates), opt_state, exact)
 
 
 def full_value(param: Any, master: Any) -> Any:
