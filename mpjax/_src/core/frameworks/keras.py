@@ -35,7 +35,7 @@ from mpjax._src.core.training.loss_scale import (
     get_loss_scale,
     resolve_loss_scale,
 )
-from mpjax._src.core.training.transaction import adjusted, counted, gated
+from mpjax._src.core.training.transaction import Verdict, adjusted, counted, gated
 
 # ---- the optimizer: it skips steps and has a loss scale ------------------------------------------
 
@@ -208,7 +208,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         (trained, inner), good = gated(finite, applied, (list(trainable_variables), inner))
         finite = finite & good
         # Keras passes gradients alone, so whatever is non-finite counts as theirs.
-        new = jax.tree.leaves(adjusted(scale, finite, True, True))
+        new = jax.tree.leaves(adjusted(scale, Verdict(finite, True, True)))
         with self._reading(optimizer_variables) as scope:
             for v, value in zip(self._scale, new, strict=True):
                 v.assign(value)

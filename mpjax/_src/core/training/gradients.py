@@ -110,14 +110,20 @@ def value_and_grad(fun, loss_scale, unscale, argnums, has_aux, axis_name, /, *ar
 
     gradient = jax.value_and_grad(run, argnums, has_aux=True)
     (_, (loss, aux)), grads = gradient(*trained, **kwargs)
+    loss, grads = unscaled(loss, grads, unscale, axes, axis_name)
+    finite = all_finite(grads)
+    finite = agreed(finite, loss_scale.loss_scale) if axes else finite
+    return ((loss, aux) if has_aux else loss), grads, finite
+
+
+def unscaled(loss, grads, unscale: Callable[[Any], Any], axes: tuple[str, ...], axis_name):
+    """Returns a loss and its gradients, unscaled, and averaged over replicas if there are axes."""
     # Widened here too: jmp's scales divide in the dtype of a gradient, which flushes small ones.
     grads = unscale(widen(grads))
     if axes:
         loss, grads = averaged((loss, grads), axis_name)
         warn_if_unknown(axis_name, axes)
-    finite = all_finite(grads)
-    finite = agreed(finite, loss_scale.loss_scale) if axes else finite
-    return ((loss, aux) if has_aux else loss), grads, finite
+    return loss, grads
 
 
 def differentiable(tree: Any) -> tuple[Any, Any]:

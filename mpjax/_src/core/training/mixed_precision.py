@@ -30,7 +30,7 @@ from mpjax._src.core.training.loss_scale import (
 )
 from mpjax._src.core.training.serialization import known_to_flax
 from mpjax._src.core.training.shards import agreed
-from mpjax._src.core.training.transaction import VERDICTS, adjusted, counted, metrics_of
+from mpjax._src.core.training.transaction import Verdict, adjusted, counted, metrics_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +71,7 @@ class MixedPrecisionState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns the metrics of the last update, named as those of `build_train_step`."""
-        return metrics_of(self, **{name: getattr(self, name) for name in VERDICTS})
+        return metrics_of(self, Verdict(self.grads_finite, self.loss_finite, self.state_finite))
 
 
 @public("mpjax.optim")
@@ -381,24 +381,19 @@ class Rules:
         # A non-finite gradient that nothing reads changes no parameter, so it skips no step.
         read = optimizers.read_grads(reads, updates, params)
         warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
-        verdicts = {
-            "grads_finite": trees.all_finite(read),
-            "loss_finite": jnp.logical_and(loss_finite, trees.all_finite(extra_args.get("value"))),
-            "state_finite": jnp.asarray(finite),
-        }
+        loss_finite = jnp.logical_and(loss_finite, trees.all_finite(extra_args.get("value")))
+        checks = trees.all_finite(read), loss_finite, jnp.asarray(finite)
         # A device sees the gradients of its own shards, but all devices skip, or none does.
         agree = functools.partial(agreed, count=state.skipped_steps)
-        verdicts = {name: agree(each) for name, each in verdicts.items()}
-        finite = functools.reduce(jnp.logical_and, verdicts.values())
-        given = updates, state, params, extra_args
+        verdict = Verdict(*map(agree, checks))
+        given, finite = (updates, state, params, extra_args), verdict.finite
         updates, inner_state, good = optimizers.updated_if(finite, self.inner, reads, *given)
         # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
-        verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
+        verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
-        scale = adjusted(state.loss_scale, **verdicts, used=used)
-        return updates, MixedPrecisionState(
-            inner_state, scale, **counted(state, finite), **verdicts
-        )
+        scale = adjusted(state.loss_scale, verdict, used)
+        counts = counted(state, finite & good)
+        return updates, MixedPrecisionState(inner_state, scale, **counts, **verdict._asdict())
 
 
 def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:

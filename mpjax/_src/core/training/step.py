@@ -34,7 +34,14 @@ from mpjax._src.core.training.masters import stored
 from mpjax._src.core.training.placement import commit_like
 from mpjax._src.core.training.serialization import known_to_flax
 from mpjax._src.core.training.shards import Shards, check_reductions, check_specs, shards_of
-from mpjax._src.core.training.transaction import adjusted, counted, gated, may_overflow, metrics_of
+from mpjax._src.core.training.transaction import (
+    Verdict,
+    adjusted,
+    counted,
+    gated,
+    may_overflow,
+    metrics_of,
+)
 
 # The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -202,10 +209,8 @@ def build_train_step(
     policy = training_policy(policy)
     _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
-    _check_arguments(has_aux, reports, accumulate_steps)
-    axes = replicas.axes_of(axis_name)
-    check_specs(param_specs)
-    first_scale = get_loss_scale(policy, loss_scale)
+    _check_arguments(has_aux, reports, accumulate_steps, param_specs)
+    axes, first_scale = replicas.axes_of(axis_name), get_loss_scale(policy, loss_scale)
     optimizer = under_policy(policy, optimizer, "optimizer")
     forward, observe = _forward(loss_fn, policy, has_aux), reports.observer()
 
@@ -229,10 +234,10 @@ def build_train_step(
             passes = _averaged(passes, state, local.model_state, policy, axis_name)
 
         shards = shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
-        verdict = _verdict(passes, state, shards)
+        grad_norm, verdict = _verdict(passes, state, shards)
 
         # Without shards, an optimizer that clips by the norm computes it itself, as in plain optax.
-        extra_args = {"value": passes.loss} | ({"grad_norm": verdict[0]} if shards.all else {})
+        extra_args = {"value": passes.loss} | ({"grad_norm": grad_norm} if shards.all else {})
         check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads, reports)
         before = {name: getattr(state, name) for name in CHANGED}
@@ -243,18 +248,18 @@ def build_train_step(
         args = state.params, passes.grads, passes.model_state, extra_args
         # Plain arithmetic is trusted up to float32's overflow, but float16 moments have 65504.
         run = functools.partial(gated, agree=shards.agreed, wholly=may_overflow(state.opt_state))
-        after, good = run(verdict.finite(), update, before, *args)
+        after, good = run(verdict.finite, update, before, *args)
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
-        stalled_shares = after.pop("stalled")
+        shares = after.pop("stalled")
         after["params"] = joined(after["params"], state.params)
         new = TrainState(
             **after,
-            loss_scale=adjusted(state.loss_scale, *verdict[1:]),
+            loss_scale=adjusted(state.loss_scale, verdict),
             rng=next_rng,
-            **counted(state, verdict.finite()),
+            **counted(state, verdict.finite),
         )
-        metrics = {"loss": passes.loss, **metrics_of(new, **verdict._asdict())}
-        metrics |= reports.of_step(state, passes, verdict, stalled_shares)
+        metrics = {"loss": passes.loss, "grad_norm": grad_norm, **metrics_of(new, verdict)}
+        metrics |= reports.of_step(state, passes, verdict, shares)
         return new, {**metrics, "aux": passes.aux} if has_aux else metrics
 
     return TrainStep(init, step)
@@ -276,19 +281,6 @@ class Passes(NamedTuple):
     aux: Any
     grads: Any
     seen: Any
-
-
-class Verdict(NamedTuple):
-    """The norm of the gradients, and what is finite, on all replicas and shards."""
-
-    grad_norm: jax.Array
-    grads_finite: jax.Array
-    loss_finite: jax.Array
-    state_finite: jax.Array
-
-    def finite(self) -> jax.Array:
-        """Returns whether the step is applied."""
-        return self.grads_finite & self.loss_finite & self.state_finite
 
 
 class Reports(NamedTuple):
@@ -403,16 +395,12 @@ def _averaged(passes: Passes, state: TrainState, local, policy: Policy, axis_nam
     return Passes(loss, model_state, passes.aux, grads, seen)
 
 
-def _verdict(passes: Passes, state: TrainState, shards: Shards) -> Verdict:
+def _verdict(passes: Passes, state: TrainState, shards: Shards) -> tuple[jax.Array, Verdict]:
     # One pass over the gradients for both: a sum of squares is finite only if each of them is.
     grad_norm = shards.norm(passes.grads)
-    grads_finite, loss_finite = jnp.isfinite(grad_norm), jnp.isfinite(passes.loss)
-    return Verdict(
-        grad_norm,
-        shards.agreed(grads_finite),
-        shards.agreed(loss_finite),
-        shards.agreed(trees.stays_finite(passes.model_state, state.model_state)),
-    )
+    finite = jnp.isfinite(grad_norm), jnp.isfinite(passes.loss)
+    state_finite = trees.stays_finite(passes.model_state, state.model_state)
+    return grad_norm, Verdict(*map(shards.agreed, (*finite, state_finite)))
 
 
 def _updated(optimizer, reads, reports, before, params, grads, model_state, extra_args):
@@ -706,11 +694,12 @@ def _check_functions(loss_fn: Any, optimizer: Any) -> None:
     optimizers.as_optimizer(optimizer, "optimizer")
 
 
-def _check_arguments(has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
+def _check_arguments(has_aux: Any, reports: Reports, steps: Any, param_specs: Any) -> None:
     flags = {f"report_{name}": getattr(reports, name) for name in Reports._fields[1:]}
     for name, flag in {"has_aux": has_aux, **flags}.items():
         errors.check_flag(name, flag)
-    errors.check_count("accumulate_steps", accumulate_steps)
+    errors.check_count("accumulate_steps", steps)
+    check_specs(param_specs)
 
 
 def _refuse_modules(params: Any) -> None:
