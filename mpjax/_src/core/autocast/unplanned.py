@@ -6,8 +6,9 @@ import numpy as np
 
 from mpjax._src.core.autocast.classify import ELSEWHERE, Rulings
 from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.dtypes import short_name
 from mpjax._src.core.base.errors import PrecisionWarning, first_of, warn_user
-from mpjax._src.core.policy.policy import Policy, short_name
+from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import Block, Value
 
 

@@ -381,11 +381,11 @@ class Rules:
         # A non-finite gradient that nothing reads changes no parameter, so it skips no step.
         read = optimizers.read_grads(reads, updates, params)
         warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
+        grads_finite = trees.all_finite(read)
         loss_finite = jnp.logical_and(loss_finite, trees.all_finite(extra_args.get("value")))
-        checks = trees.all_finite(read), loss_finite, jnp.asarray(finite)
         # A device sees the gradients of its own shards, but all devices skip, or none does.
         agree = functools.partial(agreed, count=state.skipped_steps)
-        verdict = Verdict(*map(agree, checks))
+        verdict = Verdict(*map(agree, (grads_finite, loss_finite, jnp.asarray(finite))))
         given, finite = (updates, state, params, extra_args), verdict.finite
         updates, inner_state, good = optimizers.updated_if(finite, self.inner, reads, *given)
         # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
