@@ -12,7 +12,7 @@ finite, and NaN reaches a result.
 """
 
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -79,13 +79,12 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[list[int]]] | 
         these results; and lists of positions among the others, of which one must not be zero.
     """
     jaxpr = flattened(jaxpr)  # scalars may be computed in a jit or a branch
-    inner, consts = _jax.hoisted(jaxpr)
+    inner, _ = _jax.open_jaxpr(jaxpr)
     scalars = _of_scalars(inner)
     levels, before = [NONNEGATIVE] * states, None
     while levels != before:  # entries that are never negative if they were not in the last step
-        before, facts = levels, [Fact()] * len(inner.invars)
-        facts[len(consts) : len(consts) + states] = map(Fact, levels)
-        results = _facts(inner, facts, scalars)
+        before, rest = levels, [ANY] * (len(inner.invars) - states)
+        results = _facts(jaxpr, map(Fact, [*levels, *rest]), scalars)
         levels = [min(a, fact.level) for a, fact in zip(levels, results, strict=True)]
     own = [i for i, v in enumerate(inner.outvars) if _is_in(v, scalars)]
     needs = {
@@ -103,7 +102,7 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[list[int]]] | 
     again = _jax.open_jaxpr(_jax.with_results(jaxpr, roots))[0].eqns
     if unsafe or not all(rules.rule_of(eqn.primitive.name).runs_again for eqn in again):
         return None
-    made = (*inner.invars, *(v for eqn in inner.eqns for v in eqn.outvars))
+    made = (*inner.constvars, *inner.invars, *(v for eqn in inner.eqns for v in eqn.outvars))
     judged = {*scalar, *roots}.union(*sets)
     outs = [v for v in made if v in judged]  # in an order that is always the same
     nonzero = sorted([i for i, v in enumerate(outs) if v in each] for each in sets)
@@ -113,7 +112,7 @@ def judged(jaxpr: Any, states: int) -> tuple[Any, list[int], list[list[int]]] | 
 
 def _of_scalars(jaxpr: Any) -> set[Any]:
     """Returns the scalars that are computed of scalars alone; arrays may choose among them."""
-    scalars = {v for v in jaxpr.invars if v.aval.shape == ()}
+    scalars = {v for v in (*jaxpr.constvars, *jaxpr.invars) if v.aval.shape == ()}
     for eqn in jaxpr.eqns:
         values = eqn.invars[eqn.primitive.name == "select_n" :]
         known = all(isinstance(atom, _jax.Literal) or atom in scalars for atom in values)
@@ -126,7 +125,7 @@ def _is_in(atom: Any, scalars: Container[Any]) -> bool:
     return not isinstance(atom, _jax.Literal) and atom in scalars
 
 
-def _facts(program: Any, ins: Sequence[Fact], scalars: Container[Any] = ()) -> list[Fact]:
+def _facts(program: Any, ins: Iterable[Fact], scalars: Container[Any] = ()) -> list[Fact]:
     """Returns the facts of a program's results, of which these scalars are judged."""
 
     def noted(v, fact):
@@ -139,8 +138,9 @@ def _facts(program: Any, ins: Sequence[Fact], scalars: Container[Any] = ()) -> l
     def results(eqn, operands):
         return map(noted, eqn.outvars, _results(eqn, operands, scalars))
 
-    arguments = map(noted, _jax.open_jaxpr(program)[0].invars, ins)
-    return _jax.walk(program, [*arguments], results, _constant)
+    inner, consts = _jax.hoisted(program)
+    known = map(noted, inner.invars, [*(Fact() for _ in consts), *ins])
+    return _jax.walk(inner, [*known], results, _constant)
 
 
 def _is_float(v: Any) -> bool:
@@ -148,8 +148,6 @@ def _is_float(v: Any) -> bool:
 
 
 def _constant(value: Any) -> Fact:
-    if np.shape(value):
-        return Fact()
     if np.iscomplexobj(value) or not np.isfinite(value):
         return Fact(needs=_unsafe(None))
     return Fact(POSITIVE if value > 0 else NONNEGATIVE if value == 0 else ANY)
@@ -206,9 +204,9 @@ def _both(facts: Sequence[Fact]) -> Fact:
 
 def _arithmetic(eqn: Any, ins: list[Fact], both: Fact, scalars: Container[Any]) -> Fact:
     """Returns the fact of a float operation's results; ``both`` is that of all operands."""
-    name, last, power = eqn.primitive.name, eqn.invars[-1], eqn.params.get("y", 1)
+    name, power = eqn.primitive.name, eqn.params.get("y", 1)
     level = LEVELS.get(name, lambda _: ANY)([fact.level for fact in ins])
-    if power % 2 == 0 or (name == "mul" and eqn.invars[0] is last):
+    if power % 2 == 0 or (name == "mul" and eqn.invars[0] is eqn.invars[1]):
         level = max(level, NONNEGATIVE)
     needs = _needs(eqn, ins[name == "div"], bool(scalars))
     if any(v.aval.dtype == FLOAT16 for v in eqn.outvars):  # which overflows at 65504
@@ -229,7 +227,8 @@ def _needs(eqn: Any, risky: Fact, outside: bool) -> frozenset[Any]:
     # No entries are HARMLESS, so a wild operation is unsafe unless a case below asks for less.
     wild = rule.need == rules.PROGRAM or rules.POLE in rule.traits or rule.amplifies(eqn.params)
     wanted = HARMLESS if wild and name not in FINITE else ANY
-    number = getattr(eqn.invars[-1], "val", None)  # of a literal
+    last = eqn.invars[-1] if eqn.invars else None  # such as a range has none
+    number = getattr(last, "val", None)  # of a literal
     if name == "sqrt" or (name == "pow" and number is not None and number >= 0):
         wanted = NONNEGATIVE
     elif name in POLES:
