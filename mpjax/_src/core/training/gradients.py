@@ -19,8 +19,7 @@ from mpjax._src.core.program.gradient import check_loss, positions
 from mpjax._src.core.program.modules import has_modules
 from mpjax._src.core.training.frozen import joined
 from mpjax._src.core.training.loss_scale import LossScale, NoOpLossScale, has_protocol
-from mpjax._src.core.training.replicas import averaged, axes_of, local_to
-from mpjax._src.core.training.shards import agreed, warn_if_unknown
+from mpjax._src.core.training.replicas import agreed, averaged, axes_of, local_to, warn_if_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")

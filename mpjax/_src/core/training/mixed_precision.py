@@ -28,8 +28,8 @@ from mpjax._src.core.training.loss_scale import (
     get_loss_scale,
     smallest,
 )
+from mpjax._src.core.training.replicas import agreed
 from mpjax._src.core.training.serialization import known_to_flax
-from mpjax._src.core.training.shards import agreed
 from mpjax._src.core.training.transaction import Verdict, adjusted, counted, metrics_of
 
 P = ParamSpec("P")

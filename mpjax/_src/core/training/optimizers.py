@@ -25,7 +25,7 @@ from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import difference, name_of, path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.training.frozen import Reader, Reads
-from mpjax._src.core.training.shards import agreed
+from mpjax._src.core.training.replicas import agreed
 from mpjax._src.core.training.transaction import counted, gated_update, may_overflow
 
 C = TypeVar("C", bound=type)

@@ -33,7 +33,6 @@ from mpjax._src.core.training.loss_scale import SCALES, LossScale, get_loss_scal
 from mpjax._src.core.training.masters import stored
 from mpjax._src.core.training.placement import commit_like
 from mpjax._src.core.training.serialization import known_to_flax
-from mpjax._src.core.training.shards import Shards, check_reductions, check_specs, shards_of
 from mpjax._src.core.training.transaction import (
     Verdict,
     adjusted,
@@ -233,12 +232,12 @@ def build_train_step(
         if axis_name is not None:
             passes = _averaged(passes, state, local.model_state, policy, axis_name)
 
-        shards = shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
+        shards = replicas.shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
         grad_norm, verdict = _verdict(passes, state, shards)
 
         # Without shards, an optimizer that clips by the norm computes it itself, as in plain optax.
         extra_args = {"value": passes.loss} | ({"grad_norm": grad_norm} if shards.all else {})
-        check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
+        replicas.check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads, reports)
         before = {name: getattr(state, name) for name in CHANGED}
         # Frozen parameters stay out of the choice between old and new: nothing reads them.
@@ -395,7 +394,7 @@ def _averaged(passes: Passes, state: TrainState, local, policy: Policy, axis_nam
     return Passes(loss, model_state, passes.aux, grads, seen)
 
 
-def _verdict(passes: Passes, state: TrainState, shards: Shards) -> tuple[jax.Array, Verdict]:
+def _verdict(passes: Passes, state: TrainState, shards: Any) -> tuple[jax.Array, Verdict]:
     # One pass over the gradients for both: a sum of squares is finite only if each of them is.
     grad_norm = shards.norm(passes.grads)
     finite = jnp.isfinite(grad_norm), jnp.isfinite(passes.loss)
@@ -699,7 +698,7 @@ def _check_arguments(has_aux: Any, reports: Reports, steps: Any, param_specs: An
     for name, flag in {"has_aux": has_aux, **flags}.items():
         errors.check_flag(name, flag)
     errors.check_count("accumulate_steps", steps)
-    check_specs(param_specs)
+    replicas.check_specs(param_specs)
 
 
 def _refuse_modules(params: Any) -> None:
