@@ -390,10 +390,11 @@ class Rules:
         updates, inner_state, good = optimizers.updated_if(finite, self.inner, reads, *given)
         # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
+        finite = finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
         scale = adjusted(state.loss_scale, verdict, used)
-        counts = counted(state, finite & good)
-        return updates, MixedPrecisionState(inner_state, scale, **counts, **verdict._asdict())
+        rest = counted(state, finite) | verdict._asdict()
+        return updates, MixedPrecisionState(inner_state, scale, **rest)
 
 
 def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:

@@ -453,9 +453,8 @@ def made(
 
     ``init(params, reads)`` returns the first state. ``core(advance, state, params, reads)`` returns
     the updates of the inner optimizer; a list of the new parameters, with None for a parameter that
-    is the sum with its update, or None if all are such sums; and the new state. It calls ``advance(
-    state, params)``, with the state and the full parameters of the inner optimizer, which returns
-    its updates and new state.
+    is the sum with its update, or None if all are such sums; and the new state. In between it calls
+    ``advance(inner_state, full_params)``, which returns the updates and the new inner state.
     """
     reader = Reader(inner)
 
@@ -516,10 +515,10 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def by_leaf(params: Any, *trees: Any) -> Iterator[tuple[Any, ...]]:
+def by_leaf(params: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
     """Returns each leaf of the parameters with the subtrees at its place in other trees."""
     structure: Any = jax.tree.structure(params)
-    return zip(jax.tree.leaves(params), *map(structure.flatten_up_to, trees), strict=True)
+    return zip(jax.tree.leaves(params), *map(structure.flatten_up_to, others), strict=True)
 
 
 def added(param: Any, update: Any) -> Any:
