@@ -34,7 +34,7 @@ FINITE = {"bitcast_convert_type", "cos", "reduce_precision", "sin"}
 # Operations that are finite wherever their operand, of a quotient the second one, is positive.
 POLES = {"div", "integer_pow", "log", "pow", "rsqrt"}
 # Sums and the like, of which one positive term is enough.
-MORE = {*rules.ADDITIONS, "max", "clamp"}
+MORE = {*rules.ADDITIONS, *rules.LARGEST, "clamp"}
 SUMS = {*rules.MATMULS, *rules.ALL_SUMS, "reduce_sum", "cumsum"}
 # The level of a result, by those of the operands; of other operations it is ANY.
 LEVELS: dict[str, Callable[[list[int]], int]] = {

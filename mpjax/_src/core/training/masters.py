@@ -202,9 +202,7 @@ def _are_none(masters: Any) -> bool:
     return isinstance(masters, tuple) and masters == NO_MASTERS
 
 
-def _full(
-    params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str, reads: Reads
-) -> Any:
+def _full(params, masters, kind: Callable[[Any], np.dtype], name: str, reads: Reads) -> Any:
     """Returns the parameters, with trained 16-bit ones replaced by their full float32 values."""
 
     if _are_none(masters):

@@ -444,11 +444,7 @@ def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
     return made(inner, init, core)
 
 
-def made(
-    inner: optax.GradientTransformationExtraArgs,
-    init: Callable[..., Any],
-    core: Callable[..., Any],
-) -> Optimizer:
+def made(inner: Any, init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
     """Returns an `Optimizer`; ``reads`` are the `Reads` of the one inside.
 
     ``init(params, reads)`` returns the first state. ``core(advance, state, params, reads)`` returns

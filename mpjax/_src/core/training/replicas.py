@@ -137,9 +137,8 @@ class Shards(NamedTuple):
 
     def agreed(self, verdict: jax.Array) -> jax.Array:
         """Returns whether a check is true on all shards."""
-        return _on_all(
-            verdict, without(varies_over(verdict), self.held) if self.known else self.all
-        )
+        axes = without(varies_over(verdict), self.held) if self.known else self.all
+        return _on_all(verdict, axes)
 
 
 def agreed(verdict: jax.Array, count: Any) -> jax.Array:

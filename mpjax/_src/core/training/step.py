@@ -313,18 +313,14 @@ class Reports(NamedTuple):
 
         return stalled(new.updates, stored(opt_state, params), stored(new.state, new.params))
 
-    def of_step(
-        self, state: TrainState, passes: Passes, verdict: Verdict, stalled_shares: Any
-    ) -> Metrics:
+    def of_step(self, state: TrainState, passes: Passes, verdict: Verdict, shares) -> Metrics:
         """Returns the reports on a step from this state, by their names."""
         reports: Metrics = {}
         if self.overflow or self.underflow:
             from mpjax._src.tools.watching.overflows import first_overflow, underflow
         if self.overflow:
-            scale, names = state.loss_scale.loss_scale, paths(passes.grads)
-            reports["overflow"] = first_overflow(
-                passes.grads, passes.seen, scale, verdict.loss_finite, names
-            )
+            facts = state.loss_scale.loss_scale, verdict.loss_finite, paths(passes.grads)
+            reports["overflow"] = first_overflow(passes.grads, passes.seen, *facts)
         if self.underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(passes.grads)]
             reports["underflow"] = underflow(passes.seen, sizes, self.policy.compute_dtype)
@@ -332,7 +328,7 @@ class Reports(NamedTuple):
             from mpjax._src.tools.watching.stalled import Stalled
 
             by_lot = self.policy.rounding == "stochastic"
-            reports["stalled"] = Stalled(stalled_shares, tuple(paths(state.params)), by_lot)
+            reports["stalled"] = Stalled(shares, tuple(paths(state.params)), by_lot)
         return reports
 
 
@@ -360,9 +356,7 @@ def _check_call(state: Any, optimizer: Any) -> None:
     optimizers.check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
 
 
-def _local(
-    state: TrainState, axes: tuple[str, ...], axis_name: Any, reads: Reads
-) -> tuple[TrainState, Any, jax.Array | None]:
+def _local(state: TrainState, axes: tuple[str, ...], axis_name: Any, reads: Reads):
     """Returns the state as the loss of one step on one replica reads it, and the next step's key.
 
     Its key is of this step and replica alone. Its parameters are local, so that gradients are
@@ -375,11 +369,8 @@ def _local(
     if axes and rng is not None:
         rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
-    return (
-        dataclasses.replace(state, params=read, model_state=model_state, rng=rng),
-        unread,
-        next_rng,
-    )
+    local = dataclasses.replace(state, params=read, model_state=model_state, rng=rng)
+    return local, unread, next_rng
 
 
 def _averaged(passes: Passes, state: TrainState, local, policy: Policy, axis_name) -> Passes:

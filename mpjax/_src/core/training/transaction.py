@@ -94,9 +94,7 @@ def gated(
     return after, (good & fine) | ~finite
 
 
-def _with_verdict(
-    new: Callable[..., Any], before: Any, args: Any, agree: Callable[..., Any], wholly: bool
-) -> tuple[jax.Array, Callable[..., Any]]:
+def _with_verdict(new, before, args, agree, wholly: bool) -> tuple[jax.Array, Callable[..., Any]]:
     """Returns the verdict on the scalars of an update, and the update with one on the rest."""
     if not wholly and all(map(is_array, jax.tree.leaves((before, args)))):
         jaxpr, shapes = jax.make_jaxpr(new, return_shape=True)(before, *args)
