@@ -37,7 +37,8 @@ KEEPS_ZERO = ({*LINEAR, *ANY, *OPERANDS} - {"top_k"}) | {  # which returns indic
     *("copy_p", "pcast", "device_put", "mesh_cast"),
 }
 BARRIERS = {"optimization_barrier", *_jax.BARRIERS}
-# What is computed of numbers, such as masks. Python and NumPy have names of primitives.
+# What is computed of numbers, such as masks: functions of NumPy and operators of Python have the
+# names of the primitives that do the same.
 FOLDED: dict[str, Any] = {
     **{name: fun for name, fun in vars(np).items() if isinstance(fun, np.ufunc)},
     **{name.strip("_"): fun for name, fun in inspect.getmembers(operator, inspect.isbuiltin)},
@@ -315,7 +316,8 @@ def _results(eqn: Any, operands: list[Made]) -> Sequence[Made]:
     if name == "select_n" and _is_number(operands[0]):
         return [operands[1 + int(operands[0])]]
     if name in FOLDED and all(map(_is_number, operands)):
-        with contextlib.suppress(TypeError), np.errstate(all="ignore"):  # if NumPy lacks the dtype
+        # NumPy may lack the dtype, or refuse an exponent.
+        with contextlib.suppress(TypeError, ValueError), np.errstate(all="ignore"):
             number: Any = np.asarray(FOLDED[name](*operands))
             return [number.astype(eqn.outvars[0].aval.dtype)[()]]
     deciding = operands[OPERANDS.get(name, slice(None))]
