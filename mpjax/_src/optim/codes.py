@@ -21,18 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base.blocks import (
-    BIAS,
-    INFINITY,
-    MANTISSA,
-    bits_of,
-    float_of,
-    inverse,
-    reaching,
-    split,
-    spread,
-    unit_of,
-)
+from mpjax._src.core.base import blocks
 from mpjax._src.optim.rounding import mixed
 
 BLOCK = 32
@@ -68,7 +57,7 @@ class Code:
     @property
     def largest_scale(self) -> int:
         """The largest scale at which the largest number of units is finite in float32."""
-        return INFINITY - (self.levels**self.power).bit_length()
+        return blocks.INFINITY - (self.levels**self.power).bit_length()
 
     def units(self, level: jax.Array) -> jax.Array:
         """Returns the units of a level, in integers, which no compiler fuses to multiply-adds."""
@@ -106,29 +95,30 @@ def scales_of(x: jax.Array, code: Code, number: jax.Array) -> jax.Array:
 
     ``number`` seeds the random bits; it is an int32 scalar, different for each update.
     """
-    x = split(x.astype(jnp.float32), _block(x.shape))
-    bits = bits_of(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
+    x = blocks.split(x.astype(jnp.float32), _block(x.shape))
+    bits = blocks.bits_of(jnp.abs(x if code.signed else jnp.where(x < 0, jnp.inf, x)))
     bits = jnp.max(bits, axis=-1)  # in the order of the floats, with NaN above all
-    size = float_of(bits)
+    size = blocks.float_of(bits)
     # Below 1 the unit would be subnormal, and its reciprocal infinite.
-    scale = jnp.clip(reaching(bits, code.top), 1, code.largest_scale)
+    scale = jnp.clip(blocks.reaching(bits, code.top), 1, code.largest_scale)
     first = np.float32((1 + int(code.levels / 2 ** (1 / code.power))) ** code.power)
     # In units of the next lower scale: how far the largest entry is above its top level, and how
     # far the first level of this scale is. `encode` draws the same number: an entry whose scale
     # stays rises to that level, so the mean is exact.
-    over = size * inverse(scale - 1) - code.top
+    over = size * blocks.inverse(scale - 1) - code.top
     falls = _draw(size, number) * (2 * first - code.top) >= over
     scale = scale - falls.astype(jnp.int32)
-    scale = jnp.where(bits >= INFINITY << MANTISSA, INFINITY, jnp.maximum(scale, 1))
+    infinite = bits >= blocks.INFINITY << blocks.MANTISSA
+    scale = jnp.where(infinite, blocks.INFINITY, jnp.maximum(scale, 1))
     return scale.astype(jnp.uint8)
 
 
 def encode(x: jax.Array, scales: jax.Array, code: Code, number: jax.Array) -> jax.Array:
     """Returns the codes of an array, of its shape; ``number`` is that of its scales."""
     # Read once, because XLA:GPU stores a value that is read often instead of recomputing it.
-    bits = bits_of(x.astype(jnp.float32))
-    sign, size = bits >> 31, float_of(bits & 0x7FFFFFFF)
-    units = size * inverse(spread(scales, x.shape, _block(x.shape)))
+    bits = blocks.bits_of(x.astype(jnp.float32))
+    sign, size = bits >> 31, blocks.float_of(bits & 0x7FFFFFFF)
+    units = size * blocks.inverse(blocks.spread(scales, x.shape, _block(x.shape)))
     level = code.level(units)
     below = code.units(level)
     # If a root was rounded to the next level, this comparison is certain and corrects it.
@@ -146,7 +136,7 @@ def decode(codes: jax.Array, scales: jax.Array, code: Code) -> jax.Array:
     units = codes.astype(jnp.float32)
     for _ in range(code.squarings):  # gives the same rounding as the integers of `Code.units`
         units = units * jnp.abs(units)
-    return units * unit_of(spread(scales, codes.shape, _block(codes.shape)))
+    return units * blocks.unit_of(blocks.spread(scales, codes.shape, _block(codes.shape)))
 
 
 def _draw(size: jax.Array, number: jax.Array) -> jax.Array:
@@ -154,10 +144,10 @@ def _draw(size: jax.Array, number: jax.Array) -> jax.Array:
     # 2**32 over the golden ratio spreads the counter over all bits, so that successive updates draw
     # unrelated numbers.
     bits = mixed(
-        bits_of(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+        blocks.bits_of(size).astype(jnp.uint32) ^ number.astype(jnp.uint32) * np.uint32(0x9E3779B9)
     )
     # 23 bits as the mantissa of a number from 1 to 2, whose floats are equally spaced.
-    return float_of((bits >> 9).astype(jnp.int32) | (BIAS << MANTISSA)) - 1
+    return blocks.float_of((bits >> 9).astype(jnp.int32) | (blocks.BIAS << blocks.MANTISSA)) - 1
 
 
 def _block(shape: tuple[int, ...]) -> int:

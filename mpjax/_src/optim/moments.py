@@ -1,5 +1,6 @@
 """An optax transformation that stores the moments of an optimizer in 8 bits."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,14 +13,7 @@ from mpjax._src.core.base.errors import brief, misplaced
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_floating
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_kind,
-    first_state,
-    for_state,
-    of_ours,
-)
-from mpjax._src.core.training.stored import is_masked
+from mpjax._src.core.training import optimizers
 from mpjax._src.optim.codes import SIGNED, UNSIGNED, Code, decode, encode, scales_of
 
 # Leaves with fewer entries are not coded, because they take little memory in all.
@@ -46,7 +40,7 @@ MOMENTS: Table = {
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class EightBitMomentsState(NamedTuple):
     """State of `with_8bit_moments`.
 
@@ -108,41 +102,43 @@ def with_8bit_moments(
     Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization",
     https://arxiv.org/abs/2110.02861; FlashOptim 2026, https://arxiv.org/abs/2602.23349.
     """
-    inner = as_optimizer(inner, "inner")
+    inner = optimizers.as_optimizer(inner, "inner")
     table = {**MOMENTS, **_checked({} if moments is None else moments)}
 
+    def coded(state, scales, number):
+        return _translated(functools.partial(encode, number=number), state, scales, table)
+
     def init(params):
-        state, number = first_state(inner, params), jnp.zeros((), jnp.int32)
+        state, number = optimizers.first_state(inner, params), jnp.zeros((), jnp.int32)
 
         def first(x, code):
             return scales_of(x, code, number) if _is_kept(x) else optax.MaskedNode()
 
         scales = _each(first, table, state)
-        return EightBitMomentsState(_coded(state, scales, table, number), scales, number)
+        return EightBitMomentsState(coded(state, scales, number), scales, number)
 
     def update(updates, state, params=None, **extra_args):
-        check_kind(state, EightBitMomentsState, "with_8bit_moments")
+        optimizers.check_kind(state, EightBitMomentsState, "with_8bit_moments")
         _check_scales(state, table)
 
         def advance(codes, scales):
-            before = _plain(_replaced(state.inner_state, codes, table), scales, table)
-            with for_state(inner, before, params, updates):
+            before = _replaced(state.inner_state, codes, table)
+            before = _translated(decode, before, scales, table)
+            with optimizers.for_state(inner, before, params, updates):
                 return inner.update(updates, before, params, **extra_args)
+
+        def again(x, code, old):
+            return old if optimizers.is_masked(old) else scales_of(x, code, number)
 
         # Twice: a block's scale is known only when all of the block is. The first pass is only for
         # the scales; XLA recomputes behind the barrier instead of writing all moments in float32.
         number = state.rounded + 1
         codes = {path: tree for path, (tree, _) in _moments(state.inner_state, table).items()}
         _, once = advance(codes, state.scales)
-        new = _each(
-            lambda x, code, old: old if is_masked(old) else scales_of(x, code, number),
-            table,
-            once,
-            state.scales,
-        )
+        new = _each(again, table, once, state.scales)
         codes, scales, new = jax.lax.optimization_barrier((codes, state.scales, new))
         updates, after = advance(codes, scales)
-        return updates, EightBitMomentsState(_coded(after, new, table, number), new, number)
+        return updates, EightBitMomentsState(coded(after, new, number), new, number)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -157,16 +153,13 @@ def _moments(state: Any, table: Table) -> dict[str, tuple[Any, Code]]:
     return moments
 
 
-def _each(
-    fun: Callable[..., Any], table: Table, state: Any, *rest: dict[str, Any]
-) -> dict[str, Any]:
+def _each(fun: Callable[..., Any], table: Table, state: Any, *rest: Any) -> dict[str, Any]:
     """Maps ``fun(leaf, code, *others)`` over moments; ``rest`` holds trees by the same paths."""
-    return {
-        path: jax.tree.map(
-            lambda x, *xs, code=code: fun(x, code, *xs), tree, *(r[path] for r in rest)
-        )
-        for path, (tree, code) in _moments(state, table).items()
-    }
+
+    def mapped(path, tree, code):
+        return jax.tree.map(lambda x, *xs: fun(x, code, *xs), tree, *(r[path] for r in rest))
+
+    return {path: mapped(path, *row) for path, row in _moments(state, table).items()}
 
 
 def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
@@ -181,22 +174,13 @@ def _replaced(state: Any, new: Mapping[str, Any], table: Table) -> Any:
     return jax.tree.map(replace, state, is_leaf=has_moments)
 
 
-def _coded(state: Any, scales: dict[str, Any], table: Table, number: jax.Array) -> Any:
-    """Returns a state whose moments are encoded wherever they have scales."""
+def _translated(how: Callable[..., Any], state: Any, scales: dict[str, Any], table: Table) -> Any:
+    """Returns a state whose moments are encoded or decoded wherever they have scales."""
 
-    def code_of(x, code, scale):
-        return x if is_masked(scale) else encode(x, scale, code, number)
+    def each(x, code, scale):
+        return x if optimizers.is_masked(scale) else how(x, scale, code)
 
-    return _replaced(state, _each(code_of, table, state, scales), table)
-
-
-def _plain(inner: Any, scales: dict[str, Any], table: Table) -> Any:
-    """Returns the state of the inner optimizer, decoded to float32."""
-
-    def plain(x, code, scale):
-        return x if is_masked(scale) else decode(x, scale, code)
-
-    return _replaced(inner, _each(plain, table, inner, scales), table)
+    return _replaced(state, _each(each, table, state, scales), table)
 
 
 def _holds_moments(table: Table) -> Callable[[Any], bool]:

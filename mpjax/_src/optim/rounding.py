@@ -11,9 +11,8 @@ from mpjax._src.core.base.dtypes import FLOAT32, HALVES, DTypeLike, canonical
 from mpjax._src.core.base.errors import brief, whole_number
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_array, is_key, is_narrow_array, widen
-from mpjax._src.core.training.optimizers import as_optimizer, check_kind, first_state, of_ours
+from mpjax._src.core.training import optimizers
 from mpjax._src.core.training.residuals import UINT32
-from mpjax._src.core.training.stored import by_leaf, inner_update, made, need_params
 
 MANTISSA = jnp.finfo(FLOAT32).nmant
 LEAST = jnp.finfo(FLOAT32).minexp  # the exponent of the least normal value and of subnormals
@@ -46,7 +45,7 @@ def drawn(shape: tuple[int, ...], *numbers: Any) -> jax.Array:
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class StochasticRoundingState(NamedTuple):
     """State of `with_stochastic_rounding`.
 
@@ -170,22 +169,20 @@ def with_stochastic_rounding(
     Zamirai et al. 2020, "Revisiting BFloat16 Training". torchao has the same method as
     ``bf16_stochastic_round``.
     """
-    inner = as_optimizer(inner, "inner")
+    inner = optimizers.as_optimizer(inner, "inner")
     number = whole_number(seed)
     if number is None or not -(2**31) <= number < 2**32:
         raise ValueError(f"seed={brief(seed)} must be an integer from -2**31 to 2**32 - 1.")
 
     def init(params, reads):
-        first = first_state(inner, reads.widened(params))
+        first = optimizers.first_state(inner, reads.widened(params))
         return StochasticRoundingState(jnp.zeros((), jnp.int32), first)
 
-    def core(grads, state, params, extra_args, reads):
-        check_kind(state, StochasticRoundingState, "with_stochastic_rounding")
-        need_params(params, "with_stochastic_rounding")
+    def core(advance, state, params, reads):
+        optimizers.check_kind(state, StochasticRoundingState, "with_stochastic_rounding")
+        optimizers.need_params(params, "with_stochastic_rounding")
         full = reads.widened(params)
-        updates, inner_state = inner_update(
-            inner, grads, state.inner_state, full, extra_args, reads
-        )
+        updates, inner_state = advance(state.inner_state, full)
 
         def rounded(n, param, value, update):
             if update is None or not is_narrow_array(param):
@@ -193,8 +190,8 @@ def with_stochastic_rounding(
             random = drawn(param.shape, number, state.draws, n)
             return stochastically(value + widen(update), param.dtype, random)
 
-        rows = by_leaf(params, full, reads.trained(updates, params))
+        rows = optimizers.by_leaf(params, full, reads.trained(updates, params))
         stored = [rounded(n, *row) for n, row in enumerate(rows)]
         return updates, stored, StochasticRoundingState(state.draws + 1, inner_state)
 
-    return made(inner, init, core)
+    return optimizers.made(inner, init, core)

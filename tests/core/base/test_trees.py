@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax._src.core.base.trees import cast_like, pytree_of, widen
-from mpjax._src.core.training.shards import Shards
+from mpjax._src.core.training.replicas import Shards
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 

@@ -242,6 +242,7 @@ CHOICES = {  # of a case that is finite, and whether only scalars and roots are 
         ),
         True,
     ),
+    "by no operand": (lambda x, n: x * jax.lax.iota(jnp.float32, 3) * n, True),
     "by a norm": (
         lambda x, n: jax.lax.cond(jnp.sum(x) > 0, lambda: x / jnp.sum(x), lambda: x * n),
         False,

@@ -11,7 +11,7 @@ from support import thorough_but
 
 import mpjax
 from mpjax._src.core.training.masters import MasterWeightsState, apply_updates
-from mpjax._src.core.training.stored import in_full_precision
+from mpjax._src.core.training.optimizers import in_full_precision
 
 HALVES = ["float16", "bfloat16"]
 

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 from support import normal
 
-from mpjax._src.core.training.shards import Shards
+from mpjax._src.core.training.replicas import Shards
 
 
 def test_the_norm_adds_squares_of_small_arrays_of_one_type_before_it_sums():

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mpjax._src.core.autocast.classify import ELSEWHERE, Rulings
 from mpjax._src.core.base import _jax, rules
-from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES
+from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES, short_name
 from mpjax._src.core.base.errors import PrecisionWarning, first_of, warn_user
-from mpjax._src.core.policy.policy import Policy, short_name
+from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import Block, Value
 
 

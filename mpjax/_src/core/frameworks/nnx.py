@@ -16,13 +16,12 @@ from mpjax._src.core.base.trees import all_finite, select, stays_finite, widen
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.gradient import positions
 from mpjax._src.core.program.modules import has_modules
-from mpjax._src.core.training.gradients import with_float32_loss, with_scaled_loss
+from mpjax._src.core.training.gradients import unscaled, with_float32_loss, with_scaled_loss
 from mpjax._src.core.training.levels import training_policy
 from mpjax._src.core.training.loss_scale import LossScale, smallest
 from mpjax._src.core.training.masters import apply_updates
 from mpjax._src.core.training.mixed_precision import in_mixed_precision
-from mpjax._src.core.training.replicas import averaged, averaged_state, axes_of, local_to
-from mpjax._src.core.training.shards import warn_if_unknown
+from mpjax._src.core.training.replicas import averaged_state, axes_of, local_to
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -225,10 +224,7 @@ def value_and_grad(
         scaled, wanted = with_scaled_loss(run, scale, has_aux), wanted[0] if single else wanted
         gradient = nnx.value_and_grad(scaled, argnums=wanted, has_aux=True)
         (_, (loss, aux)), grads = gradient(*args, **kwargs)
-        grads = scale.unscale(widen(grads))
-        if axes:
-            loss, grads = averaged((loss, grads), axis_name)
-            warn_if_unknown(axis_name, axes)
+        loss, grads = unscaled(loss, grads, scale.unscale, axes, axis_name)
         # Looked up again, because the function may have replaced variables by others. Those that it
         # added have no value to go back to.
         state = [(v, path) for path, v in _variables((args, kwargs)) if path in old]

@@ -9,23 +9,14 @@ from typing import Any
 import jmp
 import numpy as np
 
-from mpjax._src.core.base.dtypes import (
-    BY_NAME,
-    FLOAT16,
-    FLOAT32,
-    HALVES,
-    DTypeLike,
-    canonical,
-    default_half,
-    elsewhere,
-)
+from mpjax._src.core.base import dtypes
 from mpjax._src.core.base.errors import LONGEST, brief, did_you_mean, misplaced
 from mpjax._src.core.policy.fields import CHOICES, FLAGS, pairs_of
 from mpjax._src.core.policy.policy import ALIASES, KEYS, LEVELS, NAMES, Policy, PolicyLike, of_level
 from mpjax._src.core.policy.words import NAMES_ELSEWHERE, key_elsewhere, rewritten
 
 
-def get_policy(x: "PolicyLike", half: DTypeLike | None = None, **settings: Any) -> Policy:
+def get_policy(x: "PolicyLike", half: dtypes.DTypeLike | None = None, **settings: Any) -> Policy:
     """Returns the policy that a string, or a mapping from a configuration file, describes.
 
     Spaces and letter case do not matter. A string is one of these:
@@ -124,8 +115,8 @@ def _no_string(value: Any) -> str:
     if value is None:
         return " To leave everything in float32, write 'float32'."
     name = getattr(getattr(value, "dtype", value), "name", "")
-    if name in BY_NAME and not getattr(value, "shape", ()):
-        mixed = f"mixed_{name}" if BY_NAME[name] in HALVES else name
+    if name in dtypes.BY_NAME and not getattr(value, "shape", ()):
+        mixed = f"mixed_{name}" if dtypes.BY_NAME[name] in dtypes.HALVES else name
         return f" Did you mean {mixed!r}? To use one dtype everywhere, give its name: {name!r}."
     return misplaced(value)
 
@@ -152,10 +143,10 @@ def _parsed(text: str | None, pairs: Iterable[tuple[Any, Any]], x: Any, half: An
         return _refined(_named(name, text or name, half), values, x, half)
     # Before the defaults are filled in, which are dtypes too.
     named = any(field.endswith("_dtype") for field in values)
-    values.setdefault("param_dtype", FLOAT32)
+    values.setdefault("param_dtype", dtypes.FLOAT32)
     values.setdefault("compute_dtype", values["param_dtype"])
     values.setdefault("output_dtype", values["compute_dtype"])
-    policy = _refined(Policy(FLOAT32, FLOAT32, FLOAT32), values, x, half)
+    policy = _refined(Policy(dtypes.FLOAT32, dtypes.FLOAT32, dtypes.FLOAT32), values, x, half)
     if not named:
         raise ValueError(
             f"policy={brief(x)} has no name and no dtype, so all would be float32. Begin with a "
@@ -188,17 +179,17 @@ def _refined(base: Policy, values: dict[str, Any], x: Any, half: np.dtype | None
     """Returns a policy with other values of some fields."""
     of = f"policy={brief(x)}: "
     # Here, because `Policy` itself takes "half" for the dtype of the device, not for the argument.
-    dtypes: dict[str, Any] = {
-        field: canonical(value, of + field, half)
+    resolved: dict[str, Any] = {
+        field: dtypes.canonical(value, of + field, half)
         for field, value in values.items()
         if field.endswith("_dtype")
     }
     if "overrides" in values:
-        dtypes["overrides"] = tuple(
-            (pattern, canonical(dtype, f"{of}overrides[{brief(pattern)}]", half))
+        resolved["overrides"] = tuple(
+            (pattern, dtypes.canonical(dtype, f"{of}overrides[{brief(pattern)}]", half))
             for pattern, dtype in pairs_of(values["overrides"])
         )
-    return dataclasses.replace(base, **{**values, **dtypes})
+    return dataclasses.replace(base, **{**values, **resolved})
 
 
 def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
@@ -212,9 +203,9 @@ def _half_of_suffix(suffix: str, text: str, half: np.dtype | None) -> np.dtype:
 
 
 def _unknown_name(name: str, text: str) -> ValueError:
-    choices = [*NAMES, *LEVELS, *ALIASES, *BY_NAME, "half"]
+    choices = [*NAMES, *LEVELS, *ALIASES, *dtypes.BY_NAME, "half"]
     meant = _mixed(name) or NAMES_ELSEWHERE.get(name.lower())
-    hint = elsewhere(name) or key_elsewhere(name) or did_you_mean(name, choices)
+    hint = dtypes.elsewhere(name) or key_elsewhere(name) or did_you_mean(name, choices)
     hint = f" Did you mean {meant!r}?" if meant else hint
     if name.lower() in ("auto", "default", "best"):
         hint = " mpjax.recommend_policy() returns the one that suits this device."
@@ -232,8 +223,8 @@ def _named(name: str, text: str, half: np.dtype | None) -> Policy:
     level = by_fold.get(level.strip().lower(), "")
     if level in LEVELS:
         return of_level(level, _half_of_suffix(suffix, text, half) if colon else half)
-    if not colon and (name.lower() in BY_NAME or name.lower() == "half"):
-        dtype = canonical(name, "policy", half)
+    if not colon and (name.lower() in dtypes.BY_NAME or name.lower() == "half"):
+        dtype = dtypes.canonical(name, "policy", half)
         return Policy(dtype, dtype, dtype)
     raise _unknown_name(name, text)
 
@@ -245,12 +236,13 @@ MIXED = {"mixed", "amp", "autocast"}
 def _mixed(name: str) -> str:
     """Returns the mixed policy that a name such as "float16 mixed" or "amp_bf16" means, or ""."""
     words = {*re.findall(r"[a-z0-9]+", name.lower())}
-    halves = [BY_NAME[word] for word in words if BY_NAME.get(word) in HALVES]
-    rest = words - {*BY_NAME, *MIXED, "precision", "16"}
+    halves = [dtypes.BY_NAME[word] for word in words if dtypes.BY_NAME.get(word) in dtypes.HALVES]
+    rest = words - {*dtypes.BY_NAME, *MIXED, "precision", "16"}
     # Any other word may mean something else.
     if rest or len(halves) > 1 or not words & MIXED:
         return ""
-    return f"mixed_{(halves or [FLOAT16 if '16' in words else default_half()])[0]}"
+    half = dtypes.FLOAT16 if "16" in words else dtypes.default_half()
+    return f"mixed_{(halves or [half])[0]}"
 
 
 def means_another_policy(x: Any) -> bool:
@@ -261,12 +253,12 @@ def means_another_policy(x: Any) -> bool:
     """
     text = None if isinstance(x, jmp.Policy) else _text_of(x)[0]
     word = _split(text)[0].lower() if text else ""
-    return word == "half" or BY_NAME.get(word) in HALVES
+    return word == "half" or dtypes.BY_NAME.get(word) in dtypes.HALVES
 
 
-def _as_half(dtype: DTypeLike, argument: str = "half") -> np.dtype:
-    canonical_dtype = canonical(dtype, argument)
-    if canonical_dtype not in HALVES:
+def _as_half(dtype: dtypes.DTypeLike, argument: str = "half") -> np.dtype:
+    canonical_dtype = dtypes.canonical(dtype, argument)
+    if canonical_dtype not in dtypes.HALVES:
         raise ValueError(
             f"{argument}={brief(dtype)} is not a 16-bit dtype. Choose 'float16' or 'bfloat16'."
         )

@@ -13,16 +13,9 @@ import jax
 import jmp
 import numpy as np
 
+from mpjax._src.core.base import dtypes
 from mpjax._src.core.base.absent import answering
 from mpjax._src.core.base.called import CALLED, CASTS
-from mpjax._src.core.base.dtypes import (
-    FLOAT16,
-    FLOAT32,
-    HALVES,
-    DTypeLike,
-    default_half,
-    short_name,
-)
 from mpjax._src.core.base.errors import brief, did_you_mean
 from mpjax._src.core.base.patterns import matches, nearest_paths, path_of, paths
 from mpjax._src.core.base.public import public
@@ -195,7 +188,7 @@ class Policy(NoBlock, jmp.Policy):
             fields[name] = value
         return dataclasses.replace(self, **fields)
 
-    def override(self, patterns: Mapping[str, DTypeLike]) -> "Policy":
+    def override(self, patterns: Mapping[str, dtypes.DTypeLike]) -> "Policy":
         """Returns a copy of this policy with another dtype for some parameters.
 
         A path joins the keys from the root of the parameter tree with "/" ("Dense_0/kernel").
@@ -273,7 +266,8 @@ class Policy(NoBlock, jmp.Policy):
         def stored(path):
             full = any(matches(pattern, path) for pattern in self.keep_full)
             # These patterns only widen: under a float64 policy nothing becomes float32.
-            return FLOAT32 if full and self.param_dtype in HALVES else self.param_dtype
+            widens = full and self.param_dtype in dtypes.HALVES
+            return dtypes.FLOAT32 if widens else self.param_dtype
 
         return self._cast_by_path(tree, stored, uniform=not self.keep_full)
 
@@ -292,7 +286,7 @@ class Policy(NoBlock, jmp.Policy):
             >>> policy.cast_to_compute({"x": np.ones(2, np.float32)})["x"].dtype
             dtype(bfloat16)
         """
-        if self.compute_dtype in HALVES:
+        if self.compute_dtype in dtypes.HALVES:
             CALLED.add(CASTS)
         return self._cast_by_path(tree, lambda path: self.compute_dtype, uniform=True)
 
@@ -340,7 +334,7 @@ class Policy(NoBlock, jmp.Policy):
     @property
     def needs_loss_scaling(self) -> bool:
         """Whether a part of the program computes in float16, where small gradients underflow."""
-        return FLOAT16 in (self.compute_dtype, *(dtype for _, dtype in self.overrides))
+        return dtypes.FLOAT16 in (self.compute_dtype, *(dtype for _, dtype in self.overrides))
 
     def _cast_by_path(self, tree: T, default: Callable[[str], np.dtype], uniform: bool) -> T:
         # Without patterns no path matters, and to make all paths takes time.
@@ -362,7 +356,7 @@ class Policy(NoBlock, jmp.Policy):
         names = (n for n in NAMES if of_level(*ALIASES.get(n, n).split(":")) == base)
         parts = [next(names, "") or _spell_out(base)]
         if self.overrides:
-            pairs = {pattern: short_name(dtype) for pattern, dtype in self.overrides}
+            pairs = {pattern: dtypes.short_name(dtype) for pattern, dtype in self.overrides}
             parts.append(f"overrides={json.dumps(pairs)}")
         parts += [
             f"{ops}={json.dumps(getattr(self, ops))}" for ops in OP_LISTS if getattr(self, ops)
@@ -388,8 +382,8 @@ class Policy(NoBlock, jmp.Policy):
 # The levels of Apex, Paddle and MindSpore; "half" represents the 16-bit dtype that the user
 # chooses.
 LEVELS: dict[str, dict[str, Any]] = {
-    name: dict(zip(("param_dtype", "compute_dtype", "output_dtype"), dtypes, strict=True), **more)
-    for name, dtypes, more in (
+    name: dict(zip(("param_dtype", "compute_dtype", "output_dtype"), three, strict=True), **more)
+    for name, three, more in (
         ("O0", ("f32", "f32", "f32"), {}),
         ("O1", ("f32", "half", "f32"), {"casting": "op"}),
         ("O2", ("half", "half", "f32"), {"casting": "op", "keep_full": NORM_PATTERNS}),
@@ -407,7 +401,7 @@ LIGHTNING = {
 }
 ALIASES = {**KERAS, **LIGHTNING}
 # The names that str(policy) writes; the first name that fits is taken.
-NAMES = (*KERAS, *(f"{level}:{half}" for level in ("O2", "O3") for half in HALVES))
+NAMES = (*KERAS, *(f"{level}:{half}" for level in ("O2", "O3") for half in dtypes.HALVES))
 
 # The keys of the grammar, with jmp's first.
 KEYS = {
@@ -418,18 +412,18 @@ KEYS = {
 }
 
 
-def of_level(level: str, half: DTypeLike = None) -> Policy:
+def of_level(level: str, half: dtypes.DTypeLike = None) -> Policy:
     """Returns the policy of a level; "half" in it is ``half``, or what suits the device."""
 
     def resolve(value):
-        return (half or default_half()) if value == "half" else value
+        return (half or dtypes.default_half()) if value == "half" else value
 
     return Policy(**{key: resolve(value) for key, value in LEVELS[level].items()})
 
 
 def _spell_out(policy: Policy) -> str:
-    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    parts = [f"{key}={short_name(dtype)}" for key, dtype in zip("pco", dtypes, strict=True)]
+    three = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    parts = [f"{key}={dtypes.short_name(dtype)}" for key, dtype in zip("pco", three, strict=True)]
     if policy.keep_full:
         parts.append(f"keep_full={json.dumps(policy.keep_full)}")
     if not policy.master_weights:

@@ -5,10 +5,12 @@ a step is traced. A gradient that is not read is then not computed, checked or a
 parameter that never changes needs no master.
 """
 
+import contextlib
 import functools
+import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,46 +18,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._src.core.base import _jax
+from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.errors import warn_user
 from mpjax._src.core.base.higher_order import BRANCH, higher_order
-from mpjax._src.core.base.rules import FOLLOW, FULL, MOVE, names_where
 from mpjax._src.core.base.trees import is_array, varies_over, widen
 from mpjax._src.core.policy.policy import Policy
 
 # Results that are zero if all of these operands are: by default all. Those of `ANY` are zero if one
 # operand is: a factor of zero is meant as a mask, whatever the other one holds.
-ANY = {"mul", "dot_general", "and", "conv_general_dilated"}
-OPERANDS = {
-    **dict.fromkeys(("div", "rem", "dynamic_slice", "gather", "integer_pow"), slice(1)),
-    "select_n": slice(1, None),
-}
-LINEAR = names_where(lambda rule: rule.linear and rule.need in (FULL, FOLLOW, MOVE))
+ANY = {"mul", "and", *rules.MATMULS}
+FIRST = {"div", "rem", "integer_pow", *rules.having(rules.PART), *rules.having(rules.LOOKS_UP)}
+OPERANDS = {**dict.fromkeys(FIRST, slice(1)), "select_n": slice(1, None)}
+SUMS_AND_MOVES = (rules.FULL, rules.FOLLOW, rules.MOVE)
+LINEAR = rules.names_where(lambda rule: rule.linear and rule.need in SUMS_AND_MOVES)
 KEEPS_ZERO = ({*LINEAR, *ANY, *OPERANDS} - {"top_k"}) | {  # which returns indices too
-    *("sqrt", "cbrt", "square", "tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh"),
-    *("erf", "expm1", "log1p", "real", "imag", "conj", "or", "xor", "reduce_or", "nextafter"),
-    *("convert_element_type", "reduce_precision", "copy_p", "pcast", "device_put", "mesh_cast"),
+    *("erf", "real", "imag", "reduce_or", "reduce_precision"),
+    *("copy_p", "pcast", "device_put", "mesh_cast"),
 }
 BARRIERS = {"optimization_barrier", *_jax.BARRIERS}
-# What is computed of numbers, such as masks: by operators of Python, or the same number.
+# What is computed of numbers, such as masks: functions of NumPy and operators of Python have the
+# names of the primitives that do the same.
 FOLDED: dict[str, Any] = {
-    **dict.fromkeys(("convert_element_type", "broadcast_in_dim", "reshape"), lambda x: x),
-    **{
-        name: getattr(operator, f"__{name}__") for name in ("add", "sub", "mul", "and", "or", "xor")
-    },
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    "not": np.logical_not,
+    **{name: fun for name, fun in vars(np).items() if isinstance(fun, np.ufunc)},
+    **{name.strip("_"): fun for name, fun in inspect.getmembers(operator, inspect.isbuiltin)},
+    **dict.fromkeys(rules.having(rules.SAME_CONSTANT), lambda x: x),
+    "not": np.invert,
 }
-# What a value is made of: None if it is always zero, else a bit for each argument that it depends
-# on. Both facts only grow upwards: zero, nothing, some arguments, all of them.
-Made = int | None
-
-
-class Known(int):
-    """What a constant is made of, nothing, with the number that all its entries are."""
-
-    value: Any
+# What a value is made of: the number that all its entries are, or a bit for each argument that it
+# depends on, and one more. Both only grow upwards: zero, no argument, some of them, all of them.
+Made = np.generic | int
+ZERO, UNKNOWN = np.float32(0), 1
 
 
 class Reads(NamedTuple):
@@ -250,80 +243,67 @@ def _traced(optimizer: Any, forms: Sequence[Any], structure: Any) -> Reads:
     program = jax.make_jaxpr(update)(shapes, states, shapes, loss)
     places = {form[0] for form in forms if form}
     # Not of single numbers: a user may set a learning rate in the state that was zero at first.
-    zeros = [
-        made is None and shape.shape != () and shape.shape in places
-        for made, shape in zip(
-            _walk(first, [0] * len(shapes)), jax.tree.leaves(states), strict=True
-        )
-    ]
-    flags = iter(zip(*_judged(program, len(shapes), zeros), strict=True))
+    made = _walk(first, [UNKNOWN] * len(shapes))
+    arrays = [leaf.shape != () and leaf.shape in places for leaf in jax.tree.leaves(states)]
+    zeros = [array and _is_zero(x) for array, x in zip(arrays, made, strict=True)]
+    flags = iter(zip(*_flags_of(program, len(shapes), zeros), strict=True))
     rows = [next(flags) if form else (False, False) for form in forms]
     return Reads(*zip(*rows, strict=True))
 
 
-def _judged(program: Any, count: int, zeros: list[bool]) -> tuple[list[bool], list[bool]]:
+def _flags_of(program: Any, count: int, zeros: list[bool]) -> tuple[list[bool], list[bool]]:
     """Returns for each gradient whether its leaf is frozen, and whether it is unread.
 
     ``program`` is that of ``(grads, state, params, loss) -> (updates, state)``. ``zeros`` says for
     each array of the state whether it is zero at first: moments of gradients that are always zero
     stay zero.
     """
-    bits = [1 << i for i in range(count + len(zeros))]
+    bits = [2 << i for i in range(count + len(zeros))]
     while True:  # in each turn at least one array turns out to change
-        state = [None if zero else bit for zero, bit in zip(zeros, bits[count:], strict=True)]
-        outs = _walk(program, [*bits[:count], *state, *[0] * (count + 1)])
+        state = [ZERO if zero else bit for zero, bit in zip(zeros, bits[count:], strict=True)]
+        outs = _walk(program, [*bits[:count], *state, *[UNKNOWN] * (count + 1)])
         updates, after = outs[:count], outs[count:]
-        still = [zero and made is None for zero, made in zip(zeros, after, strict=True)]
+        still = [zero and _is_zero(made) for zero, made in zip(zeros, after, strict=True)]
         if still == zeros:
             break
         zeros = still
-    live, before = _union(updates), -1
+    live, before = _union(updates), 0
     while live != before:  # what the next updates depend on, by the state
         before = live
         live |= _union(made for made, bit in zip(after, bits[count:], strict=True) if live & bit)
-    frozen = [made is None for made in updates]
+    frozen = [*map(_is_zero, updates)]
     return frozen, [own or not live & bit for own, bit in zip(frozen, bits, strict=False)]
 
 
-def _union(values: Any) -> int:
-    whole = 0
-    for value in values:
-        whole |= value or 0
-    return whole
+def _is_number(made: Made) -> bool:
+    return isinstance(made, np.generic)
+
+
+def _is_zero(made: Made) -> bool:
+    return _is_number(made) and not made
+
+
+def _union(values: Iterable[Made]) -> int:
+    return functools.reduce(operator.or_, (v for v in values if not _is_number(v)), UNKNOWN)
 
 
 def _join(values: Sequence[Made]) -> Made:
-    return None if all(value is None for value in values) else _union(values)
+    return ZERO if all(map(_is_zero, values)) else _union(values)
 
 
 def _of_constant(value: Any) -> Made:
-    """Returns what a constant is made of: nothing, or it is zero."""
     known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
     dtype = getattr(value, "dtype", np.dtype(type(value)))
-    number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-    if not (known and number):
-        return 0
+    if not (known and (jnp.issubdtype(dtype, np.number) or dtype == np.bool_)):
+        return UNKNOWN
     entries = np.asarray(value).ravel()
-    if not entries.any():
-        return None
-    made = Known(0)
-    made.value = entries[0]
-    return made if (entries == entries[0]).all() else 0
+    first = entries[0] if entries.size else ZERO
+    return first if (entries == first).all() else UNKNOWN
 
 
 def _walk(program: Any, ins: Sequence[Made]) -> list[Made]:
     """Returns what each result of a program is made of."""
-    jaxpr, consts = _jax.open_jaxpr(program)
-    env: dict[Any, Made] = dict(zip(jaxpr.invars, ins, strict=True))
-    env |= zip(jaxpr.constvars, map(_of_constant, consts), strict=False)
-
-    def read(atom: Any) -> Made:
-        return _of_constant(atom.val) if isinstance(atom, _jax.Literal) else env.get(atom, 0)
-
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        env.update(zip(eqn.outvars, _results(eqn, operands), strict=True))
-    return list(map(read, jaxpr.outvars))
+    return _jax.walk(program, ins, _results, _of_constant)
 
 
 def _results(eqn: Any, operands: list[Made]) -> Sequence[Made]:
@@ -333,16 +313,17 @@ def _results(eqn: Any, operands: list[Made]) -> Sequence[Made]:
         return _inside(insides, operands, operands[:1] if row.kind == BRANCH else [], eqn)
     if name in BARRIERS and len(operands) == len(eqn.outvars):
         return operands
-    known = [0 if made is None else getattr(made, "value", None) for made in operands]
-    if name == "select_n" and known[0] is not None:
-        return [operands[1 + int(known[0])]]
-    if name in FOLDED and None not in known and any(known):
-        number = np.asarray(FOLDED[name](*known))
-        return [_of_constant(number.astype(eqn.outvars[0].aval.dtype))]
+    if name == "select_n" and _is_number(operands[0]):
+        return [operands[1 + int(operands[0])]]
+    if name in FOLDED and all(map(_is_number, operands)):
+        # NumPy may lack the dtype, or refuse an exponent.
+        with contextlib.suppress(TypeError, ValueError), np.errstate(all="ignore"):
+            number: Any = np.asarray(FOLDED[name](*operands))
+            return [number.astype(eqn.outvars[0].aval.dtype)[()]]
     deciding = operands[OPERANDS.get(name, slice(None))]
     keeps = name in KEEPS_ZERO and bool(deciding) and eqn.params.get("y", 1) > 0  # integer_pow
-    zero = keeps and (any if name in ANY else all)(made is None for made in deciding)
-    return [None if zero else _union(operands)] * len(eqn.outvars)
+    zero = keeps and (any if name in ANY else all)(map(_is_zero, deciding))
+    return [ZERO if zero else _union(operands)] * len(eqn.outvars)
 
 
 def _inside(
@@ -365,4 +346,4 @@ def _inside(
         for made, place in zip(outs, inside.outs, strict=True):
             (control if place is None else results[place]).append(made)
     joined = map(_join, results)
-    return [None if made is None else made | _union(control) for made in joined]
+    return [made if _is_zero(made) else _union([made, *control]) for made in joined]

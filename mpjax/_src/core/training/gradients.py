@@ -11,24 +11,15 @@ import jmp
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax._src.core.autocast.transform import autocast
-from mpjax._src.core.base import _jax, called
+from mpjax._src.core.base import _jax, called, errors
 from mpjax._src.core.base.dtypes import FLOAT16, FLOAT32
-from mpjax._src.core.base.errors import (
-    brief,
-    check_callable,
-    check_flag,
-    misplaced,
-    warn_at,
-    warn_user,
-)
 from mpjax._src.core.base.trees import all_finite, is_array, is_floating, widen
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.gradient import check_loss, positions
 from mpjax._src.core.program.modules import has_modules
 from mpjax._src.core.training.frozen import joined
 from mpjax._src.core.training.loss_scale import LossScale, NoOpLossScale, has_protocol
-from mpjax._src.core.training.replicas import averaged, axes_of, local_to
-from mpjax._src.core.training.shards import agreed, warn_if_unknown
+from mpjax._src.core.training.replicas import agreed, averaged, axes_of, local_to, warn_if_unknown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,13 +73,13 @@ def scaled_value_and_grad(
     The function does the work of ``scale`` and ``unscale_`` of torch.amp.GradScaler.
     """
 
-    check_callable(fun, "fun")
-    check_flag("has_aux", has_aux)
+    errors.check_callable(fun, "fun")
+    errors.check_flag("has_aux", has_aux)
     if not has_protocol(loss_scale):
         raise TypeError(
-            f"loss_scale={brief(loss_scale)} must be an instance of a loss scale, such as "
+            f"loss_scale={errors.brief(loss_scale)} must be an instance of a loss scale, such as "
             "mpjax.DynamicLossScale() or mpjax.StaticLossScale(128.0). The caller stores it and "
-            f"adjusts it after each step.{misplaced(loss_scale)}"
+            f"adjusts it after each step.{errors.misplaced(loss_scale)}"
         )
     axes_of(axis_name)
     settings = loss_scale, loss_scale.unscale, argnums, has_aux, axis_name
@@ -118,14 +109,20 @@ def value_and_grad(fun, loss_scale, unscale, argnums, has_aux, axis_name, /, *ar
 
     gradient = jax.value_and_grad(run, argnums, has_aux=True)
     (_, (loss, aux)), grads = gradient(*trained, **kwargs)
+    loss, grads = unscaled(loss, grads, unscale, axes, axis_name)
+    finite = all_finite(grads)
+    finite = agreed(finite, loss_scale.loss_scale) if axes else finite
+    return ((loss, aux) if has_aux else loss), grads, finite
+
+
+def unscaled(loss, grads, unscale: Callable[[Any], Any], axes: tuple[str, ...], axis_name):
+    """Returns a loss and its gradients, unscaled, and averaged over replicas if there are axes."""
     # Widened here too: jmp's scales divide in the dtype of a gradient, which flushes small ones.
     grads = unscale(widen(grads))
     if axes:
         loss, grads = averaged((loss, grads), axis_name)
         warn_if_unknown(axis_name, axes)
-    finite = all_finite(grads)
-    finite = agreed(finite, loss_scale.loss_scale) if axes else finite
-    return ((loss, aux) if has_aux else loss), grads, finite
+    return loss, grads
 
 
 def differentiable(tree: Any) -> tuple[Any, Any]:
@@ -185,7 +182,7 @@ def with_scaled_loss(
         loss, aux = out if has_aux else (out, None)
         no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
         if jnp.result_type(loss) == FLOAT16 and not no_op:
-            warn_at(
+            errors.warn_at(
                 fun,
                 "The loss is float16, so the backward pass starts with the loss scale rounded to "
                 "float16. A loss scale of 2**16 or more is infinity there, and every step is "
@@ -209,7 +206,7 @@ def _of_arguments(loss: Any, arguments: Any) -> Any:
 def _of_arguments_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     if not isinstance(tangents[0], SymbolicZero):
         return primals[0], tangents[0]
-    warn_user(
+    errors.warn_user(
         "The loss does not depend on the parameters: all of their gradients are zero, and nothing "
         "is trained. Usual causes: the function uses parameters from outside instead of its "
         "argument, argnums names another argument, jax.lax.stop_gradient, or a loss that counts, "

@@ -1,6 +1,5 @@
 """The optimizer that a policy asks for: master weights, rounding and 8-bit moments."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,22 +13,7 @@ from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.policy.recommend import warn_if_unfit
 from mpjax._src.core.training.loss_scale import has_protocol
 from mpjax._src.core.training.masters import with_kahan_summation, with_master_weights
-from mpjax._src.core.training.optimizers import as_optimizer
-from mpjax._src.core.training.stored import Optimizer, in_full_precision
-
-
-def _stochastic(inner: optax.GradientTransformation) -> Any:
-    from mpjax._src.optim.rounding import with_stochastic_rounding
-
-    return with_stochastic_rounding(inner)
-
-
-# How 16-bit parameters without masters are rounded, by the policy's `rounding`.
-ROUNDINGS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
-    "nearest": in_full_precision,
-    "stochastic": _stochastic,
-    "kahan": with_kahan_summation,
-}
+from mpjax._src.core.training.optimizers import Optimizer, as_optimizer, in_full_precision
 
 
 def training_policy(policy: "PolicyLike") -> Policy:
@@ -67,7 +51,11 @@ def under_policy(
         inner = with_8bit_moments(inner)
     if policy.master_weights:
         return with_master_weights(inner, policy.masters)  # type: ignore[return-value]
-    return ROUNDINGS[policy.rounding](inner)
+    if policy.rounding == "stochastic":
+        from mpjax._src.optim.rounding import with_stochastic_rounding
+
+        return with_stochastic_rounding(inner)  # type: ignore[return-value]
+    return with_kahan_summation(inner) if policy.rounding == "kahan" else in_full_precision(inner)
 
 
 def _warn_if_unused(policy: Policy) -> None:

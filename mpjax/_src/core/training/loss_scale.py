@@ -16,17 +16,8 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src.core.base import called
+from mpjax._src.core.base import called, errors
 from mpjax._src.core.base.absent import answering
-from mpjax._src.core.base.errors import (
-    as_float,
-    brief,
-    check_count,
-    did_you_mean,
-    is_number,
-    is_traced,
-    refuse_traced,
-)
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_array, is_one_bool, pytree_of, widen
@@ -116,7 +107,7 @@ class StaticLossScale:
     __repr__ = outline
 
     def __post_init__(self):
-        if not is_traced(self.loss_scale):
+        if not errors.is_traced(self.loss_scale):
             _check_scale("loss_scale", self.loss_scale)
         object.__setattr__(self, "loss_scale", jnp.asarray(self.loss_scale, jnp.float32))
 
@@ -195,7 +186,7 @@ class DynamicLossScale:
         for name in ("growth_factor", "backoff_factor"):
             object.__setattr__(self, name, _check_number(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis"):
-            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+            object.__setattr__(self, name, errors.check_count(name, getattr(self, name)))
         self._check_settings()
         fresh = {
             "loss_scale": (self.init_scale, jnp.float32),
@@ -204,8 +195,9 @@ class DynamicLossScale:
         }
         for name, (value, dtype) in fresh.items():
             entry = getattr(self, name)
-            if entry is not None and not is_traced(entry):
-                _check_scale(name, entry) if dtype == jnp.float32 else check_count(name, entry, 0)
+            if entry is not None and not errors.is_traced(entry):
+                scale = dtype == jnp.float32
+                _check_scale(name, entry) if scale else errors.check_count(name, entry, 0)
             # Without weak types, as a step returns them: else it would compile twice.
             object.__setattr__(self, name, jnp.asarray(value if entry is None else entry, dtype))
 
@@ -267,8 +259,8 @@ class DynamicLossScale:
         """
         if not is_one_bool(grads_finite):
             raise ValueError(
-                f"grads_finite={brief(grads_finite)} must be a single bool for all gradients, such "
-                "as mpjax.all_finite(grads)."
+                f"grads_finite={errors.brief(grads_finite)} must be a single bool for all "
+                "gradients, such as mpjax.all_finite(grads)."
             )
         counted = self.growth_tracker + 1
         grow = jnp.logical_and(grads_finite, counted >= self.growth_interval)
@@ -355,8 +347,8 @@ def _of_jmp(loss_scale: Any) -> LossScale:
 def _check_registered(loss_scale: Any) -> None:
     if jax.tree.leaves(loss_scale) == [loss_scale]:
         raise ValueError(
-            f"loss_scale={brief(loss_scale)} is not registered as a pytree, so it cannot be part "
-            "of the state of a jitted step. Decorate its class with "
+            f"loss_scale={errors.brief(loss_scale)} is not registered as a pytree, so it cannot be "
+            "part of the state of a jitted step. Decorate its class with "
             "jax.tree_util.register_dataclass or register_pytree_node_class; a subclass of a "
             "registered class must be registered too."
         )
@@ -387,15 +379,16 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
     # Not by isinstance: a subclass may adjust otherwise, and is used as it is.
     elif type(loss_scale) in (jmp.NoOpLossScale, jmp.StaticLossScale, jmp.DynamicLossScale):
         return _of_jmp(loss_scale)
-    elif is_number(loss_scale):
+    elif errors.is_number(loss_scale):
         return StaticLossScale(jnp.float32(_check_scale("loss_scale", loss_scale)))
     elif has_protocol(loss_scale):
         _check_registered(loss_scale)
         return loss_scale
     raise ValueError(
-        f"Unknown loss_scale={brief(loss_scale)}. Choose one of 'auto' (dynamic for float16 "
-        "compute, none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such "
-        f"as mpjax.DynamicLossScale().{did_you_mean(loss_scale, ['auto', 'dynamic', 'none'])}"
+        f"Unknown loss_scale={errors.brief(loss_scale)}. Choose one of 'auto' (dynamic for float16 "
+        "compute, none otherwise), 'dynamic', 'none', a number such as 128.0, or an object such as "
+        "mpjax.DynamicLossScale()."
+        f"{errors.did_you_mean(loss_scale, ['auto', 'dynamic', 'none'])}"
     )
 
 
@@ -407,12 +400,12 @@ def has_protocol(loss_scale: Any) -> bool:
 
 def _check_number(name: str, value: Any) -> float:
     """Returns a finite number as a float."""
-    refuse_traced(name, value)
-    if not is_number(value):
-        raise ValueError(f"{name}={brief(value)} must be one number.")
-    number = as_float(value)
+    errors.refuse_traced(name, value)
+    if not errors.is_number(value):
+        raise ValueError(f"{name}={errors.brief(value)} must be one number.")
+    number = errors.as_float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name}={brief(value)} must be finite when converted to a float.")
+        raise ValueError(f"{name}={errors.brief(value)} must be finite when converted to a float.")
     return number
 
 
@@ -421,12 +414,12 @@ def _check_scale(name: str, value: Any) -> float:
     number = _check_number(name, value)
     if number <= 0:
         raise ValueError(
-            f"{name}={brief(value)} must be positive: a scale of 0 makes every gradient 0, and a "
-            "negative scale reverses every gradient."
+            f"{name}={errors.brief(value)} must be positive: a scale of 0 makes every gradient 0, "
+            "and a negative scale reverses every gradient."
         )
     if min(number, 1 / number) < _TINY:
         raise ValueError(
-            f"{name}={brief(value)} must be between 2**-126 and 2**126, so that it and its "
+            f"{name}={errors.brief(value)} must be between 2**-126 and 2**126, so that it and its "
             "reciprocal are normal float32 numbers. Outside of that range unscaling turns every "
             "gradient into 0 or infinity."
         )

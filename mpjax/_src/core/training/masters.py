@@ -19,24 +19,8 @@ from mpjax._src.core.base.patterns import name_of, path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_narrow_array, widen
 from mpjax._src.core.policy.fields import CHOICES
-from mpjax._src.core.training import residuals
+from mpjax._src.core.training import optimizers, residuals
 from mpjax._src.core.training.frozen import Reads
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_kind,
-    check_params,
-    first_state,
-    of_ours,
-)
-from mpjax._src.core.training.stored import (
-    Optimizer,
-    added,
-    by_leaf,
-    inner_update,
-    is_masked,
-    made,
-    need_params,
-)
 
 # The dtype that is stored with a 16-bit parameter, by the policy's `masters`; see `residuals`.
 KINDS = FLOAT32, residuals.UINT16, residuals.UINT8
@@ -45,7 +29,7 @@ COMPENSATED = "compensation"  # in the parameter's own dtype
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class MasterWeightsState(NamedTuple):
     """State of `with_master_weights` and `with_kahan_summation`.
 
@@ -165,9 +149,9 @@ def with_kahan_summation(
     return _with_masters(inner, COMPENSATED, "with_kahan_summation")
 
 
-def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) -> Optimizer:
+def _with_masters(inner: Any, storage: str, name: str) -> optimizers.Optimizer:
     """Returns an optimizer that stores a master or residual of each 16-bit parameter."""
-    inner = as_optimizer(inner, "inner")
+    inner = optimizers.as_optimizer(inner, "inner")
 
     def kind(dtype):
         return np.dtype(STORAGES.get(storage, dtype))
@@ -189,16 +173,14 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
         if not jax.tree.leaves(masters):
             masters = NO_MASTERS
         full = _full(params, masters, kind, name, reads)
-        return MasterWeightsState(masters, first_state(inner, full))
+        return MasterWeightsState(masters, optimizers.first_state(inner, full))
 
-    def core(grads, state, params, extra_args, reads):
-        check_kind(state, MasterWeightsState, name)
+    def core(advance, state, params, reads):
+        optimizers.check_kind(state, MasterWeightsState, name)
         if not _are_none(state.masters):
-            need_params(params, name)
+            optimizers.need_params(params, name)
         full = None if params is None else _full(params, state.masters, kind, name, reads)
-        updates, inner_state = inner_update(
-            inner, grads, state.inner_state, full, extra_args, reads
-        )
+        updates, inner_state = advance(state.inner_state, full)
         if _are_none(state.masters):  # no 16-bit parameters: the updates are applied as they are
             return updates, None, MasterWeightsState(NO_MASTERS, inner_state)
 
@@ -208,27 +190,26 @@ def _with_masters(inner: optax.GradientTransformation, storage: str, name: str) 
             return residuals.split(value + widen(update), param.dtype, kind(param.dtype))
 
         updates = reads.trained(updates, params)
-        pairs = [stored(*row) for row in by_leaf(params, state.masters, full, updates)]
+        pairs = [stored(*row) for row in optimizers.by_leaf(params, state.masters, full, updates)]
         new, leaves = zip(*pairs, strict=True)
         masters = jax.tree.unflatten(jax.tree.structure(params), leaves)
         return updates, new, MasterWeightsState(masters, inner_state)
 
-    return made(inner, init, core)
+    return optimizers.made(inner, init, core)
 
 
 def _are_none(masters: Any) -> bool:
     return isinstance(masters, tuple) and masters == NO_MASTERS
 
 
-def _full(
-    params: Any, masters: Any, kind: Callable[[Any], np.dtype], name: str, reads: Reads
-) -> Any:
+def _full(params, masters, kind: Callable[[Any], np.dtype], name: str, reads: Reads) -> Any:
     """Returns the parameters, with trained 16-bit ones replaced by their full float32 values."""
 
     if _are_none(masters):
         # Spelled out for the comparison of structures, and for the map over both trees.
         masters = jax.tree.map(lambda _: optax.MaskedNode(), params)
-    trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_masked) for tree in (params, masters)]
+    is_masked = optimizers.is_masked
+    trees: list[Any] = [jax.tree.structure(t, is_leaf=is_masked) for t in (params, masters)]
     wanted, of_masters = trees
     if wanted != of_masters:
         raise ValueError(
@@ -240,7 +221,7 @@ def _full(
         if frozen:
             return param
         # 16-bit parameters have a master, and only they do, unless dtypes have changed since init.
-        if is_narrow_array(param) == is_masked(master):
+        if is_narrow_array(param) == optimizers.is_masked(master):
             seen, now = ("float32", "16-bit") if is_narrow_array(param) else ("16-bit", "float32")
             raise ValueError(
                 f"{name}: {name_of('params', keys)} was {seen} in init, but is {now} now. Cast "
@@ -294,7 +275,7 @@ def master_params(opt_state: optax.OptState, params: Any) -> Any:
         raise ValueError(
             "params is the state of an optimizer. The order is master_params(opt_state, params)."
         )
-    check_params(params)
+    optimizers.check_params(params)
     flat = [jax.tree.flatten(tree) for tree in (opt_state, params)]
     (leaves, structure), (others, other) = flat
     if leaves and structure == other and all(map(operator.is_, leaves, others)):  # type: ignore[operator]
@@ -329,7 +310,7 @@ def apply_updates(params: Any, updates: Any, opt_state: optax.OptState) -> Any:
         is_master = master is not None and master.dtype == FLOAT32
         return master.astype(param.dtype) if is_master else param
 
-    return _map_masters(jax.tree.map(added, params, updates), opt_state, exact)
+    return _map_masters(jax.tree.map(optimizers.added, params, updates), opt_state, exact)
 
 
 def full_value(param: Any, master: Any) -> Any:

@@ -10,52 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax._src.core.base import called, errors, trees
 from mpjax._src.core.base.absent import answering
-from mpjax._src.core.base.called import CALLED, CASTS, SCALES
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
-from mpjax._src.core.base.errors import (
-    PrecisionWarning,
-    brief,
-    check_callable,
-    misplaced,
-    warn_user,
-)
 from mpjax._src.core.base.patterns import name_of
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.trees import (
-    all_finite,
-    cast_leaf,
-    is_array,
-    is_floating,
-    is_one_bool,
-    widen,
-)
 from mpjax._src.core.base.wrapped import NoBlock
 from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.training import optimizers
 from mpjax._src.core.training.gradients import scaled_value_and_grad, with_float32_loss
 from mpjax._src.core.training.levels import training_policy, under_policy
-from mpjax._src.core.training.loss_scale import SCALES as KINDS
 from mpjax._src.core.training.loss_scale import (
+    SCALES,
     DynamicLossScale,
     LossScale,
     StaticLossScale,
     get_loss_scale,
     smallest,
 )
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_kind,
-    check_params,
-    check_state,
-    check_value,
-    of_ours,
-    read_grads,
-    shown,
-    updated_if,
-)
+from mpjax._src.core.training.replicas import agreed
 from mpjax._src.core.training.serialization import known_to_flax
-from mpjax._src.core.training.shards import agreed
-from mpjax._src.core.training.transaction import VERDICTS, adjusted, counted, metrics_of
+from mpjax._src.core.training.transaction import Verdict, adjusted, counted, metrics_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +38,7 @@ T = TypeVar("T")
 
 
 @public("mpjax.optim")
-@of_ours
+@optimizers.of_ours
 class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
@@ -96,7 +71,7 @@ class MixedPrecisionState(NamedTuple):
 
     def metrics(self) -> dict[str, jax.Array]:
         """Returns the metrics of the last update, named as those of `build_train_step`."""
-        return metrics_of(self, **{name: getattr(self, name) for name in VERDICTS})
+        return metrics_of(self, Verdict(self.grads_finite, self.loss_finite, self.state_finite))
 
 
 @public("mpjax.optim")
@@ -128,14 +103,14 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             if isinstance(rules := getattr(function, "__self__", None), Rules):
                 return rules
         raise AttributeError(
-            f"init={brief(self.init)} and update={brief(self.update)} are no longer those of "
-            "mpjax.mixed_precision, so this optimizer has no policy. Wrap the optimizer that it "
-            "returned, and call value_and_grad of that one."
+            f"init={errors.brief(self.init)} and update={errors.brief(self.update)} are no longer "
+            "those of mpjax.mixed_precision, so this optimizer has no policy. Wrap the optimizer "
+            "that it returned, and call value_and_grad of that one."
         )
 
     def __repr__(self) -> str:
         rules = self._rules
-        name, policy = shown(rules.optimizer.update), str(rules.policy)
+        name, policy = optimizers.shown(rules.optimizer.update), str(rules.policy)
         scale = rules.loss_scale
         return f"MixedPrecision(optimizer={name}, policy={policy!r}, loss_scale={scale!r})"
 
@@ -178,7 +153,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             TypeError: As for `scaled_value_and_grad`.
             ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
-        check_callable(fun, "fun")
+        errors.check_callable(fun, "fun")
         run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
@@ -212,17 +187,16 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             (1, True)
         """
         rules, first = self._rules, self._rules.optimizer.init
-        check_state(first, opt_state, widen(params), "opt_state")
+        optimizers.check_state(first, opt_state, trees.widen(params), "opt_state")
 
         def init(params):  # moments of 16-bit weights are 16-bit in optax, unlike those here
             like = jax.eval_shape(first, params)
-            return jax.tree.map(lambda x, to: cast_leaf(x, to.dtype), opt_state, like)
+            return jax.tree.map(lambda x, to: trees.cast_leaf(x, to.dtype), opt_state, like)
 
         # Masters, roundings and 8-bit moments call the `init` of what they wrap. This one returns
         # the state that is continued, so they store it in their own form.
         given = optax.GradientTransformationExtraArgs(init, rules.optimizer.update)
-        inner = under_policy(rules.policy, given, "optimizer")
-        return dataclasses.replace(rules, inner=inner).init(params)
+        return dataclasses.replace(rules, optimizer=given).init(params)
 
     def to_optax(self, state: MixedPrecisionState, params: Any) -> optax.OptState:
         """Returns the state with which the wrapped optimizer itself continues a run: in float32.
@@ -245,7 +219,7 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             seen.append(opt_state)
             return reads.held(updates, updates), opt_state  # the same parameters are frozen
 
-        check_kind(state, MixedPrecisionState, "mixed_precision")
+        optimizers.check_kind(state, MixedPrecisionState, "mixed_precision")
         reader = optax.GradientTransformation(rules.optimizer.init, update)
         reader = under_policy(rules.policy, reader, "optimizer")
         # An update passes the inner optimizer its state in float32, whatever form it is stored in.
@@ -311,7 +285,8 @@ def mixed_precision(
     Apex's ``amp.initialize`` and TensorFlow's ``LossScaleOptimizer`` wrap an optimizer in the same
     way. The algorithm is that of Micikevicius et al. 2017, "Mixed Precision Training".
     """
-    as_optimizer(optimizer, "optimizer")  # before the policy, which may stand in its place
+    # Before the policy, which may stand in its place.
+    optimizers.as_optimizer(optimizer, "optimizer")
     return in_mixed_precision(optimizer, training_policy(policy), loss_scale, "optimizer")
 
 
@@ -327,7 +302,7 @@ def in_mixed_precision(
     ``gradient`` is the line that replaces ``jax.value_and_grad``, for the warning that it is
     missing.
     """
-    rules = _make_rules(optimizer, policy, loss_scale, argument, gradient)
+    rules = Rules(optimizer, policy, get_loss_scale(policy, loss_scale), argument, gradient)
     return MixedPrecision(rules.init, rules.update)
 
 
@@ -339,6 +314,7 @@ class Rules:
         optimizer: The optimizer that was wrapped.
         policy: The policy.
         loss_scale: The initial loss scale.
+        argument: What errors call the optimizer.
         gradient: The line that replaces ``jax.value_and_grad``.
         inner: The optimizer under the policy: in float32, with master weights.
     """
@@ -346,17 +322,21 @@ class Rules:
     optimizer: optax.GradientTransformation
     policy: Policy
     loss_scale: LossScale
+    argument: str
     gradient: str
-    inner: Any
+    inner: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        inner = under_policy(self.policy, self.optimizer, self.argument)
+        object.__setattr__(self, "inner", inner)
 
     def __reduce__(self) -> Any:  # pickled without `inner`, whose functions are local
-        settings = self.optimizer, self.policy, self.loss_scale
-        return _make_rules, (*settings, "optimizer", self.gradient)
+        return Rules, (self.optimizer, self.policy, self.loss_scale, self.argument, self.gradient)
 
     def init(self, params: Any) -> MixedPrecisionState:
         """Returns the initial state for parameters."""
-        known_to_flax(*KINDS)
-        check_params(params)
+        known_to_flax(*SCALES)
+        optimizers.check_params(params)
         _check_stored(
             self.policy,
             self.inner.reads(params).trained(params, params),
@@ -384,14 +364,14 @@ class Rules:
     ) -> tuple[Any, MixedPrecisionState]:
         """Returns the updates of the parameters, and the new state."""
         for name, verdict in (("finite", finite), ("loss_finite", loss_finite)):
-            if not is_one_bool(verdict):
-                raise ValueError(f"{name}={brief(verdict)} must be a single bool.")
-        check_params(updates, "updates")
-        check_value(extra_args.get("value"))
-        check_kind(state, MixedPrecisionState, "mixed_precision")
+            if not trees.is_one_bool(verdict):
+                raise ValueError(f"{name}={errors.brief(verdict)} must be a single bool.")
+        optimizers.check_params(updates, "updates")
+        optimizers.check_value(extra_args.get("value"))
+        optimizers.check_kind(state, MixedPrecisionState, "mixed_precision")
         reads = self.inner.reads(updates if params is None else params)
         if params is not None:
-            check_params(params)
+            optimizers.check_params(params)
             _check_stored(
                 self.policy,
                 reads.trained(params, params),
@@ -399,34 +379,22 @@ class Rules:
                 "model = optimizer.policy.cast_to_param(model).",
             )
         # A non-finite gradient that nothing reads changes no parameter, so it skips no step.
-        read = read_grads(reads, updates, params)
+        read = optimizers.read_grads(reads, updates, params)
         warn_if_in_float32(self.policy, state.loss_scale, read, self.gradient)
-        verdicts = {
-            "grads_finite": all_finite(read),
-            "loss_finite": jnp.logical_and(loss_finite, all_finite(extra_args.get("value"))),
-            "state_finite": jnp.asarray(finite),
-        }
+        grads_finite = trees.all_finite(read)
+        loss_finite = jnp.logical_and(loss_finite, trees.all_finite(extra_args.get("value")))
         # A device sees the gradients of its own shards, but all devices skip, or none does.
         agree = functools.partial(agreed, count=state.skipped_steps)
-        verdicts = {name: agree(each) for name, each in verdicts.items()}
-        finite = functools.reduce(jnp.logical_and, verdicts.values())
-        updates, inner_state, good = updated_if(
-            finite, self.inner, updates, state.inner_state, params, extra_args, reads, agree
-        )
+        verdict = Verdict(*map(agree, (grads_finite, loss_finite, jnp.asarray(finite))))
+        given, finite = (updates, state, params, extra_args), verdict.finite
+        updates, inner_state, good = optimizers.updated_if(finite, self.inner, reads, *given)
         # What the optimizer makes of gradients counts as theirs: they alone lower a loss scale.
-        verdicts["grads_finite"], finite = verdicts["grads_finite"] & good, finite & good
+        verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
+        finite = finite & good
         used = None if scaled_by is None else smallest(_scales_in(scaled_by, "scaled_by"))
-        scale = adjusted(state.loss_scale, **verdicts, used=used)
-        return updates, MixedPrecisionState(
-            inner_state, scale, **counted(state, finite), **verdicts
-        )
-
-
-def _make_rules(
-    optimizer: Any, policy: Any, loss_scale: Any, argument: str, gradient: str
-) -> Rules:
-    inner = under_policy(policy, optimizer, argument)
-    return Rules(optimizer, policy, get_loss_scale(policy, loss_scale), gradient, inner)
+        scale = adjusted(state.loss_scale, verdict, used)
+        rest = counted(state, finite) | verdict._asdict()
+        return updates, MixedPrecisionState(inner_state, scale, **rest)
 
 
 def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradient: str) -> None:
@@ -436,19 +404,19 @@ def warn_if_in_float32(policy: Policy, loss_scale: LossScale, grads: Any, gradie
     """
     leaves = jax.tree.leaves(grads)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-    wide = all(x.dtype == FLOAT32 for x in leaves if is_array(x))
-    facts = {CASTS: f"nothing has run in {policy.compute_dtype.name}"}
+    wide = all(x.dtype == FLOAT32 for x in leaves if trees.is_array(x))
+    facts = {called.CASTS: f"nothing has run in {policy.compute_dtype.name}"}
     if isinstance(loss_scale, (StaticLossScale, DynamicLossScale)):
-        facts[SCALES] = "no loss has been scaled"
-    missing = [what for fact, what in facts.items() if fact not in CALLED]
+        facts[called.SCALES] = "no loss has been scaled"
+    missing = [what for fact, what in facts.items() if fact not in called.CALLED]
     if policy.compute_dtype in HALVES and traced and wide and missing:
-        warn_user(
+        errors.warn_user(
             f"policy={str(policy)!r}, but {' and '.join(missing)} in this process so far: these "
             f"gradients seem to come from jax.value_and_grad or jax.grad, in float32. Use "
             f"{gradient} instead. If the update is traced before any gradient, or the gradients "
             "come from another process or an exported program, ignore this warning: "
             'warnings.filterwarnings("ignore", category=mpjax.errors.PrecisionWarning).',
-            PrecisionWarning,
+            errors.PrecisionWarning,
         )
 
 
@@ -458,9 +426,9 @@ def _scales_in(opt_state: Any, argument: str = "opt_state") -> list[LossScale]:
     scales = [x.loss_scale for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
     if not scales:
         raise ValueError(
-            f"{argument}={brief(opt_state)} must contain a state of mpjax.mixed_precision, for its "
-            "loss scale, but contains none. Pass the state that optimizer.init(params) or the last "
-            f"optimizer.update returned.{misplaced(opt_state)}"
+            f"{argument}={errors.brief(opt_state)} must contain a state of mpjax.mixed_precision, "
+            "for its loss scale, but contains none. Pass the state that optimizer.init(params) or "
+            f"the last optimizer.update returned.{errors.misplaced(opt_state)}"
         )
     return scales
 
@@ -475,7 +443,7 @@ def _check_stored(policy: Policy, params: Any, remedy: str) -> None:
         if type(leaf) is float:
             wrong = new.dtype in HALVES
         else:
-            wrong = is_floating(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
+            wrong = trees.is_floating(leaf) and jax.dtypes.canonicalize_dtype(kind) != new.dtype
         if wrong:
             raise ValueError(
                 f"{name_of('params', keys)} is {kind}, but policy={str(policy)!r} stores it in "

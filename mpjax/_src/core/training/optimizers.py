@@ -1,9 +1,14 @@
-"""Optax transformations: `skip_nonfinite`, and checks of what an optimizer is called with."""
+"""Optax transformations: `skip_nonfinite`, and what all of ours have in common.
+
+That is the checks of what an optimizer is called with, and the wrapper of one that works in float32
+and returns exact 16-bit parameters.
+"""
 
 import contextlib
 import copy
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,22 +17,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._src.core.base import trees
 from mpjax._src.core.base.absent import answering
+from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.errors import brief, is_state, misplaced
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import difference, name_of, path_of
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.trees import (
-    NUMBER,
-    all_finite,
-    check_fits,
-    is_array,
-    is_array_or_shape,
-    is_floating,
-    is_one_bool,
-)
 from mpjax._src.core.training.frozen import Reader, Reads
-from mpjax._src.core.training.shards import agreed
+from mpjax._src.core.training.replicas import agreed
 from mpjax._src.core.training.transaction import counted, gated_update, may_overflow
 
 C = TypeVar("C", bound=type)
@@ -116,42 +114,32 @@ def skip_nonfinite(
         return SkipNonfiniteState(first_state(inner, params), *zeros)
 
     def update(updates, state, params=None, *, finite=True, **extra_args):
-        if not is_one_bool(finite):
+        if not trees.is_one_bool(finite):
             raise ValueError(f"finite={brief(finite)} must be a single bool for all gradients.")
         check_params(updates, "updates")
         check_value(extra_args.get("value"))
         check_kind(state, SkipNonfiniteState, "skip_nonfinite")
         reads = reader(updates if params is None else params)
-        finite = jnp.logical_and(all_finite(read_grads(reads, updates, params)), finite)
-        agree = functools.partial(agreed, count=state.skipped_steps)
-        updates, inner_state, good = updated_if(
-            finite, inner, updates, state.inner_state, params, extra_args, reads, agree
-        )
+        finite = jnp.logical_and(trees.all_finite(read_grads(reads, updates, params)), finite)
+        given = updates, state, params, extra_args
+        updates, inner_state, good = updated_if(finite, inner, reads, *given)
         return updates, SkipNonfiniteState(inner_state, **counted(state, finite & good))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def updated_if(
-    finite: jax.Array,
-    inner: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    state: optax.OptState,
-    params: Any,
-    extra_args: dict[str, Any],
-    reads: Reads,
-    agree: Callable[[jax.Array], jax.Array],
-) -> tuple[Any, optax.OptState, jax.Array]:
+def updated_if(finite, inner, reads: Reads, grads, outer, params, extra_args: dict[str, Any]):
     """Returns an optimizer's updates and new state, or zeros and the old state.
 
-    The third result is the verdict on the updates and the new state; see `gated_update`.
+    ``outer`` is the state around that of the optimizer. The third result is the verdict on the
+    updates and the new state; see `gated_update`.
 
     Gradients that are not read, and updates of frozen parameters, do not pass through the choice.
 
     Raises:
         ValueError: If the state belongs to another optimizer, or the gradients to other parameters.
     """
-    tree = grads if params is None else params
+    tree, state = grads if params is None else params, outer.inner_state
     read = read_grads(reads, grads, params)
 
     def update(state, grads, params):
@@ -160,10 +148,9 @@ def updated_if(
 
     # What evaluates a function is not plain arithmetic, whatever its operations are.
     wholly = any(map(callable, extra_args.values())) or may_overflow(state)
+    options = {"agree": functools.partial(agreed, count=outer.skipped_steps), "wholly": wholly}
     with for_state(inner, state, params, grads, reads.frozen):
-        (updates, new), good = gated_update(
-            finite, update, state, read, params, agree=agree, wholly=wholly
-        )
+        (updates, new), good = gated_update(finite, update, state, read, params, **options)
         updates = reads.held(updates, tree)
     if params is not None:  # Equinox trains a part of a module
         _check_updates(updates, params, lacking=updates is None)
@@ -186,9 +173,9 @@ def read_grads(reads: Reads, grads: Any, params: Any) -> Any:
 def check_value(value: Any) -> None:
     """Refuses a loss that is not one number: optimizers compare it with one."""
     fits = isinstance(value, int) and abs(value) < 2**127
-    scalar = is_array(value) and jnp.ndim(value) == 0
+    scalar = trees.is_array(value) and jnp.ndim(value) == 0
     if not (value is None or fits or isinstance(value, float) or scalar):
-        kind = f"of shape {jnp.shape(value)}" if is_array(value) else brief(value)
+        kind = f"of shape {jnp.shape(value)}" if trees.is_array(value) else brief(value)
         raise ValueError(
             f"value is {kind}, but must be the loss: one number, of shape (). Losses of several "
             "examples are usually averaged: value=jnp.mean(losses)."
@@ -207,7 +194,7 @@ def first_state(inner: optax.GradientTransformation, params: Any) -> optax.OptSt
         return inner.init(params)
     except Exception:
         for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if not (is_array_or_shape(leaf) or isinstance(leaf, (float, complex))):
+            if not (trees.is_array_or_shape(leaf) or isinstance(leaf, (float, complex))):
                 raise TypeError(
                     f"{name_of('params', keys)} is {brief(leaf)}, not an array, so the optimizer "
                     "has no state for it. Call init with the trained arrays alone: for Equinox, "
@@ -237,8 +224,8 @@ def check_params(params: Any, argument: str = "params") -> None:
         raise TypeError("params=None must be a tree of arrays.")
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for keys, leaf in leaves:
-        check_fits(argument, keys, leaf)
-    if leaves and not any(hasattr(x, "shape") or isinstance(x, NUMBER) for _, x in leaves):
+        trees.check_fits(argument, keys, leaf)
+    if leaves and not any(hasattr(x, "shape") or isinstance(x, trees.NUMBER) for _, x in leaves):
         keys, leaf = leaves[0]
         raise TypeError(
             f"{name_of(argument, keys)} is {brief(leaf)}, not an array, and {argument} contains "
@@ -267,7 +254,8 @@ def check_trained(params: Any, frozen: Sequence[bool], place: str) -> None:
     """Raises a TypeError if a trained parameter has no gradient, as integers and keys."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (keys, leaf), held in zip(leaves, frozen, strict=True):
-        kind, number = getattr(leaf, "dtype", type(leaf)), is_array(leaf) or isinstance(leaf, int)
+        kind = getattr(leaf, "dtype", type(leaf))
+        number = trees.is_array(leaf) or isinstance(leaf, int)
         if number and not (held or jnp.issubdtype(kind, jnp.inexact)):
             raise TypeError(
                 f"{name_of('params', keys)} is {getattr(kind, '__name__', kind)}, which has no "
@@ -277,13 +265,7 @@ def check_trained(params: Any, frozen: Sequence[bool], place: str) -> None:
 
 
 @contextlib.contextmanager
-def for_state(
-    inner: optax.GradientTransformationExtraArgs,
-    state: Any,
-    params: Any,
-    updates: Any,
-    frozen: Sequence[bool] | None = None,
-) -> Iterator[None]:
+def for_state(inner, state, params, updates, frozen: Sequence[bool] = ()) -> Iterator[None]:
     """Replaces the error of a failing optimizer, if what it was called with does not fit.
 
     Without ``params`` it is unknown what fits, and the error is raised as it is.
@@ -294,7 +276,7 @@ def for_state(
         if params is not None:
             _check_updates(updates, params)
             check_state(inner.init, state, params, "state.inner_state")
-            if frozen is not None:  # optax does not say which parameter it is
+            if frozen:  # optax does not say which parameter it is
                 check_trained(params, frozen, "out of the parameters")
         raise
 
@@ -302,7 +284,7 @@ def for_state(
 def _check_updates(updates: Any, params: Any, lacking: bool = True) -> None:
     """Raises a ValueError if gradients are not those of ``params``: other paths or shapes."""
     # Equinox has no gradients, and no states, of leaves that are not floating arrays.
-    trained = jax.tree.map(lambda x: x if is_floating(x) else None, params)
+    trained = jax.tree.map(lambda x: x if trees.is_floating(x) else None, params)
     grads = _arrays(updates)
     # A gradient of a leaf that is not trained is no error, if its path and shape are the leaf's.
     differences = difference(_arrays(trained) if lacking else set(), grads, grads - _arrays(params))
@@ -412,3 +394,151 @@ def _lenient(value: Any, names: frozenset[str], done: dict[int, Any]) -> Any:
     )
     new.__kwdefaults__ = value.__kwdefaults__
     return lenient
+
+
+# ---- optimizers of 16-bit weights: float32 inside, exact new parameters --------------------------
+
+
+class Stepped(NamedTuple):
+    """The result of one update."""
+
+    params: Any  # the new parameters, in the dtypes that they are stored in
+    state: Any  # the new state
+    # The float32 updates of the inner optimizer, before rounding. None for a parameter that it
+    # never changes.
+    updates: Any
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer that can also return the new parameters themselves.
+
+    ``update`` returns differences. ``optax.apply_updates`` adds them in float32, almost always
+    exactly. ``step`` is always exact.
+
+    Attributes:
+        init: As in every optax optimizer.
+        update: As in every optax optimizer.
+        step: ``step(grads, state, params, **extra_args)`` returns `Stepped`.
+        reads: ``reads(params)`` returns what it changes and reads.
+    """
+
+    step: Callable[..., Stepped]
+    reads: Reader
+
+
+def in_full_precision(inner: optax.GradientTransformation) -> Optimizer:
+    """Widens 16-bit gradients and parameters for an optimizer, without keeping masters.
+
+    The state of ``inner`` and its updates are float32, so their dtypes do not change during
+    training. Only the sum in ``optax.apply_updates`` is rounded to 16 bits.
+    """
+    inner = as_optimizer(inner, "inner")
+
+    def init(params, reads):
+        return first_state(inner, reads.widened(params))
+
+    def core(advance, state, params, reads):
+        updates, state = advance(state, None if params is None else reads.widened(params))
+        return updates, None, state
+
+    return made(inner, init, core)
+
+
+def made(inner: Any, init: Callable[..., Any], core: Callable[..., Any]) -> Optimizer:
+    """Returns an `Optimizer`; ``reads`` are the `Reads` of the one inside.
+
+    ``init(params, reads)`` returns the first state. ``core(advance, state, params, reads)`` returns
+    the updates of the inner optimizer; a list of the new parameters, with None for a parameter that
+    is the sum with its update, or None if all are such sums; and the new state. In between it calls
+    ``advance(inner_state, full_params)``, which returns the updates and the new inner state.
+    """
+    reader = Reader(inner)
+
+    def run(grads, state, params, extra_args):
+        tree = grads if params is None else params
+        reads = reader(tree)
+        # The caller's functions read the parameters themselves, where the optimizer sees zeros for
+        # frozen integers.
+        extra_args |= {k: reads.around(f, tree) for k, f in extra_args.items() if callable(f)}
+        if "grad" in extra_args:
+            extra_args["grad"] = reads.completed(extra_args["grad"], tree)
+        advance = functools.partial(advanced, inner, grads, extra_args, reads)
+        seen = None if params is None else reads.floating(params)
+        updates, stored, state = core(advance, state, seen, reads)
+        return reads, reads.trained(updates, tree), stored, state
+
+    def update(grads, state, params=None, **extra_args):
+        reads, updates, stored, state = run(grads, state, params, extra_args)
+        # What was rounded, or computed by a master, is no longer the sum of parameter and update.
+        if stored is not None:
+            differences = [
+                update if new is None else new.astype(FLOAT32) - param.astype(FLOAT32)
+                for new, (param, update) in zip(stored, by_leaf(params, updates), strict=True)
+            ]
+            updates = jax.tree.unflatten(jax.tree.structure(params), differences)
+        return reads.held(updates, grads if params is None else params), state
+
+    def step(grads, state, params, **extra_args):
+        try:
+            _, updates, stored, state = run(grads, state, params, extra_args)
+        except (TypeError, ValueError) as error:
+            # The words of Python and of optax for an argument that `update` was not given.
+            if not re.search(r"missing \d+ required|must be provided", str(error)):
+                raise
+            raise TypeError(
+                f"optimizer: {error} A training step passes it value= (the loss) alone. What "
+                "evaluates the loss itself, or takes other arguments, needs your own loop: "
+                "optimizer = mpjax.mixed_precision(optimizer, policy), and in each step "
+                "optimizer.update(grads, opt_state, params, value=loss, grad=grads, "
+                "value_fn=lambda params: loss_fn(params, batch)), with the arguments that it takes."
+            ) from error
+        rows = list(by_leaf(params, updates))
+        pairs = zip(stored or [None] * len(rows), rows, strict=True)
+        new = [added(*row) if new is None else new for new, row in pairs]
+        return Stepped(jax.tree.unflatten(jax.tree.structure(params), new), state, updates)
+
+    def first(params):
+        reads = reader(params)
+        return init(reads.floating(params), reads)
+
+    optimizer = Optimizer(first, update)
+    optimizer.step, optimizer.reads = step, reader
+    return optimizer
+
+
+def is_masked(node: Any) -> bool:
+    """Returns whether a node represents a leaf that has no master or scale."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def by_leaf(params: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
+    """Returns each leaf of the parameters with the subtrees at its place in other trees."""
+    structure: Any = jax.tree.structure(params)
+    return zip(jax.tree.leaves(params), *map(structure.flatten_up_to, others), strict=True)
+
+
+def added(param: Any, update: Any) -> Any:
+    """Adds an update as ``optax.apply_updates`` does: in float32, rounded once."""
+    if update is None:
+        return param
+    wide = trees.widen(param)
+    return (wide + update.astype(wide.dtype)).astype(param.dtype)
+
+
+def advanced(inner, grads, extra_args, reads, state, full):
+    """Returns the updates and the new state of an inner optimizer, in float32."""
+    grads = trees.widen(grads)
+    tree = grads if full is None else full
+    with for_state(inner, state, tree, grads):
+        # Twice, because an error in here is about the gradients without these zeros.
+        grads = reads.completed(grads, tree)
+    with for_state(inner, state, tree, grads):
+        return inner.update(grads, state, full, **extra_args)
+
+
+def need_params(params: Any, name: str) -> None:
+    if params is None:
+        raise ValueError(
+            f"{name}: update was called without params. Call optimizer.update(grads, state, "
+            "params), because the new value of a 16-bit parameter depends on the old one."
+        )

@@ -16,57 +16,31 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax._src.core.base import errors, trees
 from mpjax._src.core.base.absent import answering
 from mpjax._src.core.base.dtypes import HALVES
-from mpjax._src.core.base.errors import (
-    DivergenceError,
-    PrecisionWarning,
-    as_float,
-    brief,
-    check_count,
-    check_flag,
-    misplaced,
-    whole_number,
-)
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import name_of, paths
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.trees import (
-    cast,
-    cast_like,
-    check_fits,
-    is_array,
-    is_key,
-    pytree_of,
-    stays_finite,
-    vary_like,
-    widen,
-)
 from mpjax._src.core.policy.fields import OP_LISTS
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.modules import has_modules
+from mpjax._src.core.training import optimizers, replicas
 from mpjax._src.core.training.frozen import Reader, Reads, joined
 from mpjax._src.core.training.gradients import observed_value_and_grad, with_float32_loss
 from mpjax._src.core.training.levels import training_policy, under_policy
 from mpjax._src.core.training.loss_scale import SCALES, LossScale, get_loss_scale
 from mpjax._src.core.training.masters import stored
-from mpjax._src.core.training.optimizers import (
-    as_optimizer,
-    check_params,
-    check_state,
-    check_trained,
-)
 from mpjax._src.core.training.placement import commit_like
-from mpjax._src.core.training.replicas import (
-    average_gradients,
-    averaged,
-    averaged_state,
-    axes_of,
-    local_to,
-)
 from mpjax._src.core.training.serialization import known_to_flax
-from mpjax._src.core.training.shards import Shards, check_reductions, check_specs, shards_of
-from mpjax._src.core.training.transaction import adjusted, counted, gated, may_overflow, metrics_of
+from mpjax._src.core.training.transaction import (
+    Verdict,
+    adjusted,
+    counted,
+    gated,
+    may_overflow,
+    metrics_of,
+)
 
 # The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")
@@ -79,7 +53,7 @@ T = TypeVar("T")
 
 
 @public("mpjax")
-@pytree_of(
+@trees.pytree_of(
     *("step", "params", "opt_state", "loss_scale", "model_state", "rng"),
     *("skipped_steps", "consecutive_skips"),
 )
@@ -234,16 +208,16 @@ def build_train_step(
     policy = training_policy(policy)
     _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
-    _check_arguments(has_aux, reports, accumulate_steps)
-    axes = axes_of(axis_name)
-    check_specs(param_specs)
-    first_scale = get_loss_scale(policy, loss_scale)
+    _check_arguments(has_aux, reports, accumulate_steps, param_specs)
+    axes, first_scale = replicas.axes_of(axis_name), get_loss_scale(policy, loss_scale)
     optimizer = under_policy(policy, optimizer, "optimizer")
     forward, observe = _forward(loss_fn, policy, has_aux), reports.observer()
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
         params = _stored_params(params, policy, optimizer.reads)
-        state = _first_state(params, optimizer.init(params), first_scale, model_state, rng)
+        count, *skips = (jnp.zeros((), jnp.int32) for _ in range(3))
+        opt_state, carried = optimizer.init(params), _checked(model_state, rng)
+        state = TrainState(count, params, opt_state, first_scale, *carried, *skips)
         # Once more over everything: optimizers may keep the parameters themselves in their state
         # (schedule-free does), and a buffer cannot be donated twice.
         return commit_like(_owned(state, "state"), params)
@@ -258,12 +232,12 @@ def build_train_step(
         if axis_name is not None:
             passes = _averaged(passes, state, local.model_state, policy, axis_name)
 
-        shards = shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
-        verdict = _verdict(passes, state, shards)
+        shards = replicas.shards_of(passes.grads, param_specs, state.skipped_steps, axis_name, axes)
+        grad_norm, verdict = _verdict(passes, state, shards)
 
         # Without shards, an optimizer that clips by the norm computes it itself, as in plain optax.
-        extra_args = {"value": passes.loss} | ({"grad_norm": verdict[0]} if shards.all else {})
-        check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
+        extra_args = {"value": passes.loss} | ({"grad_norm": grad_norm} if shards.all else {})
+        replicas.check_reductions(optimizer.step, shards, passes.grads, state, extra_args)
         update = functools.partial(_updated, optimizer, reads, reports)
         before = {name: getattr(state, name) for name in CHANGED}
         # Frozen parameters stay out of the choice between old and new: nothing reads them.
@@ -273,18 +247,18 @@ def build_train_step(
         args = state.params, passes.grads, passes.model_state, extra_args
         # Plain arithmetic is trusted up to float32's overflow, but float16 moments have 65504.
         run = functools.partial(gated, agree=shards.agreed, wholly=may_overflow(state.opt_state))
-        after, good = run(verdict.finite(), update, before, *args)
+        after, good = run(verdict.finite, update, before, *args)
         verdict = verdict._replace(grads_finite=verdict.grads_finite & good)
-        stalled_shares = after.pop("stalled")
+        shares = after.pop("stalled")
         after["params"] = joined(after["params"], state.params)
         new = TrainState(
             **after,
-            loss_scale=adjusted(state.loss_scale, *verdict[1:]),
+            loss_scale=adjusted(state.loss_scale, verdict),
             rng=next_rng,
-            **counted(state, verdict.finite()),
+            **counted(state, verdict.finite),
         )
-        metrics = {"loss": passes.loss, **metrics_of(new, **verdict._asdict())}
-        metrics |= reports.of_step(state, passes, verdict, stalled_shares)
+        metrics = {"loss": passes.loss, "grad_norm": grad_norm, **metrics_of(new, verdict)}
+        metrics |= reports.of_step(state, passes, verdict, shares)
         return new, {**metrics, "aux": passes.aux} if has_aux else metrics
 
     return TrainStep(init, step)
@@ -306,19 +280,6 @@ class Passes(NamedTuple):
     aux: Any
     grads: Any
     seen: Any
-
-
-class Verdict(NamedTuple):
-    """The norm of the gradients, and what is finite, on all replicas and shards."""
-
-    grad_norm: jax.Array
-    grads_finite: jax.Array
-    loss_finite: jax.Array
-    state_finite: jax.Array
-
-    def finite(self) -> jax.Array:
-        """Returns whether the step is applied."""
-        return self.grads_finite & self.loss_finite & self.state_finite
 
 
 class Reports(NamedTuple):
@@ -352,18 +313,14 @@ class Reports(NamedTuple):
 
         return stalled(new.updates, stored(opt_state, params), stored(new.state, new.params))
 
-    def of_step(
-        self, state: TrainState, passes: Passes, verdict: Verdict, stalled_shares: Any
-    ) -> Metrics:
+    def of_step(self, state: TrainState, passes: Passes, verdict: Verdict, shares) -> Metrics:
         """Returns the reports on a step from this state, by their names."""
         reports: Metrics = {}
         if self.overflow or self.underflow:
             from mpjax._src.tools.watching.overflows import first_overflow, underflow
         if self.overflow:
-            scale, names = state.loss_scale.loss_scale, paths(passes.grads)
-            reports["overflow"] = first_overflow(
-                passes.grads, passes.seen, scale, verdict.loss_finite, names
-            )
+            facts = state.loss_scale.loss_scale, verdict.loss_finite, paths(passes.grads)
+            reports["overflow"] = first_overflow(passes.grads, passes.seen, *facts)
         if self.underflow:
             sizes = [leaf.size for leaf in jax.tree.leaves(passes.grads)]
             reports["underflow"] = underflow(passes.seen, sizes, self.policy.compute_dtype)
@@ -371,39 +328,23 @@ class Reports(NamedTuple):
             from mpjax._src.tools.watching.stalled import Stalled
 
             by_lot = self.policy.rounding == "stochastic"
-            reports["stalled"] = Stalled(stalled_shares, tuple(paths(state.params)), by_lot)
+            reports["stalled"] = Stalled(shares, tuple(paths(state.params)), by_lot)
         return reports
 
 
 def _stored_params(params: Any, policy: Policy, reader: Reader) -> Any:
     """Returns the parameters as they are stored: copied, checked and cast."""
     known_to_flax(TrainState, *SCALES)
-    check_params(params)
+    optimizers.check_params(params)
     _refuse_modules(params)
     params = _owned(params, "params")
     reads = reader(params)
     if not jax.tree.leaves(params):
         raise ValueError("params has no leaves: there is nothing to train.")
-    check_trained(params, reads.frozen, "to model_state or rng")
+    optimizers.check_trained(params, reads.frozen, "to model_state or rng")
     if policy.casting != "op":  # else a pattern may mean a scope, which only the plan knows
         policy.check_overrides(params)
     return reads.stored(params, policy)
-
-
-def _first_state(
-    params: Any, opt_state: optax.OptState, loss_scale: LossScale, model_state: Any, rng: Any
-) -> TrainState:
-    """Returns the state before the first step."""
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=opt_state,
-        loss_scale=loss_scale,
-        model_state=_owned(_check_model(model_state), "model_state"),
-        rng=_check_rng(rng),
-        skipped_steps=jnp.zeros((), jnp.int32),
-        consecutive_skips=jnp.zeros((), jnp.int32),
-    )
 
 
 def _check_call(state: Any, optimizer: Any) -> None:
@@ -412,12 +353,10 @@ def _check_call(state: Any, optimizer: Any) -> None:
             f"state is a {type(state).__name__}, not a TrainState. The order is "
             "step(state, batch), with the state that init(params) returned."
         )
-    check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
+    optimizers.check_state(optimizer.init, state.opt_state, state.params, "state.opt_state")
 
 
-def _local(
-    state: TrainState, axes: tuple[str, ...], axis_name: Any, reads: Reads
-) -> tuple[TrainState, Any, jax.Array | None]:
+def _local(state: TrainState, axes: tuple[str, ...], axis_name: Any, reads: Reads):
     """Returns the state as the loss of one step on one replica reads it, and the next step's key.
 
     Its key is of this step and replica alone. Its parameters are local, so that gradients are
@@ -425,25 +364,20 @@ def _local(
     whose gradients nothing reads.
     """
     next_rng, rng = (None, None) if state.rng is None else jax.random.split(state.rng)
-    params, model_state = local_to(axes, axis_name, (state.params, state.model_state))
+    params, model_state = replicas.local_to(axes, axis_name, (state.params, state.model_state))
     # Replicas that drew the same dropout masks would average correlated gradients.
     if axes and rng is not None:
         rng = jax.random.fold_in(rng, jax.lax.axis_index(axis_name))
     read, unread = reads.read(params, params), params if any(reads.unread) else None
-    return (
-        dataclasses.replace(state, params=read, model_state=model_state, rng=rng),
-        unread,
-        next_rng,
-    )
+    local = dataclasses.replace(state, params=read, model_state=model_state, rng=rng)
+    return local, unread, next_rng
 
 
-def _averaged(
-    passes: Passes, state: TrainState, local: Any, policy: Policy, axis_name: Any
-) -> Passes:
+def _averaged(passes: Passes, state: TrainState, local, policy: Policy, axis_name) -> Passes:
     """Averages over replicas, whose model states were ``local``. Each keeps its own aux."""
-    loss = averaged(passes.loss, axis_name)
-    grads = average_gradients(passes.grads, axis_name, policy, state.loss_scale)
-    model_state = averaged_state(passes.model_state, local, state.model_state, axis_name)
+    loss = replicas.averaged(passes.loss, axis_name)
+    grads = replicas.average_gradients(passes.grads, axis_name, policy, state.loss_scale)
+    model_state = replicas.averaged_state(passes.model_state, local, state.model_state, axis_name)
     seen = passes.seen
     if seen is not None:
         reduce = (jax.lax.pmax, jax.lax.pmean)
@@ -451,28 +385,15 @@ def _averaged(
     return Passes(loss, model_state, passes.aux, grads, seen)
 
 
-def _verdict(passes: Passes, state: TrainState, shards: Shards) -> Verdict:
+def _verdict(passes: Passes, state: TrainState, shards: Any) -> tuple[jax.Array, Verdict]:
     # One pass over the gradients for both: a sum of squares is finite only if each of them is.
     grad_norm = shards.norm(passes.grads)
-    grads_finite, loss_finite = jnp.isfinite(grad_norm), jnp.isfinite(passes.loss)
-    return Verdict(
-        grad_norm,
-        shards.agreed(grads_finite),
-        shards.agreed(loss_finite),
-        shards.agreed(stays_finite(passes.model_state, state.model_state)),
-    )
+    finite = jnp.isfinite(grad_norm), jnp.isfinite(passes.loss)
+    state_finite = trees.stays_finite(passes.model_state, state.model_state)
+    return grad_norm, Verdict(*map(shards.agreed, (*finite, state_finite)))
 
 
-def _updated(
-    optimizer: Any,
-    reads: Reads,
-    reports: Reports,
-    before: dict[str, Any],
-    params: Any,
-    grads: Any,
-    model_state: Any,
-    extra_args: Any,
-) -> dict[str, Any]:
+def _updated(optimizer, reads, reports, before, params, grads, model_state, extra_args):
     """Returns all that a step changes, after the optimizer."""
     opt_state = before["opt_state"]
     new = optimizer.step(grads, opt_state, params, **extra_args)
@@ -481,7 +402,7 @@ def _updated(
         "params": reads.trained(new.params, params),
         # An optimizer may return moments in the dtype of its gradients, but a state keeps its
         # dtypes: else the next step would compile again.
-        "opt_state": cast_like(new.state, opt_state),
+        "opt_state": trees.cast_like(new.state, opt_state),
         "model_state": model_state,
         "stalled": reports.shares(new, opt_state, params),
     }
@@ -542,21 +463,22 @@ def raise_if_diverged(metrics: Metrics, limit: int) -> None:
 
     DeepSpeed and MindSpore stop a run in the same way.
     """
-    most = whole_number(limit)
+    most = errors.whole_number(limit)
     if most is None or most < 1:
         raise ValueError(
-            f"limit={brief(limit)} must be an integer >= 1, a number of steps.{misplaced(limit)}"
+            f"limit={errors.brief(limit)} must be an integer >= 1, a number of steps."
+            f"{errors.misplaced(limit)}"
         )
     _check_metrics(metrics)
-    skips, scale = int(metrics["consecutive_skips"]), as_float(metrics["loss_scale"])
+    skips, scale = int(metrics["consecutive_skips"]), errors.as_float(metrics["loss_scale"])
     at_floor = skips >= AT_FLOOR and scale <= 1
     if skips < most and not at_floor:
         return
     cause = _cause(metrics, at_floor)
-    message = f"{brief(skips)} steps in a row were skipped, at loss scale {scale:g}. {cause}"
+    message = f"{errors.brief(skips)} steps in a row were skipped, at loss scale {scale:g}. {cause}"
     if skips >= most:
-        raise DivergenceError(message)
-    warnings.warn(message, PrecisionWarning, stacklevel=2)
+        raise errors.DivergenceError(message)
+    warnings.warn(message, errors.PrecisionWarning, stacklevel=2)
 
 
 def _check_metrics(metrics: Any) -> None:
@@ -564,7 +486,7 @@ def _check_metrics(metrics: Any) -> None:
     read = {"consecutive_skips", "loss_scale", "loss_finite"}
     if not (isinstance(metrics, dict) and read <= metrics.keys()):
         raise TypeError(
-            f"metrics={brief(metrics)} must be the metrics that a training step returned."
+            f"metrics={errors.brief(metrics)} must be the metrics that a training step returned."
         )
     if isinstance(metrics["consecutive_skips"], jax.core.Tracer):
         raise TypeError(
@@ -618,8 +540,8 @@ def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Call
 
 def _converted(keys: Any, leaf: Any) -> Any:
     """Returns a leaf of the batch as JAX reads it."""
-    check_fits("batch", keys, leaf)
-    return jnp.asarray(leaf) if is_array(leaf) else leaf
+    trees.check_fits("batch", keys, leaf)
+    return jnp.asarray(leaf) if trees.is_array(leaf) else leaf
 
 
 def _around(forward: Callable[..., Any], unread: Any) -> Callable[..., Any]:
@@ -636,7 +558,7 @@ def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[.
     by_op = with_float32_loss(loss_fn, policy)
 
     def run(params, batch, **kwargs):
-        half = policy.cast_to_compute(params), cast(batch, policy.compute_dtype)
+        half = policy.cast_to_compute(params), trees.cast(batch, policy.compute_dtype)
         try:
             return loss_fn(*half, **_new_containers(kwargs))
         except (TypeError, ValueError) as error:
@@ -666,7 +588,7 @@ _IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 def _on_batch(grad_fn: Callable[..., Any], state: TrainState, batch: Any) -> Passes:
     out = grad_fn(state.params, batch, state.model_state, state.rng)
     (loss, (model_state, aux)), grads, seen = out
-    return Passes(widen(loss), model_state, aux, grads, seen)
+    return Passes(trees.widen(loss), model_state, aux, grads, seen)
 
 
 def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batch: Any) -> Passes:
@@ -689,7 +611,7 @@ def _accumulate(grad_fn: Callable[..., Any], steps: int, state: TrainState, batc
         return (grad_sum, passes.model_state), (passes.loss, passes.aux, passes.seen)
 
     # float32 sums, in which no small gradient of a later micro-batch is lost.
-    zeros = jax.tree.map(jnp.zeros_like, widen(state.params))
+    zeros = jax.tree.map(jnp.zeros_like, trees.widen(state.params))
     (grad_sum, model_state), (losses, aux, seen) = jax.lax.scan(
         micro_step, (zeros, state.model_state), jnp.arange(steps)
     )
@@ -727,16 +649,16 @@ def _owned(tree: Any, argument: str) -> Any:
     """
 
     def own(keys, leaf):
-        if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+        if not (trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"{name_of(argument, keys)} is {brief(leaf)}, not an array. Keep functions "
+                f"{name_of(argument, keys)} is {errors.brief(leaf)}, not an array. Keep functions "
                 "and settings out of the state: for Equinox, eqx.partition(model, eqx.is_array) "
                 "and eqx.combine inside loss_fn; for Flax NNX, nnx.split(model). For the shapes "
                 "of a state, jax.eval_shape(init, ...)."
             )
-        if is_key(leaf):
+        if trees.is_key(leaf):
             return jnp.copy(leaf)
-        check_fits(argument, keys, leaf)
+        trees.check_fits(argument, keys, leaf)
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree_util.tree_map_with_path(own, tree)
@@ -756,17 +678,18 @@ def _warn_if_unused(policy: Policy) -> None:
 def _check_functions(loss_fn: Any, optimizer: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(
-            f"loss_fn={brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
-            f"{misplaced(loss_fn)}"
+            f"loss_fn={errors.brief(loss_fn)} must be a function loss_fn(params, batch) -> loss."
+            f"{errors.misplaced(loss_fn)}"
         )
-    as_optimizer(optimizer, "optimizer")
+    optimizers.as_optimizer(optimizer, "optimizer")
 
 
-def _check_arguments(has_aux: Any, reports: Reports, accumulate_steps: Any) -> None:
+def _check_arguments(has_aux: Any, reports: Reports, steps: Any, param_specs: Any) -> None:
     flags = {f"report_{name}": getattr(reports, name) for name in Reports._fields[1:]}
     for name, flag in {"has_aux": has_aux, **flags}.items():
-        check_flag(name, flag)
-    check_count("accumulate_steps", accumulate_steps)
+        errors.check_flag(name, flag)
+    errors.check_count("accumulate_steps", steps)
+    replicas.check_specs(param_specs)
 
 
 def _refuse_modules(params: Any) -> None:
@@ -780,19 +703,17 @@ def _refuse_modules(params: Any) -> None:
         )
 
 
-def _check_model(model_state: Any) -> Any:
-    if is_array(model_state) and is_key(model_state):
-        raise TypeError(f"model_state={brief(model_state)} is a PRNG key. Pass it as rng=.")
-    return model_state
-
-
-def _check_rng(rng: Any) -> Any:
-    if rng is None or (is_array(rng) and rng.ndim == 0 and is_key(rng)):
-        return rng
+def _checked(model_state: Any, rng: Any) -> tuple[Any, Any]:
+    """Returns what a state carries besides parameters, and refuses what is neither."""
+    if trees.is_array(model_state) and trees.is_key(model_state):
+        raise TypeError(f"model_state={errors.brief(model_state)} is a PRNG key. Pass it as rng=.")
+    model_state = _owned(model_state, "model_state")
+    typed = trees.is_array(rng) and rng.ndim == 0 and trees.is_key(rng)
     # The form of jax.random.PRNGKey.
-    if is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32:
-        return rng
-    raise TypeError(f"rng={brief(rng)} must be one PRNG key, such as jax.random.key(0).")
+    plain = trees.is_array(rng) and rng.ndim == 1 and rng.dtype == jnp.uint32
+    if rng is None or typed or plain:
+        return model_state, rng
+    raise TypeError(f"rng={errors.brief(rng)} must be one PRNG key, such as jax.random.key(0).")
 
 
 def _check_signature(loss_fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -886,7 +807,7 @@ def _check_model_state(new: Any, old: Any) -> Any:
         )
 
     def like(keys, new, old):
-        new = vary_like(jnp.asarray(new), old)
+        new = trees.vary_like(jnp.asarray(new), old)
         if new.shape != old.shape:
             raise TypeError(
                 f"loss_fn returned {name_of('model_state', keys)} with shape {new.shape}, but was "
@@ -895,4 +816,4 @@ def _check_model_state(new: Any, old: Any) -> Any:
         return new
 
     new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
-    return cast_like(jax.tree_util.tree_map_with_path(like, new, old), old)
+    return trees.cast_like(jax.tree_util.tree_map_with_path(like, new, old), old)

@@ -11,7 +11,7 @@ replicas take would wait forever, so the choice is a `select` there on every pla
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,19 @@ from mpjax._src.core.training.judge import judged
 from mpjax._src.core.training.loss_scale import adjust_shared
 
 T = TypeVar("T")
-# What must be finite, in the metrics of a step.
-VERDICTS = "grads_finite", "loss_finite", "state_finite"
+
+
+class Verdict(NamedTuple):
+    """What of a step is finite, on all replicas and shards: bools, which may be traced."""
+
+    grads_finite: Any
+    loss_finite: Any
+    state_finite: Any
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether the step is applied."""
+        return self.grads_finite & self.loss_finite & self.state_finite
 
 
 def by_select(finite: jax.Array, new: Callable[..., Any], before: T, *args: Any) -> Any:
@@ -83,9 +94,7 @@ def gated(
     return after, (good & fine) | ~finite
 
 
-def _with_verdict(
-    new: Callable[..., Any], before: Any, args: Any, agree: Callable[..., Any], wholly: bool
-) -> tuple[jax.Array, Callable[..., Any]]:
+def _with_verdict(new, before, args, agree, wholly: bool) -> tuple[jax.Array, Callable[..., Any]]:
     """Returns the verdict on the scalars of an update, and the update with one on the rest."""
     if not wholly and all(map(is_array, jax.tree.leaves((before, args)))):
         jaxpr, shapes = jax.make_jaxpr(new, return_shape=True)(before, *args)
@@ -108,14 +117,7 @@ def _with_verdict(
     return jnp.ones((), bool), run
 
 
-def gated_update(
-    finite: jax.Array,
-    update: Callable[..., Any],
-    state: T,
-    *args: Any,
-    agree: Callable[[jax.Array], jax.Array] = lambda good: good,
-    wholly: bool = False,
-) -> Any:
+def gated_update(finite: jax.Array, update: Callable[..., Any], state: Any, *args, **options):
     """Returns ``update(state, *args)``, or (zeros, ``state``), and the verdict of `gated`."""
 
     def run(before, *args):
@@ -131,7 +133,7 @@ def gated_update(
         run = lambda *_: result  # noqa: E731
     # -0.0, because adding 0.0 would turn a parameter of -0.0 into 0.0.
     zeros = jax.tree.map(lambda u: jnp.full(u.shape, -0.0, u.dtype), shapes)
-    return gated(finite, run, (zeros, state), *args, agree=agree, wholly=wholly)
+    return gated(finite, run, (zeros, state), *args, **options)
 
 
 def may_overflow(state: Any) -> bool:
@@ -154,25 +156,24 @@ def counted(before: Any, finite: Any) -> dict[str, jax.Array]:
     }
 
 
-def metrics_of(state: Any, **verdicts: jax.Array) -> dict[str, jax.Array]:
+def metrics_of(state: Any, verdict: Verdict) -> dict[str, jax.Array]:
     """Returns the metrics of a step: verdicts, the next loss scale, and the skips so far."""
     return {
-        **verdicts,
+        **verdict._asdict(),
         "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
         "skipped_steps": state.skipped_steps,
         "consecutive_skips": state.consecutive_skips,
     }
 
 
-def adjusted(
-    loss_scale: T, grads_finite: Any, loss_finite: Any, state_finite: Any, used: Any = None
-) -> T:
+def adjusted(loss_scale: T, verdict: Verdict, used: Any = None) -> T:
     """Returns the next loss scale, after a gradient that was scaled by it, or by ``used``.
 
     No loss scale changes the forward pass, so the scale is adjusted only if the loss is finite. If
     gradients and model state both failed, it is unknown which failed first; the scale is lowered
     then, because it may be too high.
     """
+    grads_finite, loss_finite, state_finite = verdict
     speaks = loss_finite & (state_finite | ~grads_finite)
     used = loss_scale if used is None else used
     return select(speaks, adjust_shared(loss_scale, grads_finite, used), loss_scale)

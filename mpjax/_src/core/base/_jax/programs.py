@@ -246,6 +246,29 @@ def eval_closed(jaxpr: Any, *args: Any) -> list[Any]:
     return jax.core.eval_jaxpr(inner, consts, *args)
 
 
+def walk(
+    jaxpr: Any,
+    ins: Sequence[Any],
+    results: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any],
+) -> list[Any]:
+    """Returns what is known of a program's results, given what is known of its arguments.
+
+    ``results(eqn, operands)`` returns that of an equation's results, ``constant(value)`` that of a
+    constant.
+    """
+    inner, consts = open_jaxpr(jaxpr)
+    known = [*map(constant, consts), *ins]
+    env = dict(zip((*inner.constvars, *inner.invars), known, strict=True))
+
+    def read(atom):
+        return constant(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        env |= zip(eqn.outvars, results(eqn, [*map(read, eqn.invars)]), strict=True)
+    return [*map(read, inner.outvars)]
+
+
 def bind(eqn: Any, args: Sequence[Any], **params: Any) -> list[Any]:
     """Runs an equation's primitive on other operands, with some parameters changed."""
     params = _with_own_lines(eqn.primitive.name, {**eqn.params, **params})
