@@ -23,17 +23,22 @@ from mpjax._src.core.base.errors import brief
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
-from mpjax._src.core.program.interpret import Watcher, interpret
+from mpjax._src.core.program.interpret import interpret
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.core.program.trace import Flat, trace
 from mpjax._src.tools.document import plots
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments.healed import run_healed
 from mpjax._src.tools.instruments.likeness import Pool, alike, pool_of
-from mpjax._src.tools.instruments.noise import results_of_perturbed
 from mpjax._src.tools.instruments.nonfinite import check_concrete
-from mpjax._src.tools.instruments.shadows import Comparer, CompareRow, Shadowed
+from mpjax._src.tools.instruments.rows import signature_of
+from mpjax._src.tools.instruments.shadows import (
+    Comparer,
+    CompareRow,
+    Shadowed,
+    results_of_perturbed,
+    run_healed,
+)
 
 # The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")
@@ -292,14 +297,14 @@ class _Run:
         self.jaxpr = traced.jaxpr
         self.paths = [path_of(keys) or "result" for keys in traced.out.keys]
         self.fun = fun
-        self.watcher = _Watcher()
-        outs = interpret(self.jaxpr, [self.watcher.constant(x) for x in self.arrays], self.watcher)
-        self.outs: list[_Seen] = outs
+        self.watcher = _Recorder()
+        args = [self.watcher.constant(x) for x in self.arrays]
+        self.outs: list[Shadowed] = interpret(self.jaxpr, args, self.watcher)
 
     @property
     def which(self) -> int:
         """The index of the result that is compared."""
-        floats = [i for i, out in enumerate(self.outs) if is_float(out.value.array)]
+        floats = [i for i, out in enumerate(self.outs) if is_float(out.array)]
         if len(floats) != 1:
             arrays = [f"{aval.dtype}{list(aval.shape)}" for aval in self.jaxpr.out_avals]
             returned = ", ".join(map(": ".join, zip(self.paths, arrays, strict=True))) or "nothing"
@@ -312,7 +317,7 @@ class _Run:
 
     def results(self) -> Shadowed:
         """Returns the result that is compared, with its float32 shadow."""
-        return self.outs[self.which].value
+        return self.outs[self.which]
 
     def noise(self, meaning: str) -> float:
         """Returns the change of the float32 result when the arguments change in the last bit."""
@@ -325,14 +330,6 @@ class _Run:
         """Returns the result of the program if the results of one line are float32."""
         heals = lambda eqn, place: place.lines(eqn) == line  # noqa: E731
         return run_healed(self.jaxpr, self.arrays, heals)[self.which]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Seen:
-    """A value with its float32 shadow, and the numbers of the `_Step`s that computed it."""
-
-    value: Shadowed
-    makers: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,36 +347,21 @@ class _Step:
         return pool_of([self.shadow])
 
 
-class _Watcher(Watcher):
+class _Recorder(Comparer):
     """A `Comparer` that records the float32 result of each operation and its predecessors."""
 
     def __init__(self) -> None:
-        self.comparer = Comparer(lambda eqn, place: place.lines(eqn))
+        super().__init__(lambda eqn, place: place.lines(eqn))
         self.steps: list[_Step] = []
 
-    def operation(self, eqn: Any, ins: list[_Seen], place: Site) -> list[_Seen]:
-        values = self.comparer.operation(eqn, [v.value for v in ins], place)
-        makers = frozenset().union(*(v.makers for v in ins))
-        return [self._step(value, _Step(eqn, place, makers, value.shadow)) for value in values]
-
-    def _step(self, value: Shadowed, step: _Step) -> _Seen:
-        if not is_float(value.shadow):
-            return _Seen(value)
-        self.steps.append(dataclasses.replace(step, shadow=np.asarray(value.shadow)))
-        return _Seen(value, frozenset({len(self.steps) - 1}))
-
-    def constant(self, array: Any) -> _Seen:
-        return _Seen(self.comparer.constant(array))
-
-    def decide(self, seen: _Seen, eqn: Any, place: Site) -> int:
-        return self.comparer.decide(seen.value, eqn, place)
-
-    def slice(self, seen: _Seen, index: int) -> _Seen:
-        return _Seen(self.comparer.slice(seen.value, index), seen.makers)
-
-    def stack(self, seen: Sequence[_Seen]) -> _Seen:
-        value = self.comparer.stack([s.value for s in seen])
-        return _Seen(value, frozenset().union(*(s.makers for s in seen)))
+    def operation(self, eqn: Any, ins: list[Shadowed], place: Site) -> list[Shadowed]:
+        given = frozenset().union(*(v.steps for v in ins))
+        results = super().operation(eqn, ins, place)
+        for i, value in enumerate(results):
+            if is_float(value.shadow):
+                results[i] = dataclasses.replace(value, steps=frozenset({len(self.steps)}))
+                self.steps.append(_Step(eqn, place, given, np.asarray(value.shadow)))
+        return results
 
 
 # ---- causes -------------------------------------------------------------------------------------
@@ -391,7 +373,7 @@ def _lines_in_half(
     """Returns the rows of both runs that round to 16 bits, by their lines."""
     lines: dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]] = {}
     for i, run in enumerate(runs):
-        for row in run.watcher.comparer.rows.values():
+        for row in run.watcher.rows.values():
             if row.source and row.new and row.dtypes.endswith(HALF):
                 lines.setdefault((row.source, row.library), ([], []))[i].append(row)
     return lines
@@ -436,7 +418,7 @@ def _roots(run: _Run, lost: set[int], side: int) -> Iterator[Parting]:
     # Steps without a line, which the user cannot look up, count only if no step has one.
     lined = {line: step for line, step in roots.items() if line[0]} or roots
     for line, step in [*lined.items()][:ROOTS]:
-        dtypes = f"{_names_of(step.eqn.invars)}->{_names_of(step.eqn.outvars)}"
+        dtypes = signature_of(step.eqn.invars, step.eqn.outvars)
         scope = "/".join(shown(step.place.scopes))
         sides = ("", dtypes) if side else (dtypes, "")
         yield Parting(*line, step.eqn.primitive.name, scope, sides)
@@ -457,7 +439,7 @@ def _pools(run: _Run) -> list[Pool]:
 def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
     """Returns the unmatched steps that reach the result through unmatched steps only."""
     lost: set[int] = set()
-    ahead, seen = [*run.outs[run.which].makers], set[int]()
+    ahead, seen = [*run.results().steps], set[int]()
     while ahead:
         number = ahead.pop()
         if number not in seen:
@@ -467,8 +449,3 @@ def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
                 lost.add(number)
                 ahead += step.given
     return lost
-
-
-def _names_of(atoms: Sequence[Any]) -> str:
-    dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
-    return ",".join(dict.fromkeys(map(short_name, dtypes)))

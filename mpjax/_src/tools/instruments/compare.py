@@ -49,19 +49,21 @@ from mpjax._src.tools.document.model import (
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.document.text import table
 from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_perturbed, size_of_terms
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.ranges import turns_of
 from mpjax._src.tools.instruments.rows import computed_in
 from mpjax._src.tools.instruments.shadows import (
     BROKEN,
+    SUSPICIOUS,
     Comparer,
     CompareRow,
     Shadowed,
     badness,
     capped,
     norm,
+    results_of_perturbed,
+    size_of_terms,
     stats_of,
 )
 
@@ -424,44 +426,38 @@ def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> 
         for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
     ]
     results = interpret(program.jaxpr, args, comparer)
-    first = comparer.order
-    # Negative positions, because the order is reversed: of equally bad rows the first comes first.
-    keys = sorted(first, key=lambda key: (*badness(comparer.rows[key]), -first[key]), reverse=True)
+    rows = [*comparer.rows.values()]
+    # Of equally bad rows the first comes first.
+    order = sorted(range(len(rows)), key=lambda i: badness(rows[i]), reverse=True)
     named = {
         name: v
         for name, v in zip(program.results, results, strict=True)
         if is_float(v.array) and np.size(v.array)
     }
-    pairs = {name: (v.array, v.shadow) for name, v in named.items()}
-    errors = _errors(pairs, {})
+    errors = {name: _error(v.array, v.shadow) for name, v in named.items()}
     terms = _terms_of_noise(program, arrays, scale, named, errors)
-    errors |= _errors({name: pairs[name] for name in terms}, terms)
+    errors |= {n: _error(named[n].array, named[n].shadow, size) for n, size in terms.items()}
     unscaled = {}
     if scale != 1 and any(program.gradients):
         # Compiled as a whole, because only the gradients are read, and no row of an operation.
         outs = program.compiled(*arrays, jnp.float32(1))
         gradients = itertools.compress(zip(program.results, outs, strict=True), program.gradients)
-        unscaled = {name: (out, named[name].shadow) for name, out in gradients if name in named}
+        unscaled = {
+            name: _error(out, named[name].shadow, terms.get(name, 0.0))
+            for name, out in gradients
+            if name in named
+        }
     return Comparison(
-        tuple(comparer.rows[key] for key in keys),
-        errors,
-        scale,
-        tuple(comparer.diverged),
-        tuple(comparer.order[key] for key in keys),
-        tuple(terms),
-        _errors(unscaled, terms),
+        *(tuple(rows[i] for i in order), errors, scale, tuple(comparer.diverged)),
+        *(tuple(order), tuple(terms), unscaled),
     )
 
 
-def _errors(pairs: dict[str, tuple[Any, Any]], terms: dict[str, float]) -> dict[str, float]:
-    """Returns the relative errors of results, of those that are noise relative to their terms."""
-
-    def error(name: str, one: Any, exact: Any) -> float:
-        if name in terms:
-            return float(jnp.linalg.norm(jnp.ravel(one - exact))) / terms[name]
-        return float(stats_of(one, exact, exact)[0])
-
-    return {name: error(name, *pair) for name, pair in pairs.items()}
+def _error(got: Any, exact: Any, terms: float = 0.0) -> float:
+    """Returns the relative error of a result; of noise, relative to the size of its terms."""
+    if terms:
+        return float(jnp.linalg.norm(jnp.ravel(got - exact))) / terms
+    return float(stats_of(got, exact, exact)[0])
 
 
 def _terms_of_noise(
@@ -482,10 +478,10 @@ def _terms_of_noise(
         return {}
     program.ran()
     results = results_of_perturbed(program.jaxpr, arrays, jnp.float32(scale))
-    perturbed = dict(zip(program.results, results, strict=True)) if results else {}
-    sizes = {
-        name: size_of_terms(named[name].shadow, perturbed[name]) for name in suspects if perturbed
-    }
+    if results is None:
+        return {}
+    perturbed = dict(zip(program.results, results, strict=True))
+    sizes = {name: size_of_terms(named[name].shadow, perturbed[name]) for name in suspects}
     return {name: size for name, size in sizes.items() if size}
 
 

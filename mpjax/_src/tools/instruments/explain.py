@@ -47,9 +47,9 @@ from mpjax._src.tools.instruments.rows import (
     COMPUTES,
     Row,
     is_frame,
-    name_of,
     reads_floats,
     signature,
+    signature_of,
 )
 
 # The summary of a report names this many of the arrays kept for the backward pass.
@@ -385,9 +385,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             continue
         index = site.op
         origin = forward[index] if index is not None else None
-        dtypes = signature(
-            [name_of(v.aval) for v in eqn.invars], [name_of(v.aval) for v in eqn.outvars]
-        )
+        dtypes = signature_of(eqn.invars, eqn.outvars)
         # What a program inside of an equation moves is in the rows of its own equations.
         values = () if _jax.inner_jaxprs(eqn) else (*eqn.invars, *eqn.outvars)
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"

@@ -7,7 +7,7 @@ derivative, so each equation that runs says which row it belongs to.
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.core.autocast.transform import Traced, call
@@ -22,7 +22,14 @@ from mpjax._src.core.program.graph import KERNEL, PLANNED, REGION, Op
 from mpjax._src.core.program.interpret import is_precise
 from mpjax._src.core.program.site import ROOT, Site
 from mpjax._src.tools.instruments.kept import Kept, is_cast, makers_of, origin_of
-from mpjax._src.tools.instruments.rows import Row, computed_in, is_frame, name_of, signature
+from mpjax._src.tools.instruments.rows import (
+    Row,
+    computed_in,
+    is_frame,
+    name_of,
+    signature,
+    signature_of,
+)
 
 
 class Running(NamedTuple):
@@ -123,11 +130,11 @@ def _row(
 ) -> Any:
     """Returns a row as far as it is known, of an operation that another one runs in ``half``."""
     source, library = op.lines
-    before = _names(op.ins, op.outs)
+    before = signature_of(op.ins, op.outs)
     ins, outs = _ends(own)
-    after = _names(_alike(ins, op.ins), _alike(outs, op.outs)) if own else before
+    after = signature_of(_alike(ins, op.ins), _alike(outs, op.outs)) if own else before
     if half is not None and op.spec.need == rules.HALF:
-        made = [name_of(v.aval) for v in _alike(outs, op.outs, ())] or ["f32"]
+        made = [*map(name_of, _alike(outs, op.outs, ()))] or ["f32"]
         after = signature([short_name(half)], made)
     ends = () if op.subs and not op.inside.one_operation else itertools.chain(*_ends(group))
     return functools.partial(
@@ -165,10 +172,6 @@ def _alike(
     known = {(str(v.aval.shape), is_float(v)) for v in as_written if hasattr(v.aval, "shape")}
     like = [v for v in values if (str(getattr(v.aval, "shape", "")), is_float(v)) in known]
     return like or (values if others is None else others)
-
-
-def _names(ins: Iterable[Any], outs: Iterable[Any]) -> str:
-    return signature([name_of(v.aval) for v in ins], [name_of(v.aval) for v in outs])
 
 
 # ---- reasons ------------------------------------------------------------------------------------

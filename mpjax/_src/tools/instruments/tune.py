@@ -31,11 +31,11 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.compare import compare_program
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, perturbed, size_of_terms
 from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.places import Place, Places
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.search import Search
+from mpjax._src.tools.instruments.shadows import SUSPICIOUS, perturbed, size_of_terms
 
 # The error of a gradient is relative to at least this share of the norm of all gradients together.
 SMALL = 1e-3
