@@ -1,7 +1,7 @@
 """The row of an operation in the report of `explain`."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpjax._src.core.base import _jax
@@ -10,7 +10,8 @@ from mpjax._src.core.base.higher_order import CALL, higher_order
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
 
-COMPUTES = ("f16", "bf16", "f32", "other")
+HALF = ("f16", "bf16")
+COMPUTES = (*HALF, "f32", "other")
 
 # The reason of a row of the backward pass begins with this word.
 BACKWARD = "backward "
@@ -80,6 +81,11 @@ class Row:
     def where(self) -> str:
         """Its position in the program, for display: its scope or, without one, its line."""
         return self.scope or where(self.source, self.library)
+
+
+def turns_of(loops: Sequence[tuple[str, int]]) -> str:
+    """Returns the iterations of loops as text."""
+    return ", ".join(f"{loop} {i}" for loop, i in loops)
 
 
 def is_frame(primitive: str) -> bool:

@@ -27,7 +27,7 @@ from mpjax._src.core.base.rules import MOVE, rule_of
 from mpjax._src.core.program import interpret
 from mpjax._src.core.program.interpret import run, run_in_float32, take, widen
 from mpjax._src.core.program.site import Site, shown
-from mpjax._src.tools.instruments.rows import signature_of
+from mpjax._src.tools.instruments.rows import signature_of, turns_of
 
 # A float32 sum that is smaller than its terms by this factor is only rounding error.
 NOISE = 2.0**-17
@@ -253,9 +253,9 @@ class Comparer(interpret.Watcher):
     def decide(self, value: Shadowed, eqn: Any, place: Site) -> int:
         # The shadow follows the path that was taken, where float32 would have taken another.
         if int(value.array) != int(value.shadow):
-            turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
             line = where(*self._lines(eqn, place))
-            self.diverged.setdefault("  ".join(filter(None, [eqn.primitive.name, line, turns])))
+            parts = eqn.primitive.name, line, turns_of(place.loops)
+            self.diverged.setdefault("  ".join(filter(None, parts)))
         return int(value.array)
 
     def slice(self, value: Shadowed, index: int) -> Shadowed:
