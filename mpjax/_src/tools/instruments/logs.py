@@ -180,9 +180,7 @@ def flush_metrics(writer: Any) -> None:
     waiting = _WAITING.get(writer, ())
     while waiting:
         _write(writer, *waiting.popleft())
-    flush = getattr(writer, "flush", None)
-    if flush is not None:
-        flush()
+    getattr(writer, "flush", lambda: None)()
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -224,9 +222,8 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
         if isinstance(value, str):
             # A writer of numbers may have no method for texts, which it then does not get.
             getattr(writer, text, lambda *_: None)(name, value, step)
-        elif math.isfinite(
-            value
-        ):  # a chart has no place for others, and tensorboardX prints a line
+        elif math.isfinite(value):
+            # A chart has no place for others, and tensorboardX prints a line for each.
             getattr(writer, number)(name, value, step)
 
 

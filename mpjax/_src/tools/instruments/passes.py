@@ -9,7 +9,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax.held import is_inexact
 from mpjax._src.core.base._jax.rounded import ROUNDED
 from mpjax._src.core.base.lines import short
-from mpjax._src.core.planner.program import Derivative
+from mpjax._src.core.planner.program import Derivative, Program
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
 from mpjax._src.core.program.graph import REGION
@@ -47,15 +47,14 @@ def passes(
 
     def printed(*args: Any, **kwargs: Any) -> dict[str, str]:
         traced = trace(fun, policy, args, kwargs)
-        return {
-            name: text_of(
-                Document(name, tables=(Table(name, COLUMNS, tuple(rows), COLUMNS),)),
-                width=sys.maxsize,
-            )
-            for name, rows in _passes(traced).items()
-        }
+        return {name: _text(name, entries) for name, entries in _passes(traced).items()}
 
     return printed
+
+
+def _text(name: str, rows: Rows) -> str:
+    document = Document(name, "", (), (Table(name, COLUMNS, tuple(rows), COLUMNS),))
+    return text_of(document, width=sys.maxsize)
 
 
 def _passes(traced: Traced) -> dict[str, Rows]:
@@ -77,12 +76,7 @@ def _passes(traced: Traced) -> dict[str, Rows]:
         "classify": _listed(traced, program.closed, regions),
         **{name: _listed(traced, part.closed) for name, part in parts.items()},
         "cut": _cut(traced, cut),
-        "rounded": [
-            row
-            for part in parts.values()
-            for row in _listed(traced, part.closed)
-            if row[0] == ROUNDED
-        ],
+        "rounded": [row for part in parts.values() for row in _rounded(traced, part)],
         **{f"written {name}": _listed(traced, part.written) for name, part in parts.items()},
     }
 
@@ -114,3 +108,10 @@ def _cut(traced: Traced, cut: Derivative) -> Iterator[tuple[str, ...]]:
         maker = cut.makers[v]
         line = _line(traced, row_of(_jax.scope_names(maker.stack)))
         yield maker.name, str(aval), line, f"price={cut.prices(v)}"
+
+
+def _rounded(traced: Traced, part: Program) -> Iterator[tuple[str, ...]]:
+    """Yields the values that are rounded for all who read them."""
+    for row in _listed(traced, part.closed):
+        if row[0] == ROUNDED:
+            yield row

@@ -43,12 +43,11 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
         return atom.val if isinstance(atom, _jax.Literal) else env[atom]
 
     for i, eqn in enumerate(inner.eqns):
-        seen: list[Figures] = []
         ins = [read(atom) for atom in eqn.invars]
         with _jax.location(eqn, eqn.source_info.name_stack):
             if any(w.tensors for w in watch.inside.get(i, ())):
                 outs, figures = _enter(eqn, watch.inside[i], ins, axes)
-                seen.append(figures)
+                parts.append(figures)
             else:
                 outs = _jax.bind(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -56,8 +55,7 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
             # The program's own cast says what is stored, so that the figures need no second one.
             stored = outs[0] if t.part == "cast" else None
             # Within a mesh, each device measures its own part.
-            seen.append(_varying(measure(env[t.value], t.half, t.rounded, stored), axes))
-        parts += seen
+            parts.append(_varying(measure(env[t.value], t.half, t.rounded, stored), axes))
     return [read(atom) for atom in inner.outvars], joined(parts)
 
 
