@@ -13,8 +13,8 @@ from ._src.tools.instruments.agreement import Agreement, Parting
 from ._src.tools.instruments.compare import Comparison
 from ._src.tools.instruments.explain import CastReport, Row
 from ._src.tools.instruments.histogram import GradientHistogram, HistogramRow, LossScaleAdvice
-from ._src.tools.instruments.kept import Kept
 from ._src.tools.instruments.nonfinite import NonfiniteReport
+from ._src.tools.instruments.planned import Kept
 from ._src.tools.instruments.ranges import Range
 from ._src.tools.instruments.shadows import CompareRow
 from ._src.tools.instruments.tune import TuneStep, Tuning

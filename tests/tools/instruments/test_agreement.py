@@ -12,8 +12,8 @@ import pytest
 from support import normal, thorough_but
 
 import mpjax
-from mpjax._src.tools.instruments.healed import run_healed
 from mpjax._src.tools.instruments.likeness import alike, pool_of
+from mpjax._src.tools.instruments.shadows import run_healed
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 6, 11
 

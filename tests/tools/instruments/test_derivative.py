@@ -15,7 +15,7 @@ from primitives import ELEMENTWISE
 from support import thorough_but
 
 import mpjax
-from mpjax._src.tools.instruments import nonfinite
+from mpjax._src.tools.instruments import programs
 
 HALF_PI = np.float32(np.pi / 2)
 
@@ -72,7 +72,7 @@ FINITE = {
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
     """Leaves out the verdict on the loss scale, for which the program is compiled."""
-    monkeypatch.setattr(nonfinite, "largest_finite_scale", lambda *_: None)
+    monkeypatch.setattr(programs.Program, "largest_finite_scale", lambda *_: None)
 
 
 def line_of(text):

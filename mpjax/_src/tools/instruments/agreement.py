@@ -18,22 +18,22 @@ import jax
 import numpy as np
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.dtypes import HALVES, is_float, short_name
+from mpjax._src.core.base.dtypes import is_float
 from mpjax._src.core.base.errors import brief
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
-from mpjax._src.core.program.interpret import Watcher, interpret
+from mpjax._src.core.program.interpret import interpret
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.core.program.trace import Flat, trace
 from mpjax._src.tools.document import plots
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments.healed import run_healed
+from mpjax._src.tools.instruments import shadows
 from mpjax._src.tools.instruments.likeness import Pool, alike, pool_of
-from mpjax._src.tools.instruments.noise import results_of_perturbed
-from mpjax._src.tools.instruments.nonfinite import check_concrete
-from mpjax._src.tools.instruments.shadows import Comparer, CompareRow, Shadowed
+from mpjax._src.tools.instruments.programs import check_concrete
+from mpjax._src.tools.instruments.rows import HALF, signature_of
+from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed
 
 # The meanings that results can have.
 MEANINGS = ("log_probs", "logits", "values")
@@ -63,8 +63,6 @@ TOLERANCES = (2e-5, 4e-6, 8e-7, 1.6e-7)
 
 # A line that reduces the difference by less than this share is not its cause.
 CAUSE = 0.25
-
-HALF = tuple(short_name(dtype) for dtype in HALVES)
 
 
 @public("mpjax.reports")
@@ -190,7 +188,7 @@ def agreement(
     """Compares two functions for `compare`."""
     runs = [_Run(fun, args, kwargs) for fun in functions]
     names = _names(functions)
-    first, second = (run.results() for run in runs)
+    first, second = (run.result for run in runs)
     meaning = _checked(meaning, names, first, second)
     own = _parting_of(meaning, first.array, second.array)
     wide = _parting_of(meaning, first.shadow, second.shadow)
@@ -266,12 +264,9 @@ def _checked(meaning: str, names: tuple[str, str], first: Shadowed, second: Shad
 def _names(functions: Sequence[Callable[..., Any]]) -> tuple[str, str]:
     names = [getattr(inspect.unwrap(f), "__name__", "<") for f in functions]
     unfit = [name.startswith("<") or len(name) > LONGEST for name in names]  # lambdas
-    places = ("first", "second")
-    first, second = (
-        place if is_unfit or names[0] == names[1] else name
-        for name, place, is_unfit in zip(names, places, unfit, strict=True)
-    )
-    return first, second
+    first, second = names
+    same = first == second
+    return "first" if same or unfit[0] else first, "second" if same or unfit[1] else second
 
 
 # ---- the runs -----------------------------------------------------------------------------------
@@ -290,49 +285,32 @@ class _Run:
         self.arrays = check_concrete("compare", call.arrays)
         traced = trace(call.on(fun), [_jax.aval_of(x) for x in self.arrays], "compare")
         self.jaxpr = traced.jaxpr
-        self.paths = [path_of(keys) or "result" for keys in traced.out.keys]
-        self.fun = fun
-        self.watcher = _Watcher()
+        self.watcher = _Recorder()
         outs = interpret(self.jaxpr, [self.watcher.constant(x) for x in self.arrays], self.watcher)
-        self.outs: list[_Seen] = outs
-
-    @property
-    def which(self) -> int:
-        """The index of the result that is compared."""
-        floats = [i for i, out in enumerate(self.outs) if is_float(out.value.array)]
+        floats = [i for i, out in enumerate(outs) if is_float(out.array)]
         if len(floats) != 1:
+            paths = [path_of(keys) or "result" for keys in traced.out.keys]
             arrays = [f"{aval.dtype}{list(aval.shape)}" for aval in self.jaxpr.out_avals]
-            returned = ", ".join(map(": ".join, zip(self.paths, arrays, strict=True))) or "nothing"
+            returned = ", ".join(map(": ".join, zip(paths, arrays, strict=True))) or "nothing"
             raise ValueError(
-                f"compare: {brief(self.fun)} must return one floating array, such as the "
+                f"compare: {brief(fun)} must return one floating array, such as the "
                 f"log-probabilities of tokens, but returned {returned}. Wrap it in a function that "
                 "returns only the array to compare."
             )
-        return floats[0]
-
-    def results(self) -> Shadowed:
-        """Returns the result that is compared, with its float32 shadow."""
-        return self.outs[self.which].value
+        (self.which,) = floats
+        self.result: Shadowed = outs[self.which]  # what is compared
 
     def noise(self, meaning: str) -> float:
         """Returns the change of the float32 result when the arguments change in the last bit."""
-        perturbed = results_of_perturbed(self.jaxpr, self.arrays)
+        perturbed = shadows.results_of_perturbed(self.jaxpr, self.arrays)
         if perturbed is None:
             return 0.0
-        return _parting_of(meaning, perturbed[self.which], self.results().shadow).mean
+        return _parting_of(meaning, perturbed[self.which], self.result.shadow).mean
 
     def without(self, line: tuple[str, str]) -> Any:
         """Returns the result of the program if the results of one line are float32."""
         heals = lambda eqn, place: place.lines(eqn) == line  # noqa: E731
-        return run_healed(self.jaxpr, self.arrays, heals)[self.which]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Seen:
-    """A value with its float32 shadow, and the numbers of the `_Step`s that computed it."""
-
-    value: Shadowed
-    makers: frozenset[int] = frozenset()
+        return shadows.run_healed(self.jaxpr, self.arrays, heals)[self.which]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,36 +328,21 @@ class _Step:
         return pool_of([self.shadow])
 
 
-class _Watcher(Watcher):
+class _Recorder(shadows.Comparer):
     """A `Comparer` that records the float32 result of each operation and its predecessors."""
 
     def __init__(self) -> None:
-        self.comparer = Comparer(lambda eqn, place: place.lines(eqn))
+        super().__init__(lambda eqn, place: place.lines(eqn))
         self.steps: list[_Step] = []
 
-    def operation(self, eqn: Any, ins: list[_Seen], place: Site) -> list[_Seen]:
-        values = self.comparer.operation(eqn, [v.value for v in ins], place)
-        makers = frozenset().union(*(v.makers for v in ins))
-        return [self._step(value, _Step(eqn, place, makers, value.shadow)) for value in values]
-
-    def _step(self, value: Shadowed, step: _Step) -> _Seen:
-        if not is_float(value.shadow):
-            return _Seen(value)
-        self.steps.append(dataclasses.replace(step, shadow=np.asarray(value.shadow)))
-        return _Seen(value, frozenset({len(self.steps) - 1}))
-
-    def constant(self, array: Any) -> _Seen:
-        return _Seen(self.comparer.constant(array))
-
-    def decide(self, seen: _Seen, eqn: Any, place: Site) -> int:
-        return self.comparer.decide(seen.value, eqn, place)
-
-    def slice(self, seen: _Seen, index: int) -> _Seen:
-        return _Seen(self.comparer.slice(seen.value, index), seen.makers)
-
-    def stack(self, seen: Sequence[_Seen]) -> _Seen:
-        value = self.comparer.stack([s.value for s in seen])
-        return _Seen(value, frozenset().union(*(s.makers for s in seen)))
+    def operation(self, eqn: Any, ins: list[Shadowed], place: Site) -> list[Shadowed]:
+        given = frozenset().union(*(v.steps for v in ins))
+        results = super().operation(eqn, ins, place)
+        for i, value in enumerate(results):
+            if is_float(value.shadow):
+                results[i] = dataclasses.replace(value, steps=frozenset({len(self.steps)}))
+                self.steps.append(_Step(eqn, place, given, np.asarray(value.shadow)))
+        return results
 
 
 # ---- causes -------------------------------------------------------------------------------------
@@ -391,7 +354,7 @@ def _lines_in_half(
     """Returns the rows of both runs that round to 16 bits, by their lines."""
     lines: dict[tuple[str, str], tuple[list[CompareRow], list[CompareRow]]] = {}
     for i, run in enumerate(runs):
-        for row in run.watcher.comparer.rows.values():
+        for row in run.watcher.rows.values():
             if row.source and row.new and row.dtypes.endswith(HALF):
                 lines.setdefault((row.source, row.library), ([], []))[i].append(row)
     return lines
@@ -401,7 +364,7 @@ def _of_rounding(runs: Sequence[_Run], meaning: str, difference: float) -> list[
     """Returns lines, sorted by the difference that remains if their results are float32."""
     lines = _lines_in_half(runs)
     added = {line: sum(row.blame for rows in both for row in rows) for line, both in lines.items()}
-    own = [run.results().array for run in runs]
+    own = [run.result.array for run in runs]
     partings = []
     for line in sorted(lines, key=lambda line: -added[line])[:TRIED]:
         outs = [
@@ -436,7 +399,7 @@ def _roots(run: _Run, lost: set[int], side: int) -> Iterator[Parting]:
     # Steps without a line, which the user cannot look up, count only if no step has one.
     lined = {line: step for line, step in roots.items() if line[0]} or roots
     for line, step in [*lined.items()][:ROOTS]:
-        dtypes = f"{_names_of(step.eqn.invars)}->{_names_of(step.eqn.outvars)}"
+        dtypes = signature_of(step.eqn.invars, step.eqn.outvars)
         scope = "/".join(shown(step.place.scopes))
         sides = ("", dtypes) if side else (dtypes, "")
         yield Parting(*line, step.eqn.primitive.name, scope, sides)
@@ -457,7 +420,7 @@ def _pools(run: _Run) -> list[Pool]:
 def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
     """Returns the unmatched steps that reach the result through unmatched steps only."""
     lost: set[int] = set()
-    ahead, seen = [*run.outs[run.which].makers], set[int]()
+    ahead, seen = [*run.result.steps], set[int]()
     while ahead:
         number = ahead.pop()
         if number not in seen:
@@ -467,8 +430,3 @@ def _unmatched(run: _Run, others: Sequence[Pool], tolerance: float) -> set[int]:
                 lost.add(number)
                 ahead += step.given
     return lost
-
-
-def _names_of(atoms: Sequence[Any]) -> str:
-    dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
-    return ",".join(dict.fromkeys(map(short_name, dtypes)))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -30,54 +29,28 @@ from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
 from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
-from mpjax._src.tools.document import plots
-from mpjax._src.tools.document.model import (
-    DTYPE,
-    DTYPES,
-    PASS,
-    WORST,
-    Color,
-    Document,
-    Drawing,
-    Operation,
-    Table,
-    box_of,
-    facts,
-    place_of,
-    size,
-)
+from mpjax._src.tools.document import model, plots
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.document.text import table
+from mpjax._src.tools.instruments import shadows
 from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, results_of_perturbed, size_of_terms
-from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
-from mpjax._src.tools.instruments.ranges import turns_of
-from mpjax._src.tools.instruments.rows import computed_in
-from mpjax._src.tools.instruments.shadows import (
-    BROKEN,
-    Comparer,
-    CompareRow,
-    Shadowed,
-    badness,
-    capped,
-    norm,
-    stats_of,
-)
+from mpjax._src.tools.instruments.rows import computed_in, turns_of
+from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed
 
 # The columns of the table, and those that hold words.
 COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
 WORDS = COLUMNS[4:]
 
-ADDED = WORST(
+ADDED = model.WORST(
     "added error",
     "The relative error that each operation adds, by rounding or by amplifying operands' errors.",
 )
-ERROR = WORST(
+ERROR = model.WORST(
     "error",
     "The relative error of each operation's result, including the error of its operands.",
 )
-BYTES = Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
+BYTES = model.Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
 # The note on a result that is only rounding error in float32 too.
 ZERO = "only rounding error in float32; relative to the terms that cancel"
@@ -113,7 +86,7 @@ class Comparison(Report):
 
     def worst_results(self) -> list[tuple[str, float]]:
         """Returns the results by name with their errors, the worst first."""
-        return sorted(self.results.items(), key=lambda item: -capped(item[1]))
+        return sorted(self.results.items(), key=lambda item: -shadows.capped(item[1]))
 
     def table(self, count: int | None = 12) -> str:
         """Returns the worst rows as a table of text."""
@@ -146,7 +119,7 @@ class Comparison(Report):
         """
         return plots.plot_compare(self, path)
 
-    def document(self, most: int = 12) -> Document:
+    def document(self, most: int = 12) -> model.Document:
         """Returns what the report shows, with at most so many of its rows."""
         worst, count = self.worst_results()[:1], len(self.rows)
         opening = [f"The worst result is {name}: error {percent(error)}." for name, error in worst]
@@ -167,7 +140,7 @@ class Comparison(Report):
                 if not row.compared
             ),
         ]
-        results = Table(
+        results = model.Table(
             "Error of the results, relative to float32",
             ("error", "result"),
             tuple(self.named(None)),
@@ -176,8 +149,8 @@ class Comparison(Report):
         )
         rows = tuple(map(_cells, self.rows[:most]))
         more = f"and {count - most} more" if count > most else ""
-        worst_rows = Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
-        return Document(
+        worst_rows = model.Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
+        return model.Document(
             "The error that each operation adds",
             " ".join(opening),
             tuple(lines),
@@ -190,19 +163,19 @@ class Comparison(Report):
         text = f"loss scale {self.loss_scale:g}"
         if not self.unscaled:
             return text
-        with_it = max(map(self.results.__getitem__, self.unscaled), key=capped)
-        name, without = max(self.unscaled.items(), key=lambda item: capped(item[1]))
+        with_it = max(map(self.results.__getitem__, self.unscaled), key=shadows.capped)
+        name, without = max(self.unscaled.items(), key=lambda item: shadows.capped(item[1]))
         return (
             f"with the {text}: the gradients' worst error is {percent(with_it)}; "
             f"without: {percent(without)} ({name})"
         )
 
-    def _drawing(self) -> Drawing:
+    def _drawing(self) -> model.Drawing:
         order = self.order or range(len(self.rows))
         rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
-        return Drawing(
+        return model.Drawing(
             operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
-            colors=(ADDED, ERROR, DTYPE, BYTES, PASS),
+            colors=(ADDED, ERROR, model.DTYPE, BYTES, model.PASS),
         )
 
 
@@ -297,33 +270,29 @@ def compare(
     """
     check_callable(fun, "compare: fun")
     check_flag("progress", progress)
-    if inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy)):
+    two = inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy))
+    if two:
         _check_agreement(results, argnums, has_aux, loss_scale)
-
-        @functools.wraps(fun)
-        @unchecked()
-        def both(*args, **kwargs):
-            with progress_bar(progress, "compare", OPERATION):
-                return agreement((fun, policy), results, args, kwargs)
-
-        return both
-    if results != "auto":
+    elif results != "auto":
         raise TypeError(
             f"compare: results={results!r} applies only to two functions, but policy={policy!r} is "
             "a policy. Leave results out."
         )
-    policy = get_policy(policy)
-    resolve_loss_scale(loss_scale, False)
+    else:
+        policy = get_policy(policy)
+        resolve_loss_scale(loss_scale, False)
 
     @functools.wraps(fun)
     @unchecked()
     def wrapped(*args, **kwargs):
+        if two:
+            with progress_bar(progress, "compare", OPERATION):
+                return agreement((fun, policy), results, args, kwargs)
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
-        arrays = check_concrete("compare", program.arrays)
-        scale = training_scale(program, arrays, policy, loss_scale)
+        scale = training_scale(program, policy, loss_scale)
         with progress_bar(progress, "compare", OPERATION, operations_in(program.jaxpr)):
-            return compare_program(program, arrays, scale)
+            return compare_program(program, scale)
 
     return wrapped
 
@@ -348,11 +317,11 @@ def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) 
 def _cells(row: CompareRow) -> tuple[str, ...]:
     place = [
         where(row.source, row.library),
-        *("backward" for _ in range(row.backward)),
+        "backward" * row.backward,
         row.scope,
         row.path,
         *(f"{loop} {i}" for loop, i in row.iteration),
-        *("zero in exact arithmetic" for _ in range(row.noise)),
+        "zero in exact arithmetic" * row.noise,
     ]
     errors = (row.added, row.error, row.inherited)
     return (
@@ -364,13 +333,13 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
     )
 
 
-def _operation(row: CompareRow, number: int) -> Operation:
+def _operation(row: CompareRow, number: int) -> model.Operation:
     measured = row.compared and not row.noise
-    ran = DTYPES[computed_in(row.dtypes)]
-    return Operation(
+    ran = model.DTYPES[computed_in(row.dtypes)]
+    return model.Operation(
         label=row.primitive,
-        scope=box_of(row.scope, row.source),
-        facts=facts(
+        scope=model.box_of(row.scope, row.source),
+        facts=model.facts(
             why=_why(row),
             adds=percent(row.added) if measured else "",
             error_of_the_result=percent(row.error) if measured else "",
@@ -381,16 +350,16 @@ def _operation(row: CompareRow, number: int) -> Operation:
             magnitudes=f"{row.low:.3g} to {row.high:.3g}",
             computed_in=ran,
             dtypes=row.dtypes,
-            **place_of(row),
+            **model.place_of(row),
             parameters=row.path,
             worst_in=turns_of(row.iteration),
             ran=f"{row.times} times" if row.times > 1 else "",
-            bytes=size(row.bytes),
+            bytes=model.size(row.bytes),
             row_of_explain=row.op,
         ),
         colors={
             "added error": row.added if measured else None,
-            "error": (row.error if row.error < BROKEN else math.inf) if measured else None,
+            "error": (row.error if row.error < shadows.BROKEN else math.inf) if measured else None,
             "dtype": ran,
             "bytes": row.bytes * row.times,
             "pass": "backward" if row.backward else "forward",
@@ -413,79 +382,62 @@ def _why(row: CompareRow) -> str:
     return "Most of its error comes from its operands."
 
 
-def compare_program(program: Program, arrays: list[jax.Array], scale: float) -> Comparison:
+def compare_program(program: Program, scale: float) -> Comparison:
     """Compares a program with float32, for `compare`."""
     # Counts as a run, of which `tune` has a limited number.
     program.ran()
-    comparer = Comparer(program.lines)
-    paths = [*program.names, ""]
+    comparer = shadows.Comparer(program.lines)
     args = [
-        dataclasses.replace(comparer.constant(x), path=path)
-        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
+        dataclasses.replace(comparer.constant(x), path=path) for x, path in program.arguments(scale)
     ]
     results = interpret(program.jaxpr, args, comparer)
-    first = comparer.order
-    # Negative positions, because the order is reversed: of equally bad rows the first comes first.
-    keys = sorted(first, key=lambda key: (*badness(comparer.rows[key]), -first[key]), reverse=True)
-    named = {
-        name: v
-        for name, v in zip(program.results, results, strict=True)
-        if is_float(v.array) and np.size(v.array)
-    }
-    pairs = {name: (v.array, v.shadow) for name, v in named.items()}
-    errors = _errors(pairs, {})
-    terms = _terms_of_noise(program, arrays, scale, named, errors)
-    errors |= _errors({name: pairs[name] for name in terms}, terms)
+    rows = [*comparer.rows.values()]
+    # Of equally bad rows the first comes first.
+    order = sorted(range(len(rows)), key=lambda i: shadows.badness(rows[i]), reverse=True)
+    named = {n: v for n, v in program.named(results) if is_float(v.array) and np.size(v.array)}
+    errors = {name: _error(v.array, v.shadow) for name, v in named.items()}
+    terms = _terms_of_noise(program, scale, named, errors)
+    errors |= {n: _error(named[n].array, named[n].shadow, size) for n, size in terms.items()}
     unscaled = {}
     if scale != 1 and any(program.gradients):
         # Compiled as a whole, because only the gradients are read, and no row of an operation.
-        outs = program.compiled(*arrays, jnp.float32(1))
-        gradients = itertools.compress(zip(program.results, outs, strict=True), program.gradients)
-        unscaled = {name: (out, named[name].shadow) for name, out in gradients if name in named}
+        gradients = itertools.compress(program.at(1.0), program.gradients)
+        unscaled = {
+            name: _error(out, named[name].shadow, terms.get(name, 0.0))
+            for name, out in gradients
+            if name in named
+        }
     return Comparison(
-        tuple(comparer.rows[key] for key in keys),
-        errors,
-        scale,
-        tuple(comparer.diverged),
-        tuple(comparer.order[key] for key in keys),
-        tuple(terms),
-        _errors(unscaled, terms),
+        *(tuple(rows[i] for i in order), errors, scale, tuple(comparer.diverged)),
+        *(tuple(order), tuple(terms), unscaled),
     )
 
 
-def _errors(pairs: dict[str, tuple[Any, Any]], terms: dict[str, float]) -> dict[str, float]:
-    """Returns the relative errors of results, of those that are noise relative to their terms."""
-
-    def error(name: str, one: Any, exact: Any) -> float:
-        if name in terms:
-            return float(jnp.linalg.norm(jnp.ravel(one - exact))) / terms[name]
-        return float(stats_of(one, exact, exact)[0])
-
-    return {name: error(name, *pair) for name, pair in pairs.items()}
+def _error(got: Any, exact: Any, terms: float = 0.0) -> float:
+    """Returns the relative error of a result; of noise, relative to the size of its terms."""
+    if terms:
+        return float(jnp.linalg.norm(jnp.ravel(got - exact))) / terms
+    return float(shadows.stats_of(got, exact, exact)[0])
 
 
 def _terms_of_noise(
-    program: Program,
-    arrays: Sequence[jax.Array],
-    scale: float,
-    named: dict[str, Shadowed],
-    errors: dict[str, float],
+    program: Program, scale: float, named: dict[str, Shadowed], errors: dict[str, float]
 ) -> dict[str, float]:
     """Returns the size of the canceled terms of each result that is only float32 rounding."""
     # A result that overflowed is wrong, however its terms cancel.
     suspects = [
         name
         for name, error in errors.items()
-        if error > SUSPICIOUS and math.isfinite(float(norm(named[name].array)))
+        if error > shadows.SUSPICIOUS and math.isfinite(float(shadows.norm(named[name].array)))
     ]
     if not suspects:
         return {}
     program.ran()
-    results = results_of_perturbed(program.jaxpr, arrays, jnp.float32(scale))
-    perturbed = dict(zip(program.results, results, strict=True)) if results else {}
-    sizes = {
-        name: size_of_terms(named[name].shadow, perturbed[name]) for name in suspects if perturbed
-    }
+    results = shadows.results_of_perturbed(program.jaxpr, program.arrays, jnp.float32(scale))
+    if results is None:
+        return {}
+    perturbed = dict(program.named(results))
+    sizes = {name: shadows.size_of_terms(named[name].shadow, perturbed[name]) for name in suspects}
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -493,6 +445,6 @@ def percent(share: float) -> str:
     """Returns a relative error as text."""
     if share == 0:
         return "0"
-    if not share < BROKEN:
+    if not share < shadows.BROKEN:
         return "Inf"
     return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"

@@ -30,19 +30,6 @@ LONGEST = 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Derivative:
-    """The derivative of an operation where it is non-finite."""
-
-    of: str  # the name of the operation
-    value: str  # "Inf", "-Inf" or "NaN"
-    expression: str  # how JAX computes it there, such as "0.5 / sqrt(0)", or ""
-    inputs: tuple[Range, ...]  # the ranges of the operation's operands
-    result: Range  # the range of the expression for all entries
-    # The largest magnitude of the expression in float32 if it is finite there.
-    largest: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Producer:
     """An operation that ran, as it is recognized in another run: by its name and its ranges."""
 
@@ -59,9 +46,9 @@ class Producer:
 
 
 def derivative_at(
-    program: Program, arrays: Sequence[Any], maker: Producer, before: Sequence[Producer | None]
-) -> Derivative | None:
-    """Returns the derivative that an operation belongs to, if this derivative is non-finite.
+    program: Program, maker: Producer, before: Sequence[Producer | None]
+) -> dict[str, Any] | None:
+    """Returns what a report says of the derivative that an operation belongs to, if non-finite.
 
     The equations of the program are numbered. The operation produced NaN or Inf; those that did
     ``before`` it say which of the equal ones it is, with None for each bad argument. None is
@@ -72,18 +59,20 @@ def derivative_at(
     eqn: Any = program.equations[place.numbers[-1]] if place.numbers else None
     if eqn is None or _runs_others(eqn):
         return None
-    search = _Search(place, eqn.primitive.name)
-    interpret(program.alone, _arguments(program, arrays), search)
+    search = _Search(program, maker, eqn.primitive.name)
+    named = zip(program.arrays, program.names, strict=True)
+    args = [_Moving(x, name in program.parameters) for x, name in named]
+    interpret(program.alone, args, search)
     # A rule may compute for the derivative what the function itself computes too.
     if search.producers.count(maker.alone) > before.count(maker):
-        return _taken_inside(program, arrays, maker)
+        return _taken_inside(program, maker, search)
     term = search.operands and _unbounded(eqn, search.operands)
     if not term:
         return None
     return _derivative(_name(eqn, program, place), term, search.operands or ())
 
 
-def _taken_inside(program: Program, arrays: Sequence[Any], maker: Producer) -> Derivative | None:
+def _taken_inside(program: Program, maker: Producer, search: "_Search") -> dict[str, Any] | None:
     """Returns the derivative that an operation of the function itself belongs to.
 
     The function differentiates, as for a gradient penalty. The operation is on the same line, and
@@ -91,11 +80,7 @@ def _taken_inside(program: Program, arrays: Sequence[Any], maker: Producer) -> D
     """
     around = (program.equations[number].source_info.name_stack for number in maker.place.numbers)
     transforms = {name for stack in around for name in _jax.transforms(stack)}
-    if "jvp" not in transforms:
-        return None
-    line = _Line(program, maker)
-    interpret(program.alone, _arguments(program, arrays), line)
-    for eqn, operands, place in line.found:
+    for eqn, operands, place in search.line if "jvp" in transforms else ():
         term = _unbounded(eqn, operands)
         if term and (
             term.producer == maker.alone
@@ -105,15 +90,15 @@ def _taken_inside(program: Program, arrays: Sequence[Any], maker: Producer) -> D
     return None
 
 
-def _derivative(name: str, term: "_Term", operands: Sequence["_Moving"]) -> Derivative:
-    inputs = tuple(range_of(v.array) for v in operands if is_number(v.array))
-    stated = term.value, term.expression
-    return Derivative(name, *stated, inputs, range_of(term.array), term.largest)
-
-
-def _arguments(program: Program, arrays: Sequence[Any]) -> list["_Moving"]:
-    named = zip(arrays, program.names, strict=True)
-    return [_Moving(x, name in program.parameters) for x, name in named]
+def _derivative(name: str, term: "_Term", operands: Sequence["_Moving"]) -> dict[str, Any]:
+    return {
+        "derivative_of": name,
+        "derivative": term.value,
+        "expression": term.expression,  # how JAX computes it there
+        "inputs": ranges_of(operands),
+        "result": range_of(term.array),  # of the expression for all entries
+        "largest": term.largest,
+    }
 
 
 def _name(eqn: Any, program: Program, place: Site) -> str:
@@ -150,30 +135,42 @@ class _Search(Watcher):
     Attributes:
         operands: Its operands, or None.
         producers: It, or the operations inside of it, without their places.
+        line: The operations on the line of ``maker``, in the order in which they run, with their
+            operands and places.
     """
 
-    def __init__(self, place: Site, name: str = ""):
-        self._numbers, self._loops, self._name = place.numbers, place.loops, name
+    def __init__(self, program: Program, maker: Producer, name: str):
+        self._program, self._maker, self._name = program, maker, name
         self.operands: list[_Moving] | None = None
         self.producers: list[Producer] = []
+        self.line: list[tuple[Any, list[_Moving], Site]] = []
 
     def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
         outs = run(eqn, [v.array for v in ins])
         if self._is_around(place):
             self.entered(eqn, ins, place)
             self.producers += _producers(eqn, ins, outs)
+        if self._is_on_line(eqn, place) and self._maker.alone not in _producers(eqn, ins, outs):
+            self.line.append((eqn, list(ins), place))
         moves = any(v.moves for v in ins)
         return [_Moving(x, moves and jnp.issubdtype(x.dtype, jnp.inexact)) for x in outs]
 
     def entered(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
-        own = self._is_around(place) and place.numbers[-1] == self._numbers[-1]
+        own = self._is_around(place) and place.numbers[-1] == self._maker.place.numbers[-1]
         own &= eqn.primitive.name == self._name  # and no cast of its operand
         if own and self.operands is None:
             self.operands = list(ins)
+        if _is_custom(eqn) and self._is_on_line(eqn, place):
+            self.line.append((eqn, list(ins), place))
 
     def _is_around(self, place: Site) -> bool:
         # Differentiation moves what is the same in every iteration out of loops.
-        return set(self._numbers) <= {*place.numbers} and set(self._loops) <= {*place.loops}
+        wanted = self._maker.place
+        return {*wanted.numbers} <= {*place.numbers} and {*wanted.loops} <= {*place.loops}
+
+    def _is_on_line(self, eqn: Any, place: Site) -> bool:
+        here = place.loops == self._maker.place.loops
+        return here and self._program.lines(eqn, place) == self._maker.lines
 
     def constant(self, array: Any) -> _Moving:
         return _Moving(array)
@@ -185,36 +182,13 @@ class _Search(Watcher):
         return _Moving(jnp.stack([v.array for v in values]), any(v.moves for v in values))
 
 
-class _Line(_Search):
-    """The watcher that finds the operations of the function on the line of another one.
-
-    Attributes:
-        found: The operations in the order in which they run, with their operands and places.
-    """
-
-    def __init__(self, program: Program, maker: Producer):
-        super().__init__(maker.place)
-        self._program, self._producer = program, maker
-        self.found: list[tuple[Any, list[_Moving], Site]] = []
-
-    def operation(self, eqn: Any, ins: list[_Moving], place: Site) -> list[_Moving]:
-        outs = super().operation(eqn, ins, place)
-        if self._producer.alone not in _producers(eqn, ins, [v.array for v in outs]):
-            self._note(eqn, ins, place)
-        return outs
-
-    def entered(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
-        if _is_custom(eqn):
-            self._note(eqn, ins, place)
-
-    def _note(self, eqn: Any, ins: list[_Moving], place: Site) -> None:
-        here = place.loops == self._producer.place.loops
-        if here and self._program.lines(eqn, place) == self._producer.lines:
-            self.found.append((eqn, list(ins), place))
+def ranges_of(values: Sequence[Any]) -> tuple[Range, ...]:
+    """Returns the ranges of the arrays of numbers among some values."""
+    return tuple(range_of(v.array) for v in values if is_number(v.array))
 
 
 def _producers(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> list[Producer]:
-    ranges = tuple(range_of(v.array) for v in ins if is_number(v.array))
+    ranges = ranges_of(ins)
     return [Producer(eqn.primitive.name, ranges, range_of(x)) for x in outs if is_number(x)]
 
 
@@ -312,7 +286,7 @@ class _Term:
             which = int(_wide(self.terms[0].array)[index if np.ndim(self.terms[0].array) else ()])
             return self.terms[1 + which]._text(index, depth)
         texts = [term._text(index, depth - 1) for term in self.terms]
-        if name in ("square", "integer_pow"):
+        if name in rules.SQUARES:
             texts.append(_number(self.eqn.params.get("y", 2)))
         sign, binds = OPERATORS.get(name, ("", ATOM))
         if not sign:
@@ -328,13 +302,12 @@ class _Term:
 ATOM, SIGNED = 4, 0
 # The signs of operations, and how tightly they bind. A power binds its base tightest.
 OPERATORS = {
-    "add": (" + ", 1),
-    "add_any": (" + ", 1),
+    **dict.fromkeys(rules.ADDITIONS, (" + ", 1)),
     "sub": (" - ", 1),
     "neg": ("-", 1),
     "mul": (" * ", 2),
     "div": (" / ", 2),
-    **dict.fromkeys(("pow", "integer_pow", "square"), ("**", 3)),
+    **dict.fromkeys(rules.SQUARES | {"pow"}, ("**", 3)),
 }
 # Operations that pass entries on.
 SAME = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "stop_gradient"})

@@ -23,34 +23,11 @@ from mpjax._src.core.policy.policy import PolicyLike
 from mpjax._src.core.program.gradient import check_loss, check_result, differentiated, pull_back
 from mpjax._src.core.program.graph import ATTENTION, LOSS
 from mpjax._src.core.program.site import equations
-from mpjax._src.tools.document.model import (
-    DTYPE,
-    DTYPES,
-    PASS,
-    Bar,
-    Color,
-    Document,
-    Drawing,
-    Operation,
-    Table,
-    box_of,
-    facts,
-    place_of,
-    shares,
-    size,
-)
+from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments import planned
-from mpjax._src.tools.instruments.kept import Kept, kept_by
-from mpjax._src.tools.instruments.rows import (
-    BACKWARD,
-    COMPUTES,
-    Row,
-    is_frame,
-    name_of,
-    reads_floats,
-    signature,
-)
+from mpjax._src.tools.instruments import planned, rows
+from mpjax._src.tools.instruments.planned import Kept, kept_by
+from mpjax._src.tools.instruments.rows import Row
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
@@ -58,13 +35,13 @@ LARGEST = 8
 # The columns of a row in tables.
 COLUMNS = ("row", "operation", "written", "planned", "where", "why")
 
-BYTES = Color(
+BYTES = model.Color(
     "bytes",
     "The bytes of each operation's operands and results under the plan, which it would move if it "
     "ran alone. XLA fuses small operations, which then move less.",
     unit="bytes",
 )
-KEPT = Color(
+KEPT = model.Color(
     "kept",
     "The bytes of each operation's results that are stored for the backward pass.",
     unit="bytes",
@@ -112,16 +89,16 @@ class CastReport(Report):
         """
         by_primitive: dict[str, dict[str, int]] = {}
         for row in self.rows:
-            counts = by_primitive.setdefault(row.primitive, dict.fromkeys(COMPUTES, 0))
+            counts = by_primitive.setdefault(row.primitive, dict.fromkeys(rows.COMPUTES, 0))
             counts[row.computes_in] += 1
         return by_primitive
 
     def counts(self) -> list[tuple[str, ...]]:
         """Returns `calls` as rows of text, without primitives that compute nothing in a float."""
         return [
-            (name, *(str(cells[dtype] or "") for dtype in COMPUTES))
+            (name, *(str(cells[dtype] or "") for dtype in rows.COMPUTES))
             for name, cells in sorted(self.calls().items())
-            if sum(cells.values()) > cells["other"] and not is_frame(name)
+            if sum(cells.values()) > cells["other"] and not rows.is_frame(name)
         ]
 
     def shortfalls(self) -> list[Row]:
@@ -135,10 +112,10 @@ class CastReport(Report):
     def summary(self) -> list[str]:
         """Returns the report's totals as lines of text."""
         used = {row.computes_in for row in self.rows if row.flops}
-        halves = " and ".join(DTYPES[name] for name in ("bf16", "f16") if name in used)
+        halves = " and ".join(model.DTYPES[name] for name in ("bf16", "f16") if name in used)
         lines = [
             f"{self.half_flops:.1%} of matmul FLOPs run in {halves or '16 bits'}; "
-            f"{self.casts} casts inserted, moving {size(self.cast_bytes)}"
+            f"{self.casts} casts inserted, moving {model.size(self.cast_bytes)}"
         ]
         scopes = dict.fromkeys(scope for row in self.rows for scope in row.scope.split("/"))
         for name, mark in (("attention", ATTENTION), ("loss", LOSS)):
@@ -147,79 +124,87 @@ class CastReport(Report):
             lines += [f"{name}: {text}" for text in dict.fromkeys(taken)]
         if self.stored_before is not None and self.stored_after is not None:
             lines.append(
-                f"stored for the backward pass: {size(self.stored_before)} as written, "
-                f"{size(self.stored_after)} under the plan"
+                f"stored for the backward pass: {model.size(self.stored_before)} as written, "
+                f"{model.size(self.stored_after)} under the plan"
             )
         else:
             lines.append("with argnums: the backward pass too, and what is stored for it")
         return lines
 
-    def document(self, most: int = 0) -> Document:
+    def document(self, most: int = 0) -> model.Document:
         """Returns what the report shows, with so many of its rows."""
         sentence, *lines = self.summary()
-        rows = [*enumerate(self.rows)]
+        numbered = [*enumerate(self.rows)]
         # One device exchanges nothing.
         wide = self.wide if jax.device_count() > 1 else ()
-        frames = sum(is_frame(row.primitive) for row in self.rows)
+        frames = sum(rows.is_frame(row.primitive) for row in self.rows)
         note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
         tables = (
-            Table(
+            model.Table(
                 "Read in float32, and exchanged between devices in float32",
                 ("row", "operation", "array", "why"),
                 tuple((str(i), self.rows[i].primitive, p, self.rows[i].reason) for p, i in wide),
                 ("operation", "array", "why"),
             ),
-            Table(
+            model.Table(
                 "Stored for the backward pass",
                 ("size", "array", "row", "operation", "where"),
                 tuple(map(self._kept, self.kept)),
                 ("array", "operation", "where"),
                 most=LARGEST,
             ),
-            Table(
+            model.Table(
                 "Operations by compute dtype",
-                ("operation", *COMPUTES),
+                ("operation", *rows.COMPUTES),
                 tuple(self.counts()),
                 ("operation",),
                 note=note,
             ),
-            Table(
+            model.Table(
                 "Matmuls in float32, and operations left unchanged",
                 COLUMNS,
-                tuple(_cells(i, row) for i, row in rows if _falls_short(row)),
+                tuple(_cells(i, row) for i, row in numbered if _falls_short(row)),
                 COLUMNS[1:],
             ),
-            Table("Rows", COLUMNS, tuple(_cells(i, row) for i, row in rows[:most]), COLUMNS[1:]),
+            model.Table(
+                "Rows", COLUMNS, tuple(_cells(i, row) for i, row in numbered[:most]), COLUMNS[1:]
+            ),
         )
-        return Document("What autocast does", sentence, tuple(lines), tables, drawing=self._drawing)
+        return model.Document(
+            "What autocast does", sentence, tuple(lines), tables, drawing=self._drawing
+        )
 
     def _kept(self, array: Kept) -> tuple[str, ...]:
         shape = ",".join(map(str, array.shape))
         row = None if array.row is None else self.rows[array.row]
         made_by = (str(array.row), row.primitive, row.where) if row else ("", "", "")
-        return (size(array.bytes), f"{array.dtype}[{shape}]", *made_by)
+        return (model.size(array.bytes), f"{array.dtype}[{shape}]", *made_by)
 
-    def _drawing(self) -> Drawing:
+    def _drawing(self) -> model.Drawing:
         kept: collections.Counter[int | None] = collections.Counter()
         for array in self.kept:
             kept[array.row] += array.bytes
         scopes: collections.Counter[str] = collections.Counter()
         for index in sorted(kept, key=lambda i: -1 if i is None else i):
             row = None if index is None else self.rows[index]
-            scopes[box_of(row.scope, row.source) if row else "of no row"] += kept[index]
+            scopes[model.box_of(row.scope, row.source) if row else "of no row"] += kept[index]
         words = "Grouped by the scope of the operation that computed it."
-        bar = Bar("Stored from the forward to the backward pass", shares(scopes), words=words)
-        return Drawing(
+        bar = model.Bar(
+            "Stored from the forward to the backward pass", model.shares(scopes), words=words
+        )
+        return model.Drawing(
             bars=(bar,) if kept else (),
             operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
-            colors=(DTYPE, BYTES) if self.stored_after is None else (DTYPE, BYTES, KEPT, PASS),
+            colors=(model.DTYPE, BYTES)
+            if self.stored_after is None
+            else (model.DTYPE, BYTES, KEPT, model.PASS),
         )
 
 
 def _falls_short(row: Row) -> bool:
     if rule_of(row.primitive).need == HALF and row.computes_in == "f32":
         return True
-    return row.left_alone and reads_floats(row.before)
+    return row.left_alone and rows.reads_floats(row.before)
 
 
 def _cells(index: int, row: Row) -> tuple[str, ...]:
@@ -228,28 +213,28 @@ def _cells(index: int, row: Row) -> tuple[str, ...]:
     return (str(index), row.primitive, row.before, row.after, place, why)
 
 
-def _operation(index: int, row: Row, kept: int) -> Operation:
-    return Operation(
+def _operation(index: int, row: Row, kept: int) -> model.Operation:
+    return model.Operation(
         label=row.primitive,
-        scope=box_of(row.scope, row.source),
-        facts=facts(
+        scope=model.box_of(row.scope, row.source),
+        facts=model.facts(
             why=row.reason,
             stored=row.storage,
-            kept_for_the_backward_pass=size(kept) if kept else "",
+            kept_for_the_backward_pass=model.size(kept) if kept else "",
             attention=row.attention,
             loss=row.loss,
-            computes_in=DTYPES[row.computes_in],
+            computes_in=model.DTYPES[row.computes_in],
             dtypes_as_written=row.before,
             dtypes_under_the_plan=row.after,
-            **place_of(row),
+            **model.place_of(row),
             parameters=row.path,
-            bytes=size(row.bytes) if row.bytes else "",
+            bytes=model.size(row.bytes) if row.bytes else "",
             FLOPs=f"{row.flops:,}" if row.flops else "",
             runs=f"{row.times} times" if row.times > 1 else "",
             forward_row="" if row.forward is None else f"#{row.forward}",
         ),
         colors={
-            "dtype": DTYPES[row.computes_in],
+            "dtype": model.DTYPES[row.computes_in],
             "bytes": row.bytes * row.times,
             "kept": kept,
             "pass": "backward" if row.backward else "forward",
@@ -316,26 +301,23 @@ def explain(
     @unchecked()
     def wrapped(*args, **kwargs):
         with traced_for(target) if target else contextlib.nullcontext():
-            return report(args, kwargs)
-
-    def report(args, kwargs):
-        traced = trace(fun, policy, args, kwargs)
-        if argnums is None:
-            written = _jax.open_jaxpr(traced.jaxpr)[0]
-            check_result("explain", traced.returned(), written.outvars)
-            new = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
-            runs = _jax.open_jaxpr(new)[0]
-            return CastReport(
-                tuple(planned.rows_of(traced, runs)),
-                _half_share(runs),
-                # The function's own casts run without autocast too.
-                *_totals(_casts(runs) - _casts(written)),
-            )
-        active = differentiated("explain", args, kwargs, argnums)
-        check_loss(traced.returned(), has_aux, "explain")
-        return _with_gradients(traced, active, has_aux)
+            traced = trace(fun, policy, args, kwargs)
+            if argnums is None:
+                return _without_gradients(traced)
+            active = differentiated("explain", args, kwargs, argnums)
+            check_loss(traced.returned(), has_aux, "explain")
+            return _with_gradients(traced, active, has_aux)
 
     return wrapped
+
+
+def _without_gradients(traced: Traced) -> CastReport:
+    """Returns the report on the forward pass."""
+    written, runs = _jax.open_jaxpr(traced.jaxpr)[0], planned.forward_of(traced)
+    check_result("explain", traced.returned(), written.outvars)
+    # The function's own casts run without autocast too.
+    casts = _totals(_casts(runs) - _casts(written))
+    return CastReport(tuple(planned.rows_of(traced, runs)), _half_share(runs), *casts)
 
 
 def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> CastReport:
@@ -347,23 +329,22 @@ def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> Ca
     def old(*arrays):
         return traced.rebuild(_jax.eval_closed(traced.jaxpr, *arrays))
 
-    def gradient(run, avals):
+    def program(run, avals, results):
         def flat(*arrays):
-            pulled = pull_back(run, active, arrays, has_aux)
-            return [pulled.loss, *pulled.gradients()]
+            return results(pull_back(run, active, arrays, has_aux))
 
         return _jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0]
 
-    def stored(run, avals):
-        def flat(*arrays):
-            residuals = pull_back(run, active, arrays, has_aux).residuals
-            return [x for x in jax.tree.leaves(residuals) if is_array(x)]
+    def gradients(pulled):
+        return [pulled.loss, *pulled.gradients()]
 
-        return kept_by(_jax.open_jaxpr(_jax.trace(flat, avals, "explain"))[0])
+    def stored(pulled):
+        return [x for x in jax.tree.leaves(pulled.residuals) if is_array(x)]
 
     written = _jax.in_avals(traced.jaxpr)
-    after, before = gradient(new, traced.avals), gradient(old, written)
-    as_written, kept = stored(old, written), stored(new, traced.avals)
+    after, before = program(new, traced.avals, gradients), program(old, written, gradients)
+    kept = kept_by(program(new, traced.avals, stored))
+    as_written = kept_by(program(old, written, stored))
     forward = [*planned.rows_of(traced, after, kept)]
     backward = [*_backward_rows(after, forward)]
     wide = planned.read_wide(traced, forward, active)
@@ -385,9 +366,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             continue
         index = site.op
         origin = forward[index] if index is not None else None
-        dtypes = signature(
-            [name_of(v.aval) for v in eqn.invars], [name_of(v.aval) for v in eqn.outvars]
-        )
+        dtypes = rows.signature_of(eqn.invars, eqn.outvars)
         # What a program inside of an equation moves is in the rows of its own equations.
         values = () if _jax.inner_jaxprs(eqn) else (*eqn.invars, *eqn.outvars)
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"
@@ -401,7 +380,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
             lines[0],
             _as_written(eqn.primitive.name, dtypes, origin),
             dtypes,
-            BACKWARD + where + ", computed again" * again,
+            rows.BACKWARD + where + ", computed again" * again,
             _jax.flops_of(eqn),
             times,
             index,
@@ -420,7 +399,7 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
     # In float32 such a cast would change nothing, so autocast alone has it.
     if ins == outs and primitive in CASTS:
         return ""
-    return signature(ins.split(","), outs.split(","))
+    return rows.signature(ins.split(","), outs.split(","))
 
 
 # ---- totals -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Mixed Precision Training (2018).
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base.contexts import unchecked
-from mpjax._src.core.base.dtypes import (
-    FLOAT16,
-    HALVES,
-    DTypeLike,
-    Limits,
-    canonical,
-    dtype_of,
-    limits_of,
-)
+from mpjax._src.core.base.dtypes import FLOAT16, HALVES, DTypeLike, Limits, canonical, limits_of
 from mpjax._src.core.base.errors import brief, finite_number
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_floating, pytree_of
-from mpjax._src.tools.document import plots
-from mpjax._src.tools.document.model import (
-    WORST,
-    Color,
-    Document,
-    Drawing,
-    Histogram,
-    Operation,
-    Table,
-)
+from mpjax._src.tools.document import model, plots
 from mpjax._src.tools.document.report import Report
 
 # The exponents of float32, subnormals included. Bin 0 counts zeros, the last bin Inf and NaN.
@@ -48,15 +31,15 @@ BINS = len(EXPONENTS) + 2
 COLUMNS = ("parameter", "min", "median", "max", "zero", "Inf, NaN", "flushed", "overflow")
 LEGEND = "min, median, max: of log2|g|. flushed to zero, overflow: in float16, at scale 1."
 
-FLUSHED = WORST(
+FLUSHED = model.WORST(
     "flushed",
     "The share of a parameter's gradients that float16 flushes to zero at scale 1.",
 )
-OVERFLOWED = WORST(
+OVERFLOWED = model.WORST(
     "overflow",
     "The share of a parameter's gradients that overflows to infinity in float16 at scale 1.",
 )
-ZEROS = Color(
+ZEROS = model.Color(
     "zero", "The share of a parameter's gradients that is zero.", unit="share", of_box=max
 )
 
@@ -160,21 +143,23 @@ class GradientHistogram(Report):
         _limits(dtype)
         return plots.plot_gradient_histogram(self, EXPONENTS, path, dtype, exponent_of(scale))
 
-    def document(self) -> Document:
+    def document(self) -> model.Document:
         rows = self.rows()
         whole = rows[-1]
-        return Document(
+        return model.Document(
             "Gradient magnitudes",
             f"float16 flushes {whole.flushed:.2%} of the gradients to zero without a loss "
             f"scale; {whole.zeros:.2%} are zero already, {whole.nonfinite:.2%} are Inf or NaN.",
             tables=(
-                Table("By parameter", COLUMNS, tuple(map(_cells, rows)), COLUMNS[:1], folded=0),
+                model.Table(
+                    "By parameter", COLUMNS, tuple(map(_cells, rows)), COLUMNS[:1], folded=0
+                ),
             ),
             notes=(LEGEND,),
             drawing=lambda: self._drawing(rows[:-1]),
         )
 
-    def _drawing(self, rows: "Sequence[HistogramRow]") -> Drawing:
+    def _drawing(self, rows: "Sequence[HistogramRow]") -> model.Drawing:
         counts = self.numbers().sum(0)[1:-1]
         used = np.flatnonzero(counts)
         inside = range(used[0], used[-1] + 1) if used.size else ()
@@ -184,8 +169,8 @@ class GradientHistogram(Report):
             (limits.flush, "float16 flushes below"),
             (limits.overflow, "float16 overflows from here"),
         )
-        whole = Histogram("All gradients, by magnitude", bins, "log2|g|", marks)
-        return Drawing(
+        whole = model.Histogram("All gradients, by magnitude", bins, "log2|g|", marks)
+        return model.Drawing(
             histograms=(whole,) if bins else (),
             operations=tuple(map(_parameter, rows)),
             colors=(FLUSHED, ZEROS, OVERFLOWED),
@@ -241,9 +226,9 @@ class LossScaleAdvice(Report):
     flushed_with: float
     reasons: tuple[str, ...]
 
-    def document(self) -> Document:
+    def document(self) -> model.Document:
         scale = f"loss scale 2^{int(math.log2(self.loss_scale))} = {self.loss_scale:g}"
-        return Document("A loss scale", scale, self.reasons)
+        return model.Document("A loss scale", scale, self.reasons)
 
 
 @unchecked()
@@ -283,7 +268,7 @@ def gradient_histogram(grads: Any, histogram: GradientHistogram | None = None) -
     low = jnp.stack([_count(jnp.asarray(leaf)) for leaf in leaves])
     sizes = tuple(int(np.prod(np.shape(leaf))) for leaf in leaves)
     if histogram is None:
-        narrow = tuple(path for path, leaf in pairs if dtype_of(leaf) == FLOAT16)
+        narrow = tuple(path for path, leaf in pairs if leaf.dtype == FLOAT16)
         return GradientHistogram(jnp.stack([low, jnp.zeros_like(low)]), paths, sizes, narrow)
     check_histogram(histogram)
     if (histogram.paths, histogram.sizes) != (paths, sizes):
@@ -399,10 +384,7 @@ def _limits(dtype: DTypeLike) -> Limits:
 
 
 def exponent_of(scale: float) -> int:
-    try:
-        mantissa, exponent = math.frexp(scale)
-    except (TypeError, OverflowError):
-        mantissa, exponent = 0.0, 0
+    mantissa, exponent = math.frexp(finite_number(scale) or 0.0)
     if mantissa != 0.5:
         raise ValueError(
             f"scale={brief(scale)} must be a power of two such as 2.0**16, because the histogram "
@@ -417,9 +399,9 @@ def _cells(row: HistogramRow) -> tuple[str, ...]:
     return (row.path, *ends, *parts)
 
 
-def _parameter(row: HistogramRow) -> Operation:
+def _parameter(row: HistogramRow) -> model.Operation:
     scope, _, label = row.path.rpartition("/")
-    return Operation(
+    return model.Operation(
         label=label or "gradient",
         scope=scope or "all parameters",
         facts=(*zip(COLUMNS, _cells(row), strict=True), ("entries", f"{row.entries:,}")),
@@ -431,23 +413,24 @@ def _row(path: str, numbers: np.ndarray, limits: Limits, shift: int) -> Histogra
     finite = numbers[1:-1]
     entries = int(numbers.sum())
     used = np.flatnonzero(finite)
+    middle = np.searchsorted(np.cumsum(finite), (finite.sum() + 1) // 2)
+    ends = (used[0], middle, used[-1]) if used.size else ()
+    exponents: list[int | None] = [int(EXPONENTS[i]) for i in ends] or [None, None, None]
+    smallest, median, largest = exponents
+    at = EXPONENTS + shift
 
-    def share(which: Callable[[np.ndarray], np.ndarray]) -> float:
-        return float(finite[which(EXPONENTS + shift)].sum() / max(entries, 1))
+    def share(counted: np.ndarray) -> float:
+        return float(counted.sum() / max(entries, 1))
 
-    def place(index: int) -> int | None:
-        return int(EXPONENTS[index]) if used.size else None
-
-    middle = int(np.searchsorted(np.cumsum(finite), (finite.sum() + 1) // 2)) if used.size else 0
     return HistogramRow(
         path=path,
         entries=entries,
-        zeros=float(numbers[0] / max(entries, 1)),
-        nonfinite=float(numbers[-1] / max(entries, 1)),
-        smallest=place(used[0] if used.size else 0),
-        median=place(middle),
-        largest=place(used[-1] if used.size else 0),
-        flushed=share(lambda e: e < limits.flush),
-        subnormal=share(lambda e: (e >= limits.flush) & (e < limits.normal)),
-        overflowed=share(lambda e: e >= limits.overflow),
+        zeros=share(numbers[0]),
+        nonfinite=share(numbers[-1]),
+        smallest=smallest,
+        median=median,
+        largest=largest,
+        flushed=share(finite[at < limits.flush]),
+        subnormal=share(finite[(at >= limits.flush) & (at < limits.normal)]),
+        overflowed=share(finite[at >= limits.overflow]),
     )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base.errors import as_float, brief, whole_number
+from mpjax._src.core.base.errors import as_float, brief, finite_number, whole_number
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.document.report import Report
@@ -180,9 +180,7 @@ def flush_metrics(writer: Any) -> None:
     waiting = _WAITING.get(writer, ())
     while waiting:
         _write(writer, *waiting.popleft())
-    flush = getattr(writer, "flush", None)
-    if flush is not None:
-        flush()
+    getattr(writer, "flush", lambda: None)()
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -216,17 +214,17 @@ def _write(writer: Any, step: int, metrics: dict[str, Any]) -> None:
         for name, leaf in metrics.items()
         for part, value in _parts(leaf, scale).items()
     }
-    methods = [method for method in METHODS if hasattr(writer, method)]
-    if not methods:
+    if isinstance(writer, JsonLines):
         writer.add(step, values)
         return
+    number, text = next(names for names in METHODS.items() if hasattr(writer, names[0]))
     for name, value in values.items():
-        if not isinstance(value, str) and not math.isfinite(value):
-            continue  # a chart has no place for it, and tensorboardX prints a line for each
-        # A writer of numbers may have no method for texts, which it then does not get.
-        write = getattr(writer, METHODS[methods[0]] if isinstance(value, str) else methods[0], None)
-        if write is not None:
-            write(name, value, step)
+        if isinstance(value, str):
+            # A writer of numbers may have no method for texts, which it then does not get.
+            getattr(writer, text, lambda *_: None)(name, value, step)
+        elif math.isfinite(value):
+            # A chart has no place for others, and tensorboardX prints a line for each.
+            getattr(writer, number)(name, value, step)
 
 
 def _parts(leaf: Any, scale: float) -> Mapping[str, float | str]:
@@ -239,9 +237,8 @@ def _parts(leaf: Any, scale: float) -> Mapping[str, float | str]:
 
 def _power_of_two(scale: Any) -> float:
     """Returns the power of two at or below a scale, as the histogram needs one."""
-    value = as_float(scale)
-    usable = math.isfinite(value) and value > 0
-    return 2.0 ** (math.frexp(value)[1] - 1) if usable else 1.0
+    value = finite_number(scale) or 0.0
+    return 2.0 ** (math.frexp(value)[1] - 1) if value > 0 else 1.0
 
 
 def _is_loggable(leaf: Any) -> bool:
@@ -254,13 +251,11 @@ def _is_loggable(leaf: Any) -> bool:
 
 
 def _is_ready(leaf: Any) -> bool:
-    is_ready = getattr(leaf, "is_ready", None)
-    return True if is_ready is None else is_ready()
+    return getattr(leaf, "is_ready", lambda: True)()
 
 
 def _check_writer(writer: Any) -> None:
-    is_ours = isinstance(writer, JsonLines)
-    if not (is_ours or hasattr(writer, "add_scalar") or hasattr(writer, "scalar")):
+    if not (isinstance(writer, JsonLines) or any(hasattr(writer, name) for name in METHODS)):
         raise TypeError(
             f"writer={brief(writer)} must be an mpjax.debug.JsonLines(path), a "
             "tensorboardX.SummaryWriter or a flax.metrics.tensorboard.SummaryWriter."

@@ -1,12 +1,13 @@
 """`find_nonfinite`: finds the operation that produced the first NaN or Inf, and says what to do."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,45 +20,16 @@ from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.core.program.interpret import (
-    Watcher,
-    interpret,
-    run,
-    run_in_float32,
-    take,
-    touches_half,
-)
+from mpjax._src.core.program.interpret import Watcher, interpret, run, run_in_float32, take
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
-from mpjax._src.tools.document.model import (
-    DTYPE,
-    DTYPES,
-    PASS,
-    Document,
-    Drawing,
-    Operation,
-    Table,
-    box_of,
-    facts,
-    place_of,
-)
+from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments.derivative import Producer, derivative_at
+from mpjax._src.tools.instruments.derivative import Producer, derivative_at, ranges_of
 from mpjax._src.tools.instruments.places import Places
-from mpjax._src.tools.instruments.programs import (
-    LEAST_EXPONENT,
-    Program,
-    largest_finite_scale,
-    make_program,
-)
-from mpjax._src.tools.instruments.ranges import (
-    Range,
-    counts,
-    is_number,
-    largest_finite,
-    range_of,
-    turns_of,
-)
+from mpjax._src.tools.instruments.programs import LEAST_EXPONENT, Program, make_program
+from mpjax._src.tools.instruments.ranges import Range, counts, is_number, largest_finite, range_of
+from mpjax._src.tools.instruments.rows import HALF, turns_of
 
 # The most parts of the program that a tried override moves to float32.
 ROUNDS = 4
@@ -141,57 +113,58 @@ class NonfiniteReport(Report):
     def __bool__(self) -> bool:
         return self.found
 
-    def document(self) -> Document:
+    def document(self) -> model.Document:
         title, advice = "The first NaN or Inf", tuple(self.advice.splitlines())
         if not self.found:
-            return Document(title, self.advice)
-        values = [("" if i else "inputs", str(operand)) for i, operand in enumerate(self.inputs)]
-        if self.result is not None:
-            values.append(("slope" if self.derivative_of else "result", str(self.result)))
+            return model.Document(title, self.advice)
+        narrow = self.result and self.result.dtype == "f16"
+        in_float32 = ""
         if self.largest is not None:
-            narrow = self.result and self.result.dtype == "f16"
             most = "; float16's is 65504" if narrow else ""
-            values.append(("float32", f"its largest magnitude would be {self.largest:.4g}{most}"))
+            in_float32 = f"its largest magnitude would be {self.largest:.4g}{most}"
         rows = (
             ("scope", self.scope),
             ("path", self.path),
             ("iteration", turns_of(self.loops)),
-            *values,
+            *(("" if i else "inputs", str(operand)) for i, operand in enumerate(self.inputs)),
+            ("slope" if self.derivative_of else "result", str(self.result or "")),
+            ("float32", in_float32),
             ("reaches", ", ".join(self.reaches)),
         )
         filled = tuple(row for row in rows if row[1])
-        return Document(
+        return model.Document(
             title,
             self.headline,
             advice,
-            (Table("Where, and of what", ("", ""), filled, ("",)),),
+            (model.Table("Where, and of what", ("", ""), filled, ("",)),),
             drawing=self._drawing,
         )
 
-    def _drawing(self) -> Drawing:
+    def _drawing(self) -> model.Drawing:
         if not self.primitive:
-            return Drawing()
-        verb = f"produced {self.made}:"
-        if self.derivative_of:
-            verb = f"its derivative is {self.derivative}:"
-        operation = Operation(
+            return model.Drawing()
+        verb = "its derivative is" if self.derivative_of else "produced"
+        found = f"{verb} {self.derivative or self.made}: {KINDS.get(self.kind, self.kind)}"
+        operation = model.Operation(
             label=self.derivative_of or self.primitive,
-            scope=box_of(self.scope, self.source),
-            facts=facts(
-                why=f"{verb} {KINDS.get(self.kind, self.kind)}",
+            scope=model.box_of(self.scope, self.source),
+            facts=model.facts(
+                why=found,
                 derivative=self.expression,
-                **place_of(self),
+                **model.place_of(self),
                 parameters=self.path,
                 iteration=turns_of(self.loops),
                 row_of_explain=self.op,
             ),
             colors={
-                "dtype": DTYPES.get(self.result.dtype if self.result else "", DTYPES["other"]),
+                "dtype": model.DTYPES.get(
+                    self.result.dtype if self.result else "", model.DTYPES["other"]
+                ),
                 "pass": "backward" if self.backward else "forward",
             },
             backward=self.backward,
         )
-        return Drawing(operations=(operation,), colors=(DTYPE, PASS))
+        return model.Drawing(operations=(operation,), colors=(model.DTYPE, model.PASS))
 
     @property
     def headline(self) -> str:
@@ -262,34 +235,15 @@ def find_nonfinite(
     @functools.wraps(fun)
     @unchecked()
     def wrapped(*args, **kwargs):
-        name = "find_nonfinite"
+        settings: Any = {"argnums": argnums, "has_aux": has_aux, "numbers": True}
         make = functools.partial(
-            make_program,
-            name,
-            fun,
-            args=args,
-            kwargs=kwargs,
-            argnums=argnums,
-            has_aux=has_aux,
-            numbers=True,
+            make_program, "find_nonfinite", fun, args=args, kwargs=kwargs, **settings
         )
         program = make(policy=policy)
-        arrays = check_concrete("find_nonfinite", program.arrays)
-        report = _search(program, arrays, float(scale.loss_scale))
-        return _advised(report, program, arrays, policy, make)
+        report = _search(program, float(scale.loss_scale))
+        return _advised(report, program, policy, make)
 
     return wrapped
-
-
-def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
-    """Returns JAX arrays. Raises if one has no concrete values."""
-    for x in arrays:
-        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{tool} runs the function and inspects its values, so it needs concrete arrays, "
-                f"but was given {x}. Call it outside of jit, with concrete arguments."
-            )
-    return [jnp.asarray(x) for x in arrays]
 
 
 # ---- the search ---------------------------------------------------------------------------------
@@ -311,76 +265,69 @@ class _Finder(Watcher):
 
     def __init__(self, program: Program):
         self.program = program
-        self.parameters = frozenset(program.parameters)
-        self.events: list[NonfiniteReport] = []
-        # The operations of the events; None for an argument.
-        self.producers: list[Producer | None] = []
-        self._read: dict[int, list[str]] = {}  # the parameters that an equation reads, by number
+        # Each event with its operation; None for an argument.
+        self.events: list[tuple[NonfiniteReport, Producer | None]] = []
+        # The parameters that an equation reads, by its number.
+        self._read: dict[int, list[str]] = collections.defaultdict(list)
 
     def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
         arrays = [v.array for v in ins]
-        outs = run(eqn, arrays)
         carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
-        origins = frozenset().union(*(v.origins for v in ins if v.bad))
-        arguments = frozenset().union(*(v.given for v in ins if v.bad))
+        path = ins[0].path if carries and ins else ""
+        origins, given = _sources(ins)
         infinite = any(v.bad for v in ins)
-        paths = [v.path for v in ins if v.path in self.parameters]
         for number in place.numbers[-1:]:
-            self._read.setdefault(number, []).extend(paths)
+            self._read[number] += self._parameters(ins)
         results = []
-        for index, out in enumerate(outs):
+        for index, out in enumerate(run(eqn, arrays)):
             nans, infs = counts(out)
             blame = origins
             # Infinite operands may only hand on their Inf: then it is new where they are finite.
             made = nans or (infs and (not infinite or _is_new(eqn, arrays, out)))
             # What follows from bad operands is no event of its own: they are blamed for it.
             if made and not origins:
-                blame = frozenset({self._event(eqn, ins, arrays, index, out, arguments, place)})
-            path = ins[0].path if carries and ins else ""
-            results.append(Watched(out, bool(nans or infs), blame, arguments, path))
+                blame = self._event(eqn, ins, index, out, given, place)
+            results.append(Watched(out, bool(nans or infs), blame, given, path))
         return results
 
-    def _event(self, eqn, ins, arrays, index, out, arguments, place) -> int:
-        wide = run_in_float32(eqn, arrays) if touches_half(eqn) else None
+    def _parameters(self, values: Sequence[Watched]) -> list[str]:
+        return [v.path for v in values if v.path in self.program.parameters]
+
+    def _event(self, eqn, ins, index, out, given, place) -> frozenset[int]:
+        wide = run_in_float32(eqn, [v.array for v in ins])
         in_float32 = None if wide is None else wide[index]
         # Fewer, not none: the infinities of a mask are in float32 too.
         finite = in_float32 is not None and sum(counts(in_float32)) < sum(counts(out))
-        nans, _ = counts(out)
-        paths = [v.path for v in ins if v.path in self.parameters]
         # An operation of the backward pass often reads no parameter, but its forward operation
         # does.
-        own = [path for number in place.numbers[-1:] for path in self._read.get(number, ())]
-        paths = paths or own or [v.path for v in ins if v.path]
+        own = [path for number in place.numbers[-1:] for path in self._read[number]]
+        paths = self._parameters(ins) or own or [v.path for v in ins if v.path]
         source, library = self.program.lines(eqn, place)
-        numbers = [v for v in ins if is_number(v.array)]
-        inputs = tuple(range_of(v.array) for v in numbers)
         result = range_of(out)
-        self.events.append(
-            NonfiniteReport(
-                found=True,
-                kind="overflow" if finite else "undefined",
-                made="NaN" if nans else "Inf",
-                backward=place.backward and not place.again,
-                primitive=eqn.primitive.name,
-                source=source,
-                library=library,
-                scope="/".join(shown(place.scopes)),
-                path=", ".join(dict.fromkeys(paths)),
-                loops=place.loops,
-                op=place.op,
-                given=tuple(sorted(arguments)),
-                inputs=tuple(
-                    dataclasses.replace(operand, path=v.path)
-                    for operand, v in zip(inputs, numbers, strict=True)
-                ),
-                result=result,
-                largest=largest_finite(in_float32) if finite else None,
-            )
+        event = NonfiniteReport(
+            found=True,
+            kind="overflow" if finite else "undefined",
+            made="NaN" if result.nans else "Inf",
+            backward=place.backward and not place.again,
+            primitive=eqn.primitive.name,
+            source=source,
+            library=library,
+            scope="/".join(shown(place.scopes)),
+            path=", ".join(dict.fromkeys(paths)),
+            loops=place.loops,
+            op=place.op,
+            given=tuple(sorted(given)),
+            inputs=tuple(range_of(v.array, v.path) for v in ins if is_number(v.array)),
+            result=result,
+            largest=largest_finite(in_float32) if finite else None,
         )
         here = dataclasses.replace(place, callers=())
-        lines = source, library
-        self.producers.append(Producer(eqn.primitive.name, inputs, result, here, lines))
-        return len(self.events) - 1
+        maker = Producer(event.primitive, ranges_of(ins), result, here, (source, library))
+        return self._noted(event, maker)
+
+    def _noted(self, event: NonfiniteReport, maker: Producer | None = None) -> frozenset[int]:
+        self.events.append((event, maker))
+        return frozenset({len(self.events) - 1})
 
     def argument(self, array: Any, path: str) -> Watched:
         nans, infs = counts(array)
@@ -388,10 +335,8 @@ class _Finder(Watcher):
         if not nans:
             names = frozenset({path} if infs else ())
             return Watched(array, bool(infs), given=names, path=path)
-        result = range_of(array)
-        self.events.append(NonfiniteReport(True, "argument", "NaN", path=path, result=result))
-        self.producers.append(None)
-        return Watched(array, True, frozenset({len(self.events) - 1}), path=path)
+        event = NonfiniteReport(True, "argument", "NaN", path=path, result=range_of(array))
+        return Watched(array, True, self._noted(event), path=path)
 
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
@@ -402,95 +347,60 @@ class _Finder(Watcher):
         return dataclasses.replace(value, array=array, bad=value.bad and any(counts(array)))
 
     def stack(self, values: Sequence[Watched]) -> Watched:
-        bad = any(v.bad for v in values)
-        origins = frozenset().union(*(v.origins for v in values if v.bad))
-        names = frozenset().union(*(v.given for v in values if v.bad))
-        return Watched(jnp.stack([v.array for v in values]), bad, origins, names, values[0].path)
+        array, bad = jnp.stack([v.array for v in values]), any(v.bad for v in values)
+        return Watched(array, bad, *_sources(values), values[0].path)
 
 
-def _search(program: Program, arrays: list[jax.Array], scale: float) -> NonfiniteReport:
+def _sources(values: Sequence[Watched]) -> tuple[frozenset[int], frozenset[str]]:
+    """Returns the events and the arguments that the NaN and Inf of some values come from."""
+    bad = [v for v in values if v.bad]
+    return frozenset().union(*(v.origins for v in bad)), frozenset().union(*(v.given for v in bad))
+
+
+def _search(program: Program, scale: float) -> NonfiniteReport:
     """Returns the first event that reaches a result, or a report that there is none."""
     finder = _Finder(program)
-    paths = [*program.names, ""]
-    args = [
-        finder.argument(x, path)
-        for x, path in zip([*arrays, jnp.float32(scale)], paths, strict=True)
-    ]
-    results = interpret(program.jaxpr, args, finder)
+    args = [finder.argument(x, path) for x, path in program.arguments(scale)]
+    results = [*program.named(interpret(program.jaxpr, args, finder))]
     # An infinite constant that the program returns is intended.
-    bad = [
-        (name, v)
-        for name, v in zip(program.results, results, strict=True)
-        if v.bad and (v.origins or v.given)
-    ]
-    reaches = tuple(name for name, _ in bad)
+    bad = [(name, v) for name, v in results if v.bad and (v.origins or v.given)]
     if not bad:
-        meant = {name for name, v in zip(program.results, results, strict=True) if v.bad}
-        return _in_compiled_alone(program, arrays, scale, meant)
+        meant = {name for name, v in results if v.bad}
+        return _in_compiled_alone(program, scale, meant)
     # If the loss is non-finite, so are its gradients: only the loss is followed.
     blamed = bad[:1] if program.follows_gradient and bad[0][0] == "loss" else bad
-    guilty = frozenset().union(*(v.origins for _, v in blamed))
+    guilty, _ = _sources([v for _, v in blamed])
     if not guilty:  # an infinite argument that reaches the result
-        paths = sorted(frozenset().union(*(v.given for _, v in bad)))
-        event = NonfiniteReport(True, "argument", "Inf", path=", ".join(paths))
+        _, paths = _sources([v for _, v in bad])
+        event = NonfiniteReport(True, "argument", "Inf", path=", ".join(sorted(paths)))
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
-        first = min(guilty, key=lambda i: (_is_pole(finder.events[i]), i))
-        event = _as_derivative(finder.events[first], finder.producers[: first + 1], program, arrays)
-    return dataclasses.replace(event, reaches=reaches, loss_scale=scale)
-
-
-def _as_derivative(
-    event: NonfiniteReport,
-    makers: Sequence[Producer | None],
-    program: Program,
-    arrays: list[jax.Array],
-) -> NonfiniteReport:
-    """Returns an event as that of the operation whose derivative it belongs to, if it does.
-
-    ``makers`` are the operations of the events up to this one.
-    """
-    *before, last = makers
-    derivative = last and derivative_at(program, arrays, last, before)
-    if not derivative:
-        return event
-    return dataclasses.replace(
-        event,
-        derivative_of=derivative.of,
-        derivative=derivative.value,
-        expression=derivative.expression,
-        inputs=derivative.inputs,
-        result=derivative.result,
-        largest=derivative.largest,
-    )
+        first = min(guilty, key=lambda i: (_is_pole(finder.events[i][0]), i))
+        event, maker = finder.events[first]
+        before = [each for _, each in finder.events[:first]]
+        if maker and (derivative := derivative_at(program, maker, before)):
+            event = dataclasses.replace(event, **derivative)
+    return dataclasses.replace(event, reaches=tuple(name for name, _ in bad), loss_scale=scale)
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
-    return (
-        rules.POLE in rule_of(event.primitive).traits
-        and event.kind == "undefined"
-        and event.made == "Inf"
-    )
+    poles = rules.POLE in rule_of(event.primitive).traits
+    return poles and (event.kind, event.made) == ("undefined", "Inf")
 
 
-def _in_compiled_alone(
-    program: Program, arrays: list[jax.Array], scale: float, meant: set[str]
-) -> NonfiniteReport:
-    outs = program.compiled(*arrays, jnp.float32(scale))
-    pairs = zip(program.results, outs, strict=True)
-    reaches = tuple(name for name, out in pairs if name not in meant and any(counts(out)))
+def _in_compiled_alone(program: Program, scale: float, meant: set[str]) -> NonfiniteReport:
+    outs = program.at(scale)
+    reaches = tuple(name for name, out in outs if name not in meant and any(counts(out)))
     what = "loss and gradients are" if program.follows_gradient else "every result is"
     if not reaches:
         return NonfiniteReport(False, loss_scale=scale, advice=f"Nothing found: {what} finite.")
-    return NonfiniteReport(
-        True,
-        "compiled",
-        "NaN or Inf",
-        reaches=reaches,
-        loss_scale=scale,
-        advice="If operations run one by one, every result is finite. In the compiled program it "
+    advice = (
+        "If operations run one by one, every result is finite. In the compiled program it "
         "is not, because XLA fuses operations. Look for expressions whose order of evaluation "
-        "matters.",
+        "matters."
+    )
+    return NonfiniteReport(
+        *(True, "compiled", "NaN or Inf"), reaches=reaches, loss_scale=scale, advice=advice
     )
 
 
@@ -498,22 +408,16 @@ def _in_compiled_alone(
 
 
 def _advised(
-    event: NonfiniteReport,
-    program: Program,
-    arrays: list[jax.Array],
-    policy: Policy,
-    make: Callable[..., Program],
+    event: NonfiniteReport, program: Program, policy: Policy, make: Callable[..., Program]
 ) -> NonfiniteReport:
     """Completes a report: whether a lower loss scale or an override helps, and the advice."""
     if not event.found:
         return event
-    gradients = {
-        n for n, is_grad in zip(program.results, program.gradients, strict=True) if is_grad
-    }
+    gradients = {*itertools.compress(program.results, program.gradients)}
     safe = None
     # If the loss is non-finite too, no scale of it helps.
     if event.kind not in ("argument", "compiled") and set(event.reaches) <= gradients:
-        safe = largest_finite_scale(program, arrays, math.ceil(math.log2(event.loss_scale)))
+        safe = program.largest_finite_scale(math.ceil(math.log2(event.loss_scale)))
     event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
     if event.kind == "compiled":
         return event
@@ -522,27 +426,20 @@ def _advised(
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
     tried: list[str] = []
     if not event.curable and not own and _in_half(event):
-        tried, cured = _moved_to_float32(event, program, arrays, policy, make)
+        tried, cured = _moved_to_float32(event, program, policy, make)
         if cured:
-            places = Places(program.plan)
-            moved = frozenset().union(*(places.place(pattern).ops for pattern in tried))
-            overrides = dict.fromkeys(tried, FLOAT32.name)
-            event = dataclasses.replace(
-                event, overrides=overrides, float32_flops=places.flops(moved)
-            )
+            places, overrides = Places(program.plan), dict.fromkeys(tried, FLOAT32.name)
+            flops = places.flops(frozenset().union(*(places.place(each).ops for each in tried)))
+            event = dataclasses.replace(event, overrides=overrides, float32_flops=flops)
     return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own, tried)))
 
 
 def _in_half(event: NonfiniteReport) -> bool:
-    return any(r.dtype in ("f16", "bf16") for r in (*event.inputs, event.result) if r)
+    return any(r.dtype in HALF for r in (*event.inputs, event.result) if r)
 
 
 def _moved_to_float32(
-    event: NonfiniteReport,
-    program: Program,
-    arrays: list[jax.Array],
-    policy: Policy,
-    make: Callable[..., Program],
+    event: NonfiniteReport, program: Program, policy: Policy, make: Callable[..., Program]
 ) -> tuple[list[str], bool]:
     """Moves the operation to float32, and then the next one that overflows in 16 bits, and so on.
 
@@ -560,17 +457,18 @@ def _moved_to_float32(
         # The smallest place first, so that as much as possible stays in 16 bits.
         patterns.append(fresh[0])
         program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
-        outs = program.compiled(*arrays, jnp.float32(event.loss_scale))
-        pairs = zip(program.results, outs, strict=True)
-        if not any(name in event.reaches and any(counts(out)) for name, out in pairs):
+        outs = program.at(event.loss_scale)
+        if not any(name in event.reaches and any(counts(out)) for name, out in outs):
             return patterns, True
-        event = _search(program, arrays, event.loss_scale)
+        event = _search(program, event.loss_scale)
         if not (event.found and _in_half(event)):
             break
     return patterns, False
 
 
-def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]):
+def _advice(
+    event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]
+) -> Iterator[str]:
     if event.kind == "argument":
         yield "Lowering the loss scale does not help: the argument itself is NaN or Inf."
         yield (
@@ -578,88 +476,74 @@ def _advice(event: NonfiniteReport, gradients: set[str], own: bool, tried: Seque
             "and lower the learning rate. If it is data, check the code that loads and normalizes "
             "it."
         )
-        return
-    if event.curable:
-        yield from _lower_scale(event)
-        return
-    if set(event.reaches) <= gradients:
+    elif event.safe_loss_scale is not None:
         yield (
-            "Lowering the loss scale does not help: gradients are still NaN or Inf at "
-            f"2^{LEAST_EXPONENT}."
+            f"Use a lower loss scale: the compiled program is finite at "
+            f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
+            f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale finds it automatically: "
+            "it skips one step for each halving."
         )
-    elif gradients:
-        yield (
-            f"Lowering the loss scale does not help: the {event.made} appears in the forward pass."
-        )
-    if any(r.infs for r in event.inputs):
-        names = ", ".join(event.given) or "an operand"
-        yield (
-            f"{names} was already infinite. That is valid only in a mask, and a fully masked row "
-            "computes inf - inf = NaN. Use a large finite number such as -1e9, or check the data."
-        )
-    if event.kind == "overflow":
-        yield from _against_overflow(event, own, tried)
+        if event.safe_loss_scale < 1:
+            yield "A scale below 1 loses small gradients. Use bfloat16 for this backward pass."
     else:
-        yield from _against_undefined(event, tried)
+        if set(event.reaches) <= gradients:
+            yield (
+                "Lowering the loss scale does not help: gradients are still NaN or Inf at "
+                f"2^{LEAST_EXPONENT}."
+            )
+        elif gradients:
+            yield (
+                f"Lowering the loss scale does not help: the {event.made} appears in the forward "
+                "pass."
+            )
+        if any(r.infs for r in event.inputs):
+            names = ", ".join(event.given) or "an operand"
+            yield (
+                f"{names} was already infinite. That is valid only in a mask, and a fully masked "
+                "row computes inf - inf = NaN. Use a large finite number such as -1e9, or check "
+                "the data."
+            )
+        yield from _against(event, own, tried)
 
 
-def _lower_scale(event: NonfiniteReport):
-    assert event.safe_loss_scale is not None
-    yield (
-        f"Use a lower loss scale: the compiled program is finite at "
-        f"2^{int(math.log2(event.safe_loss_scale))} and below (it was "
-        f"2^{math.log2(event.loss_scale):.3g}). DynamicLossScale finds it automatically: "
-        "it skips one step for each halving."
-    )
-    if event.safe_loss_scale < 1:
-        yield "A scale below 1 loses small gradients. Use bfloat16 for this backward pass."
-
-
-def _against_undefined(event: NonfiniteReport, tried: Sequence[str]):
-    if event.derivative_of:
-        yield _guard(event)
-    else:
-        yield UNDEFINED.get(event.primitive, "The result is non-finite in float32 too.")
-    if any(r.dtype in ("f16", "bf16") for r in event.inputs):
-        # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
-        yield (
-            "A zero may be a small number that was flushed in 16 bits, such as an epsilon: in "
-            "float16 use 1e-4 or more, or compute the operation in float32."
-        )
-        yield from _override(event, tried)
-
-
-def _against_overflow(event: NonfiniteReport, own: bool, tried: Sequence[str]):
-    if own:
+def _against(event: NonfiniteReport, own: bool, tried: Sequence[str]) -> Iterator[str]:
+    """Yields what helps in the function itself."""
+    # How to avoid the point where a derivative is non-finite.
+    guard = event.derivative_of and INFINITE_DERIVATIVE.get(event.derivative_of, GUARD)
+    if event.kind == "overflow" and own:
         yield (
             "The function itself casts to 16 bits here, and a policy cannot undo that. Remove the "
             "cast, so that the policy decides, or cast to bfloat16, which has float32's range."
         )
-        return
-    if event.result is not None and event.result.dtype == "f16":
-        yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
-    yield from _override(event, tried)
-    yield _guard(event) if event.derivative_of else SMALLER
+    elif event.kind == "overflow":
+        if event.result is not None and event.result.dtype == "f16":
+            yield "bfloat16 has float32's range: try 'mixed_bfloat16'."
+        yield _override(event, tried)
+        yield guard or SMALLER
+    else:
+        other = "The result is non-finite in float32 too."
+        yield guard or UNDEFINED.get(event.primitive, other)
+        if any(r.dtype in HALF for r in event.inputs):
+            # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
+            yield (
+                "A zero may be a small number that was flushed in 16 bits, such as an epsilon: in "
+                "float16 use 1e-4 or more, or compute the operation in float32."
+            )
+            yield _override(event, tried)
 
 
-def _guard(event: NonfiniteReport) -> str:
-    """Returns how to avoid the point where a derivative is non-finite."""
-    return INFINITE_DERIVATIVE.get(event.derivative_of, GUARD)
-
-
-def _override(event: NonfiniteReport, tried: Sequence[str]):
-    """Yields the override that prevents it, as far as that is known."""
+def _override(event: NonfiniteReport, tried: Sequence[str]) -> str:
+    """Returns the override that prevents it, as far as that is known."""
     call = f"policy.override({dict.fromkeys(tried, 'float32')!r})"
     if event.overrides:
-        yield (
+        return (
             f"Compute {'this part' if len(tried) == 1 else 'these parts'} in float32 (tried: the "
             f"program is then finite). It moves {event.float32_flops:.1%} of the matmul FLOPs: "
             f"{call}."
         )
-    elif tried:
-        yield f"Float32 for this part alone does not help (tried): {call}."
-    else:
-        yield "Or compute this part in float32, inside `with mpjax.precision('float32'):`."
+    if tried:
+        return f"Float32 for this part alone does not help (tried): {call}."
+    return "Or compute this part in float32, inside `with mpjax.precision('float32'):`."
 
 
 SMALLER = "Or make its operands smaller: normalize them, or scale before the product, not after."

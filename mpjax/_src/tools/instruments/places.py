@@ -1,9 +1,10 @@
 """Places: the operations that the pattern of an override moves to float32, and their cost."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
-from mpjax._src.core.autocast.classify import Outline, Ruling
+from mpjax._src.core.autocast.classify import Outline
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.program.graph import Op
@@ -25,13 +26,13 @@ class Places:
         self._pairs = pairs = plan.numbered
         rulings = plan.rulings
         self.rows = plan.rows
-        self.movable = [op for op, _ in pairs if is_movable(op, rulings[op])]
+        self.movable = [op for op, _ in pairs if rulings[op].in_force == "half" and op.has_float32]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
         self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
+        self.place = functools.cache(self._place)  # returns the place of a pattern
 
-    def place(self, pattern: str) -> Place:
-        """Returns the place of a pattern."""
+    def _place(self, pattern: str) -> Place:
         hit = (n for n, each in self._spots.items() if any(matches(pattern, s) for s in each))
         return Place(pattern, frozenset(hit))
 
@@ -39,7 +40,7 @@ class Places:
         """Returns the places that contain an op, the smallest first."""
         # A cast has no place of its own. It goes away if the 16-bit ops that read it move.
         near = [op] if op in self.movable else self._readers(op)
-        places = {self.place(pattern): None for each in near for pattern in patterns(each)}
+        places = dict.fromkeys(self.place(pattern) for each in near for pattern in patterns(each))
         return sorted(places, key=lambda place: (self.flops(place.ops), len(place.ops)))
 
     def _readers(self, op: Op) -> list[Op]:
@@ -56,16 +57,12 @@ class Places:
 
     def finest(self) -> list[Place]:
         """Returns the smallest places that patterns can name; together they move everything."""
-        places: dict[str, Place] = {}
         finest: dict[frozenset[int], Place] = {}
         for op in self.movable:
             scoped = "/".join(shown(op.scopes))
-            for pattern in patterns(op):
-                if pattern not in places:
-                    places[pattern] = self.place(pattern)
             # Of patterns that move as few ops, one of the scope says more than a parameter's path.
             best = min(
-                (places[pattern] for pattern in patterns(op)),
+                map(self.place, patterns(op)),
                 key=lambda p: (len(p.ops), not p.pattern.startswith(scoped), len(p.pattern)),
             )
             finest.setdefault(best.ops, best)
@@ -87,8 +84,7 @@ class Places:
         wider = {p.ops: p for p in places}
         for op in self.movable:
             if self.rows[op] in moved:
-                for pattern in patterns(op):
-                    place = self.place(pattern)
+                for place in map(self.place, patterns(op)):
                     if place.ops <= moved:
                         wider.setdefault(place.ops, place)
         chosen: list[Place] = []
@@ -99,10 +95,6 @@ class Places:
             chosen.append(wider[ops])
             left -= ops
         return chosen
-
-
-def is_movable(op: Op, ruling: Ruling) -> bool:
-    return ruling.in_force == "half" and op.has_float32
 
 
 def spots(op: Op) -> list[str]:

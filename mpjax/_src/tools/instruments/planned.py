@@ -5,24 +5,42 @@ derivative, so each equation that runs says which row it belongs to.
 """
 
 import collections
-import functools
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.core.autocast.transform import Traced, call
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, is_float, short_name
+from mpjax._src.core.base.higher_order import CALL, higher_order, turns_of
 from mpjax._src.core.base.higher_order import PLANNED as PROGRAMS
-from mpjax._src.core.base.higher_order import higher_order, turns_of
 from mpjax._src.core.base.lines import where
+from mpjax._src.core.base.public import public
 from mpjax._src.core.planner.exceptions import ALL_FULL, ENDS, SOLVES
 from mpjax._src.core.planner.rounding import no_faster
 from mpjax._src.core.program.graph import KERNEL, PLANNED, REGION, Op
 from mpjax._src.core.program.interpret import is_precise
 from mpjax._src.core.program.site import ROOT, Site
-from mpjax._src.tools.instruments.kept import Kept, is_cast, makers_of, origin_of
-from mpjax._src.tools.instruments.rows import Row, computed_in, is_frame, name_of, signature
+from mpjax._src.tools.instruments.rows import Row, is_frame, name_of, signature, signature_of
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array that is kept from the forward to the backward pass.
+
+    Attributes:
+        dtype: The short name of its dtype, such as "bf16".
+        shape: Its shape. For a value of a loop, the shape for all iterations together.
+        bytes: Its size in bytes.
+        row: The index of the row that computed it, or None if no row did.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    row: int | None
 
 
 class Running(NamedTuple):
@@ -76,14 +94,14 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
     ran = _by_row(jaxpr)
     if any(i not in ran for i, _ in enumerate(traced.outline.numbered)):
         # What a rule or an equal operation stands for runs where nothing is differentiated.
-        forward = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
-        ran = _by_row(_jax.open_jaxpr(forward)[0]) | ran
+        ran = _by_row(forward_of(traced)) | ran
     told = {} if traced.as_written else traced.with_rows.program.exceptions.reasons
     storage, rounded = _storage(jaxpr, kept), rounded_for(jaxpr)
     changed = traced.replaced
     within: dict[Op, Op] = {}
     for i, (op, times) in enumerate(traced.outline.numbered):
-        own = _own(op, ran.get(i, ()))
+        group = ran.get(i, ())
+        own = _own(op, group)
         reason, left_alone = _reason(op, told.get(i, ""), traced, own)
         if left_alone or reason == SOLVES:
             within.update(dict.fromkeys((o for s in op.subs for o in s.program.walk()), op))
@@ -91,15 +109,33 @@ def rows_of(traced: Traced, jaxpr: Any, kept: Sequence[Kept] = ()) -> Iterator[R
             around = within[op]
             reason = f"inside the {around.name} of {where(*around.lines)}, left unchanged"
         count = max((rounded.get(id(eqn), 0) for eqn in own), default=0)
-        own_texts = changed.instead.get(op), *storage.get(i, ()), for_readers(count)
-        texts = filter(None, own_texts)
+        texts = changed.instead.get(op), *storage.get(i, ()), for_readers(count)
         half = traced.outline.rulings[op].half if op in changed.instead else None
-        yield _row(op, times, own, ran.get(i, ()), reason, half)(
+        ends = () if op.subs and not op.inside.one_operation else itertools.chain(*_ends(group))
+        source, library = op.lines
+        yield Row(
+            primitive=op.name,
+            scope="/".join(op.scopes),
+            path=", ".join(dict.fromkeys(path for v in op.ins for path in v.paths if path)),
+            source=source,
+            before=signature_of(op.ins, op.outs),
+            after=_after(op, own, half),
+            reason=reason,
+            flops=_jax.flops_of(op.eqn),
+            times=times,
             left_alone=left_alone,
-            storage="; ".join(texts),
+            storage="; ".join(filter(None, texts)),
             attention=changed.attention.get(op, ""),
             loss=changed.losses.get(op, ""),
+            library=library,
+            bytes=sum(_jax.bytes_of(v.aval) for v in ends if not isinstance(v, _jax.Literal)),
         )
+
+
+def forward_of(traced: Traced) -> Any:
+    """Returns the program that runs where nothing is differentiated, open."""
+    jaxpr = _jax.trace(lambda *xs: call(traced, list(xs), rows=True), traced.avals, "explain")
+    return _jax.open_jaxpr(jaxpr)[0]
 
 
 def _by_row(jaxpr: Any) -> dict[int, list[Any]]:
@@ -118,32 +154,14 @@ def _own(op: Op, group: Sequence[Any]) -> list[Any]:
     return same or [eqn for eqn in group if not is_added(eqn)]
 
 
-def _row(
-    op: Op, times: int, own: Sequence[Any], group: Sequence[Any], reason: str, half: Any
-) -> Any:
-    """Returns a row as far as it is known, of an operation that another one runs in ``half``."""
-    source, library = op.lines
-    before = _names(op.ins, op.outs)
+def _after(op: Op, own: Sequence[Any], half: Any) -> str:
+    """Returns the dtypes of an operation as it runs, or of one that another runs in ``half``."""
     ins, outs = _ends(own)
-    after = _names(_alike(ins, op.ins), _alike(outs, op.outs)) if own else before
     if half is not None and op.spec.need == rules.HALF:
-        made = [name_of(v.aval) for v in _alike(outs, op.outs, ())] or ["f32"]
-        after = signature([short_name(half)], made)
-    ends = () if op.subs and not op.inside.one_operation else itertools.chain(*_ends(group))
-    return functools.partial(
-        Row,
-        op.name,
-        "/".join(op.scopes),
-        ", ".join(dict.fromkeys(path for v in op.ins for path in v.paths if path)),
-        source,
-        before,
-        after,
-        reason,
-        _jax.flops_of(op.eqn),
-        times,
-        library=library,
-        bytes=sum(_jax.bytes_of(v.aval) for v in ends if not isinstance(v, _jax.Literal)),
-    )
+        return signature([short_name(half)], [*map(name_of, _alike(outs, op.outs))] or ["f32"])
+    if not own:
+        return signature_of(op.ins, op.outs)
+    return signature_of(_alike(ins, op.ins) or ins, _alike(outs, op.outs) or outs)
 
 
 def _ends(group: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -155,20 +173,10 @@ def _ends(group: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [*ins.values()], [*outs.values()]
 
 
-def _alike(
-    values: Sequence[Any], as_written: Sequence[Any], others: Sequence[Any] | None = None
-) -> Sequence[Any]:
-    """Returns the values that are arrays of the program as it is written, in any float dtype.
-
-    If there are none, ``others``, by default all values.
-    """
+def _alike(values: Sequence[Any], as_written: Sequence[Any]) -> list[Any]:
+    """Returns the values that are arrays of the program as it is written, in any float dtype."""
     known = {(str(v.aval.shape), is_float(v)) for v in as_written if hasattr(v.aval, "shape")}
-    like = [v for v in values if (str(getattr(v.aval, "shape", "")), is_float(v)) in known]
-    return like or (values if others is None else others)
-
-
-def _names(ins: Iterable[Any], outs: Iterable[Any]) -> str:
-    return signature([name_of(v.aval) for v in ins], [name_of(v.aval) for v in outs])
+    return [v for v in values if (str(getattr(v.aval, "shape", "")), is_float(v)) in known]
 
 
 # ---- reasons ------------------------------------------------------------------------------------
@@ -247,6 +255,101 @@ def _of_matmul(op: Op, traced: Traced, own: Sequence[Any]) -> tuple[str, bool]:
 
 # ---- what is kept, computed again, rounded ------------------------------------------------------
 
+# Primitives whose results are their operands.
+SAME = {"name", "stop_gradient", "optimization_barrier", "gpu_barrier"}
+
+
+def kept_by(jaxpr: Any) -> list[Kept]:
+    """Returns the arrays that a program keeps for a backward pass, largest first.
+
+    Args:
+        jaxpr: A program, open, whose results are the residuals of the backward pass. Residuals that
+            are its arguments or constants take no additional memory and are left out.
+    """
+    known = sources_of(jaxpr)
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    first: dict[Any, Any] = {}  # of the residuals that have the same array
+    for v in jaxpr.outvars:
+        if not isinstance(v, _jax.Literal) and known[v].array not in inputs:
+            first.setdefault(known[v].array, v)
+    arrays = []
+    for v in first.values():
+        if not known[v].constant:
+            row = known[v].row
+            size, shape = _jax.bytes_of(v.aval), tuple(v.aval.shape)
+            arrays.append(Kept(short_name(v.aval.dtype), shape, size, row))
+    return sorted(arrays, key=lambda kept: -kept.bytes)
+
+
+def is_cast(eqn: Any) -> bool:
+    """Returns whether an equation passes on a value in another dtype, or what was cast."""
+    return eqn.primitive.name == "convert_element_type" or is_precise(eqn)
+
+
+class Source(NamedTuple):
+    """Where a value of a program comes from."""
+
+    # The first variable that has its array, which compilers do not copy; with the calls around it,
+    # because JAX shares one jaxpr among equal calls, whose arrays are others. None for a literal.
+    array: Any
+    origin: Any  # the number of the row that made it, or the argument of the program that it is
+    constant: bool = False  # whether it depends on literals alone, as zeros do, which are not kept
+
+    @property
+    def row(self) -> int | None:
+        """The number of the row that made it."""
+        return self.origin if isinstance(self.origin, int) else None
+
+
+def sources_of(jaxpr: Any) -> dict[Any, Source]:
+    """Returns where each variable of an open jaxpr comes from."""
+    known = {v: Source(v, v) for v in (*jaxpr.invars, *jaxpr.constvars)}
+
+    def source(atom: Any) -> Source:
+        return Source(None, None) if isinstance(atom, _jax.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        ins = [*map(source, eqn.invars)]
+        constant = eqn.primitive.name == _jax.CARRIER or all(v.array is None for v in ins)
+        origin = _own_origin(eqn, ins)
+        made = [Source(v, origin, constant) for v in eqn.outvars]
+        if eqn.primitive.name in SAME or is_precise(eqn):
+            made = [m._replace(array=v.array or m.array) for m, v in zip(made, ins, strict=False)]
+        for inner in reversed(_jax.inner_jaxprs(eqn)):
+            if len(inner.outvars) == len(eqn.outvars):
+                inside = sources_of(inner)
+                for i, v in enumerate(inner.outvars):
+                    if not isinstance(v, _jax.Literal):
+                        made[i] = _from_inside(eqn, inner, ins, inside[v], made[i])
+        known.update(zip(eqn.outvars, made, strict=True))
+    return known
+
+
+def _own_origin(eqn: Any, ins: Sequence[Source]) -> Any:
+    """Returns the origin of what an equation makes itself."""
+    # A cast belongs to the row of what it casts. An equation without a row, such as a broadcast
+    # that JAX adds, belongs to the row of its only operand.
+    number = ROOT.at(eqn).op
+    read = [v for v in ins if v.array is not None]
+    if is_cast(eqn) and read and read[0].row is not None:
+        return read[0].origin
+    return read[0].origin if number is None and len(read) == 1 else number
+
+
+def _from_inside(
+    eqn: Any, inner: Any, ins: Sequence[Source], inside: Source, outside: Source
+) -> Source:
+    """Returns the source of a result of an equation, from that of a result of a program in it."""
+    operands = dict(zip(inner.invars, ins, strict=False)) if len(inner.invars) == len(ins) else {}
+    array, origin = outside.array, outside.origin
+    if higher_order(eqn.primitive.name).kind == CALL and operands:
+        array = (
+            operands[inside.array].array if inside.array in operands else (id(eqn), inside.array)
+        )
+    if inside.row is not None or inside.origin in operands:
+        origin = operands[inside.origin].origin if inside.row is None else inside.row
+    return Source(array, origin, outside.constant or inside.constant)
+
 
 def _storage(jaxpr: Any, kept: Sequence[Kept]) -> dict[int, list[str]]:
     """Returns what is kept and computed again of each row, in words."""
@@ -267,12 +370,12 @@ def _storage(jaxpr: Any, kept: Sequence[Kept]) -> dict[int, list[str]]:
 def recomputed_rows(jaxpr: Any) -> dict[int, set[int]]:
     """Returns the rows that the backward pass recomputes, and the kept rows they come from."""
     found: dict[int, set[int]] = collections.defaultdict(set)
-    makers = functools.cache(makers_of)
+    known = sources_of(jaxpr)
     for eqn in jaxpr.eqns:
         site = ROOT.at(eqn)
         if eqn.primitive.name in PROGRAMS and site.backward:
-            origins = [origin_of(v, jaxpr, makers) for v in eqn.invars]
-            given = [frozenset({i} if isinstance(i, int) else ()) for i in origins]
+            read = [None if isinstance(v, _jax.Literal) else known[v].row for v in eqn.invars]
+            given = [NOTHING if row is None else frozenset({row}) for row in read]
             (inside,) = higher_order(eqn.primitive.name).wire(eqn)
             _follow(inside.program, given, site, found)
     return found
@@ -316,7 +419,7 @@ def rounded_for(jaxpr: Any) -> dict[int, int]:
         for v in eqn.invars:
             if not isinstance(v, _jax.Literal):
                 readers[v].append(eqn)
-    makers = makers_of(jaxpr)
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         maker = makers.get(eqn.invars[0]) if casts(eqn, FLOAT32) else None
         if maker is not None and not is_added(maker):
@@ -364,7 +467,7 @@ def read_wide(traced: Traced, rows: Sequence[Row], active: Sequence[bool]) -> di
     for i, (op, _) in enumerate(plan.numbered):
         # Views do not count, and programs are searched inside.
         moves = op.spec.need == rules.MOVE or op.name == "convert_element_type"
-        if moves or is_frame(op.name) or op.inside.params or computed_in(rows[i].after) != "f32":
+        if moves or is_frame(op.name) or op.inside.params or rows[i].computes_in != "f32":
             continue
         parameters = [value for value in op.ins if value.is_f32 and value.given]
         for path in trained.intersection(path for value in parameters for path in value.paths):

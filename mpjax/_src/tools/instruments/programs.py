@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mpjax._src.core.autocast import transform
 from mpjax._src.core.autocast.classify import Outline
 from mpjax._src.core.autocast.transform import call, called, trace
 from mpjax._src.core.base import _jax
@@ -19,13 +19,7 @@ from mpjax._src.core.base.errors import warn_at
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.trees import all_finite
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.core.program.gradient import (
-    check_result,
-    differentiated,
-    is_loss,
-    is_pair_of_loss,
-    pull_back,
-)
+from mpjax._src.core.program import gradient
 from mpjax._src.core.program.graph import Op
 from mpjax._src.core.program.interpret import enters
 from mpjax._src.core.program.site import NUMBER, Site
@@ -38,6 +32,8 @@ LEAST_EXPONENT = -24
 # The factor that the instruments keep between a loss scale and overflow.
 ROOM = 4.0
 
+GRADIENT = "gradient of "  # begins the names of results that are gradients
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -45,7 +41,7 @@ class Program:
 
     # The closed jaxpr. Its last argument is the loss scale, a float32 scalar.
     jaxpr: Any
-    arrays: tuple[Any, ...]  # the other arguments, as given
+    arrays: list[jax.Array]  # the other arguments
     names: tuple[str, ...]  # the names of these arguments: their paths
     results: tuple[str, ...]  # the names of the results: "loss", "gradient of w", "result"
     gradients: tuple[bool, ...]  # which results are gradients
@@ -79,6 +75,14 @@ class Program:
         """Whether the backward pass is part of the program."""
         return any(self.gradients)
 
+    def arguments(self, scale: float) -> Iterator[tuple[Any, str]]:
+        """Yields what the program is called with, and the name of each; "" for the loss scale."""
+        return zip([*self.arrays, jnp.float32(scale)], [*self.names, ""], strict=True)
+
+    def named(self, outs: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the results of a run by their names."""
+        return zip(self.results, outs, strict=True)
+
     @functools.cached_property
     def compiled(self) -> Callable[..., list[jax.Array]]:
         """The program compiled as a whole: a function of the arrays and the loss scale."""
@@ -90,11 +94,43 @@ class Program:
 
         return run
 
-    def has_finite_gradients(self, arrays: Sequence[Any], scale: float) -> bool:
+    def at(self, scale: float) -> Iterator[tuple[str, Any]]:
+        """Yields the results of the compiled program at a loss scale by their names."""
+        return self.named(self.compiled(*self.arrays, jnp.float32(scale)))
+
+    def has_finite_gradients(self, scale: float) -> bool:
         """Returns whether every gradient of the compiled program is finite at a loss scale."""
-        outs = self.compiled(*arrays, jnp.float32(scale))
-        grads = [out for out, is_gradient in zip(outs, self.gradients, strict=True) if is_gradient]
-        return bool(all_finite(grads))
+        gradients = itertools.compress(self.at(scale), self.gradients)
+        return bool(all_finite([x for _, x in gradients]))
+
+    def largest_finite_scale(self, high: int) -> float | None:
+        """Returns the largest power of two below 2**high at which every gradient is finite."""
+
+        def finite(exponent: int) -> bool:
+            return self.has_finite_gradients(2.0**exponent)
+
+        # Bisection: what is finite at one scale is so at every smaller one. 1 is tried before
+        # scales below it, which few programs need.
+        low = min(0, high - 1)
+        if not finite(low):
+            low = LEAST_EXPONENT
+            if not finite(low):
+                return None
+        while high - low > 1:
+            middle = (high + low) // 2
+            low, high = (middle, high) if finite(middle) else (low, middle)
+        return 2.0**low
+
+
+def check_concrete(tool: str, arrays: Sequence[Any]) -> list[jax.Array]:
+    """Returns JAX arrays. Raises if one has no concrete values."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{tool} runs the function and inspects its values, so it needs concrete arrays, "
+                f"but was given {x}. Call it outside of jit, with concrete arguments."
+            )
+    return [jnp.asarray(x) for x in arrays]
 
 
 def make_program(
@@ -116,93 +152,59 @@ def make_program(
     run. With ``numbers``, the program says which equation of the function a derivative belongs to.
     """
     leaves = Flat.of((args, kwargs))
-    _check_arrays(tool, leaves)
-    names = leaves.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
-    with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
-        traced = trace(fun, policy, args, kwargs)
-    outs = traced.returned()
-    check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
-
-    def evaluate(*arrays):
-        return call(traced, list(arrays), rows=True)
-
-    alone: Any = None
-    equations: Sequence[Any] = ()
-    if numbers:
-        jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
-        numbered = dataclasses.replace(traced, jaxpr=jaxpr)
-        evaluate = functools.partial(_on_arrays, call, numbered)
-        alone = _jax.trace(functools.partial(_on_arrays, called, numbered), traced.avals, tool)
-
-    def run(*arrays):
-        return traced.rebuild(evaluate(*arrays))
-
-    follows = argnums is not None and is_loss(outs, has_aux, tool)
-    if argnums is not None and not has_aux and is_pair_of_loss(outs):
-        _warn_of_pair(tool, fun)
-    if follows:
-        active = differentiated(tool, args, kwargs, argnums)
-        flat, results = _gradients(run, active, names, has_aux)
-    else:
-        active = [False] * len(names)
-        flat, results = _forward(evaluate, traced.out)
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    note = f"{tool} follows the gradient: for the forward pass alone, pass argnums=None."
-    with _noted(note) if follows else contextlib.nullcontext():
-        jaxpr = _jax.trace(flat, [*traced.avals, _jax.aval_of(scale)], tool)
-    count = len(_jax.open_jaxpr(jaxpr)[0].outvars)
-    grads = sum(active)
-    gradients = (False,) * (count - grads) + (True,) * grads
-    parameters = tuple(n for n, moves in zip(names, active, strict=True) if moves) or names
-    return Program(
-        *(jaxpr, leaves.arrays, names, tuple(results), gradients, parameters),
-        *(traced.outline, ran, alone, equations),
-    )
-
-
-def _on_arrays(run: Callable[..., Any], traced: transform.Traced, *arrays: Any) -> Any:
-    return run(traced, list(arrays))
-
-
-def _check_arrays(tool: str, given: Flat) -> None:
-    if not given.arrays:
+    if not leaves.arrays:
         raise ValueError(
             f"{tool}: the arguments contain no arrays: there is nothing to run. It is called like "
             f"explain: {tool}(fun, policy)(*args), with the arguments of fun."
         )
+    arrays = check_concrete(tool, leaves.arrays)
+    names = leaves.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
+    with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
+        traced = trace(fun, policy, args, kwargs)
+    outs = traced.returned()
+    gradient.check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
+    numbered, alone = traced, None
+    equations: Sequence[Any] = ()
+    if numbers:
+        jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
+        numbered = dataclasses.replace(traced, jaxpr=jaxpr)
+        alone = _jax.trace(lambda *arrays: called(numbered, list(arrays)), traced.avals, tool)
 
+    def evaluate(*arrays):
+        return call(numbered, list(arrays), rows=not numbers)
 
-def _warn_of_pair(tool: str, fun: Callable[..., Any]) -> None:
-    warn_at(
-        fun,
-        f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
-        "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
-        "argnums=None says that the forward pass is what you want.",
+    def forward(*inputs):
+        return evaluate(*inputs[:-1])  # without the loss scale
+
+    follows = argnums is not None and gradient.is_loss(outs, has_aux, tool)
+    if argnums is not None and not has_aux and gradient.is_pair_of_loss(outs):
+        warn_at(
+            fun,
+            f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
+            "so its forward pass alone is looked at. For its gradients too pass has_aux=True; "
+            "argnums=None says that the forward pass is what you want.",
+        )
+    active = (
+        gradient.differentiated(tool, args, kwargs, argnums) if follows else [False] * len(names)
+    )
+    parameters = tuple(itertools.compress(names, active)) or names
+    flat, results = forward, [f"result {path_of(keys)}".strip() for keys in traced.out.keys]
+    if follows:
+        flat, results = _gradients(
+            lambda *arrays: traced.rebuild(evaluate(*arrays)), active, parameters, has_aux
+        )
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    note = f"{tool} follows the gradient: for the forward pass alone, pass argnums=None."
+    with _noted(note) if follows else contextlib.nullcontext():
+        jaxpr = _jax.trace(flat, [*traced.avals, _jax.aval_of(scale)], tool)
+    gradients = tuple(name.startswith(GRADIENT) for name in results)
+    return Program(
+        *(jaxpr, arrays, names, tuple(results), gradients, parameters),
+        *(traced.outline, ran, alone, equations),
     )
 
 
-def largest_finite_scale(program: Program, arrays: Sequence[Any], high: int) -> float | None:
-    """Returns the largest power of two below 2**high at which every gradient is finite."""
-
-    def finite(exponent: int) -> bool:
-        return program.has_finite_gradients(arrays, 2.0**exponent)
-
-    # Bisection: what is finite at one scale is so at every smaller one. 1 is tried before scales
-    # below it, which few programs need.
-    low = min(0, high - 1)
-    if not finite(low):
-        low = LEAST_EXPONENT
-        if not finite(low):
-            return None
-    while high - low > 1:
-        middle = (high + low) // 2
-        low, high = (middle, high) if finite(middle) else (low, middle)
-    return 2.0**low
-
-
-def training_scale(
-    program: Program, arrays: Sequence[Any], policy: Policy, loss_scale: LossScale | str | float
-) -> float:
+def training_scale(program: Program, policy: Policy, loss_scale: LossScale | str | float) -> float:
     """Returns the loss scale that an instrument uses for a program.
 
     "auto" is the scale that a step would train with: none, or if something computes in float16, the
@@ -214,9 +216,9 @@ def training_scale(
     chosen = not (isinstance(loss_scale, str) and loss_scale.lower() == "auto")
     if chosen or scale == 1 or not program.follows_gradient:
         return scale
-    if program.has_finite_gradients(arrays, scale * ROOM):
+    if program.has_finite_gradients(scale * ROOM):
         return scale
-    largest = largest_finite_scale(program, arrays, round(math.log2(scale * ROOM)))
+    largest = program.largest_finite_scale(round(math.log2(scale * ROOM)))
     return 1.0 if largest is None else min(scale, largest / ROOM)
 
 
@@ -230,25 +232,18 @@ def _noted(note: str):
         raise
 
 
-def _forward(evaluate, out: Flat) -> tuple[Callable[..., Any], list[str]]:
-    def flat(*arrays):
-        return evaluate(*arrays[:-1])
-
-    return flat, [f"result {path_of(keys)}".strip() for keys in out.keys]
-
-
-def _gradients(run, active, names, has_aux) -> tuple[Callable[..., Any], list[str]]:
+def _gradients(
+    run: Callable[..., Any], active: Sequence[bool], parameters: Sequence[str], has_aux: bool
+) -> tuple[Callable[..., Any], list[str]]:
+    """Returns the value and gradients of the scaled loss, and their names, known once it ran."""
     results: list[str] = []
 
     def flat(*inputs):
         *arrays, scale = inputs
-        pulled = pull_back(run, active, arrays, has_aux, lambda loss: _wide(loss) * scale)
-        results[:] = ["loss", *(f"aux {path}".strip() for path in pulled.aux)]
-        results.extend(
-            f"gradient of {name}" for name, moves in zip(names, active, strict=False) if moves
-        )
-        grads = [_wide(g) / scale for g in pulled.gradients()]
-        return [pulled.loss, *pulled.aux.values(), *grads]
+        pulled = gradient.pull_back(run, active, arrays, has_aux, lambda loss: _wide(loss) * scale)
+        aux = (f"aux {path}".strip() for path in pulled.aux)
+        results[:] = ["loss", *aux, *(GRADIENT + name for name in parameters)]
+        return [pulled.loss, *pulled.aux.values(), *(_wide(g) / scale for g in pulled.gradients())]
 
     return flat, results
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,11 +49,6 @@ class Range(Report):
         return Document("The range of an array", str(self))
 
 
-def turns_of(loops: Sequence[tuple[str, int]]) -> str:
-    """Returns the iterations of loops as text."""
-    return ", ".join(f"{loop} {i}" for loop, i in loops)
-
-
 def is_number(x: Any) -> bool:
     """Returns whether a value is an array of numbers, and not of keys or booleans."""
     array = isinstance(x, jax.Array | np.ndarray | np.generic)
@@ -63,29 +57,18 @@ def is_number(x: Any) -> bool:
 
 def counts(x: Any) -> tuple[int, int]:
     """Returns how many entries are NaN, and how many are Inf."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not np.size(x):
+    if not (is_number(x) and np.size(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
         return 0, 0
-    dtype = x.dtype
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return 0, 0
-    if isinstance(x, np.ndarray | np.generic):
-        x = np.asarray(x, np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype)
-        return int(np.isnan(x).sum()), int(np.isinf(x).sum())
     # The usual case, in one reduction to one bool.
-    if _all_finite(x):
+    if isinstance(x, jax.Array) and _all_finite(x):
         return 0, 0
-    nans, infs = np.asarray(_counts(x))
-    return int(nans), int(infs)
+    x = np.asarray(x)
+    return int(np.isnan(x).sum()), int(np.isinf(x).sum())
 
 
 @jax.jit
 def _all_finite(x):
     return jnp.all(jnp.isfinite(x))
-
-
-@jax.jit
-def _counts(x):
-    return jnp.stack([jnp.sum(jnp.isnan(x)), jnp.sum(jnp.isinf(x))])
 
 
 @jax.jit

@@ -1,7 +1,7 @@
 """The row of an operation in the report of `explain`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpjax._src.core.base import _jax
@@ -10,7 +10,8 @@ from mpjax._src.core.base.higher_order import CALL, higher_order
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
 
-COMPUTES = ("f16", "bf16", "f32", "other")
+HALF = ("f16", "bf16")
+COMPUTES = (*HALF, "f32", "other")
 
 # The reason of a row of the backward pass begins with this word.
 BACKWARD = "backward "
@@ -82,6 +83,11 @@ class Row:
         return self.scope or where(self.source, self.library)
 
 
+def turns_of(loops: Sequence[tuple[str, int]]) -> str:
+    """Returns the iterations of loops as text."""
+    return ", ".join(f"{loop} {i}" for loop, i in loops)
+
+
 def is_frame(primitive: str) -> bool:
     """Returns whether equations of a primitive only contain a program or order operations."""
     return primitive in _jax.BARRIERS or higher_order(primitive).kind == CALL
@@ -102,12 +108,16 @@ def computed_in(signature: str) -> str:
     return next((name for name in ("f32", "bf16", "f16") if name in dtypes), "other")
 
 
-def name_of(aval: Any) -> str:
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return str(aval)
-    return short_name(dtype)
+def name_of(value: Any) -> str:
+    """Returns the short name of the dtype of an array, or of a value of a program."""
+    aval = getattr(value, "aval", value)
+    return short_name(aval.dtype) if hasattr(aval, "dtype") else str(aval)
 
 
-def signature(ins: Sequence[str], outs: Sequence[str]) -> str:
+def signature_of(ins: Iterable[Any], outs: Iterable[Any]) -> str:
+    """Returns the dtypes of operands and results, such as "bf16,f32->f32"."""
+    return signature(map(name_of, ins), map(name_of, outs))
+
+
+def signature(ins: Iterable[str], outs: Iterable[str]) -> str:
     return f"{','.join(dict.fromkeys(ins))}->{','.join(dict.fromkeys(outs))}"

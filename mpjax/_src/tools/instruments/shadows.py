@@ -1,4 +1,14 @@
-"""Runs a program one operation at a time with a shadow: the same values in float32."""
+"""Runs a program one operation at a time with a shadow: the same values in float32.
+
+Some results are only rounding error in float32: the gradients that are zero in exact arithmetic,
+such as those of a bias before BatchNorm, of the key bias in attention, of a loss whose advantages
+sum to zero. An error relative to their size means nothing. Such a value changes completely if the
+last bits of the arguments change (stochastic arithmetic; Vignes, 1993), and the change tells how
+large the canceled terms are. Its error is measured relative to the size of these terms.
+
+To see the effect of some lines' rounding, `run_healed` runs a program with their results in
+float32.
+"""
 
 import dataclasses
 import math
@@ -10,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import _jax, rules
-from mpjax._src.core.base.dtypes import at_least_float32, dtype_of, is_float, is_half, short_name
+from mpjax._src.core.base.dtypes import at_least_float32, is_float, is_half
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.rules import rule_of
-from mpjax._src.core.program.interpret import Watcher, is_precise, run, run_in_float32, take, widen
+from mpjax._src.core.base.rules import MOVE, rule_of
+from mpjax._src.core.program import interpret
+from mpjax._src.core.program.interpret import run, run_in_float32, take, widen
 from mpjax._src.core.program.site import Site, shown
-from mpjax._src.tools.instruments.noise import SUSPICIOUS
+from mpjax._src.tools.instruments.rows import signature_of, turns_of
 
 # A float32 sum that is smaller than its terms by this factor is only rounding error.
 NOISE = 2.0**-17
@@ -33,6 +44,20 @@ NATURAL = 2.0**-5
 
 # An overflow counts more than any finite error, unless its operands were already wrong.
 OVERFLOW = 16.0
+
+# The relative rounding error of float32.
+ROUNDING = 2.0**-23
+
+# A value that changes by more than this share with the last bits of the arguments is noise. Zeros
+# change by about their own size; float32 still knows what is only ill-conditioned to a few percent.
+CHANGES = 2.0**-3
+
+# Only results with a larger relative error are tested for noise. Two roundings of zero differ by
+# about their own size: a quarter of it leaves room for those that agree in part.
+SUSPICIOUS = 0.25
+
+# Operations that return entries of their operands, besides those whose rule is MOVE.
+CHOOSES = frozenset({"select_n"})
 
 
 @public("mpjax.reports")
@@ -122,6 +147,7 @@ class Shadowed:
     noise: bool = False  # whether the shadow is only rounding error
     makers: frozenset[Any] = frozenset()  # in a loop, the operations that accumulate it
     given: float = 0.0  # the error before they did
+    steps: frozenset[int] = frozenset()  # the recorded operations that computed it
 
     def error_for(self, key: Any) -> float:
         """Returns the error that was there before the operation, not made by it in a loop."""
@@ -132,58 +158,52 @@ class Shadowed:
         return self.shadow is self.array
 
 
-class Comparer(Watcher):
-    """The watcher that runs every operation under the policy and in float32."""
+class Comparer(interpret.Watcher):
+    """The watcher that runs every operation under the policy and in float32.
+
+    Attributes:
+        rows: The operations, in the order in which they first ran.
+        diverged: The lines where float32 would have taken another path.
+    """
 
     def __init__(self, lines: Callable[[Any, Site], tuple[str, str]]):
         self._find = lines  # as those of a `Program`
         self._found: dict[Any, tuple[str, str]] = {}
         self.rows: dict[Any, CompareRow] = {}
-        self.order: dict[Any, int] = {}
         self.diverged: dict[str, None] = {}
-        self._paths: dict[Any, str] = {}
+        self._paths: dict[Any, str] = {}  # of the parameters that a line reads
 
     def operation(self, eqn: Any, ins: list[Shadowed], place: Site) -> list[Shadowed]:
         arrays = [v.array for v in ins]
         outs = run(eqn, arrays)
         traits = rule_of(eqn.primitive.name).traits
         path = ins[0].path if ins and rules.SAME_PARAMETER in traits else ""
+        half = any(map(is_half, (*arrays, *outs)))
+        if not half and all(v.exact for v in ins):  # nothing before it was rounded to 16 bits
+            return [Shadowed(out, out, path=path) for out in outs]
+        local, wanted, compared = _in_float32(eqn, ins, outs, half)
         loops = tuple(loop for loop, _ in place.loops)
         key = (id(eqn), place.scopes, loops, self._lines(eqn, place))  # JAX shares what it traced
-        operands_error = max((v.error_for(key) for v in ins), default=0.0)
+        operands = max((v.error_for(key) for v in ins), default=0.0)
         accumulated: dict[str, Any] = {}
         if place.loops and {rules.SAME_PARAMETER, rules.STATE} & traits:
             makers = frozenset({key}).union(*(v.makers for v in ins))
-            accumulated = {"makers": makers, "given": operands_error}
-        half = any(is_half(x) for x in (*arrays, *outs))
-        if not half and all(v.exact for v in ins):  # nothing before it was rounded to 16 bits
-            return [Shadowed(out, out, path=path) for out in outs]
-        # float32 on the operands as they are tells the operation's own error from what it inherits;
-        # on their shadows it gives the result as it should be.
-        local = run_in_float32(eqn, arrays) if half else outs
-        shadows = [v.shadow for v in ins]
-        wanted = local if all(v.exact for v in ins) else run_in_float32(eqn, shadows)
-        compared = True
-        if local is None or wanted is None:
-            # Some operations have no float32 form: their results count as right.
-            compared, local = False, [widen(out) for out in outs]
-            wanted = local
-        paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
-        if paths:
+            accumulated = {"makers": makers, "given": operands}
+        if paths := _paths_of(ins):
             self._paths.setdefault(_jax.line_key(eqn), paths)
         results = []
         for out, own, shadow in zip(outs, local, wanted, strict=True):
             if not (is_float(out) and np.size(out)):
                 results.append(Shadowed(out, shadow, path=path))
                 continue
-            stats = dict(zip(STATS, np.asarray(stats_of(out, own, shadow)), strict=True))
-            error = capped(float(stats["error"]))
+            stats = dict(zip(STATS, np.asarray(stats_of(out, own, shadow)).tolist(), strict=True))
+            error = capped(stats["error"])
             noise = error > SUSPICIOUS and (
                 any(v.noise for v in ins) or _is_noise(eqn, ins, shadow)
             )
             if not self._is_ours(eqn, place):
-                stats |= {"operands": operands_error, "compared": compared, "noise": noise}
-                self._record(key, eqn, ins, out, stats, place)
+                facts = {"operands": operands, "compared": compared, "noise": noise}
+                self._record(key, eqn, ins, out, place, stats | facts)
             results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
         return results
 
@@ -202,50 +222,40 @@ class Comparer(Watcher):
         """
         unnamed = place.op is None and not self._lines(eqn, place)[0]
         barrier = eqn.primitive.name in (*_jax.BARRIERS, "optimization_barrier")
-        return unnamed or barrier or is_precise(eqn) or place.again
+        return unnamed or barrier or interpret.is_precise(eqn) or place.again
 
-    def _record(self, key, eqn, ins, out, stats, place) -> None:
-        verdicts = {name: stats.pop(name) for name in ("compared", "noise")}
-        stats = {name: float(value) for name, value in stats.items()}
+    def _record(
+        self, key: Any, eqn: Any, ins: list[Shadowed], out: Any, place: Site, stats: dict[str, Any]
+    ) -> None:
         before = self.rows.get(key)
+        source, library = self._lines(eqn, place)
         row = CompareRow(
             primitive=eqn.primitive.name,
-            source="",
+            source=source,
             scope="/".join(shown(place.scopes)),
-            path="",
+            path=_paths_of(ins) or self._paths.get(_jax.line_key(eqn), ""),
             backward=place.backward,
             iteration=place.loops,
             times=1 + (before.times if before else 0),
-            dtypes=f"{','.join(dict.fromkeys(_name(v.array) for v in ins))}->{_name(out)}",
+            dtypes=signature_of([v.array for v in ins], [out]),
             op=place.op,
+            library=library,
             bytes=sum(getattr(x, "nbytes", 0) for x in (*(v.array for v in ins), out)),
-            **verdicts,
             **stats,
         )
-        self.order.setdefault(key, len(self.order))
         if before and badness(row) <= badness(before):
             row = dataclasses.replace(before, times=row.times)
-        else:
-            key_of_line = _jax.line_key(eqn)
-            source, library = self._lines(eqn, place)
-            paths = ", ".join(dict.fromkeys(v.path for v in ins if v.path))
-            row = dataclasses.replace(
-                row,
-                source=source,
-                library=library,
-                path=paths or self._paths.get(key_of_line, ""),
-            )
         self.rows[key] = row
 
     def constant(self, array: Any) -> Shadowed:
-        return Shadowed(array, widen(array) if is_half(array) else array)
+        return Shadowed(array, widen(array))
 
     def decide(self, value: Shadowed, eqn: Any, place: Site) -> int:
         # The shadow follows the path that was taken, where float32 would have taken another.
         if int(value.array) != int(value.shadow):
-            turns = ", ".join(f"{loop} {i}" for loop, i in place.loops)
             line = where(*self._lines(eqn, place))
-            self.diverged.setdefault("  ".join(filter(None, [eqn.primitive.name, line, turns])))
+            parts = eqn.primitive.name, line, turns_of(place.loops)
+            self.diverged.setdefault("  ".join(filter(None, parts)))
         return int(value.array)
 
     def slice(self, value: Shadowed, index: int) -> Shadowed:
@@ -256,8 +266,34 @@ class Comparer(Watcher):
     def stack(self, values: Sequence[Shadowed]) -> Shadowed:
         array = jnp.stack([v.array for v in values])
         exact = all(v.exact for v in values)
-        shadow = array if exact else jnp.stack([v.shadow for v in values])
-        return Shadowed(array, shadow, max(v.error for v in values), values[0].path)
+        return Shadowed(
+            array,
+            array if exact else jnp.stack([v.shadow for v in values]),
+            max(v.error for v in values),
+            values[0].path,
+            steps=frozenset().union(*(v.steps for v in values)),
+        )
+
+
+def _in_float32(
+    eqn: Any, ins: Sequence[Shadowed], outs: list[Any], half: bool
+) -> tuple[list[Any], list[Any], bool]:
+    """Returns the results of float32 on the operands, and on their shadows; and whether it has any.
+
+    The first tell the operation's own error from what it inherits; the second are what the results
+    should be. Some operations have no float32 form: their results count as right.
+    """
+    local = run_in_float32(eqn, [v.array for v in ins]) if half else outs
+    exact = all(v.exact for v in ins)
+    wanted = local if exact else run_in_float32(eqn, [v.shadow for v in ins])
+    if local is None or wanted is None:
+        right = [widen(out) for out in outs]
+        return right, right, False
+    return local, wanted, True
+
+
+def _paths_of(values: Sequence[Shadowed]) -> str:
+    return ", ".join(dict.fromkeys(v.path for v in values if v.path))
 
 
 def badness(row: CompareRow) -> tuple[bool, float]:
@@ -271,12 +307,12 @@ def capped(error: float) -> float:
 
 def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
     """Returns whether the terms of a sum cancel down to float32's rounding error."""
-    sums = rules.CANCELS in rule_of(eqn.primitive.name).traits
-    if not (sums or eqn.primitive.name in ("add", "sub")):
+    name = eqn.primitive.name
+    if not (rules.CANCELS in rule_of(name).traits or name in rules.SUMS_OF_TWO):
         return False
     # The same sum of magnitudes, none of which cancel, says how large its terms are.
     magnitudes = [jnp.abs(v.shadow) for v in ins]
-    if eqn.primitive.name == "sub":
+    if name == "sub":
         magnitudes[1] = -magnitudes[1]
     terms = run_in_float32(eqn, magnitudes)
     return terms is not None and bool(norm(shadow) < NOISE * norm(terms[0]))
@@ -344,5 +380,81 @@ def norm(x):
     return jnp.linalg.norm(x)
 
 
-def _name(x: Any) -> str:
-    return short_name(dtype_of(x))
+# ---- results that are only rounding error --------------------------------------------------------
+
+
+def perturbed(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns arrays whose floating entries are changed in the last bit, up or down at random."""
+
+    def changed(x: jax.Array, seed: int) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        # In NumPy, because JAX would compile for each shape.
+        up = np.random.default_rng(seed).integers(0, 2, x.shape, bool)
+        factor = np.where(up, 1 + 2 * ROUNDING, 1 - 2 * ROUNDING)
+        return jnp.asarray((np.asarray(x, np.float64) * factor).astype(x.dtype))
+
+    return [changed(x, seed) for seed, x in enumerate(arrays)]
+
+
+def results_of_perturbed(jaxpr: Any, arrays: Sequence[jax.Array], *more: Any) -> list[Any] | None:
+    """Returns the float32 results for `perturbed` arrays, or None without a float32 form."""
+    try:
+        return interpret.interpret(
+            jaxpr, [*perturbed([widen(x) for x in arrays]), *more], interpret.Wide()
+        )
+    except NotImplementedError:
+        return None
+
+
+def size_of_terms(wanted: Any, result: Any) -> float:
+    """Returns the size of the terms of a value that is only rounding error, and 0 for any other.
+
+    ``wanted`` is the value in float32, ``result`` that for `perturbed` arguments.
+    """
+    noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (result - wanted, wanted))
+    return noise / ROUNDING if noise > CHANGES * size else 0.0
+
+
+# ---- lines in float32 ----------------------------------------------------------------------------
+
+
+class Healed(interpret.Plain):
+    """The watcher that returns the results of some equations in float32, as `heals` selects."""
+
+    def __init__(self, heals: Callable[[Any, Site], bool]):
+        self.heals = heals
+
+    def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
+        halves = [is_half(v.aval) for v in eqn.outvars]
+        heals = any(halves) and self.heals(eqn, place)
+        # An operand may be the float32 result of a healed line, where the program has 16 bits.
+        wide = any(
+            is_half(atom.aval) and not is_half(x) for atom, x in zip(eqn.invars, ins, strict=True)
+        )
+        outs = run_in_float32(eqn, ins) if heals or wide else None
+        if outs is None:  # as it is written; also if it has no float32 form
+            outs = run(eqn, [_rounded(x, a.aval) for x, a in zip(ins, eqn.invars, strict=True)])
+        name = eqn.primitive.name
+        if heals or rule_of(name).need == MOVE or name in CHOOSES:
+            return outs
+        return [_rounded(x, v.aval) for x, v in zip(outs, eqn.outvars, strict=True)]
+
+    @staticmethod
+    def stack(values: Sequence[Any]) -> Any:
+        wide = jnp.result_type(*values)  # an iteration may be healed, and another not
+        return jnp.stack([x.astype(wide) for x in values])
+
+
+def run_healed(
+    jaxpr: Any, arrays: Sequence[Any], heals: Callable[[Any, Site], bool] = lambda *_: False
+) -> list[Any]:
+    """Returns the results of a program in which some lines return float32."""
+    return interpret.interpret(jaxpr, list(arrays), Healed(heals))
+
+
+def _rounded(x: Any, aval: Any) -> Any:
+    """Returns an array in the dtype of the program."""
+    if is_half(aval) and getattr(x, "dtype", aval.dtype) != aval.dtype:
+        return x.astype(aval.dtype)
+    return x

@@ -31,11 +31,10 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.compare import compare_program
-from mpjax._src.tools.instruments.noise import SUSPICIOUS, perturbed, size_of_terms
-from mpjax._src.tools.instruments.nonfinite import check_concrete
 from mpjax._src.tools.instruments.places import Place, Places
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.search import Search
+from mpjax._src.tools.instruments.shadows import SUSPICIOUS, perturbed, size_of_terms
 
 # The error of a gradient is relative to at least this share of the norm of all gradients together.
 SMALL = 1e-3
@@ -279,7 +278,7 @@ class _Trial:
         self.runs = 0
         self._make = functools.partial(make, ran=self._count)
         self.program = self._make(policy=policy)
-        self.arrays = check_concrete("tune", self.program.arrays)
+        self.arrays = self.program.arrays
         self.places = Places(self.program.plan)
         self._scale: float | None = None  # a loss scale at which the gradients are finite
         self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
@@ -342,7 +341,7 @@ class _Trial:
         """Returns the loss scale of all runs, which is fixed once gradients are finite."""
         if self._scale is not None:
             return self._scale
-        scale = training_scale(program, self.arrays, self.policy, self.loss_scale)
+        scale = training_scale(program, self.policy, self.loss_scale)
         # 1 may also mean that no scale was finite with these places; with others one may be.
         if scale != 1 or not self.policy.needs_loss_scaling:
             self._scale = scale
@@ -475,7 +474,7 @@ def _of_length(vector: np.ndarray, length: float) -> np.ndarray:
 def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
     """Returns the expected share of the squared error of each place, from its ops' own errors."""
     squares: dict[int, float] = {}
-    compared = compare_program(trial.program, trial.arrays, trial.scale(trial.program))
+    compared = compare_program(trial.program, trial.scale(trial.program))
     for row in compared.rows:
         if row.op is not None and not row.noise:
             # An operation that overflows adds an infinite error, which would hide all others.

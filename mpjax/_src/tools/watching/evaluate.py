@@ -25,7 +25,7 @@ from mpjax._src.tools.watching.figures import (
     nothing,
     over_devices,
 )
-from mpjax._src.tools.watching.places import Tensor, Watch
+from mpjax._src.tools.watching.places import Watch
 
 Result = tuple[list[Any], Figures]
 
@@ -43,26 +43,20 @@ def evaluate(jaxpr: Any, watch: Watch, args: Sequence[Any], axes: tuple[str, ...
         return atom.val if isinstance(atom, _jax.Literal) else env[atom]
 
     for i, eqn in enumerate(inner.eqns):
-        seen: list[Figures] = []
         ins = [read(atom) for atom in eqn.invars]
-        if any(w.tensors for w in watch.inside.get(i, ())):
-            with _jax.location(eqn, eqn.source_info.name_stack):
+        with _jax.location(eqn, eqn.source_info.name_stack):
+            if any(w.tensors for w in watch.inside.get(i, ())):
                 outs, figures = _enter(eqn, watch.inside[i], ins, axes)
-            seen = [figures]
-        else:
-            with _jax.location(eqn, eqn.source_info.name_stack):
+                parts.append(figures)
+            else:
                 outs = _jax.bind(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
-        for v, t in watch.before.get(i, ()):
+        for t in watch.at.get(i, ()):
             # The program's own cast says what is stored, so that the figures need no second one.
-            parts.append(measured(read(v), t, axes, outs[0] if t.part == "cast" else None))
-        parts += seen + [measured(env[v], t, axes) for v, t in watch.after.get(i, ())]
+            stored = outs[0] if t.part == "cast" else None
+            # Within a mesh, each device measures its own part.
+            parts.append(_varying(measure(env[t.value], t.half, t.rounded, stored), axes))
     return [read(atom) for atom in inner.outvars], joined(parts)
-
-
-def measured(x: Any, tensor: Tensor, axes: tuple[str, ...], stored: Any = None) -> Figures:
-    """Measures one array; within a mesh, each device measures its own part."""
-    return _varying(measure(x, tensor.half, tensor.rounded, stored), axes)
 
 
 def traced(program: Any, watch: Watch) -> Any:
@@ -111,13 +105,9 @@ def _enter(eqn: Any, watches: Sequence[Watch], ins: list[Any], axes: tuple[str, 
     return split(rebuild(eqn, bodies, [*map(_jax.in_avals, programs)], ins, gains))
 
 
-def _fields() -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(Figures))
-
-
 def split(outs: Sequence[Any]) -> Result:
     """Splits a program's outputs into its results and the figures after them."""
-    count = len(outs) - len(_fields())
+    count = len(outs) - len(dataclasses.fields(Figures))
     return list(outs[:count]), Figures(*outs[count:])
 
 

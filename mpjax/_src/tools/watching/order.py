@@ -47,6 +47,8 @@ class _Node:
     parents: list["_Node"]
     rows: _Rows | None = None
     feeds: int = 0  # a bit mask of the gradients that depend on it
+    # The depth of the last equation on the way to it that several gradients share.
+    branches_off: int = 0
 
 
 def backward_order(jaxpr: Any) -> tuple[Place, ...]:
@@ -67,26 +69,31 @@ def backward_order(jaxpr: Any) -> tuple[Place, ...]:
         out = outs[i]
         if out is None:  # the loss does not depend on it
             return (float("inf"), 0, i)
-        return (_branches_off(out), out.depth, out.number)
+        return (out.branches_off, out.depth, out.number)
 
     groups: dict[Any, list[int]] = {}
     for i in sorted(range(len(outs)), key=key):
         out = outs[i]
-        groups.setdefault(("alone", i) if out is None or out.rows is None else out.rows, []).append(
-            i
-        )
+        groups.setdefault((out and out.rows) or ("alone", i), []).append(i)
     places = _placed(groups)
     return tuple(places[i] for i in range(len(outs)))
 
 
 def _note_feeds(nodes: list[_Node], outs: Sequence[_Node | None]) -> None:
-    """Notes which results each node feeds, as bits. Nodes come after what they read."""
+    """Notes which results each node feeds, and where it branches off from the others' way.
+
+    Nodes come after what they read.
+    """
     for bit, out in enumerate(outs):
         if out is not None:
             out.feeds |= 1 << bit
     for node in reversed(nodes):
         for parent in node.parents:
             parent.feeds |= node.feeds
+    for node in nodes:
+        shared = node.feeds & (node.feeds - 1)  # more than one bit
+        before = max((parent.branches_off for parent in node.parents), default=0)
+        node.branches_off = node.depth if shared else before
 
 
 def _placed(groups: dict[Any, list[int]]) -> dict[int, Place]:
@@ -100,21 +107,6 @@ def _placed(groups: dict[Any, list[int]]) -> dict[int, Place]:
             places[i] = Place(count + rank, stride, descending)
         count += len(members) * (rows.length if stacked else 1)
     return places
-
-
-def _branches_off(out: _Node) -> int:
-    """Returns the depth of the last equation that a gradient shares with other gradients."""
-    deepest, seen, stack = 0, {out.number}, [out]
-    while stack:
-        node = stack.pop()
-        if node.feeds & (node.feeds - 1):  # more than one bit: other gradients need it too
-            deepest = max(deepest, node.depth)
-            continue
-        for parent in node.parents:
-            if parent.number not in seen:
-                seen.add(parent.number)
-                stack.append(parent)
-    return deepest
 
 
 def _add(nodes: list[_Node], parents: list[_Node], cost: int, rows: _Rows | None = None) -> _Node:

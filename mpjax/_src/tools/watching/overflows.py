@@ -169,22 +169,17 @@ def observer(dtype: Any, ordered: bool) -> Callable[[Any, Any], Seen]:
     """Returns the ``observe`` function for `observed_value_and_grad`."""
     least, normal = _limits(dtype)
 
+    def shares(leaf: jax.Array) -> tuple[jax.Array, ...]:
+        size = jnp.abs(leaf).astype(jnp.float32)
+        tiny, small, zero = size <= least, size < normal, size == 0
+        # NaN is not less than anything.
+        largest = jnp.max(jnp.where(size < jnp.inf, size, 0), initial=0)
+        return largest, *map(_share, (zero, tiny & ~zero, small & ~tiny))
+
     def observe(grads: Any, program: Callable[[], Any]) -> Seen:
-        rows = []
-        for leaf in jax.tree.leaves(grads):
-            size = jnp.abs(leaf).astype(jnp.float32)
-            tiny, small, zero = size <= least, size < normal, size == 0
-            rows.append(
-                {
-                    # NaN is not less than anything.
-                    "largest": jnp.max(jnp.where(size < jnp.inf, size, 0), initial=0),
-                    "zeros": _share(zero),
-                    "flushed": _share(tiny & ~zero),
-                    "subnormal": _share(small & ~tiny),
-                }
-            )
-        columns = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
-        return Seen(**columns, places=backward_order(program()) if ordered else ())
+        columns = map(jnp.stack, zip(*map(shares, jax.tree.leaves(grads)), strict=True))
+        seen = dict(zip(("largest", *LOST), columns, strict=True))
+        return Seen(**seen, places=backward_order(program()) if ordered else ())
 
     return observe
 
@@ -204,21 +199,19 @@ def first_overflow(
     grads: Any, seen: Seen, loss_scale: Any, loss_finite: jax.Array, paths: Sequence[str]
 ) -> Overflow:
     """Returns the report on which of the final gradients overflowed first."""
-    shares, keys, layers = [], [], []
+    rows = []
     for leaf, place in zip(jax.tree.leaves(grads), seen.places, strict=True):
         bad = ~jnp.isfinite(leaf)
         share = _share(bad)
         layer, done = _first_layer(bad, place)
-        keys.append(jnp.where(share > 0, place.first + place.stride * done, NEVER))
-        shares.append(share)
-        layers.append(layer)
-    places, nonfinite = jnp.stack(keys), jnp.stack(shares)
+        rows.append((jnp.where(share > 0, place.first + place.stride * done, NEVER), share, layer))
+    places, nonfinite, layers = map(jnp.stack, zip(*rows, strict=True))
     index = jnp.argmin(places).astype(jnp.int32)
     # A non-finite loss makes every gradient non-finite: then none of them is to blame.
     named = loss_finite & (places[index] != NEVER)
     return Overflow(
         index=jnp.where(named, index, -1),
-        layer=jnp.where(named, jnp.stack(layers)[index], -1),
+        layer=jnp.where(named, layers[index], -1),
         nonfinite=jnp.where(named, nonfinite[index], 0),
         largest=jnp.where(named, seen.largest[index], jnp.max(seen.largest)),
         loss_scale=jnp.asarray(loss_scale, jnp.float32),

@@ -15,7 +15,8 @@ from typing import Any
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import HALVES, is_float, is_half
-from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, Inside, higher_order
+from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, Inside, higher_order
+from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
 from mpjax._src.core.program.graph import AGAIN
 from mpjax._src.core.program.interpret import is_precise
@@ -28,38 +29,36 @@ CAST = "convert_element_type"
 class Tensor:
     """A watched value."""
 
-    op: str  # the primitive that reads or computes it
+    eqn: Any  # the equation that reads or computes it
+    value: Any  # the variable, of one iteration in a loop, and of one device in shard_map
     part: str  # its role there: "lhs", "rhs", "operand", "result" or "cast"
-    scopes: tuple[str, ...]  # the names of the scopes around it
-    backward: bool  # whether it belongs to the backward pass
-    again: bool  # whether remat recomputes it
     half: Any  # the 16-bit dtype
     rounded: bool  # whether it is already rounded where it is measured
-    shape: tuple[int, ...]  # its shape: of one iteration in a loop, and of one device in shard_map
-    # "file:line" of the user's code, and of the library that it called, or "".
-    lines: tuple[str, str]
-    made: Any  # its origin in the program, the same for a recomputation by remat
-    # The matmuls that read it: the primitive, the part, the user's line, and whether they belong to
-    # the backward pass.
-    readers: list[tuple[str, str, str, bool]] = dataclasses.field(default_factory=list)
+    site: Site
+    # The matmuls that read it, as texts.
+    readers: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """The names of the scopes around it."""
+        return tuple(name for name in self.site.scopes if name != AGAIN)
 
     @property
     def key(self) -> Any:
-        """A key that is the same for a tensor and its recomputation."""
-        return self.made, self.scopes, self.op, self.part, self.half, self.shape
+        """A key that is the same for a tensor and its recomputation by remat."""
+        made, op = _jax.line_key(self.eqn), self.eqn.primitive.name
+        return made, self.scopes, op, self.part, self.half, self.value.aval.shape
 
 
 # The tensors of a value by 16-bit dtype: a float32 value may be cast to both 16-bit dtypes.
 Known = dict[Any, Tensor]
-Places = dict[int, list[tuple[Any, Tensor]]]
 
 
 @dataclasses.dataclass(eq=False)
 class Watch:
     """The watched values of one program."""
 
-    before: Places  # the operands to measure, by equation: pairs of a variable and its `Tensor`
-    after: Places  # the results to measure, by equation
+    at: dict[int, list[Tensor]]  # the operands and results to measure, by equation
     # The watches of inner programs, by equation, in the order of `Inside`.
     inside: dict[int, list["Watch"]]
 
@@ -67,20 +66,16 @@ class Watch:
     def tensors(self) -> list[Tensor]:
         """The measured tensors, in the order of the figures of `evaluate`."""
         tensors = []
-        for i in sorted({*self.before, *self.after, *self.inside}):
-            tensors += [t for _, t in self.before.get(i, [])]
+        for i in sorted({*self.at, *self.inside}):
+            tensors += self.at.get(i, [])
             tensors += [t for watch in self.inside.get(i, []) for t in watch.tensors]
-            tensors += [t for _, t in self.after.get(i, [])]
         return tensors
 
     def without(self, dropped: set[Tensor]) -> "Watch":
         """Returns a watch without some of the tensors."""
-
-        def kept(places: Places) -> Places:
-            return {i: [(v, t) for v, t in p if t not in dropped] for i, p in places.items()}
-
+        at = {i: [t for t in tensors if t not in dropped] for i, tensors in self.at.items()}
         inside = {i: [w.without(dropped) for w in watches] for i, watches in self.inside.items()}
-        return Watch(kept(self.before), kept(self.after), inside)
+        return Watch(at, inside)
 
 
 def watch(jaxpr: Any) -> Watch:
@@ -89,8 +84,8 @@ def watch(jaxpr: Any) -> Watch:
     everything = [True] * len(inner.outvars)
     watched, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
     # Backwards, so that of equal keys the first tensor in the program stays.
-    first = {t.key: t for t in reversed(watched.tensors) if not t.again}
-    twice = [t for t in watched.tensors if t.again and t.key in first]
+    first = {t.key: t for t in reversed(watched.tensors) if not t.site.again}
+    twice = [t for t in watched.tensors if t.site.again and t.key in first]
     for tensor in twice:  # in the program's order, in which a report names them
         first[tensor.key].readers += tensor.readers
     return watched.without({*twice})
@@ -99,7 +94,7 @@ def watch(jaxpr: Any) -> Watch:
 def is_entered(eqn: Any) -> bool:
     """Returns whether values inside the programs of an equation are watched."""
     row = higher_order(eqn.primitive.name)
-    return row.kind in (CALL, MAP, SCAN, WHILE, BRANCH) and not row.pinned
+    return bool(row.kind) and not row.pinned
 
 
 def _walk(
@@ -112,7 +107,7 @@ def _walk(
     tensors: dict[Any, Known] = collections.defaultdict(dict)
     tensors.update(zip(jaxpr.invars, arguments, strict=True))
     live, stored, makers = _uses(jaxpr, wanted)
-    watched = Watch({}, {}, {})
+    watched = Watch(collections.defaultdict(list), {})
     for i, eqn in enumerate(jaxpr.eqns):
         if i not in live or eqn.primitive.name == _jax.CARRIER:  # zeros that represent a code
             continue
@@ -122,11 +117,10 @@ def _walk(
             continue
         for v, part, half in _read(eqn, makers):
             if half not in tensors[v]:
-                tensor = tensors[v][half] = _tensor(eqn, v, part, half, v.aval.dtype == half, here)
-                watched.before.setdefault(i, []).append((v, tensor))
+                tensors[v][half] = Tensor(eqn, v, part, half, v.aval.dtype == half, here)
+                watched.at[i].append(tensors[v][half])
             if part != "cast":
-                line, way = _jax.source_lines(eqn)[0], here.backward
-                tensors[v][half].readers.append((eqn.primitive.name, part, line, way))
+                tensors[v][half].readers.append(_reader(eqn, part, here))
         # The 16-bit result of a cast is the tensor that its operand was measured as.
         if eqn.primitive.name == CAST and _is_half(eqn.outvars[0]):
             tensors[eqn.outvars[0]] = tensors[eqn.invars[0]] if _is_var(eqn.invars[0]) else {}
@@ -134,9 +128,9 @@ def _walk(
             for operand, v in zip(_moved(eqn), eqn.outvars, strict=True):
                 tensors[v] = tensors[operand] if _is_var(operand) else {}
         for v, maker, half in _made(eqn, stored, makers):
-            tensor = _tensor(maker, v, "result", half, True, site.at(maker, repeats=False))
-            tensors[v] = {half: tensor}
-            watched.after.setdefault(i, []).append((v, tensor))
+            there = site.at(maker, repeats=False)
+            tensors[v] = {half: Tensor(maker, v, "result", half, True, there)}
+            watched.at[i].append(tensors[v][half])
     return watched, [tensors[v] if _is_var(v) else {} for v in jaxpr.outvars]
 
 
@@ -148,7 +142,7 @@ def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) ->
     for inside in row.wire(eqn):
         program, _ = _jax.open_jaxpr(inside.program)
         if inside.outs == [None]:  # the condition of a loop
-            watches.append(Watch({}, {}, {}))
+            watches.append(Watch({}, {}))
             continue
         wanted = [not once or eqn.outvars[n] in stored for n in inside.outs]
         watch, results = _walk(program, _given(eqn, inside, tensors, once), wanted, site)
@@ -161,25 +155,20 @@ def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) ->
     return watches
 
 
-def _tensor(eqn: Any, v: Any, part: str, half: Any, rounded: bool, site: Site) -> Tensor:
-    scopes = tuple(name for name in site.scopes if name != AGAIN)
-    return Tensor(
-        *(eqn.primitive.name, part, scopes, site.backward, site.again, half, rounded),
-        *(v.aval.shape, _jax.source_lines(eqn), _jax.line_key(eqn)),
-    )
+def _reader(eqn: Any, part: str, site: Site) -> str:
+    """Returns the text on a matmul that reads a tensor as a part of it."""
+    line, _ = _jax.source_lines(eqn)
+    at = f" at {short(line)}" if line else ""
+    return f"{part} of {eqn.primitive.name}{', backward' * site.backward}{at}"
 
 
 def _given(eqn: Any, inside: Inside, tensors: dict[Any, Known], once: bool) -> list[Known]:
     """Returns the tensors of the arguments of an inner program."""
     carried = {argument for _, argument in inside.carry}
-    arguments: list[Known] = []
-    for n, i in enumerate(inside.ins):
-        atom = eqn.invars[i]
-        if n in carried or not _is_var(atom):
-            arguments.append({})
-        else:  # values measured inside an iteration or a branch are not known outside of it
-            arguments.append(tensors[atom] if once else dict(tensors[atom]))
-    return arguments
+    atoms = [None if n in carried else eqn.invars[i] for n, i in enumerate(inside.ins)]
+    known = [tensors[a] if a is not None and _is_var(a) else {} for a in atoms]
+    # Values measured inside an iteration or a branch are not known outside of it.
+    return known if once else [*map(dict, known)]
 
 
 def _read(eqn: Any, makers: dict[Any, Any]) -> Iterator[tuple[Any, str, Any]]:

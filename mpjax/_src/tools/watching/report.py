@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import canonical, short_name
 from mpjax._src.core.base.errors import brief
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.base.trees import pytree_of
-from mpjax._src.tools.document import plots
-from mpjax._src.tools.document.model import (
-    DTYPES,
-    PASS,
-    Color,
-    Document,
-    Drawing,
-    Operation,
-    Table,
-    box_of,
-    facts,
-    place_of,
-    share,
-)
+from mpjax._src.tools.document import model, plots
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.watching.figures import COUNTS, NEAR, Figures
 from mpjax._src.tools.watching.places import Tensor
@@ -49,47 +37,16 @@ LEGEND = (
 # The statistics of a watched tensor that are logged if they are known.
 LOGGED = ("largest", "headroom", "flushed", "subnormal", "near", "overflowed", "noise")
 
+# The kinds of risks, as they are printed, and as a page calls them.
+# The kinds of risks: as text prints them, and as the classes of a page.
 KINDS = {
-    "gone": "Inf or NaN",
-    "edge": "may overflow by the next sample",
-    "growing": "grows toward overflow",
-    "fading": "too small for its dtype",
-    "": "none",
-}
-PRINTED = {
-    "gone": "overflowed",
-    "edge": "near overflow",
-    "growing": "growing",
-    "fading": "losing precision",
+    "gone": ("overflowed", "Inf or NaN"),
+    "edge": ("near overflow", "may overflow by the next sample"),
+    "growing": ("growing", "grows toward overflow"),
+    "fading": ("losing precision", "too small for its dtype"),
+    "": ("", "none"),
 }
 ROOMS = ((1.0, "less than 1"), (4.0, "1 to 4"), (8.0, "4 to 8"), (math.inf, "8 or more"))
-RISK = Color(
-    "risk", "The risk of each tensor, by the first rule that applies.", tuple(KINDS.values())
-)
-ROOM = Color(
-    "room",
-    "Powers of two between the largest magnitude and the largest number of the dtype.",
-    tuple(name for _, name in ROOMS),
-)
-NOISE = Color(
-    "noise",
-    "The rounding error relative to the values (root mean squares).",
-    unit="share",
-    of_box=max,
-)
-LOST = Color(
-    "too small",
-    "The share that is rounded to zero, or subnormal with fewer bits.",
-    unit="share",
-    of_box=max,
-)
-NEARLY = Color(
-    "near overflow",
-    f"The share within 2^{NEAR} of the largest number of the dtype.",
-    unit="share",
-    of_box=max,
-)
-DTYPE = Color("dtype", "The dtype that each tensor is stored in.", tuple(DTYPES.values()))
 
 
 @public("mpjax.reports")
@@ -205,20 +162,12 @@ class PrecisionReport(Report):
     def rows(self) -> list[PrecisionRow]:
         """The tensors with their statistics: those at risk first, then by headroom."""
         self._check_one()
-        largest, turn, sums = map(
-            np.asarray, (self.figures.largest, self.figures.turn, self.figures.sums)
-        )
-        past = [np.asarray(x) for x in (*self.earlier, largest)]
+        figures = self.figures
+        past = np.stack([np.asarray(x) for x in (*self.earlier, figures.largest)], axis=1)
+        columns = (x.tolist() for x in (np.asarray(figures.turn), np.asarray(figures.sums), past))
         rows = [
-            _row(
-                tensor,
-                float(largest[i]),
-                int(turn[i]),
-                sums[i].astype(np.float64),
-                self.steps,
-                [float(x[i]) for x in past],
-            )
-            for i, tensor in enumerate(self.tensors)
+            _row(tensor, turn, sums, self.steps, largest)
+            for tensor, turn, sums, largest in zip(self.tensors, *columns, strict=True)
         ]
         return sorted(rows, key=_urgency)
 
@@ -274,30 +223,32 @@ class PrecisionReport(Report):
             )
         return plots.plot_precision(reports, path)
 
-    def document(self) -> Document:
+    def document(self) -> model.Document:
         at = f"step {self.step}: " if self.steps else ""
         rows = self.rows
-        risks = tuple((PRINTED[row.risk.kind], row.risk.text) for row in rows if row.risk)
+        risks = tuple((KINDS[row.risk.kind][0], row.risk.text) for row in rows if row.risk)
         columns = ("risk", "what was measured, and what to do")
         cells = tuple(map(_cells, rows))
-        return Document(
+        return model.Document(
             "16-bit tensors watched",
             f"{at}{len(rows)} 16-bit tensors watched, {len(risks)} at risk",
             tables=(
-                Table("At risk", columns, risks, columns, MOST_RISKS),
-                Table("Those at risk first, then by room", COLUMNS, cells, COLUMNS[-2:], MOST_ROWS),
+                model.Table("At risk", columns, risks, columns, MOST_RISKS),
+                model.Table(
+                    "Those at risk first, then by room", COLUMNS, cells, COLUMNS[-2:], MOST_ROWS
+                ),
             ),
             notes=(LEGEND,) if rows else (),
             drawing=self._drawing,
         )
 
-    def _drawing(self) -> Drawing:
+    def _drawing(self) -> model.Drawing:
         # A map shows tensors where they are in the program; `rows` are sorted by urgency.
         order = {tensor.name: i for i, tensor in enumerate(self.tensors)}
         rows = sorted(self.rows, key=lambda row: order[row.name])
-        return Drawing(
+        return model.Drawing(
             operations=tuple(_tensor(row, i) for i, row in enumerate(rows)),
-            colors=(RISK, ROOM, NEARLY, LOST, NOISE, DTYPE, PASS),
+            colors=tuple(COLORS),
             things="tensors",
         )
 
@@ -306,8 +257,8 @@ def _scope_and_name(t: Tensor) -> tuple[str, str]:
     """Returns where a tensor is, and its name, which others may have too."""
     # mpjax's marks are scopes too, and say nothing to the user.
     scope = "/".join(s for s in t.scopes if not s.startswith("mpjax."))
-    parts = [scope or short(t.lines[0]), *(["backward"] if t.backward else [])]
-    parts += ["cast"] if t.part == "cast" else [t.op, t.part]
+    parts = [scope or short(_jax.source_lines(t.eqn)[0]), "backward" * t.site.backward]
+    parts += ["cast"] if t.part == "cast" else [t.eqn.primitive.name, t.part]
     return scope, "/".join(filter(None, parts))
 
 
@@ -317,18 +268,15 @@ def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
     watched = []
     for t in tensors:
         scope, name = _scope_and_name(t)
-        direction = "backward" if t.backward else "forward"
+        direction = "backward" if t.site.backward else "forward"
         # Layers without a scope that share their lines have equal names.
         names[name] += 1
         number = f"/{names[name]}" if names[name] > 1 else ""
-        readers = tuple(
-            f"{part} of {op}{', backward' * back}{f' at {short(line)}' if line else ''}"
-            for op, part, line, back in t.readers
-        )
+        shape, lines = tuple(t.value.aval.shape), _jax.source_lines(t.eqn)
         watched.append(
             WatchedTensor(
-                *(name + number, t.op, t.part, scope, direction, t.half.name, tuple(t.shape)),
-                *(*t.lines, t.rounded, readers),
+                *(name + number, t.eqn.primitive.name, t.part, scope, direction, t.half.name),
+                *(shape, *lines, t.rounded, tuple(t.readers)),
             )
         )
     return tuple(watched)
@@ -336,32 +284,30 @@ def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
 
 def _row(
     tensor: WatchedTensor,
-    largest: float,
     turn: int,
-    sums: np.ndarray,
+    sums: Sequence[float],
     steps: Sequence[int],
     past: Sequence[float],
 ) -> PrecisionRow:
     # Behind the counts are the two sums of squares, which have no names.
-    numbers = dict(zip(COUNTS, map(float, sums), strict=False))
+    *counts, signal, noise = sums
+    numbers = dict(zip(COUNTS, counts, strict=True))
     entries, part = (numbers.pop(name) for name in ("entries", "looked_at"))
     shares: dict[str, Any] = {name: n / max(part, 1) for name, n in numbers.items()}
     if tensor.rounded:
         shares["flushed"] = None
-    signal, noise = map(float, sums[-2:])
     if not signal and shares["flushed"]:  # the squares underflow too, so all of it is lost
         signal = noise = 1.0
-    high = float(jnp.finfo(canonical(tensor.dtype, "dtype")).max)
-    growth = growth_of(steps, past)
+    high, largest = float(jnp.finfo(canonical(tensor.dtype, "dtype")).max), past[-1]
     row = PrecisionRow(
-        **{f.name: getattr(tensor, f.name) for f in dataclasses.fields(WatchedTensor)},
+        **vars(tensor),
         entries=entries,
         largest=largest,
         turn=turn if turn >= 0 else None,
         headroom=math.log2(high) - math.log2(largest) if largest > 0 else None,
         **shares,
         noise=math.sqrt(noise / signal) if signal > 0 else None,
-        growth=growth,
+        growth=growth_of(steps, past),
         risk=None,
     )
     return dataclasses.replace(row, risk=risk_of(row, steps, past))
@@ -387,18 +333,17 @@ def _cells(row: PrecisionRow) -> tuple[str, ...]:
     )
 
 
-def _tensor(row: PrecisionRow, number: int) -> Operation:
-    percent = lambda x: "" if x is None else share(x)  # noqa: E731
-    room = row.headroom
-    return Operation(
+def _tensor(row: PrecisionRow, number: int) -> model.Operation:
+    percent = lambda x: "" if x is None else model.share(x)  # noqa: E731
+    return model.Operation(
         label="cast" if row.part == "cast" else f"{row.op} {row.part}",
-        scope=box_of(row.scope, row.source),
-        facts=facts(
+        scope=model.box_of(row.scope, row.source),
+        facts=model.facts(
             name=row.name,
             risk=row.risk.text if row.risk else "",
-            room="" if room is None else f"{room:.1f} powers of two",
+            room="" if row.headroom is None else f"{row.headroom:.1f} powers of two",
             largest=f"{row.largest:.4g}",
-            in_turn="" if row.turn is None else row.turn,
+            in_turn=row.turn,
             near_overflow=percent(row.near),
             flushed=percent(row.flushed),
             subnormal=percent(row.subnormal),
@@ -407,24 +352,48 @@ def _tensor(row: PrecisionRow, number: int) -> Operation:
             noise=percent(row.noise) + " on average" * (row.rounded and row.noise is not None),
             dtype=row.dtype,
             shape=list(row.shape),
-            **place_of(row),
+            **model.place_of(row),
             read_by="; ".join(row.readers),
         ),
-        colors=_colors(row),
+        colors={color.name: value(row) for color, value in COLORS.items()},
         number=number,
         backward=row.direction == "backward",
         large=rule_of(row.op).need == HALF,
     )
 
 
-def _colors(row: PrecisionRow) -> dict[str, Any]:
+def _room(row: PrecisionRow) -> str | None:
     room = row.headroom
-    return {
-        "risk": KINDS[row.risk.kind if row.risk else ""],
-        "room": None if room is None else next(name for most, name in ROOMS if room < most),
-        "near overflow": row.near,
-        "too small": row.subnormal + (row.flushed or 0.0),
-        "noise": row.noise,
-        "dtype": DTYPES.get(short_name(canonical(row.dtype, "dtype")), DTYPES["other"]),
-        "pass": row.direction,
-    }
+    return None if room is None else next(name for most, name in ROOMS if room < most)
+
+
+def _dtype(row: PrecisionRow) -> str:
+    return model.DTYPES.get(short_name(canonical(row.dtype, "dtype")), model.DTYPES["other"])
+
+
+SHARE = functools.partial(model.Color, unit="share", of_box=max)
+# What colors a map of tensors, with the value of each row.
+COLORS: dict[model.Color, Callable[[PrecisionRow], Any]] = {
+    model.Color(
+        *("risk", "The risk of each tensor, by the first rule that applies."),
+        tuple(name for _, name in KINDS.values()),
+    ): lambda row: KINDS[row.risk.kind if row.risk else ""][1],
+    model.Color(
+        "room",
+        "Powers of two between the largest magnitude and the largest number of the dtype.",
+        tuple(name for _, name in ROOMS),
+    ): _room,
+    SHARE(
+        "near overflow", f"The share within 2^{NEAR} of the largest number of the dtype."
+    ): lambda row: row.near,
+    SHARE(
+        "too small", "The share that is rounded to zero, or subnormal with fewer bits."
+    ): lambda row: row.subnormal + (row.flushed or 0.0),
+    SHARE("noise", "The rounding error relative to the values (root mean squares)."): lambda row: (
+        row.noise
+    ),
+    model.Color(
+        "dtype", "The dtype that each tensor is stored in.", tuple(model.DTYPES.values())
+    ): _dtype,
+    model.PASS: lambda row: row.direction,
+}

@@ -9,7 +9,7 @@ import jax
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
-from mpjax._src.core.base.errors import brief, check_callable, whole_number
+from mpjax._src.core.base.errors import brief, check_callable, check_count
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.trees import is_array
 from mpjax._src.core.program.trace import Flat, trace
@@ -136,12 +136,7 @@ def watch_precision(step: Callable[..., Any], every: int = 100, start: int = 0) 
                 "jax.jit compiles; for a module, split it with nnx.split or eqx.partition."
             )
         step = jax.jit(step)
-    interval, first = whole_number(every), whole_number(start)
-    if interval is None or interval < 1:
-        raise ValueError(f"every={brief(every)} must be an integer >= 1, a number of steps.")
-    if first is None or first < 0:
-        raise ValueError(f"start={brief(start)} must be an integer >= 0, a number of calls.")
-    return WatchedStep(step, interval, first)
+    return WatchedStep(step, check_count("every", every), check_count("start", start, least=0))
 
 
 @public("mpjax.debug")
@@ -171,8 +166,8 @@ class WatchedStep:
         out, figures, tensors = self._sample(args, kwargs)
         if self.latest is not None and self.latest.tensors != tensors:
             self._past.clear()  # another program, for example for another batch size
-        steps, earlier = [s for s, _ in self._past], [x for _, x in self._past]
-        self.latest = PrecisionReport(figures, tensors, tuple(earlier), (*steps, number))
+        steps, earlier = tuple(s for s, _ in self._past), tuple(x for _, x in self._past)
+        self.latest = PrecisionReport(figures, tensors, earlier, (*steps, number))
         self._past.append((number, figures.largest))
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
             return out[0], {**out[1], METRIC: self.latest}
