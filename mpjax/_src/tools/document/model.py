@@ -153,7 +153,8 @@ PASS = Color("pass", "The pass that the operation runs in.", ("forward", "backwa
 def facts(**pairs: object) -> tuple[tuple[str, str], ...]:
     """Returns the facts about an operation without empty ones, "_" in titles as spaces."""
     titled = ((title.replace("_", " "), value) for title, value in pairs.items())
-    return tuple((title, str(value)) for title, value in titled if value not in (None, "", False))
+    # A number is one, even if it is 0.
+    return tuple((title, str(value)) for title, value in titled if value or type(value) is int)
 
 
 def code_at(source: str) -> str:
