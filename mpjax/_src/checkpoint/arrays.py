@@ -6,11 +6,11 @@ of, whichever meshes saved and restore.
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,18 +23,7 @@ from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import is_remote, reason
 from mpjax._src.core.base.errors import CheckpointError
 
-# How many shards are read at once.
-AT_ONCE = 8
 DAMAGED = "it is damaged, incomplete or has another format"
-
-
-class Wanted(NamedTuple):
-    """An array to read."""
-
-    stored: Any  # the array of tensorstore
-    sharding: Any  # its sharding here, or None for a NumPy array
-    parts: dict[Box, np.ndarray]  # an array for each box that the devices of this process need
-    shards: list[tuple[Box, str | None]]  # the boxes that are read, each with its checksum or None
 
 
 def read(
@@ -48,38 +37,29 @@ def read(
     Raises:
         CheckpointError: If a file is damaged. The message names the array.
     """
+    started = {}
+    for name, stored in _opened(path, table, shardings).items():
+        with _naming(path, name):
+            sharding = shardings[name] if is_held(stored.dtype.numpy_dtype) else None
+            shards = _shards(stored.shape, sharding, sums.get(name))
+            # All at the same time: tensorstore has threads of its own.
+            reads = {box: stored[checksums.slices(box)].read() for box in shards}
+            started[name] = stored.shape, sharding, shards, reads
     arrays = {}
-    for name, stored in _opened(path, shardings).items():
-        with _naming(path, name):
-            _check(path, name, table[name], stored)
-            arrays[name] = _wanted(stored, shardings[name], sums.get(name))
-    # Shards that overlap with nothing here belong to other processes.
-    jobs = [
-        (name, box, checksum)
-        for name, array in arrays.items()
-        for box, checksum in array.shards
-        if any(checksums.overlap(box, part) is not None for part in array.parts)
-    ]
-
-    def copy(job: tuple[str, Box, str | None]) -> None:
-        name, box, checksum = job
-        with _naming(path, name):
-            piece = arrays[name].stored[checksums.slices(box)].read().result()
-            if checksum is not None and checksums.of(piece) != checksum:
-                raise CheckpointError(
-                    f"{path}: the array {name!r} has a different checksum than when it was saved, "
-                    f"in {[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
-                )
-            _copy(piece, box, arrays[name].parts)
-
-    pool = ThreadPoolExecutor(AT_ONCE)
-    try:
-        for _ in pool.map(copy, jobs):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error, no further shard is read
     # One by one, so that an array's copy on the host is freed when the devices have theirs.
-    return {name: _made(arrays.pop(name)) for name in [*arrays]}
+    for name in shardings:
+        with _naming(path, name):
+            shape, sharding, shards, reads = started.pop(name)
+            pieces = {box: future.result() for box, future in reads.items()}
+            for box, piece in pieces.items():
+                if shards[box] is not None and shards[box] != checksums.of(piece):
+                    raise CheckpointError(
+                        f"{path}: the array {name!r} has a different checksum than when it was "
+                        f"saved, in {[[*ends] for ends in box]}. Its files were damaged. "
+                        f"{UNVERIFIED}"
+                    )
+            arrays[name] = _made(shape, sharding, pieces)
+    return arrays
 
 
 def check_stored(path: Any, table: Mapping[str, Any]) -> None:
@@ -88,13 +68,12 @@ def check_stored(path: Any, table: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: If an array, or one of its shards, is not there. The message names it.
     """
-    opened = _opened(path, table)
+    opened = _opened(path, table, table)
     where = {"driver": "ocdbt", "base": _base(path)}
     keys = needed("tensorstore").KvStore.open(where).result().list().result()
     pieces = Counter(key.rpartition(b"/")[0] for key in keys)
     for name, stored in opened.items():
         with _naming(path, name):
-            _check(path, name, table[name], stored)
             shape = stored.chunk_layout.write_chunk.shape or ()
             expected = math.prod(-(-n // part) for n, part in zip(stored.shape, shape, strict=True))
             found = pieces[stored.kvstore.path.removesuffix("/").encode()] - 1  # its metadata
@@ -110,8 +89,8 @@ def stored_as(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype]:
     return (*entry["shape"], *data.shape), data.dtype
 
 
-def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Opens arrays of tensorstore."""
+def _opened(path: Any, table: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Opens arrays of tensorstore, and compares their shapes and dtypes with those in a table."""
     tensorstore = needed("tensorstore")
     context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
     # All are opened at the same time, because each waits for the storage.
@@ -127,7 +106,14 @@ def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     opened = {}
     for name, future in futures.items():
         with _naming(path, name):
-            opened[name] = future.result()
+            stored = opened[name] = future.result()
+            found, expected = (stored.shape, stored.dtype.numpy_dtype), stored_as(table[name])
+            if found != expected:
+                raise CheckpointError(
+                    f"{path}: the array {name!r} is {found[1]}{found[0]}, but should be "
+                    f"{expected[1]}{expected[0]}. Its files are damaged, or belong to another "
+                    "checkpoint."
+                )
     return opened
 
 
@@ -149,56 +135,51 @@ def _naming(path: Any, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check(path: Any, name: str, entry: Mapping[str, Any], stored: Any) -> None:
-    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
-    expected = stored_as(entry)
-    if (shape, dtype) != expected:
-        raise CheckpointError(
-            f"{path}: the array {name!r} is {dtype}{shape}, but should be "
-            f"{expected[1]}{expected[0]}. Its files are damaged, or belong to another checkpoint."
-        )
+def _shards(shape: tuple[int, ...], sharding: Any, sums: Any) -> dict[Box, str | None]:
+    """Returns the boxes that this process has to read of an array, each with its checksum or None.
 
-
-def _wanted(stored: Any, sharding: Any, sums: Any) -> Wanted:
-    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
-    boxes = [checksums.whole(shape)]
-    if not is_held(dtype):
-        sharding = None
+    Shards that overlap with nothing here belong to other processes.
+    """
+    parts = {checksums.whole(shape)}
     if sharding is not None:
         indices = sharding.addressable_devices_indices_map(shape).values()
-        boxes = [checksums.box_of(index, shape) for index in indices]
-    parts = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
+        parts = {checksums.box_of(index, shape) for index in indices}
     if sums is None:
-        return Wanted(stored, sharding, parts, [(box, None) for box in parts])
-    shards = [(tuple((start, stop) for start, stop in box), number) for box, number in sums]
+        return dict.fromkeys(parts)
+    shards = {tuple((start, stop) for start, stop in box): number for box, number in sums}
     for part in parts:
-        common = (checksums.overlap(part, box) for box, _ in shards)
+        common = (checksums.overlap(part, box) for box in shards)
         # Shards do not overlap, so only if none is missing do their sizes add up to the part's.
         if sum(_size(box) for box in common if box is not None) != _size(part):
             raise ValueError("its checksums are not those of the whole array")
-    return Wanted(stored, sharding, parts, shards)
+    return {
+        box: number
+        for box, number in shards.items()
+        if any(checksums.overlap(box, part) is not None for part in parts)
+    }
 
 
 def _size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _copy(piece: np.ndarray, box: Box, parts: dict[Box, np.ndarray]) -> None:
-    """Copies a shard that was read to where it is needed, or puts it there if it is all of it."""
-    for part in parts:
-        common = checksums.overlap(part, box)
-        if part == box:
-            parts[part] = piece
-        elif common is not None:
-            source = piece[checksums.slices(common, box)]
-            parts[part][checksums.slices(common, part)] = source
+def _made(shape: tuple[int, ...], sharding: Any, pieces: Mapping[Box, np.ndarray]) -> Any:
+    """Makes an array of the shards that were read, or of one that is all of a part."""
 
-
-def _made(array: Wanted) -> Any:
-    if array.sharding is None:
-        (part,) = array.parts.values()
+    @functools.cache  # several devices may have the same part
+    def part_of(box: Box) -> np.ndarray:
+        if box in pieces:
+            return pieces[box]
+        dtype = next(iter(pieces.values())).dtype
+        part = np.empty([stop - start for start, stop in box], dtype)
+        for other, piece in pieces.items():
+            common = checksums.overlap(box, other)
+            if common is not None:
+                part[checksums.slices(common, box)] = piece[checksums.slices(common, other)]
         return part
-    shape = tuple(array.stored.shape)
+
+    if sharding is None:
+        return part_of(checksums.whole(shape))
     return jax.make_array_from_callback(
-        shape, array.sharding, lambda index: array.parts[checksums.box_of(index, shape)]
+        shape, sharding, lambda index: part_of(checksums.box_of(index, shape))
     )
