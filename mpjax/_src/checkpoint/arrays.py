@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
 from mpjax._src.checkpoint.fields import UNVERIFIED
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.checkpoint.paths import is_remote, reason
+from mpjax._src.checkpoint.paths import is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError
 
 DAMAGED = "it is damaged, incomplete or has another format"
@@ -122,17 +122,9 @@ def _base(path: Any) -> Any:
     return text if is_remote(text) else {"driver": "file", "path": text}
 
 
-@contextlib.contextmanager
-def _naming(path: Any, name: str) -> Iterator[None]:
+def _naming(path: Any, name: str) -> contextlib.AbstractContextManager[None]:
     """Names the array in an error of tensorstore, which raises many classes on damaged files."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: the array {name!r} cannot be read: {DAMAGED}. {reason(error)}"
-        ) from error
+    return worded(f"{path}: the array {name!r} cannot be read: {DAMAGED}. ")
 
 
 def _shards(shape: tuple[int, ...], sharding: Any, sums: Any) -> dict[Box, str | None]:

@@ -16,7 +16,7 @@ from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values,
 from mpjax._src.checkpoint.convert import converted, held, overflows
 from mpjax._src.checkpoint.match import differences, match
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.checkpoint.paths import absolute, reason
+from mpjax._src.checkpoint.paths import absolute, worded
 from mpjax._src.core.base.dtypes import BFLOAT16, DTypeLike, canonical
 from mpjax._src.core.base.errors import CheckpointError, brief, first_of
 from mpjax._src.core.base.patterns import path_of
@@ -133,16 +133,13 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     metadata = {"format": "flax", **(metadata or {})}
     # Its own, if others write the file too; no longer than a name may be.
     temporary = f"{os.path.dirname(file)}/.{uuid.uuid4().hex}.tmp"
+    before, after = f"file={file!r} could not be written: ", ". What was there before is intact."
     try:
-        needed("safetensors.numpy").save_file(arrays, temporary, metadata)
-        with safetensors.safe_open(temporary, "np"):
-            pass  # it can be read
-        os.replace(temporary, file)
-    except (safetensors.SafetensorError, OSError, UnicodeError) as error:
-        raise CheckpointError(
-            f"file={str(file)!r} could not be written: {reason(error)}. What was there before is "
-            "intact."
-        ) from None
+        with worded(before, after, cause=False):
+            needed("safetensors.numpy").save_file(arrays, temporary, metadata)
+            with safetensors.safe_open(temporary, "np"):
+                pass  # it can be read
+            os.replace(temporary, file)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -177,14 +174,8 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
     safetensors, file = needed("safetensors"), absolute(file, "file")
     if not Path(file).is_file():
         raise FileNotFoundError(f"file={str(file)!r} does not exist.")
-    try:
+    with worded(f"file={file!r} is not a complete safetensors file. "):
         read = _tensors(safetensors, file)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a SafetensorError, or any other on a damaged header
-        raise CheckpointError(
-            f"file={file!r} is not a complete safetensors file. {reason(error)}"
-        ) from error
     return _as_in(like, read, file, allow_narrowing)
 
 

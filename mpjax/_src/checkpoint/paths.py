@@ -3,6 +3,7 @@
 Only this module imports etils, which orbax uses for paths, because it reads storage buckets too.
 """
 
+import contextlib
 import functools
 import glob
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.core.base.errors import brief, misplaced
+from mpjax._src.core.base.errors import CheckpointError, brief, misplaced
 
 # What orbax appends to the name of a directory that it has not finished. A Manager removes such
 # directories when it starts.
@@ -91,6 +92,22 @@ def reason(error: Exception) -> str:
         return os.strerror(number)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+@contextlib.contextmanager
+def worded(before: str, after: str = "", *, cause: bool = True) -> Iterator[None]:
+    """Raises a CheckpointError of one line in place of what orbax, tensorstore and others raise.
+
+    Without its ``cause``, the traceback of another error is not shown.
+    """
+    try:
+        yield
+    # These have words of their own.
+    except (CheckpointError, ImportError):
+        raise
+    except Exception as error:
+        text = f"{before}{reason(error)}{after}"
+        raise CheckpointError(text) from (error if cause else None)
 
 
 @functools.cache

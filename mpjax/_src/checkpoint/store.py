@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values,
 from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, shared_text
 from mpjax._src.checkpoint.packages import all_needed, needed
-from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
+from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError, brief
 from mpjax._src.core.base.trees import is_key
 
@@ -152,8 +152,8 @@ def new(directory: str | Path) -> Iterator[None]:
     Raises:
         FileExistsError: If it exists, or is being written by another process or thread.
     """
-    free, holder = claim(directory, f".{Path(absolute(directory)).name}.lock")
-    try:
+    with contextlib.ExitStack() as stack:
+        holder = claim(directory, f".{Path(absolute(directory)).name}.lock", stack)
         # All processes have to decide alike, and a file system may answer each of them differently.
         exists = shared_text("yes" if for_orbax(directory).exists() else None)
         if exists or holder:
@@ -164,20 +164,20 @@ def new(directory: str | Path) -> Iterator[None]:
                 "ones."
             )
         yield
-    finally:
-        free()
 
 
-def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
+def claim(
+    directory: str | Path, name: str, until: contextlib.ExitStack, inside: bool = False
+) -> str | None:
     """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
     all_needed()  # before anything is made
     if is_remote(path):
-        return (lambda: None), None
+        return None
     folder = Path(path) if inside else Path(path).parent
-    with worded(path, "it cannot be locked"):
+    with worded(f"directory={path!r}: it cannot be locked: ", ".", cause=False):
         folder.mkdir(parents=True, exist_ok=True)
-        return lock(str(folder / name))
+        return lock(str(folder / name), until)
 
 
 def write(directory: str | Path, args: Any) -> None:
@@ -187,14 +187,10 @@ def write(directory: str | Path, args: Any) -> None:
         CheckpointError: If it cannot be written, such as on a full disk.
     """
     ocp = orbax()
+    handler = ocp.CompositeCheckpointHandler(handler_registry=handlers())
     # orbax logs what it raises, with its traceback.
-    loud = quiet()
-    try:
-        handler = ocp.CompositeCheckpointHandler(handler_registry=handlers())
-        with writing(directory), ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(for_orbax(directory), args=args)
-    finally:
-        loud()
+    with quiet(), writing(directory), ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(for_orbax(directory), args=args)
 
 
 @contextlib.contextmanager
@@ -206,12 +202,13 @@ def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
     Raises:
         CheckpointError: If anything was raised.
     """
-    intact = " Nothing of it remains, and earlier checkpoints are intact."
+    path = absolute(directory)
+    before = f"directory={path!r}: the checkpoint could not be written: "
+    after = ". Nothing of it remains, and earlier checkpoints are intact."
     try:
-        with worded(directory, "the checkpoint could not be written", intact):
+        with worded(before, after, cause=False):
             yield
     except CheckpointError:
-        path = absolute(directory)
         if jax.process_index() == 0 and not is_remote(path):
             rests = Path(path).glob(f"*{UNFINISHED}") if inside else [Path(path + UNFINISHED)]
             for rest in rests:
@@ -220,25 +217,8 @@ def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
-    """Raises a CheckpointError of one line in place of what orbax and tensorstore raise."""
-    try:
-        yield
-    # These have words of their own.
-    except (CheckpointError, ImportError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"directory={absolute(directory)!r}: {what}: {reason(error)}.{rest}"
-        ) from None
-
-
-def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
-    """Keeps orbax from logging errors that are raised too, and what is below a level.
-
-    Returns:
-        A function that ends this.
-    """
+def quiet(least: int = logging.NOTSET) -> Iterator[None]:
+    """Keeps orbax from logging errors that are raised too, and what is below a level."""
     logger = logging.getLogger("absl")
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -246,7 +226,10 @@ def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
         return not (is_ours and (record.exc_info or record.levelno < least))
 
     logger.addFilter(is_shown)
-    return lambda: logger.removeFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
@@ -262,12 +245,8 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
-    try:
+    with worded(f"{file} cannot be read: {arrays.DAMAGED}. "):
         about = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {arrays.DAMAGED}. {reason(error)}"
-        ) from error
     fields.check(about, file, verify)
     return about
 
