@@ -18,8 +18,8 @@ import numpy as np
 
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
-from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, shared_text
+from mpjax._src.checkpoint.match import held
 from mpjax._src.checkpoint.packages import all_needed, needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError, brief
@@ -145,11 +145,11 @@ def _checked(data: Any) -> Any:
     return data
 
 
-@contextlib.contextmanager
-def new(directory: str | Path) -> Iterator[None]:
-    """Makes sure that no one else writes a directory, and that it does not exist.
+def write(directory: str | Path, state: Any, about: dict[str, Any]) -> None:
+    """Writes a new checkpoint, which appears under its name only when it is complete.
 
     Raises:
+        CheckpointError: If it cannot be written, such as on a full disk.
         FileExistsError: If it exists, or is being written by another process or thread.
     """
     with contextlib.ExitStack() as stack:
@@ -163,7 +163,11 @@ def new(directory: str | Path) -> Iterator[None]:
                 "Choose another name, or use a Manager, which numbers checkpoints and removes old "
                 "ones."
             )
-        yield
+        args = saved_form(state, about)
+        handler = orbax().CompositeCheckpointHandler(handler_registry=handlers())
+        # orbax logs what it raises, with its traceback.
+        with quiet(), writing(directory), orbax().Checkpointer(handler) as checkpointer:
+            checkpointer.save(for_orbax(directory), args=args)
 
 
 def claim(
@@ -178,19 +182,6 @@ def claim(
     with worded(f"directory={path!r}: it cannot be locked: ", ".", cause=False):
         folder.mkdir(parents=True, exist_ok=True)
         return lock(str(folder / name), until)
-
-
-def write(directory: str | Path, args: Any) -> None:
-    """Writes a checkpoint, which appears under its name only when it is complete.
-
-    Raises:
-        CheckpointError: If it cannot be written, such as on a full disk.
-    """
-    ocp = orbax()
-    handler = ocp.CompositeCheckpointHandler(handler_registry=handlers())
-    # orbax logs what it raises, with its traceback.
-    with quiet(), writing(directory), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(for_orbax(directory), args=args)
 
 
 @contextlib.contextmanager
