@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
 from mpjax._src.checkpoint.fields import UNVERIFIED
+from mpjax._src.checkpoint.match import held
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError
@@ -27,16 +29,18 @@ DAMAGED = "it is damaged, incomplete or has another format"
 
 
 def read(
-    path: Any, table: Mapping[str, Any], shardings: Mapping[str, Any], sums: Mapping[str, Any]
+    path: Any, about: dict[str, Any], shardings: Mapping[str, Any], verify: bool
 ) -> dict[str, Any]:
-    """Reads arrays by their names; random keys as their data.
+    """Reads leaves by their paths, in the dtypes they were saved in.
 
-    Each has the dtype and shape in ``table``, and is compared with its checksum in ``sums``, if
-    there is one. It is one of JAX if it has a sharding, and JAX supports its dtype.
+    ``shardings`` has None for an array that is not committed to a device. The arrays are of JAX, or
+    of NumPy if JAX does not support the dtype. ``verify`` compares them with their checksums, if
+    the description ``about`` has them.
 
     Raises:
         CheckpointError: If a file is damaged. The message names the array.
     """
+    table, sums = about["leaves"], about.get(checksums.ARRAYS, {}) if verify else {}
     started = {}
     for name, stored in _opened(path, table, shardings).items():
         with _naming(path, name):
@@ -48,17 +52,15 @@ def read(
     arrays = {}
     # One by one, so that an array's copy on the host is freed when the devices have theirs.
     for name in shardings:
-        with _naming(path, name):
-            shape, sharding, shards, reads = started.pop(name)
-            pieces = {box: future.result() for box, future in reads.items()}
-            for box, piece in pieces.items():
-                if shards[box] is not None and shards[box] != checksums.of(piece):
-                    raise CheckpointError(
-                        f"{path}: the array {name!r} has a different checksum than when it was "
-                        f"saved, in {[[*ends] for ends in box]}. Its files were damaged. "
-                        f"{UNVERIFIED}"
-                    )
-            arrays[name] = _made(shape, sharding, pieces)
+        entry = table[name]
+        if name in started:
+            with _naming(path, name):
+                array = _joined(f"{path}: the array {name!r}", *started.pop(name))
+        else:
+            array = np.zeros(*stored_as(entry))
+        if "key" in entry:
+            array = jax.random.wrap_key_data(jnp.array(array), impl=entry["key"])
+        arrays[name] = held(array)
     return arrays
 
 
@@ -69,6 +71,8 @@ def check_stored(path: Any, table: Mapping[str, Any]) -> None:
         CheckpointError: If an array, or one of its shards, is not there. The message names it.
     """
     opened = _opened(path, table, table)
+    if not opened:
+        return
     where = {"driver": "ocdbt", "base": _base(path)}
     keys = needed("tensorstore").KvStore.open(where).result().list().result()
     pieces = Counter(key.rpartition(b"/")[0] for key in keys)
@@ -90,12 +94,17 @@ def stored_as(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _opened(path: Any, table: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Opens arrays of tensorstore, and compares their shapes and dtypes with those in a table."""
+    """Opens arrays of tensorstore, and compares their shapes and dtypes with those in a table.
+
+    Empty arrays are not written: their shape is all of them.
+    """
     tensorstore = needed("tensorstore")
     context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
     # All are opened at the same time, because each waits for the storage.
     futures = {}
     for name in names:
+        if 0 in table[name]["shape"]:
+            continue
         # Missing shards are errors. By default, tensorstore fills them with zeros.
         spec = {
             "driver": "zarr",
@@ -155,15 +164,27 @@ def _size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _made(shape: tuple[int, ...], sharding: Any, pieces: Mapping[Box, np.ndarray]) -> Any:
-    """Makes an array of the shards that were read, or of one that is all of a part."""
+def _joined(
+    what: str,
+    shape: tuple[int, ...],
+    sharding: Any,
+    shards: Mapping[Box, str | None],
+    reads: Mapping[Box, Any],
+) -> Any:
+    """Waits for the shards of an array, compares them with their checksums, and joins them."""
+    pieces = {box: read.result() for box, read in reads.items()}
+    for box, piece in pieces.items():
+        if shards[box] is not None and shards[box] != checksums.of(piece):
+            raise CheckpointError(
+                f"{what} has a different checksum than when it was saved, in "
+                f"{[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
+            )
 
     @functools.cache  # several devices may have the same part
     def part_of(box: Box) -> np.ndarray:
         if box in pieces:
             return pieces[box]
-        dtype = next(iter(pieces.values())).dtype
-        part = np.empty([stop - start for start, stop in box], dtype)
+        part = np.empty([stop - start for start, stop in box], next(iter(pieces.values())).dtype)
         for other, piece in pieces.items():
             common = checksums.overlap(box, other)
             if common is not None:

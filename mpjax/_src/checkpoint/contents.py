@@ -48,11 +48,6 @@ class Leaf(NamedTuple):
     means: str
     value: Any  # the array, or its shape
 
-    @property
-    def part(self) -> str:
-        """The part of the state that the leaf belongs to, such as "params"."""
-        return self.path.split("/")[0]
-
 
 def leaves_of(tree: Any, argument: str = "state") -> list[Leaf]:
     """Returns the leaves of a state (arrays or their shapes), in the order of `jax.tree.leaves`.

@@ -94,8 +94,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     _check_same_leaves(saved, kept, parts, fresh, where)
     _check_kinds(about["kinds"], kinds_of(like), where)
     pairs = [(s, saved[s.path]) for s in kept if s.path is not None]
-    _check_shapes(pairs, where)
-    _check_one_kind(pairs, where)
+    _check_shapes_and_kinds(pairs, where)
     if not allow_narrowing:
         _check_precision(saved, kept, where)
     _check_width(kept)
@@ -171,26 +170,20 @@ def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> Non
     )
 
 
-def _check_shapes(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
-    other = [
-        f"{s.target.path} has shape {tuple(was['shape'])} in the checkpoint, but "
-        f"{shaped(s.target.value)[0]} in like"
-        for s, was in pairs
-        if tuple(was["shape"]) != shaped(s.target.value)[0]
-        and not (s.kind and is_companion(s.target.means))  # scales are checked with their codes
-    ]
-    _refuse(other, f"the checkpoint {where} was written by a different model:", "")
-
-
-def _check_one_kind(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
-    unlike = [
-        f"{s.target.path} is {was['dtype']} in the checkpoint, but "
-        f"{shaped(s.target.value)[1]} in like"
-        for s, was in pairs
-        if not (_one_kind(was["dtype"], shaped(s.target.value)[1]) or s.kind or s.companion)
-    ]
+def _check_shapes_and_kinds(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
+    shapes, kinds = [], []
+    for (target, _, companion, kind), was in pairs:
+        (shape, dtype), before = shaped(target.value), tuple(was["shape"])
+        # Scales are checked with their codes.
+        if before != shape and not (kind and is_companion(target.means)):
+            shapes.append(
+                f"{target.path} has shape {before} in the checkpoint, but {shape} in like"
+            )
+        if not (kind or companion or _one_kind(was["dtype"], dtype)):
+            kinds.append(f"{target.path} is {was['dtype']} in the checkpoint, but {dtype} in like")
+    _refuse(shapes, f"the checkpoint {where} was written by a different model:", "")
     _refuse(
-        unlike,
+        kinds,
         f"leaves of the checkpoint {where} are of another kind:",
         "A leaf is only cast within its kind: floating to floating, integer to integer, complex to "
         "complex; a key must have the same implementation.",

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpjax._src.checkpoint import store
+from mpjax._src.checkpoint import arrays, store
 from mpjax._src.checkpoint.match import converted, match, place_of
 from mpjax._src.core.base.errors import check_flag
 from mpjax._src.core.base.public import public
@@ -180,5 +180,5 @@ def restore(
             if path is not None:
                 # Leaves that come from one saved array share it, placed as the first of them.
                 places.setdefault(path, place_of(source.target.value))
-    arrays = store.read_arrays(directory, about, places, verify)
-    return converted(sources, arrays, like, str(directory))
+    found = arrays.read(store.for_orbax(directory) / "state", about, places, verify)
+    return converted(sources, found, like, str(directory))

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
 from mpjax._src.checkpoint.locks import lock, shared_text
-from mpjax._src.checkpoint.match import held
 from mpjax._src.checkpoint.packages import all_needed, needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError, brief
@@ -52,10 +50,7 @@ def handlers() -> Any:
 
 def _check_written(state: Any, file: Any) -> None:
     try:
-        leaves = _about_in(file)["leaves"]
-        stored = {path: entry for path, entry in leaves.items() if 0 not in entry["shape"]}
-        if stored:
-            arrays.check_stored(state, stored)
+        arrays.check_stored(state, _about_in(file)["leaves"])
     except CheckpointError as error:
         raise CheckpointError(
             f"The checkpoint is not kept, because what was written cannot be found: {error}"
@@ -307,32 +302,3 @@ def check_metrics(directory: str | Path) -> None:
                 f"{file} is damaged: it should contain {json.dumps(expected)}. Repair it, or "
                 f"remove the checkpoint {step.name}."
             )
-
-
-def read_arrays(
-    directory: str | Path,
-    about: dict[str, Any],
-    shardings: Mapping[str, Any],
-    verify: bool = True,
-) -> dict[str, Any]:
-    """Reads leaves by their paths, in the dtypes they were saved in.
-
-    ``shardings`` has None for an array that is not committed to a device. The arrays are of JAX, or
-    of NumPy if JAX does not support the dtype.
-
-    Raises:
-        CheckpointError: If a file is damaged.
-    """
-    table = about["leaves"]
-    # Empty arrays are not written: their shape is all of them.
-    stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
-    sums = about.get(checksums.ARRAYS, {}) if verify else {}
-    by_path = arrays.read(for_orbax(directory) / "state", table, stored, sums)
-    for name in shardings:
-        entry = table[name]
-        if name not in by_path:
-            by_path[name] = np.zeros(*arrays.stored_as(entry))
-        if "key" in entry:
-            by_path[name] = jax.random.wrap_key_data(jnp.array(by_path[name]), impl=entry["key"])
-        by_path[name] = held(by_path[name])
-    return by_path
