@@ -19,13 +19,11 @@ import numpy as np
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
-from mpjax._src.checkpoint.fields import UNVERIFIED
+from mpjax._src.checkpoint.fields import DAMAGED, UNVERIFIED
 from mpjax._src.checkpoint.match import held
 from mpjax._src.checkpoint.packages import needed
 from mpjax._src.checkpoint.paths import is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError
-
-DAMAGED = "it is damaged, incomplete or has another format"
 
 
 def read(

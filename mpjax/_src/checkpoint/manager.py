@@ -131,11 +131,8 @@ class Manager:
         self._policy = policy_name(policy)
         self._best = None if best is None else Best(best, best_mode, keep_best)
         self._read_only = read_only
-        self._writing: Callable[[], Any] = (
-            contextlib.nullcontext
-            if read_only
-            else functools.partial(store.writing, self.directory, inside=True)
-        )
+        writing = functools.partial(store.writing, directory, inside=True)
+        self._writing: Callable[[], Any] = contextlib.nullcontext if read_only else writing
         self._signaled = False
         self._previous: Any = None
         with contextlib.ExitStack() as stack:
@@ -158,6 +155,7 @@ class Manager:
         if self._read_only:
             if not store.for_orbax(self.directory).is_dir():
                 raise FileNotFoundError(f"directory={self.directory!r} is not a directory.")
+        # orbax locks nothing (test_a_second_manager_is_refused_and_the_first_loses_nothing).
         elif holder := store.claim(self.directory, ".lock", stack, inside=True):
             raise CheckpointError(
                 f"directory={self.directory!r} has a Manager already, of {holder}. Only one at a "
@@ -234,21 +232,20 @@ class Manager:
             return False
         metrics = self._metrics(metrics)
         about = store.described(state, self._policy, data)
-        self._check_free(number)
-        args = store.saved_form(state, about, metrics)
+        if metrics is not None:
+            about["metrics"] = metrics  # orbax writes them to a file without a checksum
+        if store.for_orbax(f"{self.directory}/{number}").exists():
+            raise CheckpointError(
+                f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
+                "it, or not completely. It is not overwritten: remove it, or use another directory."
+            )
+        args = store.saved_form(state, about)
         with self._writing():
             saved = self._manager.save(number, args=args, metrics=metrics, force=force)
         # The process may be killed at any moment, so nothing is left to the background.
         if self.stopping:
             self.wait()
         return saved
-
-    def _check_free(self, number: int) -> None:
-        if store.for_orbax(f"{self.directory}/{number}").exists():
-            raise CheckpointError(
-                f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
-                "it, or not completely. It is not overwritten: remove it, or use another directory."
-            )
 
     def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         if not isinstance(metrics, Mapping | None):
@@ -324,8 +321,7 @@ class Manager:
         """
         _check_count("number", number, optional=True, least=0)
         steps = self.steps()
-        if number is None and steps:
-            number = steps[-1]
+        number = max(steps, default=None) if number is None else number
         if number not in steps:
             raise FileNotFoundError(
                 f"number={number!r}: {self.directory!r} has "
@@ -395,7 +391,8 @@ def _options(
         # Needed to write metrics, and for best(); preservation_policy says what is kept.
         by_metric = {"best_fn": best.value, "best_mode": best.mode}
         by_value = {"get_metric_fn": best.value, "reverse": best.mode == "min", "n": best.kept}
-        # Otherwise the rest of a checkpoint that a killed process was removing stays.
+        # Otherwise the rest of a checkpoint that a killed process was removing stays
+        # (test_half_removed_checkpoint_does_not_block_the_manager).
         kept.append(policies.BestN(**by_value, keep_checkpoints_without_metrics=False))
     return ocp.CheckpointManagerOptions(
         step_name_format=store.numbers(),

@@ -116,14 +116,18 @@ def _local() -> Any:
 
     class Local(type(needed("etils.epath").Path("/"))):  # type: ignore[misc]
         def glob(self, pattern: str) -> Iterator[Any]:
-            """Yields what fits the pattern inside this path, which is no pattern itself."""
+            """Yields what fits the pattern inside this path, which is no pattern itself.
+
+            That of etils takes it for one (test_any_name_is_written_and_read).
+            """
             found = glob.glob(os.path.join(glob.escape(str(self)), pattern))
             return map(type(self), found)
 
         def rmtree(self, missing_ok: bool = False) -> None:
             """Removes a directory under another name, so that nobody finds half of it.
 
-            What a killed process leaves has the name of an unfinished directory.
+            What a killed process leaves has the name of an unfinished directory; orbax removes
+            files under the checkpoint's own name (test_a_checkpoint_is_removed_under_another_name).
             """
             try:
                 rest = self

@@ -8,7 +8,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +33,25 @@ def handlers() -> Any:
     """Returns orbax's handlers of the two items, which end in this order.
 
     The last one reads back what was written, before the checkpoint gets its name: what orbax could
-    not write, it may only log.
+    not write, it may only log (test_a_background_save_that_stores_nothing_is_refused).
     """
     ocp = orbax()
 
     class About(ocp.JsonCheckpointHandler):  # type: ignore[name-defined]
         def finalize(self, directory: Any) -> None:
             super().finalize(directory)
-            _check_written(directory.parent / "state", directory / "metadata")
+            try:
+                about = fields.read(directory / "metadata")
+                arrays.check_stored(directory.parent / "state", about["leaves"])
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"The checkpoint is not kept, because what was written cannot be found: {error}"
+                ) from None
 
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("state", ocp.args.PyTreeSave)
     registry.add("about", ocp.args.JsonSave, About())
     return registry
-
-
-def _check_written(state: Any, file: Any) -> None:
-    try:
-        arrays.check_stored(state, _about_in(file)["leaves"])
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"The checkpoint is not kept, because what was written cannot be found: {error}"
-        ) from None
-
-
-def _arrays_in(state: Any) -> dict[str, Any]:
-    """Returns the arrays to write, by path.
-
-    orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in the
-    description is enough. Keys are written as their data.
-    """
-    return {
-        leaf.path: jax.random.key_data(leaf.value) if is_key(leaf.value) else _array(leaf.value)
-        for leaf in leaves_of(state)
-        if np.size(leaf.value)
-    }
 
 
 def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
@@ -107,13 +91,11 @@ def _check_storable(name: str, leaf: Leaf) -> None:
         ) from None
 
 
-def saved_form(
-    state: Any, about: dict[str, Any], metrics: Mapping[str, float] | None = None
-) -> Any:
+def saved_form(state: Any, about: dict[str, Any]) -> Any:
     """Returns the arguments for orbax: the arrays by path, and their description."""
-    stored = _arrays_in(state)
-    if metrics is not None:
-        about["metrics"] = metrics  # orbax writes them to a file without a checksum
+    # orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in
+    # the description is enough.
+    stored = {x.path: _stored(x.value) for x in leaves_of(state) if np.size(x.value)}
     about[checksums.ARRAYS] = checksums.of_arrays(stored)
     # Last, because it covers all other fields.
     about[checksums.ABOUT] = checksums.of_about(about)
@@ -122,7 +104,10 @@ def saved_form(
     return args.Composite(about=args.JsonSave(about), **state_item)
 
 
-def _array(value: Any) -> Any:
+def _stored(value: Any) -> Any:
+    """Returns the array that is written of a leaf; of random keys, their data."""
+    if is_key(value):
+        return jax.random.key_data(value)
     return value if isinstance(value, jax.Array) else np.asarray(value, shaped(value)[1])
 
 
@@ -183,6 +168,8 @@ def claim(
 def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
     """Words the errors of writing a checkpoint, and removes what was half written.
 
+    orbax leaves it there (test_background_save_to_a_full_disk_is_one_short_error).
+
     The directory, which is locked, is that of the checkpoint, or of the one with it ``inside``.
 
     Raises:
@@ -204,7 +191,10 @@ def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(least: int = logging.NOTSET) -> Iterator[None]:
-    """Keeps orbax from logging errors that are raised too, and what is below a level."""
+    """Keeps orbax from logging errors that are raised too, and what is below a level.
+
+    It logs each several times (test_background_save_to_a_full_disk_is_one_short_error).
+    """
     logger = logging.getLogger("absl")
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -226,22 +216,10 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
         CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
     path = for_orbax(directory)
-    _check_is_checkpoint(path, directory)
-    return _about_in(path / "about" / "metadata", verify)
-
-
-def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
-    with worded(f"{file} cannot be read: {arrays.DAMAGED}. "):
-        about = json.loads(file.read_text())
-    fields.check(about, file, verify)
-    return about
-
-
-def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
     if (path / "about").exists():
-        return
+        return fields.read(path / "about" / "metadata", verify)
     names = sorted(p.name for p in path.iterdir())
     wrong = (
         "is not a checkpoint of mpjax, or its file about/metadata is missing. It contains "
@@ -259,7 +237,7 @@ def numbers() -> Any:
     """Returns orbax's format of numbers, by which it finds those that mpjax has written alone.
 
     Otherwise a folder of the user's that has a number for a name would be the last checkpoint, and
-    be removed in its turn.
+    be removed in its turn (test_manager_leaves_alone_what_has_a_number_but_is_no_checkpoint).
     """
     standard: Any = type(orbax().path.step.standard_name_format())
 
@@ -283,6 +261,8 @@ def _numbered(directory: str | Path) -> list[Any]:
 
 def check_metrics(directory: str | Path) -> None:
     """Compares the metrics of a Manager's checkpoints, in files of orbax, with the descriptions.
+
+    orbax has no checksums of them (test_manager_refuses_damaged_metrics).
 
     Raises:
         CheckpointError: If a file is damaged.
