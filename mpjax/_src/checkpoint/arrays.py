@@ -45,8 +45,8 @@ def read(
             sharding = shardings[name] if is_held(stored.dtype.numpy_dtype) else None
             shards = _shards(stored.shape, sharding, sums.get(name))
             # All at the same time: tensorstore has threads of its own.
-            reads = {box: stored[checksums.slices(box)].read() for box in shards}
-            started[name] = stored.shape, sharding, shards, reads
+            reads = {box: (stored[checksums.slices(box)].read(), shards[box]) for box in shards}
+            started[name] = stored.shape, sharding, reads
     arrays = {}
     # One by one, so that an array's copy on the host is freed when the devices have theirs.
     for name in shardings:
@@ -162,17 +162,12 @@ def _size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _joined(
-    what: str,
-    shape: tuple[int, ...],
-    sharding: Any,
-    shards: Mapping[Box, str | None],
-    reads: Mapping[Box, Any],
-) -> Any:
+def _joined(what: str, shape: tuple[int, ...], sharding: Any, reads: Mapping[Box, Any]) -> Any:
     """Waits for the shards of an array, compares them with their checksums, and joins them."""
-    pieces = {box: read.result() for box, read in reads.items()}
-    for box, piece in pieces.items():
-        if shards[box] is not None and shards[box] != checksums.of(piece):
+    pieces = {}
+    for box, (future, checksum) in reads.items():
+        piece = pieces[box] = future.result()
+        if checksum is not None and checksum != checksums.of(piece):
             raise CheckpointError(
                 f"{what} has a different checksum than when it was saved, in "
                 f"{[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
