@@ -5,8 +5,13 @@ from typing import Any
 
 # The names of packages on the index that differ from what is imported.
 INSTALLED_AS = {"orbax.checkpoint": "orbax-checkpoint", "etils.epath": "etils"}
-# What saving needs.
 ALL = "orbax.checkpoint", "etils.epath", "tensorstore", "filelock", "xxhash"
+
+
+def all_needed() -> None:
+    """Raises an ImportError if a package that saving needs is missing."""
+    for module in ALL:
+        needed(module)
 
 
 def needed(module: str) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
 from mpjax._src.checkpoint.locks import lock, shared_text
-from mpjax._src.checkpoint.packages import ALL, needed
+from mpjax._src.checkpoint.packages import all_needed, needed
 from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError, brief
 from mpjax._src.core.base.trees import is_key
@@ -61,6 +61,7 @@ def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
         TypeError: If the state has no leaves, or one that is not an array.
         ValueError: If a leaf has no values, or JSON cannot represent ``data`` exactly.
     """
+    all_needed()
     if not jax.tree.leaves(state):
         raise TypeError(
             f"state={brief(state)} contains no arrays, so nothing could be restored from its "
@@ -154,8 +155,7 @@ def claim(
 ) -> str | None:
     """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
-    for module in ALL:
-        needed(module)  # before anything is made
+    all_needed()  # before anything is made
     if is_remote(path):
         return None
     folder = Path(path) if inside else Path(path).parent
