@@ -144,8 +144,9 @@ class Manager:
             if jax.process_count() == 1:
                 stack.enter_context(self._writing())
                 stack.callback(self._manager.wait_until_finished)
-            # Not __del__: a finalizer runs when the interpreter ends, too. It may not refer to the
-            # Manager, which would then never be garbage.
+            # Not __del__: a finalizer runs when the interpreter ends, too. (What is being written
+            # then is lost with an error, because Python starts no more threads.) It may not
+            # refer to the Manager, which would then never be garbage.
             self._end = weakref.finalize(self, stack.pop_all().close)
         if catch_sigterm:
             self._previous = signal.signal(signal.SIGTERM, self._note)
