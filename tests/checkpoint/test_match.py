@@ -14,6 +14,7 @@ from support import thorough_but
 
 import mpjax
 from mpjax import checkpoint
+from mpjax._src.checkpoint import arrays
 from mpjax._src.checkpoint.match import can_hold
 from mpjax._src.core.training import residuals
 from mpjax._src.optim import codes
@@ -350,9 +351,7 @@ def test_restore_of_a_fresh_loss_scale_needs_values_in_like(saved):
 
 
 def test_refused_restore_reads_no_arrays(saved, monkeypatch):
-    from mpjax._src.checkpoint import store
-
-    monkeypatch.setattr(store, "read_arrays", None)
+    monkeypatch.setattr(arrays, "read", None)
     with pytest.raises(ValueError, match="narrow"):
         checkpoint.restore(saved("float32"), begun("O3:bfloat16"))
 

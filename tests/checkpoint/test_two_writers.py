@@ -1,5 +1,6 @@
 """Two at once: one Manager for a directory, one save of a new directory, and nothing lost."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -159,17 +160,16 @@ def test_any_other_error_of_the_lock_is_raised(tmp_path, monkeypatch):
 
 
 def test_buckets_have_no_locks():
-    free, holder = store.claim("gs://bucket/run", ".lock", inside=True)
-    assert holder is None and free() is None
+    with contextlib.ExitStack() as stack:
+        assert store.claim("gs://bucket/run", ".lock", stack, inside=True) is None
 
 
 def test_only_the_first_process_of_a_program_locks(tmp_path, monkeypatch):
     """The others learn from it; what they hear is heard in tests/test_multihost.py."""
     with checkpoint.Manager(tmp_path):
         monkeypatch.setattr(jax, "process_index", lambda: 1)
-        free, holder = store.claim(tmp_path, ".lock", inside=True)
-        assert holder is None
-        free()
+        with contextlib.ExitStack() as stack:
+            assert store.claim(tmp_path, ".lock", stack, inside=True) is None
         monkeypatch.undo()
         with pytest.raises(checkpoint.CheckpointError, match="a Manager already"):
             checkpoint.Manager(tmp_path)

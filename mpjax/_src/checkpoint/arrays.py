@@ -6,80 +6,60 @@ of, whichever meshes saved and restore.
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.checksums import Box
 from mpjax._src.checkpoint.contents import is_held
-from mpjax._src.checkpoint.fields import UNVERIFIED
+from mpjax._src.checkpoint.fields import DAMAGED, UNVERIFIED
+from mpjax._src.checkpoint.match import held
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.checkpoint.paths import is_remote, reason
+from mpjax._src.checkpoint.paths import is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError
-
-# How many shards are read at once.
-AT_ONCE = 8
-DAMAGED = "it is damaged, incomplete or has another format"
-
-
-class Wanted(NamedTuple):
-    """An array to read."""
-
-    stored: Any  # the array of tensorstore
-    sharding: Any  # its sharding here, or None for a NumPy array
-    parts: dict[Box, np.ndarray]  # an array for each box that the devices of this process need
-    shards: list[tuple[Box, str | None]]  # the boxes that are read, each with its checksum or None
 
 
 def read(
-    path: Any, table: Mapping[str, Any], shardings: Mapping[str, Any], sums: Mapping[str, Any]
+    path: Any, about: dict[str, Any], shardings: Mapping[str, Any], verify: bool
 ) -> dict[str, Any]:
-    """Reads arrays by their names; random keys as their data.
+    """Reads leaves by their paths, in the dtypes they were saved in.
 
-    Each has the dtype and shape in ``table``, and is compared with its checksum in ``sums``, if
-    there is one. It is one of JAX if it has a sharding, and JAX supports its dtype.
+    ``shardings`` has None for an array that is not committed to a device. The arrays are of JAX, or
+    of NumPy if JAX does not support the dtype. ``verify`` compares them with their checksums, if
+    the description ``about`` has them.
 
     Raises:
         CheckpointError: If a file is damaged. The message names the array.
     """
+    table, sums = about["leaves"], about.get(checksums.ARRAYS, {}) if verify else {}
+    started = {}
+    for name, stored in _opened(path, table, shardings).items():
+        with _naming(path, name):
+            sharding = shardings[name] if is_held(stored.dtype.numpy_dtype) else None
+            shards = _shards(stored.shape, sharding, sums.get(name))
+            # All at the same time: tensorstore has threads of its own.
+            reads = {box: (stored[checksums.slices(box)].read(), shards[box]) for box in shards}
+            started[name] = stored.shape, sharding, reads
     arrays = {}
-    for name, stored in _opened(path, shardings).items():
-        with _naming(path, name):
-            _check(path, name, table[name], stored)
-            arrays[name] = _wanted(stored, shardings[name], sums.get(name))
-    # Shards that overlap with nothing here belong to other processes.
-    jobs = [
-        (name, box, checksum)
-        for name, array in arrays.items()
-        for box, checksum in array.shards
-        if any(checksums.overlap(box, part) is not None for part in array.parts)
-    ]
-
-    def copy(job: tuple[str, Box, str | None]) -> None:
-        name, box, checksum = job
-        with _naming(path, name):
-            piece = arrays[name].stored[checksums.slices(box)].read().result()
-            if checksum is not None and checksums.of(piece) != checksum:
-                raise CheckpointError(
-                    f"{path}: the array {name!r} has a different checksum than when it was saved, "
-                    f"in {[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
-                )
-            _copy(piece, box, arrays[name].parts)
-
-    pool = ThreadPoolExecutor(AT_ONCE)
-    try:
-        for _ in pool.map(copy, jobs):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error, no further shard is read
     # One by one, so that an array's copy on the host is freed when the devices have theirs.
-    return {name: _made(arrays.pop(name)) for name in [*arrays]}
+    for name in shardings:
+        entry = table[name]
+        if name in started:
+            with _naming(path, name):
+                array = _joined(f"{path}: the array {name!r}", *started.pop(name))
+        else:
+            array = np.zeros(*stored_as(entry))
+        if "key" in entry:
+            array = jax.random.wrap_key_data(jnp.array(array), impl=entry["key"])
+        arrays[name] = held(array)
+    return arrays
 
 
 def check_stored(path: Any, table: Mapping[str, Any]) -> None:
@@ -88,13 +68,14 @@ def check_stored(path: Any, table: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: If an array, or one of its shards, is not there. The message names it.
     """
-    opened = _opened(path, table)
+    opened = _opened(path, table, table)
+    if not opened:
+        return
     where = {"driver": "ocdbt", "base": _base(path)}
     keys = needed("tensorstore").KvStore.open(where).result().list().result()
     pieces = Counter(key.rpartition(b"/")[0] for key in keys)
     for name, stored in opened.items():
         with _naming(path, name):
-            _check(path, name, table[name], stored)
             shape = stored.chunk_layout.write_chunk.shape or ()
             expected = math.prod(-(-n // part) for n, part in zip(stored.shape, shape, strict=True))
             found = pieces[stored.kvstore.path.removesuffix("/").encode()] - 1  # its metadata
@@ -110,13 +91,18 @@ def stored_as(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype]:
     return (*entry["shape"], *data.shape), data.dtype
 
 
-def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Opens arrays of tensorstore."""
+def _opened(path: Any, table: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Opens arrays of tensorstore, and compares their shapes and dtypes with those in a table.
+
+    Empty arrays are not written: their shape is all of them.
+    """
     tensorstore = needed("tensorstore")
     context = tensorstore.Context()  # its own, so that nothing is remembered of earlier reads
     # All are opened at the same time, because each waits for the storage.
     futures = {}
     for name in names:
+        if 0 in table[name]["shape"]:
+            continue
         # Missing shards are errors. By default, tensorstore fills them with zeros.
         spec = {
             "driver": "zarr",
@@ -127,7 +113,14 @@ def _opened(path: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     opened = {}
     for name, future in futures.items():
         with _naming(path, name):
-            opened[name] = future.result()
+            stored = opened[name] = future.result()
+            found, expected = (stored.shape, stored.dtype.numpy_dtype), stored_as(table[name])
+            if found != expected:
+                raise CheckpointError(
+                    f"{path}: the array {name!r} is {found[1]}{found[0]}, but should be "
+                    f"{expected[1]}{expected[0]}. Its files are damaged, or belong to another "
+                    "checkpoint."
+                )
     return opened
 
 
@@ -136,69 +129,63 @@ def _base(path: Any) -> Any:
     return text if is_remote(text) else {"driver": "file", "path": text}
 
 
-@contextlib.contextmanager
-def _naming(path: Any, name: str) -> Iterator[None]:
+def _naming(path: Any, name: str) -> contextlib.AbstractContextManager[None]:
     """Names the array in an error of tensorstore, which raises many classes on damaged files."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: the array {name!r} cannot be read: {DAMAGED}. {reason(error)}"
-        ) from error
+    return worded(f"{path}: the array {name!r} cannot be read: {DAMAGED}. ")
 
 
-def _check(path: Any, name: str, entry: Mapping[str, Any], stored: Any) -> None:
-    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
-    expected = stored_as(entry)
-    if (shape, dtype) != expected:
-        raise CheckpointError(
-            f"{path}: the array {name!r} is {dtype}{shape}, but should be "
-            f"{expected[1]}{expected[0]}. Its files are damaged, or belong to another checkpoint."
-        )
+def _shards(shape: tuple[int, ...], sharding: Any, sums: Any) -> dict[Box, str | None]:
+    """Returns the boxes that this process has to read of an array, each with its checksum or None.
 
-
-def _wanted(stored: Any, sharding: Any, sums: Any) -> Wanted:
-    shape, dtype = tuple(stored.shape), stored.dtype.numpy_dtype
-    boxes = [checksums.whole(shape)]
-    if not is_held(dtype):
-        sharding = None
+    Shards that overlap with nothing here belong to other processes.
+    """
+    parts = {checksums.whole(shape)}
     if sharding is not None:
         indices = sharding.addressable_devices_indices_map(shape).values()
-        boxes = [checksums.box_of(index, shape) for index in indices]
-    parts = {box: np.empty([stop - start for start, stop in box], dtype) for box in boxes}
+        parts = {checksums.box_of(index, shape) for index in indices}
     if sums is None:
-        return Wanted(stored, sharding, parts, [(box, None) for box in parts])
-    shards = [(tuple((start, stop) for start, stop in box), number) for box, number in sums]
+        return dict.fromkeys(parts)
+    shards = {tuple((start, stop) for start, stop in box): number for box, number in sums}
     for part in parts:
-        common = (checksums.overlap(part, box) for box, _ in shards)
+        common = (checksums.overlap(part, box) for box in shards)
         # Shards do not overlap, so only if none is missing do their sizes add up to the part's.
         if sum(_size(box) for box in common if box is not None) != _size(part):
             raise ValueError("its checksums are not those of the whole array")
-    return Wanted(stored, sharding, parts, shards)
+    return {
+        box: number
+        for box, number in shards.items()
+        if any(checksums.overlap(box, part) is not None for part in parts)
+    }
 
 
 def _size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _copy(piece: np.ndarray, box: Box, parts: dict[Box, np.ndarray]) -> None:
-    """Copies a shard that was read to where it is needed, or puts it there if it is all of it."""
-    for part in parts:
-        common = checksums.overlap(part, box)
-        if part == box:
-            parts[part] = piece
-        elif common is not None:
-            source = piece[checksums.slices(common, box)]
-            parts[part][checksums.slices(common, part)] = source
+def _joined(what: str, shape: tuple[int, ...], sharding: Any, reads: Mapping[Box, Any]) -> Any:
+    """Waits for the shards of an array, compares them with their checksums, and joins them."""
+    pieces = {}
+    for box, (future, checksum) in reads.items():
+        piece = pieces[box] = future.result()
+        if checksum is not None and checksum != checksums.of(piece):
+            raise CheckpointError(
+                f"{what} has a different checksum than when it was saved, in "
+                f"{[[*ends] for ends in box]}. Its files were damaged. {UNVERIFIED}"
+            )
 
-
-def _made(array: Wanted) -> Any:
-    if array.sharding is None:
-        (part,) = array.parts.values()
+    @functools.cache  # several devices may have the same part
+    def part_of(box: Box) -> np.ndarray:
+        if box in pieces:
+            return pieces[box]
+        part = np.empty([stop - start for start, stop in box], next(iter(pieces.values())).dtype)
+        for other, piece in pieces.items():
+            common = checksums.overlap(box, other)
+            if common is not None:
+                part[checksums.slices(common, box)] = piece[checksums.slices(common, other)]
         return part
-    shape = tuple(array.stored.shape)
+
+    if sharding is None:
+        return part_of(checksums.whole(shape))
     return jax.make_array_from_callback(
-        shape, array.sharding, lambda index: array.parts[checksums.box_of(index, shape)]
+        shape, sharding, lambda index: part_of(checksums.box_of(index, shape))
     )

@@ -29,8 +29,7 @@ def of_arrays(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
     """
     rows: list[tuple[str, Box, int]] = []
     for name, array in arrays.items():
-        own = _own(array)
-        rows += [(name, box, own.get(box, 0)) for box in _boxes(array)]
+        rows += [(name, box, number) for box, number in _numbers(array).items()]
     values = _summed([value for _, _, value in rows])
     sums: dict[str, list[Any]] = {name: [] for name in arrays}
     for (name, box, _), value in zip(rows, values, strict=True):
@@ -77,24 +76,22 @@ def _number(array: np.ndarray) -> int:
     return needed("xxhash").xxh3_64_intdigest(flat)
 
 
-def _boxes(array: Any) -> list[Box]:
-    """Returns the boxes of all shards of an array, of all processes in the same order."""
+def _numbers(array: Any) -> dict[Box, int]:
+    """Returns the checksums of all shards of an array, in an order that all processes have.
+
+    That of a shard that another process writes is 0.
+    """
     if not isinstance(array, jax.Array):
-        return [whole(array.shape)]
+        return {whole(array.shape): _number(array) if jax.process_index() == 0 else 0}
     indices = array.sharding.devices_indices_map(array.shape).values()
-    return sorted({box_of(index, array.shape) for index in indices})
-
-
-def _own(array: Any) -> dict[Box, int]:
-    """Returns the checksums of the shards that this process writes."""
-    if not isinstance(array, jax.Array):
-        is_first = jax.process_index() == 0
-        return {whole(array.shape): _number(array)} if is_first else {}
+    numbers = dict.fromkeys(sorted(box_of(index, array.shape) for index in indices), 0)
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
-    # The copy on the host stays with the shard, and orbax writes the same one.
-    return {box_of(shard.index, array.shape): _number(np.asarray(shard.data)) for shard in shards}
+    for shard in shards:
+        # The copy on the host stays with the shard, and orbax writes the same one.
+        numbers[box_of(shard.index, array.shape)] = _number(np.asarray(shard.data))
+    return numbers
 
 
 def _summed(values: list[int]) -> list[int]:
@@ -104,6 +101,5 @@ def _summed(values: list[int]) -> list[int]:
     from jax.experimental import multihost_utils
 
     # JAX would gather 64 bits as 32, unless x64 is enabled.
-    parts = np.array([(value >> 32, value & 0xFFFFFFFF) for value in values], np.uint32)
-    high, low = np.asarray(multihost_utils.process_allgather(parts)).sum(0, dtype=np.uint64).T
-    return [int(a) << 32 | int(b) for a, b in zip(high, low, strict=True)]
+    halves = multihost_utils.process_allgather(np.array(values, np.uint64).view(np.uint32))
+    return np.asarray(halves).sum(0, dtype=np.uint32).view(np.uint64).tolist()

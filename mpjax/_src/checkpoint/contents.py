@@ -10,7 +10,7 @@ scales and counts of random draws.
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -48,11 +48,6 @@ class Leaf(NamedTuple):
     means: str
     value: Any  # the array, or its shape
 
-    @property
-    def part(self) -> str:
-        """The part of the state that the leaf belongs to, such as "params"."""
-        return self.path.split("/")[0]
-
 
 def leaves_of(tree: Any, argument: str = "state") -> list[Leaf]:
     """Returns the leaves of a state (arrays or their shapes), in the order of `jax.tree.leaves`.
@@ -63,7 +58,10 @@ def leaves_of(tree: Any, argument: str = "state") -> list[Leaf]:
         TypeError: If a leaf is not an array.
         ValueError: If two leaves have the same path.
     """
-    leaves = _at_home(list(_leaves(tree, (), ())))
+    # What masters belong to is looked for among all 16-bit arrays, so these are found first.
+    plain = (leaf for leaf in _leaves(tree, (), (), {}) if not is_companion(leaf.means))
+    halves = {leaf.path: leaf.value.shape for leaf in plain if is_narrow(leaf.value)}
+    leaves = [*_leaves(tree, (), (), halves)]
     for leaf in leaves:
         if not is_stored(leaf.value):
             where = f"{argument}[{leaf.path!r}] is " if leaf.path else f"{argument}="
@@ -113,17 +111,8 @@ def no_values(value: Any) -> str | None:
     return None
 
 
-class _Companion(NamedTuple):
-    """A master or residual whose parameter is not found yet."""
-
-    path: str
-    kind: str  # MASTER or RESIDUAL
-    node: str  # the path of the node of its policy
-    of: str  # the path of its parameter, from where all parameters of the node are
-    value: Any
-
-
-def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Companion]:
+def _leaves(tree: Any, path: tuple, means: tuple, halves: dict[str, Any]) -> Iterator[Leaf]:
+    """Yields the leaves of a tree; ``halves`` are the shapes of 16-bit parameters by path."""
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: _of_policy(node) is not None
     )
@@ -136,14 +125,16 @@ def _leaves(tree: Any, path: tuple, means: tuple) -> Iterator[Leaf | _Companion]
         for key, field in fields:
             name, at = path_of((key,)), (*here, key)
             if name == INNER:
-                yield from _leaves(field, at, meaning)
+                yield from _leaves(field, at, meaning, halves)
                 continue
-            for of, leaf in jax.tree_util.tree_leaves_with_path(field):
+            below = jax.tree_util.tree_leaves_with_path(field)
+            home = _home_of(path_of(here), below, halves) if kind is MasterWeightsState else ""
+            for of, leaf in below:
                 place = path_of((*at, *of))
                 if kind is MasterWeightsState:
                     is_master = getattr(leaf, "dtype", FLOAT32) == FLOAT32
                     prefix = MASTER if is_master else RESIDUAL
-                    yield _Companion(place, prefix, path_of(here), path_of(of), leaf)
+                    yield Leaf(place, prefix + (home + path_of(of)).removesuffix("/"), leaf)
                 elif name == "scales":  # of codes, which mean what the moments mean
                     yield Leaf(place, RESIDUAL + path_of((*meaning, *of)), leaf)
                 else:  # how many updates drew random bits
@@ -172,13 +163,15 @@ def _fields(node: Any) -> list[tuple[Any, Any]]:
     return [(keys[0], child) for keys, child in below]
 
 
-def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
+def _home_of(node: str, masters: Any, halves: dict[str, Any]) -> str:
     """Returns the path of the parameters that the masters of a node belong to.
 
     It is where all of them meet a 16-bit array of their path and shape. "params" is preferred, and
-    assumed if nothing fits; of several others none, so the node is its own home.
+    assumed if nothing fits; of several others none, so the node is its own home. If the parameters
+    are not in the tree, no other state has these meanings, or only another part.
     """
-    first = next(iter(its))
+    its = {path_of(of): leaf.shape for of, leaf in masters}
+    first = next(iter(its), "")
     places = {path.removesuffix(first) for path in halves if f"/{path}".endswith(f"/{first}")}
     fit = [
         place
@@ -189,26 +182,6 @@ def _home_of(node: str, its: dict[str, Any], halves: dict[str, Any]) -> str:
     default = f"{PARAMS}/"
     several = f"{node}/" if fit else default
     return default if default in fit else fit[0] if len(fit) == 1 else several
-
-
-def _at_home(leaves: Sequence[Leaf | _Companion]) -> list[Leaf]:
-    """Gives masters and residuals the meanings of their parameters.
-
-    The parameters of a node are under "params", or at the one place outside of the node where there
-    are 16-bit arrays of the paths and shapes of all its masters. If there are several such places,
-    or the parameters are not in the tree, no other state has these meanings, or only another part.
-    """
-    halves = {x.path: x.value.shape for x in leaves if isinstance(x, Leaf) and is_narrow(x.value)}
-    homes: dict[str, str] = {}
-    for node in dict.fromkeys(x.node for x in leaves if isinstance(x, _Companion)):
-        its = {x.of: x.value.shape for x in leaves if isinstance(x, _Companion) and x.node == node}
-        homes[node] = _home_of(node, its, halves)
-    return [
-        Leaf(x.path, x.kind + (homes[x.node] + x.of).removesuffix("/"), x.value)
-        if isinstance(x, _Companion)
-        else x
-        for x in leaves
-    ]
 
 
 def owner_of(means: str) -> str:

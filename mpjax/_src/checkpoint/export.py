@@ -12,11 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.checkpoint.contents import FORMAT, PARAMS, is_stored, no_values, part_of, shaped
-from mpjax._src.checkpoint.convert import converted, held, overflows
-from mpjax._src.checkpoint.match import differences, match
+from mpjax._src.checkpoint.contents import (
+    PARAMS,
+    describe,
+    is_stored,
+    leaves_of,
+    no_values,
+    part_of,
+    shaped,
+)
+from mpjax._src.checkpoint.match import converted, differences, held, match, overflows
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.checkpoint.paths import absolute, reason
+from mpjax._src.checkpoint.paths import absolute, worded
 from mpjax._src.core.base.dtypes import BFLOAT16, DTypeLike, canonical
 from mpjax._src.core.base.errors import CheckpointError, brief, first_of
 from mpjax._src.core.base.patterns import path_of
@@ -133,16 +140,13 @@ def save_safetensors(file: str | Path, params: Any, metadata: dict[str, str] | N
     metadata = {"format": "flax", **(metadata or {})}
     # Its own, if others write the file too; no longer than a name may be.
     temporary = f"{os.path.dirname(file)}/.{uuid.uuid4().hex}.tmp"
+    before, after = f"file={file!r} could not be written: ", ". What was there before is intact."
     try:
-        needed("safetensors.numpy").save_file(arrays, temporary, metadata)
-        with safetensors.safe_open(temporary, "np"):
-            pass  # it can be read
-        os.replace(temporary, file)
-    except (safetensors.SafetensorError, OSError, UnicodeError) as error:
-        raise CheckpointError(
-            f"file={str(file)!r} could not be written: {reason(error)}. What was there before is "
-            "intact."
-        ) from None
+        with worded(before, after, cause=False):
+            needed("safetensors.numpy").save_file(arrays, temporary, metadata)
+            with safetensors.safe_open(temporary, "np"):
+                pass  # it can be read
+            os.replace(temporary, file)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -177,14 +181,8 @@ def load_safetensors(file: str | Path, like: Any = None, *, allow_narrowing: boo
     safetensors, file = needed("safetensors"), absolute(file, "file")
     if not Path(file).is_file():
         raise FileNotFoundError(f"file={str(file)!r} does not exist.")
-    try:
+    with worded(f"file={file!r} is not a complete safetensors file. "):
         read = _tensors(safetensors, file)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a SafetensorError, or any other on a damaged header
-        raise CheckpointError(
-            f"file={file!r} is not a complete safetensors file. {reason(error)}"
-        ) from error
     return _as_in(like, read, file, allow_narrowing)
 
 
@@ -213,25 +211,25 @@ def _tensors(safetensors: Any, file: str) -> dict[str, np.ndarray]:
         return read
 
 
-def _as_in(like: Any, read: dict[str, Any], file: str | Path, allow_narrowing: bool) -> Any:
+def _as_in(like: Any, read: dict[str, Any], file: str, allow_narrowing: bool) -> Any:
     """Returns what was read as a tree like ``like``, or by name without it."""
     if like is None:
         return {name: held(value) for name, value in read.items()}
-    # A restore reads states, so the parameters are a part of one.
-    wanted = {PARAMS: like}
-    pairs = zip(_named(like), jax.tree_util.tree_leaves_with_path(wanted), strict=True)
-    paths = {name: path_of(keys) for (name, _), (keys, _) in pairs}
-    if paths.keys() != read.keys():
-        missing = (name for name in paths if name not in read)
-        extra = (name for name in read if name not in paths)
+    names = [name for name, _ in _named(like)]
+    if {*names} != read.keys():
+        missing = (name for name in names if name not in read)
+        extra = (name for name in read if name not in names)
         raise ValueError(
             f"like: the file {file} has other parameters. {differences(missing, extra)}Names are "
             "paths joined with '.'; without like, load_safetensors returns the arrays by name."
         )
-    by_path = {paths[name]: value for name, value in read.items()}
-    sources = match(_described(by_path), wanted, allow_narrowing, str(file))
-    arrays = {path: held(value) for path, value in by_path.items()}
-    return converted(sources, arrays, wanted, str(file))[PARAMS]
+    # A restore reads states, so the parameters are a part of one.
+    wanted = {PARAMS: like}
+    leaves = zip(names, leaves_of(wanted, "like"), strict=True)
+    arrays = {leaf.path: held(read[name]) for name, leaf in leaves}
+    found = jax.tree.unflatten(jax.tree.structure(wanted), [read[name] for name in names])
+    sources = match(describe(found, None, None), wanted, allow_narrowing, file)
+    return converted(sources, arrays, wanted, file)[PARAMS]
 
 
 def _named(params: Any) -> list[tuple[str, Any]]:
@@ -272,16 +270,3 @@ def _readable(params: Any) -> Iterator[tuple[str, np.ndarray]]:
                 "export_params(state, dtype)."
             )
         yield name, array
-
-
-def _described(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a checkpoint would say of arrays by path, of which each means what it is."""
-    return {
-        "format": FORMAT,
-        "leaves": {
-            path: {"means": path, "dtype": str(array.dtype), "shape": list(array.shape)}
-            for path, array in arrays.items()
-        },
-        "kinds": {},
-        "loss_scale": None,
-    }

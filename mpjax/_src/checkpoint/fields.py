@@ -1,6 +1,7 @@
 """The fields of a description, as they are read back: each has its type, or the file is damaged."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 
 from mpjax._src.checkpoint import checksums
 from mpjax._src.checkpoint.contents import FORMAT, FORMAT_VERSION
+from mpjax._src.checkpoint.paths import worded
 from mpjax._src.core.base.errors import CheckpointError
 
+DAMAGED = "it is damaged, incomplete or has another format"
 UNVERIFIED = "verify=False restores it all the same."
 
 
@@ -49,13 +52,15 @@ OPTIONAL = {
 }
 
 
-def check(about: Any, file: Any, verify: bool) -> None:
-    """Refuses a description that mpjax has not written, or has not written so.
+def read(file: Any, verify: bool = True) -> dict[str, Any]:
+    """Reads a description, and refuses one that mpjax has not written, or has not written so.
 
     Raises:
         CheckpointError: The message names the file, and the field if it is known.
     """
-    if not isinstance(about, Mapping) or about.get("format") != FORMAT:
+    with worded(f"{file} cannot be read: {DAMAGED}. "):
+        about = json.loads(file.read_text())
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise CheckpointError(f"{file}: this file was not written by mpjax, or is damaged.")
     # JSON's true equals 1 in Python.
     if about.get("format_version") != FORMAT_VERSION or about["format_version"] is True:
@@ -78,6 +83,7 @@ def check(about: Any, file: Any, verify: bool) -> None:
             f"{file}: its checksum does not match. The file was damaged or edited after it was "
             f"written. {UNVERIFIED}"
         )
+    return about
 
 
 def _is_leaf(entry: Any) -> bool:

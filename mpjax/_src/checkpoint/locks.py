@@ -12,7 +12,6 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,6 @@ import numpy as np
 
 from mpjax._src.checkpoint.packages import needed
 
-# The locks of this process, by the path of the file, each with the process that took it: a child
-# inherits the table but no lock. A file that this process has locked is not opened again: where
-# flock is made of POSIX locks (NFS), closing it would drop the lock.
-HELD: dict[str, tuple[Any, int]] = {}
 GUARD = threading.RLock()
 # Of file systems that have no locks, or are mounted without them or for reading only.
 NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EROFS}
@@ -32,19 +27,13 @@ NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EROFS}
 TEXT_BYTES = 2000
 
 
-def lock(file: str) -> tuple[Callable[[], None], str | None]:
-    """Locks a file, unless someone else has.
+def lock(file: str, until: contextlib.ExitStack) -> str | None:
+    """Locks a file until the end of a stack, or returns who has locked it.
 
     Nothing is locked where nothing can be written, nor where the file system has no locks.
-
-    Returns:
-        A function that removes the lock, and None; or one that does nothing, and who holds it.
     """
-    if jax.process_index() == 0:
-        free, holder = _lock(os.path.realpath(file))
-    else:
-        free, holder = _nothing, None
-    return free, shared_text(holder)
+    is_first = jax.process_index() == 0
+    return shared_text(_lock(os.path.realpath(file), until) if is_first else None)
 
 
 def shared_text(text: str | None) -> str | None:
@@ -53,48 +42,42 @@ def shared_text(text: str | None) -> str | None:
         return text
     from jax.experimental import multihost_utils
 
-    sent = np.zeros(TEXT_BYTES, np.uint8)
-    data = np.frombuffer((text or "").encode()[:TEXT_BYTES], np.uint8)
-    sent[: data.size] = data
-    seen = np.asarray(multihost_utils.broadcast_one_to_all(sent), np.uint8)
+    sent = np.array([(text or "").encode()], f"S{TEXT_BYTES}")
+    seen = np.asarray(multihost_utils.broadcast_one_to_all(sent.view(np.uint8)), np.uint8)
     return seen.tobytes().rstrip(b"\0").decode(errors="replace") or None
 
 
-def _lock(file: str) -> tuple[Callable[[], None], str | None]:
+def _lock(file: str, until: contextlib.ExitStack) -> str | None:
     filelock = needed("filelock")
+    # One for each file of this process. A file that it has locked is not opened again: where flock
+    # is made of POSIX locks (NFS), closing it would drop the lock.
+    own = filelock.FileLock(
+        file, is_singleton=True, blocking=False, thread_local=False, on_acquired=_sign
+    )
     with GUARD:
-        if _held_here(file):
+        if own.is_locked:
             gc.collect()  # perhaps the holder is garbage
-        if _held_here(file):
-            return _nothing, f"{_process()}, this process"
-        file_lock = filelock.FileLock(file, blocking=False, thread_local=False, on_acquired=_sign)
+        if own.is_locked:
+            return f"{_process()}, this process"
         try:
-            file_lock.acquire()
+            own.acquire()
         except filelock.Timeout:
-            return _nothing, _holder(file)
+            return _holder(file)
         except OSError as error:
             if error.errno not in NO_LOCKS and os.access(os.path.dirname(file), os.W_OK):
                 raise
-            return _nothing, None
-        HELD[file] = file_lock, os.getpid()
-    return lambda: _free(file, file_lock), None
+        else:
+            until.callback(_free, own)
+    return None
 
 
-def _nothing() -> None:
-    pass
-
-
-def _held_here(file: str) -> bool:
-    return file in HELD and HELD[file][1] == os.getpid()
-
-
-def _free(file: str, file_lock: Any) -> None:
+def _free(own: Any) -> None:
     with GUARD:
-        if _held_here(file) and HELD[file][0] is file_lock:
-            del HELD[file]
+        # A child of the process that has locked it inherits the object, but no lock.
+        if own.is_locked:
             # Removed before it is unlocked: who has opened it meanwhile sees that it was removed.
-            Path(file).unlink(missing_ok=True)
-            file_lock.release()
+            Path(own.lock_file).unlink(missing_ok=True)
+            own.release()
 
 
 def _process() -> str:

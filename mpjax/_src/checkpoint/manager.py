@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from mpjax._src.checkpoint import store
+from mpjax._src.checkpoint.paths import worded
 from mpjax._src.checkpoint.state import Description, describe, policy_name, restore
 from mpjax._src.core.base.errors import (
     CheckpointError,
@@ -130,66 +131,55 @@ class Manager:
         self._policy = policy_name(policy)
         self._best = None if best is None else Best(best, best_mode, keep_best)
         self._read_only = read_only
-        self._writing: Callable[[], Any] = (
-            contextlib.nullcontext
-            if read_only
-            else functools.partial(store.writing, self.directory, inside=True)
-        )
+        writing = functools.partial(store.writing, directory, inside=True)
+        self._writing: Callable[[], Any] = contextlib.nullcontext if read_only else writing
         self._signaled = False
         self._previous: Any = None
-        self._manager, free = self._open(_options(every, keep, keep_period, self._best, read_only))
-        # Not __del__: a finalizer runs when the interpreter ends, too. It may not refer to the
-        # Manager, which would then never be garbage.
-        self._ended = weakref.finalize(
-            self,
-            _end,
+        with contextlib.ExitStack() as stack:
+            # Of its options for reading orbax warns.
+            stack.enter_context(store.quiet(logging.ERROR if read_only else logging.NOTSET))
+            options = _options(every, keep, keep_period, self._best, read_only)
+            self._manager = self._open(stack, options)
             # Several processes would have to end at the same time to wait for each other.
-            self._manager.wait_until_finished if jax.process_count() == 1 else None,
-            self._writing,
-            free,
-        )
+            if jax.process_count() == 1:
+                stack.enter_context(self._writing())
+                stack.callback(self._manager.wait_until_finished)
+            # Not __del__: a finalizer runs when the interpreter ends, too. (What is being written
+            # then is lost with an error, because Python starts no more threads.) It may not
+            # refer to the Manager, which would then never be garbage.
+            self._end = weakref.finalize(self, stack.pop_all().close)
         if catch_sigterm:
             self._previous = signal.signal(signal.SIGTERM, self._note)
 
-    def _open(self, options: Any) -> tuple[Any, Callable[[], None]]:
-        """Returns orbax's manager of the directory, and what frees the directory at the end."""
-        ocp = store.orbax()
-        with contextlib.ExitStack() as stack:
-            self._take(stack)
-            with store.worded(self.directory, "its checkpoints cannot be listed"):
-                foreign = [] if self._read_only else store.foreign(self.directory)
-                store.check_metrics(self.directory)
-                manager = ocp.CheckpointManager(
-                    store.for_orbax(self.directory),
-                    options=options,
-                    handler_registry=store.handlers(),
-                )
-            if foreign:
-                warn_user(
-                    f"directory={self.directory!r} contains {brief(foreign)}, which mpjax has not "
-                    "written, or not completely. The Manager leaves it alone. Remove it, or use a "
-                    "directory of its own."
-                )
-            # Only now: whatever was raised before has freed the directory.
-            return manager, stack.pop_all().close
-
-    def _take(self, stack: contextlib.ExitStack) -> None:
-        """Locks the directory, and keeps orbax from logging what is raised."""
+    def _open(self, stack: contextlib.ExitStack, options: Any) -> Any:
+        """Returns orbax's manager of the directory, which is locked until the end of a stack."""
         if self._read_only:
             if not store.for_orbax(self.directory).is_dir():
                 raise FileNotFoundError(f"directory={self.directory!r} is not a directory.")
-            stack.callback(store.quiet(logging.ERROR))
-            return
-        free, holder = store.claim(self.directory, ".lock", inside=True)
-        stack.callback(free)
-        if holder is not None:
+        # orbax locks nothing (test_a_second_manager_is_refused_and_the_first_loses_nothing).
+        elif holder := store.claim(self.directory, ".lock", stack, inside=True):
             raise CheckpointError(
                 f"directory={self.directory!r} has a Manager already, of {holder}. Only one at a "
                 "time may write to a directory: close it or end its process, or choose another "
                 "directory. To read meanwhile, use Manager(directory, read_only=True) or "
                 "mpjax.checkpoint.restore."
             )
-        stack.callback(store.quiet())
+        before = f"directory={self.directory!r}: its checkpoints cannot be listed: "
+        with worded(before, ".", cause=False):
+            foreign = [] if self._read_only else store.foreign(self.directory)
+            store.check_metrics(self.directory)
+            manager = store.orbax().CheckpointManager(
+                store.for_orbax(self.directory),
+                options=options,
+                handler_registry=store.handlers(),
+            )
+        if foreign:
+            warn_user(
+                f"directory={self.directory!r} contains {brief(foreign)}, which mpjax has not "
+                "written, or not completely. The Manager leaves it alone. Remove it, or use a "
+                "directory of its own."
+            )
+        return manager
 
     def save(
         self,
@@ -243,21 +233,20 @@ class Manager:
             return False
         metrics = self._metrics(metrics)
         about = store.described(state, self._policy, data)
-        self._check_free(number)
-        args = store.saved_form(state, about, metrics)
+        if metrics is not None:
+            about["metrics"] = metrics  # orbax writes them to a file without a checksum
+        if store.for_orbax(f"{self.directory}/{number}").exists():
+            raise CheckpointError(
+                f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
+                "it, or not completely. It is not overwritten: remove it, or use another directory."
+            )
+        args = store.saved_form(state, about)
         with self._writing():
             saved = self._manager.save(number, args=args, metrics=metrics, force=force)
         # The process may be killed at any moment, so nothing is left to the background.
         if self.stopping:
             self.wait()
         return saved
-
-    def _check_free(self, number: int) -> None:
-        if store.for_orbax(f"{self.directory}/{number}").exists():
-            raise CheckpointError(
-                f"number={number!r}: {self.directory}/{number} exists, but mpjax has not written "
-                "it, or not completely. It is not overwritten: remove it, or use another directory."
-            )
 
     def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
         if not isinstance(metrics, Mapping | None):
@@ -333,8 +322,7 @@ class Manager:
         """
         _check_count("number", number, optional=True, least=0)
         steps = self.steps()
-        if number is None and steps:
-            number = steps[-1]
+        number = max(steps, default=None) if number is None else number
         if number not in steps:
             raise FileNotFoundError(
                 f"number={number!r}: {self.directory!r} has "
@@ -371,10 +359,7 @@ class Manager:
             with self._writing():
                 self._manager.close()
         finally:
-            # Of the finalizer, only the last part is left to do: everything is written.
-            if left := self._ended.detach():
-                *_, free = left[2]
-                free()
+            self._end()
 
     def __enter__(self) -> "Manager":
         return self
@@ -400,50 +385,25 @@ def _options(
     """Returns orbax's options: what is saved, and what is kept."""
     ocp = store.orbax()
     policies = ocp.checkpoint_managers
-    # Needed to write metrics, and for best(); preservation_policy says what is kept.
-    by_metric = {"best_fn": best.value, "best_mode": best.mode} if best is not None else {}
-    return ocp.CheckpointManagerOptions(
-        step_name_format=store.numbers(),
-        save_decision_policy=policies.FixedIntervalPolicy(every),
-        preservation_policy=_preserved(keep, keep_period, best),
-        **by_metric,
-        cleanup_tmp_directories=not read_only,
-        create=not read_only,
-        read_only=read_only,
-        num_deletion_threads=1,  # several would remove the files, not the directory
-        **({"save_interval_steps": 0} if read_only else {}),  # otherwise it warns
-    )
-
-
-def _preserved(keep: int | None, keep_period: int | None, best: Best | None) -> Any:
-    """Returns orbax's policy of what is kept: the newest, every so many, and the best."""
-    policies = store.orbax().checkpoint_managers
-    kept = [policies.LatestN(keep)]
+    kept, by_metric = [policies.LatestN(keep)], {}
     if keep_period is not None:
         kept.append(policies.EveryNSteps(keep_period))
     if best is not None:
-        kept.append(
-            policies.BestN(
-                get_metric_fn=best.value,
-                reverse=best.mode == "min",
-                n=best.kept,
-                # Otherwise the rest of a checkpoint that a killed process was removing stays.
-                keep_checkpoints_without_metrics=False,
-            )
-        )
-    return policies.AnyPreservationPolicy(kept)
-
-
-def _end(
-    wait: Callable[[], None] | None, writing: Callable[[], Any], free: Callable[[], None]
-) -> None:
-    """Ends a Manager that was not closed, when it is garbage or the process ends."""
-    try:
-        if wait is not None:
-            with writing():
-                wait()
-    finally:
-        free()
+        # Needed to write metrics, and for best(); preservation_policy says what is kept.
+        by_metric = {"best_fn": best.value, "best_mode": best.mode}
+        by_value = {"get_metric_fn": best.value, "reverse": best.mode == "min", "n": best.kept}
+        # Otherwise the rest of a checkpoint that a killed process was removing stays
+        # (test_half_removed_checkpoint_does_not_block_the_manager).
+        kept.append(policies.BestN(**by_value, keep_checkpoints_without_metrics=False))
+    return ocp.CheckpointManagerOptions(
+        step_name_format=store.numbers(),
+        save_decision_policy=policies.FixedIntervalPolicy(every),
+        preservation_policy=policies.AnyPreservationPolicy(kept),
+        **by_metric,
+        cleanup_tmp_directories=True,
+        read_only=read_only,
+        num_deletion_threads=1,  # several would remove the files, not the directory
+    )
 
 
 def _check_arguments(

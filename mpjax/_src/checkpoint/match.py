@@ -1,4 +1,4 @@
-"""The plan of a restore: which saved leaf becomes which leaf of the state, and what is refused.
+"""A restore: which saved leaf becomes which leaf of the state, in its dtype; what is refused.
 
 The plan is computed from the checkpoint's description, before any array is read.
 """
@@ -27,9 +27,10 @@ from mpjax._src.checkpoint.contents import (
     settings_of,
     shaped,
 )
-from mpjax._src.core.base.dtypes import limits_of
+from mpjax._src.core.base.dtypes import FLOAT32, limits_of
 from mpjax._src.core.base.errors import check_flag, first_of
 from mpjax._src.core.training import residuals
+from mpjax._src.optim import codes
 
 
 class Source(NamedTuple):
@@ -82,8 +83,8 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
         if residual is None and own is not None and is_companion(target.means):
             # Codes without their scales mean nothing.
             own = None if jnp.issubdtype(saved[own]["dtype"], jnp.integer) else own
-        if master is not None or residual is None or own is None:
-            return Source(target, own if master is None else master, None, kind)
+        if master is not None or own is None:
+            return Source(target, master, None, kind)
         return Source(target, own, residual, kind)
 
     sources = [source(target) for target in targets]
@@ -93,8 +94,7 @@ def match(about: dict[str, Any], like: Any, allow_narrowing: bool, where: str) -
     _check_same_leaves(saved, kept, parts, fresh, where)
     _check_kinds(about["kinds"], kinds_of(like), where)
     pairs = [(s, saved[s.path]) for s in kept if s.path is not None]
-    _check_shapes(pairs, where)
-    _check_one_kind(pairs, where)
+    _check_shapes_and_kinds(pairs, where)
     if not allow_narrowing:
         _check_precision(saved, kept, where)
     _check_width(kept)
@@ -170,26 +170,20 @@ def _check_kinds(saved: dict[str, str], like: dict[str, str], where: str) -> Non
     )
 
 
-def _check_shapes(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
-    other = [
-        f"{s.target.path} has shape {tuple(was['shape'])} in the checkpoint, but "
-        f"{shaped(s.target.value)[0]} in like"
-        for s, was in pairs
-        if tuple(was["shape"]) != shaped(s.target.value)[0]
-        and not (s.kind and is_companion(s.target.means))  # scales are checked with their codes
-    ]
-    _refuse(other, f"the checkpoint {where} was written by a different model:", "")
-
-
-def _check_one_kind(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
-    unlike = [
-        f"{s.target.path} is {was['dtype']} in the checkpoint, but "
-        f"{shaped(s.target.value)[1]} in like"
-        for s, was in pairs
-        if not (_one_kind(was["dtype"], shaped(s.target.value)[1]) or s.kind or s.companion)
-    ]
+def _check_shapes_and_kinds(pairs: list[tuple[Source, dict[str, Any]]], where: str) -> None:
+    shapes, kinds = [], []
+    for (target, _, companion, kind), was in pairs:
+        (shape, dtype), before = shaped(target.value), tuple(was["shape"])
+        # Scales are checked with their codes.
+        if before != shape and not (kind and is_companion(target.means)):
+            shapes.append(
+                f"{target.path} has shape {before} in the checkpoint, but {shape} in like"
+            )
+        if not (kind or companion or _one_kind(was["dtype"], dtype)):
+            kinds.append(f"{target.path} is {was['dtype']} in the checkpoint, but {dtype} in like")
+    _refuse(shapes, f"the checkpoint {where} was written by a different model:", "")
     _refuse(
-        unlike,
+        kinds,
         f"leaves of the checkpoint {where} are of another kind:",
         "A leaf is only cast within its kind: floating to floating, integer to integer, complex to "
         "complex; a key must have the same implementation.",
@@ -273,3 +267,108 @@ def differences(missing: Iterable[str], extra: Iterable[str]) -> str:
     """Returns in words the names that the checkpoint lacks, and those that ``like`` lacks."""
     lacks = (("It", [*map(repr, missing)]), ("like", [*map(repr, extra)]))
     return "".join(f"{who} lacks {first_of(names)}. " for who, names in lacks if names)
+
+
+# ---- from the arrays that were read to those of the state ---------------------------------------
+
+
+def converted(sources: list[Source], arrays: Mapping[str, jax.Array], like: Any, where: str) -> Any:
+    """Returns a tree like ``like``, made of the arrays that were read, by path.
+
+    Raises:
+        ValueError: If a finite value would become infinite, or a leaf would be narrowed by JAX.
+    """
+    leaves, overflown = [], []
+    for source in sources:
+        target, path = source.target, source.path
+        if path is None:
+            leaves.append(_own(target, where))
+            continue
+        read, dtype = arrays[path], shaped(target.value)[1]
+        if source.companion is not None:
+            read = _whole(jnp.asarray(read), jnp.asarray(arrays[source.companion]))
+        leaf = read
+        if source.kind is not None:
+            # Residuals and codes are made anew, because those of another policy do not fit.
+            leaf = _part(source, jnp.asarray(read, FLOAT32))
+        elif str(leaf.dtype) != dtype:
+            # NumPy would warn of an overflow, which is refused below by the name of the leaf.
+            with np.errstate(over="ignore"):
+                leaf = jnp.asarray(leaf.astype(np.dtype(dtype)))
+        # A residual is no value by itself: what overflows shows in its parameter.
+        if not is_companion(target.means) and leaf is not read and overflows(read, leaf):
+            overflown.append(f"{target.path} ({read.dtype} to {dtype})")
+        place = place_of(target.value)
+        leaves.append(leaf if place is None else jax.device_put(leaf, place))
+    if overflown:
+        raise ValueError(
+            f"like: the checkpoint {where} has finite values that would become infinite in "
+            f"{first_of(overflown)}. Restore these leaves in bfloat16 or float32, by another "
+            "policy or an override."
+        )
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _whole(leaf: jax.Array, companion: jax.Array) -> jax.Array:
+    """Returns the float32 value of a 16-bit parameter and its residual, or of codes and scales."""
+    code = codes.by_dtype(leaf.dtype)
+    return codes.decode(leaf, companion, code) if code else residuals.full(leaf, companion)
+
+
+def _part(source: Source, value: jax.Array) -> jax.Array:
+    """Returns one of the two arrays that represent a value: the leaf, or its residual or scales."""
+    assert source.kind is not None
+    dtype, kind = map(np.dtype, source.kind)
+    if code := codes.by_dtype(dtype):
+        first = jnp.int32(0)  # the count of draws
+        scales = codes.scales_of(value, code, first)
+        parts = codes.encode(value, scales, code, first), scales
+    else:
+        parts = residuals.split(value, dtype, kind)
+    # The bool is the index: first the leaf, then what belongs to it.
+    return parts[is_companion(source.target.means)]
+
+
+def place_of(value: Any) -> Any:
+    """Returns the sharding that a leaf of ``like`` is committed to, or None."""
+    if isinstance(value, jax.ShapeDtypeStruct) or getattr(value, "committed", False):
+        return value.sharding
+    return None
+
+
+def _own(target: Leaf, where: str) -> jax.Array:
+    """Copies a leaf of ``like`` that is not in the checkpoint, such as that of a new loss scale.
+
+    The copy protects the caller's array from donation.
+    """
+    if isinstance(target.value, jax.ShapeDtypeStruct):
+        if is_draws(target.means):
+            return jnp.zeros(target.value.shape, target.value.dtype)
+        raise ValueError(
+            f"like[{target.path!r}] is only a shape, but the checkpoint {where} was saved with "
+            "another loss scale, so the values of this one must come from like. Pass "
+            "like=init(params), or an eval_shape of it with the loss_scale of init(params)."
+        )
+    return jnp.array(target.value)
+
+
+def held(value: Any) -> Any:
+    """Returns a JAX array, or the NumPy array if JAX would narrow it."""
+    if isinstance(value, jax.Array):
+        return value
+    return jnp.array(value) if is_held(value.dtype) else value
+
+
+def overflows(wide: Any, narrow: jax.Array) -> bool:
+    """Returns whether a cast from ``wide`` to ``narrow`` made a finite value infinite."""
+    if not jnp.issubdtype(narrow.dtype, jnp.inexact):
+        return False
+    # JAX would narrow such an array (`held`), so it is compared on the host.
+    if isinstance(wide, np.ndarray):
+        return bool(np.any(np.isfinite(wide) & ~np.isfinite(np.asarray(narrow))))
+    return bool(_overflows(wide, narrow))
+
+
+@jax.jit
+def _overflows(wide: jax.Array, narrow: jax.Array) -> jax.Array:
+    return jnp.any(jnp.isfinite(wide) & ~jnp.isfinite(narrow))

@@ -3,6 +3,7 @@
 Only this module imports etils, which orbax uses for paths, because it reads storage buckets too.
 """
 
+import contextlib
 import functools
 import glob
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax._src.checkpoint.packages import needed
-from mpjax._src.core.base.errors import brief, misplaced
+from mpjax._src.core.base.errors import CheckpointError, brief, misplaced
 
 # What orbax appends to the name of a directory that it has not finished. A Manager removes such
 # directories when it starts.
@@ -93,20 +94,40 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
+@contextlib.contextmanager
+def worded(before: str, after: str = "", *, cause: bool = True) -> Iterator[None]:
+    """Raises a CheckpointError of one line in place of what orbax, tensorstore and others raise.
+
+    Without its ``cause``, the traceback of another error is not shown.
+    """
+    try:
+        yield
+    # These have words of their own.
+    except (CheckpointError, ImportError):
+        raise
+    except Exception as error:
+        text = f"{before}{reason(error)}{after}"
+        raise CheckpointError(text) from (error if cause else None)
+
+
 @functools.cache
 def _local() -> Any:
     """Returns the class of local paths, which orbax passes on and derives others from."""
 
     class Local(type(needed("etils.epath").Path("/"))):  # type: ignore[misc]
         def glob(self, pattern: str) -> Iterator[Any]:
-            """Yields what fits the pattern inside this path, which is no pattern itself."""
+            """Yields what fits the pattern inside this path, which is no pattern itself.
+
+            That of etils takes it for one (test_any_name_is_written_and_read).
+            """
             found = glob.glob(os.path.join(glob.escape(str(self)), pattern))
             return map(type(self), found)
 
         def rmtree(self, missing_ok: bool = False) -> None:
             """Removes a directory under another name, so that nobody finds half of it.
 
-            What a killed process leaves has the name of an unfinished directory.
+            What a killed process leaves has the name of an unfinished directory; orbax removes
+            files under the checkpoint's own name (test_a_checkpoint_is_removed_under_another_name).
             """
             try:
                 rest = self

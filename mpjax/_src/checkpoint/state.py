@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpjax._src.checkpoint import store
-from mpjax._src.checkpoint.convert import converted, place_of
-from mpjax._src.checkpoint.match import match
+from mpjax._src.checkpoint import arrays, store
+from mpjax._src.checkpoint.match import converted, match, place_of
 from mpjax._src.core.base.errors import check_flag
 from mpjax._src.core.base.public import public
 from mpjax._src.core.policy.grammar import get_policy
@@ -80,8 +79,7 @@ def save(
         {'batch': 7}
     """
     about = store.described(state, policy_name(policy), data)
-    with store.new(directory):
-        store.write(directory, store.saved_form(state, about))
+    store.write(directory, state, about)
 
 
 def policy_name(policy: "PolicyLike | None") -> str | None:
@@ -182,5 +180,5 @@ def restore(
             if path is not None:
                 # Leaves that come from one saved array share it, placed as the first of them.
                 places.setdefault(path, place_of(source.target.value))
-    arrays = store.read_arrays(directory, about, places, verify)
-    return converted(sources, arrays, like, str(directory))
+    found = arrays.read(store.for_orbax(directory) / "state", about, places, verify)
+    return converted(sources, found, like, str(directory))

@@ -8,20 +8,18 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.checkpoint import arrays, checksums, fields
 from mpjax._src.checkpoint.contents import Leaf, describe, leaves_of, no_values, shaped
-from mpjax._src.checkpoint.convert import held
 from mpjax._src.checkpoint.locks import lock, shared_text
 from mpjax._src.checkpoint.packages import all_needed, needed
-from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, reason
+from mpjax._src.checkpoint.paths import UNFINISHED, absolute, for_orbax, is_remote, worded
 from mpjax._src.core.base.errors import CheckpointError, brief
 from mpjax._src.core.base.trees import is_key
 
@@ -35,44 +33,25 @@ def handlers() -> Any:
     """Returns orbax's handlers of the two items, which end in this order.
 
     The last one reads back what was written, before the checkpoint gets its name: what orbax could
-    not write, it may only log.
+    not write, it may only log (test_a_background_save_that_stores_nothing_is_refused).
     """
     ocp = orbax()
 
     class About(ocp.JsonCheckpointHandler):  # type: ignore[name-defined]
         def finalize(self, directory: Any) -> None:
             super().finalize(directory)
-            _check_written(directory.parent / "state", directory / "metadata")
+            try:
+                about = fields.read(directory / "metadata")
+                arrays.check_stored(directory.parent / "state", about["leaves"])
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"The checkpoint is not kept, because what was written cannot be found: {error}"
+                ) from None
 
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("state", ocp.args.PyTreeSave)
     registry.add("about", ocp.args.JsonSave, About())
     return registry
-
-
-def _check_written(state: Any, file: Any) -> None:
-    try:
-        leaves = _about_in(file)["leaves"]
-        stored = {path: entry for path, entry in leaves.items() if 0 not in entry["shape"]}
-        if stored:
-            arrays.check_stored(state, stored)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"The checkpoint is not kept, because what was written cannot be found: {error}"
-        ) from None
-
-
-def _arrays_in(state: Any) -> dict[str, Any]:
-    """Returns the arrays to write, by path.
-
-    orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in the
-    description is enough. Keys are written as their data.
-    """
-    return {
-        leaf.path: jax.random.key_data(leaf.value) if is_key(leaf.value) else _array(leaf.value)
-        for leaf in leaves_of(state)
-        if np.size(leaf.value)
-    }
 
 
 def described(state: Any, policy: str | None, data: Any) -> dict[str, Any]:
@@ -112,13 +91,11 @@ def _check_storable(name: str, leaf: Leaf) -> None:
         ) from None
 
 
-def saved_form(
-    state: Any, about: dict[str, Any], metrics: Mapping[str, float] | None = None
-) -> Any:
+def saved_form(state: Any, about: dict[str, Any]) -> Any:
     """Returns the arguments for orbax: the arrays by path, and their description."""
-    stored = _arrays_in(state)
-    if metrics is not None:
-        about["metrics"] = metrics  # orbax writes them to a file without a checksum
+    # orbax cannot write empty arrays, nor an item without arrays; the shape of an empty array in
+    # the description is enough.
+    stored = {x.path: _stored(x.value) for x in leaves_of(state) if np.size(x.value)}
     about[checksums.ARRAYS] = checksums.of_arrays(stored)
     # Last, because it covers all other fields.
     about[checksums.ABOUT] = checksums.of_about(about)
@@ -127,7 +104,10 @@ def saved_form(
     return args.Composite(about=args.JsonSave(about), **state_item)
 
 
-def _array(value: Any) -> Any:
+def _stored(value: Any) -> Any:
+    """Returns the array that is written of a leaf; of random keys, their data."""
+    if is_key(value):
+        return jax.random.key_data(value)
     return value if isinstance(value, jax.Array) else np.asarray(value, shaped(value)[1])
 
 
@@ -145,15 +125,15 @@ def _checked(data: Any) -> Any:
     return data
 
 
-@contextlib.contextmanager
-def new(directory: str | Path) -> Iterator[None]:
-    """Makes sure that no one else writes a directory, and that it does not exist.
+def write(directory: str | Path, state: Any, about: dict[str, Any]) -> None:
+    """Writes a new checkpoint, which appears under its name only when it is complete.
 
     Raises:
+        CheckpointError: If it cannot be written, such as on a full disk.
         FileExistsError: If it exists, or is being written by another process or thread.
     """
-    free, holder = claim(directory, f".{Path(absolute(directory)).name}.lock")
-    try:
+    with contextlib.ExitStack() as stack:
+        holder = claim(directory, f".{Path(absolute(directory)).name}.lock", stack)
         # All processes have to decide alike, and a file system may answer each of them differently.
         exists = shared_text("yes" if for_orbax(directory).exists() else None)
         if exists or holder:
@@ -163,55 +143,45 @@ def new(directory: str | Path) -> Iterator[None]:
                 "Choose another name, or use a Manager, which numbers checkpoints and removes old "
                 "ones."
             )
-        yield
-    finally:
-        free()
+        args = saved_form(state, about)
+        handler = orbax().CompositeCheckpointHandler(handler_registry=handlers())
+        # orbax logs what it raises, with its traceback.
+        with quiet(), writing(directory), orbax().Checkpointer(handler) as checkpointer:
+            checkpointer.save(for_orbax(directory), args=args)
 
 
-def claim(directory: str | Path, name: str, inside: bool = False) -> tuple[Callable, str | None]:
+def claim(
+    directory: str | Path, name: str, until: contextlib.ExitStack, inside: bool = False
+) -> str | None:
     """Locks a directory by a file next to or inside it; see `locks.lock`. Buckets have no locks."""
     path = absolute(directory)
     all_needed()  # before anything is made
     if is_remote(path):
-        return (lambda: None), None
+        return None
     folder = Path(path) if inside else Path(path).parent
-    with worded(path, "it cannot be locked"):
+    with worded(f"directory={path!r}: it cannot be locked: ", ".", cause=False):
         folder.mkdir(parents=True, exist_ok=True)
-        return lock(str(folder / name))
-
-
-def write(directory: str | Path, args: Any) -> None:
-    """Writes a checkpoint, which appears under its name only when it is complete.
-
-    Raises:
-        CheckpointError: If it cannot be written, such as on a full disk.
-    """
-    ocp = orbax()
-    # orbax logs what it raises, with its traceback.
-    loud = quiet()
-    try:
-        handler = ocp.CompositeCheckpointHandler(handler_registry=handlers())
-        with writing(directory), ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(for_orbax(directory), args=args)
-    finally:
-        loud()
+        return lock(str(folder / name), until)
 
 
 @contextlib.contextmanager
 def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
     """Words the errors of writing a checkpoint, and removes what was half written.
 
+    orbax leaves it there (test_background_save_to_a_full_disk_is_one_short_error).
+
     The directory, which is locked, is that of the checkpoint, or of the one with it ``inside``.
 
     Raises:
         CheckpointError: If anything was raised.
     """
-    intact = " Nothing of it remains, and earlier checkpoints are intact."
+    path = absolute(directory)
+    before = f"directory={path!r}: the checkpoint could not be written: "
+    after = ". Nothing of it remains, and earlier checkpoints are intact."
     try:
-        with worded(directory, "the checkpoint could not be written", intact):
+        with worded(before, after, cause=False):
             yield
     except CheckpointError:
-        path = absolute(directory)
         if jax.process_index() == 0 and not is_remote(path):
             rests = Path(path).glob(f"*{UNFINISHED}") if inside else [Path(path + UNFINISHED)]
             for rest in rests:
@@ -220,24 +190,10 @@ def writing(directory: str | Path, inside: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def worded(directory: str | Path, what: str, rest: str = "") -> Iterator[None]:
-    """Raises a CheckpointError of one line in place of what orbax and tensorstore raise."""
-    try:
-        yield
-    # These have words of their own.
-    except (CheckpointError, ImportError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"directory={absolute(directory)!r}: {what}: {reason(error)}.{rest}"
-        ) from None
-
-
-def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
+def quiet(least: int = logging.NOTSET) -> Iterator[None]:
     """Keeps orbax from logging errors that are raised too, and what is below a level.
 
-    Returns:
-        A function that ends this.
+    It logs each several times (test_background_save_to_a_full_disk_is_one_short_error).
     """
     logger = logging.getLogger("absl")
 
@@ -246,7 +202,10 @@ def quiet(least: int = logging.NOTSET) -> Callable[[], None]:
         return not (is_ours and (record.exc_info or record.levelno < least))
 
     logger.addFilter(is_shown)
-    return lambda: logger.removeFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
@@ -257,26 +216,10 @@ def read_about(directory: str | Path, verify: bool = True) -> dict[str, Any]:
         CheckpointError: If it is not a checkpoint of mpjax, or is damaged.
     """
     path = for_orbax(directory)
-    _check_is_checkpoint(path, directory)
-    return _about_in(path / "about" / "metadata", verify)
-
-
-def _about_in(file: Any, verify: bool = True) -> dict[str, Any]:
-    try:
-        about = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {arrays.DAMAGED}. {reason(error)}"
-        ) from error
-    fields.check(about, file, verify)
-    return about
-
-
-def _check_is_checkpoint(path: Any, directory: str | Path) -> None:
     if not path.is_dir():
         raise FileNotFoundError(f"directory={str(directory)!r} does not exist.")
     if (path / "about").exists():
-        return
+        return fields.read(path / "about" / "metadata", verify)
     names = sorted(p.name for p in path.iterdir())
     wrong = (
         "is not a checkpoint of mpjax, or its file about/metadata is missing. It contains "
@@ -294,7 +237,7 @@ def numbers() -> Any:
     """Returns orbax's format of numbers, by which it finds those that mpjax has written alone.
 
     Otherwise a folder of the user's that has a number for a name would be the last checkpoint, and
-    be removed in its turn.
+    be removed in its turn (test_manager_leaves_alone_what_has_a_number_but_is_no_checkpoint).
     """
     standard: Any = type(orbax().path.step.standard_name_format())
 
@@ -319,6 +262,8 @@ def _numbered(directory: str | Path) -> list[Any]:
 def check_metrics(directory: str | Path) -> None:
     """Compares the metrics of a Manager's checkpoints, in files of orbax, with the descriptions.
 
+    orbax has no checksums of them (test_manager_refuses_damaged_metrics).
+
     Raises:
         CheckpointError: If a file is damaged.
     """
@@ -337,32 +282,3 @@ def check_metrics(directory: str | Path) -> None:
                 f"{file} is damaged: it should contain {json.dumps(expected)}. Repair it, or "
                 f"remove the checkpoint {step.name}."
             )
-
-
-def read_arrays(
-    directory: str | Path,
-    about: dict[str, Any],
-    shardings: Mapping[str, Any],
-    verify: bool = True,
-) -> dict[str, Any]:
-    """Reads leaves by their paths, in the dtypes they were saved in.
-
-    ``shardings`` has None for an array that is not committed to a device. The arrays are of JAX, or
-    of NumPy if JAX does not support the dtype.
-
-    Raises:
-        CheckpointError: If a file is damaged.
-    """
-    table = about["leaves"]
-    # Empty arrays are not written: their shape is all of them.
-    stored = {name: place for name, place in shardings.items() if 0 not in table[name]["shape"]}
-    sums = about.get(checksums.ARRAYS, {}) if verify else {}
-    by_path = arrays.read(for_orbax(directory) / "state", table, stored, sums)
-    for name in shardings:
-        entry = table[name]
-        if name not in by_path:
-            by_path[name] = np.zeros(*arrays.stored_as(entry))
-        if "key" in entry:
-            by_path[name] = jax.random.wrap_key_data(jnp.array(by_path[name]), impl=entry["key"])
-        by_path[name] = held(by_path[name])
-    return by_path
