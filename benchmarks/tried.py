@@ -28,7 +28,7 @@ from benchmarks.results import Results, Row
 from benchmarks.rivals import RIVALS
 from mpjax._src.core.base import trees
 from mpjax._src.core.base._jax import convolutions, stacks
-from mpjax._src.core.training import shards
+from mpjax._src.core.training import replicas
 
 __all__ = ["SETTINGS"]
 
@@ -104,7 +104,7 @@ def rounded(logits: Any, labels: Any) -> Any:
 llama, cross_entropy = MODELS["llama"], optax.softmax_cross_entropy_with_integer_labels
 patch, patched = mock.patch.object, mock.patch.dict
 apart = functools.partial(map, lambda leaf: [leaf])
-alone = tuple(patch(module, "reduced_together", apart) for module in (trees, shards))
+alone = tuple(patch(module, "reduced_together", apart) for module in (trees, replicas))
 divided = patch(stacks, "may_be_partitioned", lambda ctx: True)
 before = patched(MODELS, llama=cast_before_the_loop)
 half_logits = patch(optax, cross_entropy.__name__, rounded)

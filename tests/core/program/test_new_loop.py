@@ -101,7 +101,7 @@ def rows(monkeypatch):
     """Registers it: its two rows."""
     monkeypatch.setattr(rules, "RULES", {**rules.RULES})
     rules.row("scan2", rules.PROGRAM)
-    loop = higher_order.Loop("length", "reverse", "unroll")
+    loop = ("length", "reverse", "unroll")
     monkeypatch.setitem(higher_order.HIGHER_ORDER, "scan2", higher_order.scanning("body", loop))
 
 

@@ -19,7 +19,7 @@ def test_every_target_has_all_figures(name):
     assert ("bf16" in target.peaks) == ("bfloat16" in fast)
     if name in GPUS:
         assert ("f16" in target.peaks) == ("float16" in fast)
-        major, minor = devices.CARDS[name].capability.split(".")
+        major, minor = devices.CARDS[name].split(".")
         assert f"major: {major} minor: {minor}" in target.config
         assert f'"{target.device}"' in target.config
 
