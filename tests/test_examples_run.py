@@ -146,6 +146,7 @@ def test_example_names_a_missing_library():
         common.optional("no_such_library")
 
 
+@pytest.mark.thorough
 def test_tensorboard_has_loss_scale_back_offs_and_the_distribution_of_gradients(tmp_path):
     custom_lists = importlib.import_module("custom_lists")
     argv = f"--size smoke --steps 21 --policy mixed_float16 --logdir {tmp_path}".split()

@@ -54,6 +54,7 @@ def test_further_seeds_run_the_tests_that_draw(runs, monkeypatch):
     assert runs == [("", "1", False), ("", "2", True)]
 
 
+@pytest.mark.thorough
 def test_tests_that_draw_are_found():
     command = [sys.executable, "-m", "pytest", "--drawing", "--collect-only", "-q"]
     folder = Path(__file__).parent

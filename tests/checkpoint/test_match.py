@@ -159,6 +159,7 @@ def test_split_masters_are_restored_whole_and_whole_ones_split(was, to, saved):
     assert bits((weight, beside)) == bits(residuals.split(full, weight.dtype, beside.dtype))
 
 
+@pytest.mark.thorough
 def test_restore_turns_moments_into_codes_and_back(tmp_path, rng, monkeypatch):
     # Compiled whole: operation by operation they are a hundred small programs.
     for name, static in (("encode", 2), ("decode", 2), ("scales_of", 1)):

@@ -136,6 +136,7 @@ def test_stochastic_rounding_draws_anew_for_every_step_leaf_and_seed():
     assert len(set(seen)) == 8
 
 
+@pytest.mark.thorough
 def test_draws_of_stochastic_rounding_are_uniform_and_uncorrelated(rng):
     """By place, step, leaf and seed: means and correlations as those of independent draws."""
     count, seed = 1 << 16, int(rng.integers(1 << 31))

@@ -95,6 +95,7 @@ def gradients(fun, *args):
     return jax.jit(jax.value_and_grad(fun, (0, 1, 2)))(*args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("reduction", "chunk"), [("mean", 8), ("mean", 1), (None, 8)])
 def test_the_weights_of_losses_alone_have_gradients(reduction, chunk):
     hidden, weight, _, labels = arrays(2, 8)
@@ -130,6 +131,7 @@ def test_under_autocast_matmuls_are_16_bit_and_no_logits_exist(half, reduction):
     assert f"loss: in 8 blocks of {told}" in lines
 
 
+@pytest.mark.thorough
 def test_in_a_float32_region_and_policy_nothing_is_rounded():
     *floats, labels = arrays(4, 8)
 

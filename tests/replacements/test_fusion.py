@@ -385,6 +385,7 @@ def of_any_layout(data):
     return fun, arrays, ", ".join(expected)
 
 
+@pytest.mark.thorough
 @given(st.data())
 def test_attention_of_any_layout_is_fused(data):
     fun, arrays, expected = of_any_layout(data)

@@ -8,6 +8,7 @@ the largest value in it. Programs are built of operations whose derivative is at
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measure import run
@@ -18,6 +19,7 @@ import mpjax
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
+@pytest.mark.thorough
 @given(
     st.lists(STEP, min_size=1, max_size=7),
     st.sampled_from(["bfloat16", "float16"]),

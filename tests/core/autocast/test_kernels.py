@@ -309,6 +309,7 @@ def test_a_pallas_kernel_runs_in_half(storage):
     assert_near(got, np.float32(2) * np.tanh(np.asarray(X) @ W) @ W, 0.02)
 
 
+@pytest.mark.thorough
 def test_compare_and_find_nonfinite_run_kernels_in_half(seen):
     fun = lambda w, x: jnp.sum(kernel(x, w) ** 2)  # noqa: E731
     rows = mpjax.compare(fun, "mixed_bfloat16")(W, X).rows

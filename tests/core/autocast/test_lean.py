@@ -216,6 +216,7 @@ def test_no_reader_of_a_skip_connection_keeps_what_it_joins():
     assert not {shape for _, shape in kept(loss, LEAN, params, X[None])} & {(1, N, 2 * D)}
 
 
+@pytest.mark.thorough
 def test_a_recurrent_network_keeps_less_than_under_fast():
     class Network(nn.Module):
         @nn.compact

@@ -147,6 +147,7 @@ def test_shrink_makes_a_failing_program_small():
     assert found == (("attention", 0, 0, ()),)
 
 
+@pytest.mark.thorough
 def test_report_shows_a_failing_program_as_code(monkeypatch):
     def doubled(fun, policy):
         return lambda *args: jax.tree.map(lambda x: 2 * x, fun(*args))

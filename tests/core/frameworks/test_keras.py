@@ -71,6 +71,7 @@ def test_skipped_keras_step_leaves_no_trace():
     assert float(model.optimizer.loss_scale.loss_scale) == scale / 16
 
 
+@pytest.mark.thorough
 def test_a_model_is_compiled_before_after_and_again():
     after = mpjax.keras.mixed_precision(made(), "mixed_float16", 64.0)
     before = made(compiled=False)

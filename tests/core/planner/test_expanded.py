@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from joint import EXACT, planned
-from support import assert_near, normal
+from support import assert_near, normal, thorough_but
 
 W, X = normal(0, 4, 8) / 3, normal(1, 6, 4)
 
@@ -29,7 +29,7 @@ def scanned(w, x):
     return lax.scan(jax.checkpoint(body), 1.0, jnp.stack([x, x + 1]))[1].sum()
 
 
-@pytest.mark.parametrize("fun", [alone, scanned])
+@pytest.mark.parametrize("fun", thorough_but([alone, scanned], 0))
 def test_derivatives_are_those_of_jax(fun):
     def derivatives(f):
         first = jax.grad(f)

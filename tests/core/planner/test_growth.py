@@ -160,6 +160,7 @@ def test_four_times_the_program_is_four_times_the_work(kind, monkeypatch):
     assert visits(make(4 * n)) <= 4**1.1 * visits(make(n))
 
 
+@pytest.mark.thorough
 def test_a_tree_of_branches_is_as_much_work_as_it_has_branches():
     visits(tree(1))
     assert visits(tree(3)) <= (7 / 3) ** 1.1 * visits(tree(2))

@@ -16,6 +16,7 @@ def attention(softmax):
     return lambda q, k, v: jnp.sum(jnp.tanh(softmax(q @ k.T) @ v) ** 2)
 
 
+@pytest.mark.thorough
 def test_exponentials_that_others_read_stay():
     def both(x):
         e = jnp.exp(x - x.max(-1, keepdims=True))

@@ -30,6 +30,7 @@ def sums(fun, *args):
     return sum(aval.size == ROWS * WIDTH for aval in summed)
 
 
+@pytest.mark.thorough
 def test_the_derivative_of_a_batch_norm_has_fewer_sums():
     args = W, SCALE, BIAS
     assert sums(planned(batch_norm, EXACT), *args) < sums(batch_norm, *args)

@@ -203,6 +203,7 @@ def test_a_number_of_turns_that_is_not_known():
     assert_near(exported.call(X, H, XS), jax.grad(fun, (0, 1))(X, H, XS), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_gradients_of_gradients():
     def loss(planner):
         fun = planner(total(recurrent))

@@ -138,6 +138,7 @@ def test_find_nonfinite_names_the_line_in_a_shard_map(rng, check_vma):
     assert not mpjax.find_nonfinite(loss, "mixed_float16")({"w": w, "v": v * 0.1}, x)
 
 
+@pytest.mark.thorough
 def test_compare_names_the_line_in_a_shard_map(rng):
     def body(w, x):
         h = jnp.tanh(x @ w)

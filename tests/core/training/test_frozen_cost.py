@@ -181,6 +181,7 @@ def test_a_base_in_the_model_state_is_neither_checked_nor_exchanged(policy):
     unread(mapped, init(lora_of(params()), base), X)
 
 
+@pytest.mark.thorough
 def test_reports_look_at_trained_weights():
     watched = built("float32", report_overflow=True, report_underflow=True, report_stalled=True)
     base = 2 * ROWS * WIDTH * WIDTH * DEPTH  # the FLOPs of all gradients of the base
@@ -344,5 +345,6 @@ def of_equinox(policy=None):
     return cost(jax.jit(step, donate_argnums=(0, 1)), arrays, state, X)
 
 
+@pytest.mark.thorough
 def test_equinox_step_costs_what_optax_costs():
     assert_no_more(of_equinox("float32"), of_equinox())

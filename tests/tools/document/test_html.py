@@ -12,7 +12,7 @@ import pytest
 from browsers import find_browser
 
 import mpjax
-from mpjax._src.tools.document.html import framed, page_of
+from mpjax._src.tools.document.html import _templates, framed, page_of
 from mpjax._src.tools.document.model import (
     Bar,
     Color,
@@ -159,6 +159,7 @@ def luminance(color):
 
 def test_without_jinja2_a_notebook_shows_the_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
+    _templates.cache_clear()
     report = mpjax.explain(jnp.dot, "O2")(jnp.ones((2, 2)), jnp.ones((2, 2)))
     assert report._repr_html_() is None
     with pytest.raises(ImportError, match=r"pip install 'mpjax\[html\]'"):

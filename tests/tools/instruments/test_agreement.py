@@ -106,6 +106,7 @@ def difference(rollout, args):
     return np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
 
 
+@pytest.mark.thorough
 def test_compare_of_the_same_formula_token_by_token_agrees(args):
     report = mpjax.compare(train, rollout_with())(*args)
     assert report.agrees and not report.by_formula and not report.partings

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from support import normal
 
 import mpjax
@@ -28,6 +29,7 @@ def test_the_backward_pass_reads_codes():
     assert "i8[128,128]" in str(jax.make_jaxpr(coded)(W, X))
 
 
+@pytest.mark.thorough
 def test_compare_finds_the_error_of_codes_where_they_are_made():
     found = mpjax.compare(loss, POLICY)(W, X)
     assert 0.002 < found.results["gradient of a"] < 0.05

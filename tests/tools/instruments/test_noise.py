@@ -96,6 +96,7 @@ class Model(nnx.Module):
         return self.dropout(jax.nn.relu(self.norm(self.dense(x))))
 
 
+@pytest.mark.thorough
 def test_compare_takes_an_nnx_module_and_leaves_it_as_it_was():
     model = Model(nnx.Rngs(0))
     before = [jnp.copy(x) for x in jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngKey)))]
