@@ -24,7 +24,8 @@ def test_a_pickle_names_the_public_module():
 
 def test_a_class_is_stored_by_its_name_by_cloudpickle_too(monkeypatch):
     """Which looks among the modules that are imported: a class of another process is another."""
-    monkeypatch.delitem(sys.modules, "mpjax.reports", raising=False)
-    state = public("mpjax.reports")(mpjax.reports.CastReport)
+    report = mpjax.reports.CastReport
+    monkeypatch.delitem(sys.modules, "mpjax.reports")
+    state = public("mpjax.reports")(report)
     assert "mpjax.reports" in sys.modules
     assert cloudpickle.dumps(state) == pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
