@@ -23,9 +23,11 @@ import test_communication  # noqa: E402
 import test_cross_entropies  # noqa: E402
 import test_fusion  # noqa: E402
 import test_kernels  # noqa: E402
+import test_linear_recurrences  # noqa: E402
 import test_norms  # noqa: E402
 import test_regions  # noqa: E402
 import test_repetitions  # noqa: E402
+import test_rewrites  # noqa: E402
 import test_softmax_spellings  # noqa: E402
 import test_sound_softmax  # noqa: E402
 
@@ -93,6 +95,28 @@ def fused(w, q):
     return jnp.mean(jnp.sin(test_fusion.nanogpt(q @ w)))
 
 
+def picked(w, x):
+    """A loss that picks an entry of each row."""
+    indices = jnp.arange(len(x))[:, None] % w.shape[1]
+    return -jnp.mean(jnp.take_along_axis(jnp.sin(x @ w), indices, -1) ** 2)
+
+
+def routed(w, x):
+    """A matmul whose few columns are ranked."""
+    best, _ = jax.lax.top_k(jax.nn.softmax(x @ w[:, :4]), 2)
+    return jnp.sum(jnp.tanh(x @ w) * best.sum())
+
+
+def short(w, x):
+    """Sums of two products, which are no matmul for matrix units."""
+    return jnp.sum(jnp.tanh(x[:, :2] @ w[:2]) @ w)
+
+
+def weighed_again(k, q):
+    """A softmax whose weights a checkpoint computes again."""
+    return jnp.sum(jnp.tanh(test_rewrites.AGAIN["alone"](q, k)) ** 2)
+
+
 CONSTRUCTS = {
     "tail": (
         test_norms.loss_of(test_norms.NORMS["batch"], jax.nn.silu),
@@ -114,6 +138,14 @@ CONSTRUCTS = {
     "while loop": (counted, (W, X)),
     "while loop that a matmul ends": (decided, (W, X)),
     "fused kernel": (fused, (W, test_fusion.Q)),
+    "picked entries": (picked, (W, X)),
+    "router": (routed, (normal(3, 64, 64), normal(4, 8, 64))),
+    "short products": (short, (W, X)),
+    "weights of a checkpoint": (weighed_again, (test_rewrites.K, test_rewrites.Q)),
+    "linear recurrence": (
+        test_linear_recurrences.of(test_linear_recurrences.STATES["first axis"]),
+        (test_linear_recurrences.V, test_linear_recurrences.X),
+    ),
 }
 # What a policy needs besides, for the construct to be there.
 SETTINGS = {
