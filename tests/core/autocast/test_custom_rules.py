@@ -237,3 +237,15 @@ def test_gradient_of_an_array_that_a_custom_vjp_rule_closes_over_raises():
         for around in (jax.jit, cast):
             with pytest.raises(Exception, match="closed-over value"):
                 jax.grad(around(fun))(normal(1, 4, 4))
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_rule_that_does_not_read_its_cotangent_keeps_its_gradient(wrapped):
+    @jax.custom_vjp
+    def loss(x):
+        return jnp.sum(x)
+
+    loss.defvjp(lambda x: (jnp.sum(x), x), lambda x, ct: (jnp.cos(x),))
+    fun = wrapped(lambda w, x: loss(jnp.tanh(x @ w)))
+    both = jax.grad(cast(fun)), jax.grad(fun)
+    assert_near(*(jax.jit(f)(W, X) for f in both), 0.02)

@@ -244,9 +244,6 @@ class Derivative:
         count = len(program.result_avals)
         self._outs, self._grads = results[:count], results[count:]
         equations = needed(equations, results)
-        # What is rounded inside of a loop has no derivative, which JAX finds and equations hide.
-        read = {*results, *(v for e in equations for v in e.ins)}
-        still = {i for ct, i in zip(self._cts, self._floats, strict=True) if ct not in read}
         # Loops first: what they hand over, and what `hoisted` takes out of their turns, is then
         # divided and rewritten as all else is.
         joined(equations, self._cts, self.inputs, results, half, program.storage)
@@ -255,8 +252,7 @@ class Derivative:
         self._early, self._late, *_ = rewritten(parts_of)
         # Behind an integer or `stop_gradient` there are no tangents, and JAX does not ask for any.
         moved = dependents([*filter(_moves, self._early)], [self.inputs[i] for i in self.by])
-        moves = (v in moved and held.is_inexact(v.aval) for v in self._outs)
-        self.moves = [yes and i not in still for i, yes in enumerate(moves)]
+        self.moves = [v in moved and held.is_inexact(v.aval) for v in self._outs]
         self.moved_avals = _chosen(program.out_avals, self.moves)
         self._low_in = program.halved_in
         self._splits: dict[Any, saving.Split] = {}
