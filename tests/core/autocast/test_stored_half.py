@@ -62,7 +62,7 @@ PAIRS = [(around, level) for around in AROUND for level in LEVELS]
 def test_half_parameters_run_in_a_program_that_does_not_promote(level, around):
     half = half_of(level)
     params = rounded(KERNELS, half)
-    policy = mpjax.get_policy(level)
+    policy = mpjax.get_policy(f"{level},casting=op")
     around = AROUND[around]
     auto = mpjax.autocast(strict, policy)
     value, grads = run(jax.value_and_grad(around(auto)), params, IMAGES)
@@ -75,7 +75,7 @@ def test_half_parameters_run_in_a_program_that_does_not_promote(level, around):
 @pytest.mark.parametrize("level", thorough_but(LEVELS, "O2:float16", "O3:bfloat16"))
 def test_half_parameters_have_tangents_and_second_derivatives(level):
     params = rounded(KERNELS, half_of(level))
-    auto = mpjax.autocast(lambda p, x: conv(x, p["first"]), level)
+    auto = mpjax.autocast(lambda p, x: conv(x, p["first"]), f"{level},casting=op")
     first = lambda p: auto(p, IMAGES)  # noqa: E731
     tangent, want = run(
         lambda p: (jax.jvp(first, (p,), (p,))[1], conv(IMAGES, KERNELS["first"])), params
@@ -95,10 +95,11 @@ def test_matmuls_take_half_parameters_as_they_are_stored(level):
     def fun(params, x):
         return jnp.sum(jax.nn.softmax(x @ params["w"]))
 
-    jaxpr = jax.make_jaxpr(mpjax.autocast(fun, level))(params, normal(1, 4, 8))
+    auto = mpjax.autocast(fun, f"{level},casting=op")
+    jaxpr = jax.make_jaxpr(auto)(params, normal(1, 4, 8))
     casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
     assert all(e.invars[0] is not jaxpr.jaxpr.invars[0] for e in casts)
-    assert matmul_dtypes(mpjax.autocast(fun, level), params, normal(1, 4, 8)) == [(half, half)]
+    assert matmul_dtypes(auto, params, normal(1, 4, 8)) == [(half, half)]
 
 
 def seen_by(policy, args):
@@ -117,7 +118,7 @@ def test_which_half_arguments_stand_for_float32():
     args = {"norm": {"scale": half}, "head": half, "kernel": other}, half
     assert seen_by("mixed_bfloat16", args) == ["bfloat16", "float16", "bfloat16", "bfloat16"]
     for policy in ("O2:bfloat16", "O3:bfloat16", "bfloat16", "p=bf16,c=f16,o=f32"):
-        assert seen_by(policy, args) == ["float32", "float16", "float32", "float32"]
+        assert seen_by(f"{policy},casting=op", args) == ["float32", "float16", "float32", "float32"]
     # An override decides storage too.
     policy = mpjax.get_policy("mixed_bfloat16").override({"head": "bfloat16", "kernel": "float16"})
     assert seen_by(policy, args) == ["float32", "float32", "bfloat16", "bfloat16"]
@@ -129,7 +130,7 @@ def test_which_half_arguments_stand_for_float32():
     "policy", thorough_but(["p=bf16,c=f16,o=f32", "p=f16,c=bf16,o=f32", "p=bf16,c=f32"], 1, 2)
 )
 def test_parameters_stored_in_another_dtype_match_float32_gradients(policy):
-    policy = mpjax.get_policy(policy)
+    policy = mpjax.get_policy(f"{policy},casting=op")
     params = rounded(KERNELS, policy.param_dtype)
     auto = mpjax.autocast(strict, policy)
     value, grads = run(jax.value_and_grad(auto), params, IMAGES)
@@ -208,7 +209,7 @@ def test_equinox_model_with_half_parameters_matches_float32(level):
     def loss(params, x):
         return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
 
-    auto = mpjax.autocast(loss, level)
+    auto = mpjax.autocast(loss, f"{level},casting=op")
     value, grads = run(jax.value_and_grad(auto), params, IMAGES)
     want, wanted = run(jax.value_and_grad(loss), as_float32(params), IMAGES)
     assert [g.dtype for g in jax.tree.leaves(grads)] == [p.dtype for p in jax.tree.leaves(params)]

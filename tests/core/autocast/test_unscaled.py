@@ -29,6 +29,7 @@ def loss(w, x):
 
 
 POLICY = "mixed_float16"
+BOUNDARY = mpjax.autocast(loss, f"{POLICY},casting=boundary")
 PLANNED, MODEL = mpjax.autocast(loss, POLICY), mpjax.autocast(model, POLICY)
 REGION = mpjax.precision("float16")(model)
 SCALE = np.float32(1024)
@@ -117,6 +118,7 @@ UNSCALED = {
     "examples": lambda: jax.grad(lambda w, x: jnp.mean(of_examples(w, x)))(W, X),
     "micro-batches": lambda: jax.jit(micro_batches(lambda w, x, _: PLANNED(w, x)))(W, X, SCALE),
     "grad": lambda: jax.grad(PLANNED)(W, X),
+    "boundary": lambda: jax.grad(BOUNDARY)(W, X),
     "jit": lambda: jax.jit(jax.value_and_grad(PLANNED))(W, X),
     "grad of jit": lambda: jax.grad(jax.jit(PLANNED))(W, X),
     "model": lambda: jax.jit(jax.grad(of_model))(W, X),
@@ -171,6 +173,7 @@ FINE = {
     "cotangent": lambda: jax.vjp(PLANNED, W, X)[1](SCALE),
     "cotangent in jit": lambda: jax.jit(lambda s: jax.vjp(PLANNED, W, X)[1](s))(SCALE),
     "forward": lambda: (jax.jit(PLANNED)(W, X), MODEL(W, X)),
+    "boundary": lambda: scaled(BOUNDARY)(W, X),
     "bfloat16": lambda: jax.grad(mpjax.autocast(loss))(W, X),
     "float32": lambda: jax.grad(mpjax.autocast(loss, "float32"))(W, X),
     "mixed_precision": with_mixed_precision,
@@ -197,7 +200,15 @@ FINE = {
 }
 
 
-QUICK = "grad", "model eager", "vmap", "inside jit", "jit, inside a scan", "weighted on devices"
+QUICK = (
+    "grad",
+    "boundary",
+    "model eager",
+    "vmap",
+    "inside jit",
+    "jit, inside a scan",
+    "weighted on devices",
+)
 
 
 @pytest.mark.parametrize("name", thorough_but(UNSCALED, *QUICK))
@@ -210,7 +221,15 @@ def test_a_float16_gradient_that_nothing_scales_is_told_once(name, nothing_calle
         jax.grad(PLANNED)(W, X)
 
 
-QUICK = "mixed_precision", "jmp", "flax", "inside jit", "jit, inside a checkpoint", "on devices"
+QUICK = (
+    "mixed_precision",
+    "boundary",
+    "jmp",
+    "flax",
+    "inside jit",
+    "jit, inside a checkpoint",
+    "on devices",
+)
 
 
 @pytest.mark.parametrize("name", thorough_but(FINE, *QUICK))

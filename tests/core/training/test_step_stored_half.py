@@ -159,7 +159,9 @@ def test_loss_that_fails_on_boundary_casts_is_cast_by_operation(policy, name):
     """What mixes dtypes where nothing promotes is cast operation by operation."""
     loss, params, *model_state = PROBLEMS[name]()
     policy = mpjax.get_policy(policy)
-    state, losses = trained(policy, loss, params, IMAGES, *model_state)
+    with pytest.warns(mpjax.errors.PrecisionWarning, match="casting=op") as told:
+        state, losses = trained(policy, loss, params, IMAGES, *model_state)
+    assert len(told) == 1 and str(policy) in str(told[0].message)
     want = jax.jit(loss)(params, IMAGES, *model_state)
     np.testing.assert_allclose(losses[0], want[0] if model_state else want, rtol=0.03)
     assert losses[-1] < losses[0]
@@ -167,7 +169,8 @@ def test_loss_that_fails_on_boundary_casts_is_cast_by_operation(policy, name):
     assert dtypes == {policy.param_dtype}
     init, step = mpjax.build_train_step(loss, optax.sgd(0.1), policy)
     half = policy.compute_dtype.name
-    found = matmul_dtypes(step, init(params, *model_state), IMAGES)
+    with pytest.warns(mpjax.errors.PrecisionWarning):
+        found = matmul_dtypes(step, init(params, *model_state), IMAGES)
     assert set(found) == {(half, half)}
 
 

@@ -5,13 +5,13 @@ This module traces, caches and calls the function. `planner` decides what is rou
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
+from mpjax._src.core.autocast import boundary
 from mpjax._src.core.autocast.classify import Outline, classify, outline
 from mpjax._src.core.autocast.eager import Kept
 from mpjax._src.core.autocast.kernels import Numbers, overridden, tracing
@@ -26,7 +26,7 @@ from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.called import CALLED, CASTS
 from mpjax._src.core.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.core.base.errors import brief, check_callable, did_you_mean
-from mpjax._src.core.base.patterns import nearest_paths
+from mpjax._src.core.base.patterns import matches, nearest_paths
 from mpjax._src.core.base.wrapped import Decorator, Wrapped
 from mpjax._src.core.planner.exceptions import half_regions
 from mpjax._src.core.planner.kept import program_of
@@ -39,7 +39,7 @@ from mpjax._src.core.program.graph import PLANNED
 from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.core.program.respellings import Respellings
 from mpjax._src.core.program.site import with_rows
-from mpjax._src.core.program.states import handed_out, states
+from mpjax._src.core.program.states import next_states
 from mpjax._src.core.program.trace import Flat, parameters_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +71,8 @@ class Traced(programs.Traced):
     @functools.cached_property
     def outline(self) -> Outline:
         """What is asked of its operations, which are the rows of reports."""
-        return outline(*_jax.open_jaxpr(self.jaxpr), self.policy, self.paths)
+        policy = boundary.of_operations(self.policy)
+        return outline(*_jax.open_jaxpr(self.jaxpr), policy, self.paths)
 
     @functools.cached_property
     def replaced(self) -> Replaced:
@@ -111,13 +112,22 @@ class Traced(programs.Traced):
 
     @functools.cached_property
     def as_written(self) -> bool:
-        """Whether nothing asks for a 16-bit dtype (`Plan.as_written`)."""
+        """Whether its operations run as they are traced, because nothing asks for casts of them."""
+        if boundary.casts_arguments(self.policy):
+            return True
         if self.policy.compute_dtype in HALVES:
             return False
         # Without overrides only a region can ask for it, which is found without a graph.
         if self.policy.overrides:
             return self.outline.as_written
         return not {*half_regions(self.jaxpr)}
+
+    @property
+    def computes_in(self) -> Collection[Any]:
+        """The 16-bit dtypes that its policy or a region asks for."""
+        if boundary.casts_arguments(self.policy):
+            return (self.policy.compute_dtype,)
+        return () if self.as_written else self.program.computes_in
 
     @functools.cached_property
     def donates(self) -> bool:
@@ -141,6 +151,11 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
     the function runs as traced. Matmuls that set their own ``precision`` stay float32, unless an
     override lifts it; a `PrecisionWarning` says so if no other is left.
 
+    A policy with ``casting="boundary"`` (O3, "bf16", jmp strings) chooses no dtypes: the floating
+    arguments are cast once to its compute dtype, except for states, and the results to its output
+    dtype. A function that cannot be traced with such arguments runs as under ``casting="op"``, and
+    a `PrecisionWarning` says so.
+
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of transformations:
 
@@ -154,7 +169,7 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
 
     Args:
         fun: Any function that `jax.jit` can trace. If None, a decorator is returned. Parameters
-            that the policy stores in 16 bits (O2, O3, or by an override) arrive in the function as
+            that the policy stores in 16 bits (O2, or by an override) arrive in the function as
             float32, because the function was written for float32.
         policy: A `Policy`, or anything that `get_policy` accepts. ``compute_dtype`` is the 16-bit
             dtype, and ``output_dtype`` is the dtype of float32 results. The op lists and overrides
@@ -215,18 +230,34 @@ INSTEAD = {
 
 
 class Autocast(Wrapped):
-    """A function under autocast: what `autocast` returns."""
+    """A function under autocast: what `autocast` returns.
 
-    def __init__(self, fun: Callable[..., Any], policy: Any) -> None:
+    Attributes:
+        policy: The policy.
+        is_loss: Whether it is a loss. Its results are float32, whatever the policy's output dtype.
+        returning: Is called, while the function is traced, with what it returns.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        policy: Any,
+        is_loss: bool = False,
+        returning: Callable[[Any], None] | None = None,
+    ) -> None:
         check_callable(fun, "fun")
         policy = get_policy(policy)
-        super().__init__(fun, policy)
+        super().__init__(fun, policy, is_loss, returning)
+        boundary.warn_if_unused(policy)
         self.policy, self.kept = policy, Kept()
+        self.is_loss, self.returning = is_loss, returning
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fun, owner = self.fun, getattr(self.fun, "__self__", self.fun)
         if has_modules(owner):  # it may change: it is an argument like others
             fun, args = getattr(fun, "__func__", type(fun).__call__), (owner, *args)
+        if self.returning is not None:
+            fun = _watched(fun, self.returning)
         if not has_modules((args, kwargs)):
             return self._run(fun, args, kwargs)
         pure = on_arrays(fun)
@@ -234,7 +265,7 @@ class Autocast(Wrapped):
 
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         flat = Flat.of((args, kwargs))
-        make = functools.partial(_traced, flat, fun, self.policy)
+        make = functools.partial(_traced, flat, fun, self.policy, self.is_loss)
         names = lambda: flat.names(parameters_of(fun, args))  # noqa: E731
         traced = make()
         entry = self.kept.entry(traced, flat.arrays)
@@ -247,6 +278,16 @@ class Autocast(Wrapped):
         elif entry.made is None:
             traced, entry.others = _checked(traced, make, names)
         return traced.rebuild(entry(traced, flat.arrays, _compiled))
+
+
+def _watched(fun: Callable[..., Any], watch: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(fun)
+    def run(*args, **kwargs):
+        out = fun(*args, **kwargs)
+        watch(out)
+        return out
+
+    return run
 
 
 def _compiled(traced: Traced, known: dict[int, Any]) -> Callable[[Any, Any], list[Any]]:
@@ -267,22 +308,70 @@ def _compiled(traced: Traced, known: dict[int, Any]) -> Callable[[Any, Any], lis
     return lambda others, arrays: call(whole or filled(others), arrays)
 
 
-def trace(fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Traced:
-    """Traces and plans a function. ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`."""
-    make = functools.partial(_traced, Flat.of((args, kwargs)), fun, policy)
+def trace(
+    fun: Callable[..., Any], policy: Policy, args: Any, kwargs: Any, is_loss: bool = False
+) -> Traced:
+    """Traces and plans a function, as `Autocast` does.
+
+    ``args`` and ``kwargs`` may contain `jax.ShapeDtypeStruct`.
+    """
+    boundary.warn_if_unused(policy)
+    make = functools.partial(_traced, Flat.of((args, kwargs)), fun, policy, is_loss)
     return _checked(make(), make)[0]
 
 
-def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = None) -> Traced:
-    """Traces a function; ``others`` are the dtypes that overrides give to its kernels, if any."""
-    avals, paths = flat.avals, flat.paths
-    name = getattr(fun, "__name__", "autocast")
-    written = [_as_written(a, path, policy) for a, path in zip(avals, paths, strict=True)]
-    in_dtypes = [getattr(a, "dtype", None) for a in avals]
-    options = {} if others is None else {"numbers": Numbers(), "others": others}
+def _traced(
+    flat: Flat, fun: Callable[..., Any], policy: Policy, is_loss: bool, others: Any = None
+) -> Traced:
+    """Traces a function as its policy asks: here it is decided what a policy makes of a function.
+
+    Boundary casting casts its arguments and results (`boundary`), and refuses a function that does
+    not run on cast arguments: then its operations are cast, as by all other policies.
+    """
+    done = functools.partial(_with_results, flat, FLOAT32 if is_loss else policy.output_dtype)
+    if not boundary.casts_arguments(policy):
+        return done(policy, *_by_operations(flat, fun, policy, others))
     try:
-        with tracing(policy, **options):
-            program = programs.trace(flat.on(fun), written, name)
+        run = functools.partial(_trace, flat, fun)
+        return done(policy, *boundary.program_of(flat, policy, run))
+    except (TypeError, ValueError) as error:
+        # Without casts to 16 bits, the error is the function's own.
+        if policy.compute_dtype not in HALVES:
+            raise
+        refused = error
+    try:
+        by_op = policy.replace(casting="op")
+        traced = done(by_op, *_by_operations(flat, fun, by_op, others))
+    except Exception:
+        # The first error, of the function as it is written, says more.
+        raise refused from None
+    boundary.warn_of_refusal(policy, fun, refused)
+    return traced
+
+
+def _by_operations(
+    flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any
+) -> tuple[programs.Traced, Sequence[Any]]:
+    """Traces a function whose operations are cast.
+
+    Args:
+        flat: The call.
+        fun: The function.
+        policy: The policy.
+        others: The dtypes that overrides give to its kernels, if any.
+
+    Returns:
+        The program, and the abstract values of its arguments.
+    """
+    written = [_as_written(a, p, policy) for a, p in zip(flat.avals, flat.paths, strict=True)]
+    options = {} if others is None else {"numbers": Numbers(), "others": others}
+    with tracing(policy, **options):
+        return _trace(flat, fun, written), written
+
+
+def _trace(flat: Flat, fun: Callable[..., Any], seen: Sequence[Any]) -> programs.Traced:
+    try:
+        return programs.trace(flat.on(fun), seen, getattr(fun, "__name__", "autocast"))
     except Exception as error:
         if type(error).__name__ == "TraceContextError":  # Flax's
             error.add_note(
@@ -290,11 +379,23 @@ def _traced(flat: Flat, fun: Callable[..., Any], policy: Policy, others: Any = N
                 "the module as an argument: autocast(lambda model, x: model(x))(model, x)."
             )
         raise
-    subtrees = states(flat.tree, flat.spread(written), flat.spread(in_dtypes))
-    results = program.out.spread(v.aval for v in _jax.open_jaxpr(program.jaxpr)[0].outvars)
-    to = handed_out(program.out.tree, results, subtrees, policy.output_dtype)
-    out_dtypes = tuple(itertools.compress(to, program.out.traced))
-    return Traced(program.jaxpr, program.out, policy, avals, paths, out_dtypes)
+
+
+def _with_results(
+    flat: Flat, dtype: Any, policy: Policy, program: programs.Traced, seen: Sequence[Any]
+) -> Traced:
+    """Returns a program with the dtypes of its results: states have those of their arguments."""
+    results = [v.aval for v in _jax.open_jaxpr(program.jaxpr)[0].outvars]
+    if boundary.casts_arguments(policy):
+        seen, results = boundary.alike(seen), boundary.alike(results)
+    to = [dtype if getattr(a, "dtype", None) == FLOAT32 else None for a in results]
+    given = [getattr(aval, "dtype", None) for aval in flat.avals]
+    # Of several arguments that a result may be the next value of, the first.
+    for arguments, values in reversed([*next_states(flat, seen, program.out, results)]):
+        for argument, value in zip(arguments, values, strict=True):
+            if argument is not None and value is not None and to[value] is not None:
+                to[value] = given[argument]
+    return Traced(program.jaxpr, program.out, policy, flat.avals, flat.paths, tuple(to))
 
 
 def _checked(traced: Traced, make: Callable[..., Traced], names: Any = None) -> tuple[Traced, Any]:
@@ -305,14 +406,19 @@ def _checked(traced: Traced, make: Callable[..., Traced], names: Any = None) -> 
         these dtypes, or None.
     """
     policy, others = traced.policy, None
-    if policy.overrides:
+    if policy.overrides and boundary.casts_arguments(policy):
+        used = {p for p, _ in policy.overrides if any(matches(p, path) for path in traced.paths)}
+        _check_patterns(policy, used, traced.paths)
+    elif policy.overrides:
         if overridden(traced.outline.block, policy):
             # The first trace gave calls no numbers. This one does, and the next uses them.
             others = tuple(sorted(overridden(make(()).outline.block, policy).items()))
             traced = make(others)
-        _check_patterns(traced.outline, traced.paths)
+        scopes = ("/".join(op.scopes) for op in traced.outline.block.walk())
+        _check_patterns(policy, traced.outline.used_patterns, (*traced.paths, *scopes))
     if policy.compute_dtype in HALVES:
         CALLED.add(CASTS)
+    if policy.compute_dtype in HALVES and not boundary.casts_arguments(policy):
         check_no_other_policy(traced.outline.block)
         if names is not None:
             block, rulings = traced.outline.block, traced.outline.rulings
@@ -341,14 +447,12 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
     # An autocast around this one leaves alone what is planned.
     with jax.named_scope(PLANNED):
-        if traced.as_written:
-            results = _run_as_written(traced, arrays)
-        else:
-            results = _run_program(traced, arrays)
-            if FLOAT16 in traced.program.computes_in and not rows:
-                # What is returned as it was given stays the same object, which callers know.
-                given = {*map(id, arrays)}
-                results = [x if id(x) in given else watched(x) for x in results]
+        run = _run_as_written if traced.as_written else _run_program
+        results = run(traced, arrays)
+        if FLOAT16 in traced.computes_in and not rows:
+            # What is returned as it was given stays the same object, which callers know.
+            given = {*map(id, arrays)}
+            results = [x if id(x) in given else watched(x) for x in results]
     # A result that is a constant may be a Python number.
     outs = zip(results, _jax.open_jaxpr(traced.jaxpr)[0].outvars, traced.out_dtypes, strict=True)
     return [x if hasattr(x, "dtype") else jnp.asarray(x, to or v.aval.dtype) for x, v, to in outs]
@@ -398,12 +502,11 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x if same else jax.lax.convert_element_type(x, dtype)
 
 
-def _check_patterns(plan: Outline, paths: Sequence[str]) -> None:
-    for pattern, _ in plan.policy.overrides:
-        if pattern not in plan.used_patterns:
-            scopes = ["/".join(op.scopes) for op in plan.block.walk()]
-            places = [place for place in (*paths, *scopes) if place]
-            near = ", ".join(map(repr, nearest_paths(pattern, places))) or "none at all"
+def _check_patterns(policy: Policy, used: Collection[str], places: Collection[str]) -> None:
+    for pattern, _ in policy.overrides:
+        if pattern not in used:
+            known = [place for place in places if place]
+            near = ", ".join(map(repr, nearest_paths(pattern, known))) or "none at all"
             raise ValueError(
                 f"overrides: the pattern {pattern!r} matches neither a named scope nor the path of "
                 f"a parameter. The nearest are {near}. Correct the pattern, or remove the override."

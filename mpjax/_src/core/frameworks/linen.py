@@ -162,7 +162,7 @@ class TrainState(train_state.TrainState, repr=False):
             trained, overwritten = _split(grads)
             return _join(self.loss_scale.unscale(trained), overwritten)
 
-        run = with_float32_loss(loss_fn, self.policy)
+        run = with_float32_loss(loss_fn, self.policy, self.loss_scale)
         settings = run, self.loss_scale, unscale, 0, has_aux, axis_name
         wrapped = lambda *args, **kwargs: value_and_grad(*settings, *args, **kwargs)[:2]  # noqa: E731
         return functools.wraps(loss_fn)(wrapped)

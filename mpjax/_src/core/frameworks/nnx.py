@@ -197,7 +197,7 @@ def value_and_grad(
     check_callable(f, "f")
     axes = axes_of(axis_name)
     optimizers = _optimizers(optimizer, "optimizer")
-    run = with_float32_loss(f, optimizers[0].policy)
+    run = with_float32_loss(f, optimizers[0].policy, optimizers[0].loss_scale)
 
     def trained(args, argnum, place):
         # One optimizer may serve several arguments.

@@ -231,12 +231,17 @@ class Exceptions:
         return self.done[key][1]
 
 
-def half_regions(program: Any) -> Iterator[np.dtype]:
-    """Yields the 16-bit dtypes of the regions of a program."""
+def regions(program: Any) -> Iterator[np.dtype]:
+    """Yields the dtypes of the regions of a program."""
     for _, site, _ in all_equations(_jax.open_jaxpr(program)[0]):
         for name in site.scopes:
-            if name.removeprefix(REGION) in rounding.HALF_NAMES:
+            if name.startswith(REGION):
                 yield np.dtype(name.removeprefix(REGION))
+
+
+def half_regions(program: Any) -> Iterator[np.dtype]:
+    """Yields the 16-bit dtypes of the regions of a program."""
+    return (dtype for dtype in regions(program) if dtype.name in rounding.HALF_NAMES)
 
 
 def _written_back(program: Any, marked: Iterator[tuple[Any, Equation]], done: Any) -> Any:

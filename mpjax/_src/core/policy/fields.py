@@ -36,7 +36,7 @@ _HALF_IS = "'half' means the policy's compute dtype."
 CHOICES = {
     "casting": Choice(
         ("boundary", "op"),
-        "'boundary' (cast parameters and inputs once) or 'op' (choose the dtype of each "
+        "'boundary' (cast arguments and results once) or 'op' (choose the dtype of each "
         "operation).",
     ),
     "storage": Choice(

@@ -62,8 +62,8 @@ class Policy(NoBlock, jmp.Policy):
             Unlike an override, a pattern may match nothing.
         master_weights: Whether training stores a float32 copy of 16-bit parameters in the optimizer
             state.
-        casting: "op" if the dtype is chosen operation by operation (O1, O2), "boundary" if
-            parameters and inputs are cast once, as in jmp.
+        casting: "op" if the dtype is chosen operation by operation (O1, O2), "boundary" if the
+            arguments of a function and its results are cast, as in jmp.
         half_ops: Names of JAX primitives that compute in 16 bits. For op-level casting.
         full_ops: Names of JAX primitives that compute in float32. For op-level casting.
         follow_ops: Names of JAX primitives that compute in the dtype of their inputs. For op-level

@@ -4,13 +4,13 @@ Examples are batch statistics, caches and updated parameters. A returned tree wi
 shapes of an argument is taken as the next state of that argument, and keeps its dtypes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.dtypes import FLOAT32
+from mpjax._src.core.program.trace import Flat
 
 
 def children(tree: Any, start: int = 0) -> Iterator[tuple[Any, int]]:
@@ -33,35 +33,39 @@ def _kinds(avals: Sequence[Any]) -> Any:
     return tuple((getattr(a, "shape", None), getattr(a, "dtype", None)) for a in avals)
 
 
-def states(tree: Any, seen: Sequence[Any], dtypes: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Returns all subtrees of the arguments, as a mapping from structure and shapes to dtypes.
+Leaves = list[int | None]  # of a tree: the place of each array, and None for other leaves
 
-    ``tree`` is the structure of ``(args, kwargs)``, ``seen`` the abstract value of each leaf as the
-    function sees it, and ``dtypes`` those in which they arrive.
+
+def next_states(
+    call: Flat,
+    seen: Sequence[Any],
+    out: Flat,
+    results: Sequence[Any],
+    is_state: Callable[[Leaves, Leaves], bool] = lambda argument, result: True,
+) -> Iterator[tuple[Leaves, Leaves]]:
+    """Yields the states among the arguments of a call, each with its next value.
+
+    Args:
+        call: The call.
+        seen: The abstract value of each array among the arguments, as the function sees it.
+        out: The result.
+        results: The abstract value of each array in it.
+        is_state: Says whether an argument of the same structure and shapes is a state.
     """
+    avals, places = call.spread(seen), call.spread(range(len(seen)))
     subtrees: dict[Any, list[Any]] = {}
-    for arguments, start in children(tree):
+    for arguments, start in children(call.tree):
         for argument, first in children(arguments, start):
             for node, where in nodes(argument, first):
-                subtrees.setdefault(_kinds(seen[where]), []).append((node, dtypes[where]))
-    return subtrees
+                subtrees.setdefault(_kinds(avals[where]), []).append((node, where))
 
-
-def handed_out(tree: Any, results: Sequence[Any], subtrees: Any, dtype: Any) -> list[Any]:
-    """Returns the dtype in which each float32 result is returned; None for other results.
-
-    A tree with the structure and shapes of an argument is its next state, and keeps its dtypes.
-    """
-    chosen: list[Any] = [dtype] * len(results)
+    avals, after = out.spread(results), out.spread(range(len(results)))
     done = 0
-    for node, where in nodes(tree):
+    for node, where in nodes(out.tree):
         # A tree comes before those in it, which belong to its state once it is one.
-        if where.start >= done:
-            for argument, dtypes in subtrees.get(_kinds(results[where]), ()):
-                if _jax.Structure(argument) == _jax.Structure(node):
-                    chosen[where], done = dtypes, where.stop
-                    break
-    return [
-        to if getattr(aval, "dtype", None) == FLOAT32 else None
-        for to, aval in zip(chosen, results, strict=True)
-    ]
+        candidates = subtrees.get(_kinds(avals[where]), ()) if where.start >= done else ()
+        for argument, leaves in candidates:
+            pair = places[leaves], after[where]
+            if _jax.Structure(argument) == _jax.Structure(node) and is_state(*pair):
+                yield pair
+                done = where.stop

@@ -1,6 +1,5 @@
 """Gradients of a scaled loss: `scaled_value_and_grad`."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -10,9 +9,9 @@ import jax.numpy as jnp
 import jmp
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._src.core.autocast.transform import autocast
+from mpjax._src.core.autocast.transform import Autocast
 from mpjax._src.core.base import _jax, called, errors
-from mpjax._src.core.base.dtypes import FLOAT16, FLOAT32
+from mpjax._src.core.base.dtypes import FLOAT16
 from mpjax._src.core.base.trees import all_finite, is_array, is_floating, widen
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.gradient import check_loss, positions
@@ -165,9 +164,25 @@ def observed_value_and_grad(
     return value_and_grad
 
 
-def with_float32_loss(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def with_float32_loss(
+    fun: Callable[..., Any], policy: Policy, loss_scale: LossScale
+) -> Callable[..., Any]:
     """Autocasts a loss function; the loss is float32, whatever the policy's output dtype."""
-    return autocast(fun, dataclasses.replace(policy, output_dtype=FLOAT32))
+    # The loss that the function returns is seen before autocast returns it in float32.
+    return Autocast(fun, policy, True, functools.partial(_warn_if_float16, fun, loss_scale))
+
+
+def _warn_if_float16(fun: Callable[..., Any], loss_scale: LossScale, out: Any) -> None:
+    """Warns of a float16 loss, alone or with an aux, if it is scaled."""
+    loss = out[0] if isinstance(out, (tuple, list)) and out else out
+    no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
+    if getattr(loss, "dtype", None) == FLOAT16 and not no_op:
+        errors.warn_at(
+            fun,
+            "The loss is float16, so the backward pass starts with the loss scale rounded to "
+            "float16. A loss scale of 2**16 or more is infinity there, and every step is "
+            "skipped. Return the loss in float32: compute it from logits.astype(jnp.float32).",
+        )
 
 
 def with_scaled_loss(
@@ -180,14 +195,7 @@ def with_scaled_loss(
         called.CALLED.add(called.SCALES)  # the module: cloudpickle would copy the set
         check_loss(out, has_aux)
         loss, aux = out if has_aux else (out, None)
-        no_op = isinstance(loss_scale, (NoOpLossScale, jmp.NoOpLossScale))
-        if jnp.result_type(loss) == FLOAT16 and not no_op:
-            errors.warn_at(
-                fun,
-                "The loss is float16, so the backward pass starts with the loss scale rounded to "
-                "float16. A loss scale of 2**16 or more is infinity there, and every step is "
-                "skipped. Return the loss in float32: compute it from logits.astype(jnp.float32).",
-            )
+        _warn_if_float16(fun, loss_scale, loss)
         # Widened here too, because jmp's scales multiply in the dtype of the loss.
         whole = loss_scale.scale(widen(jnp.asarray(loss)))
         # Of a loss without a tangent, JAX runs no rule, so the rule gets the arguments too.

@@ -154,8 +154,8 @@ class MixedPrecision(NoBlock, optax.GradientTransformationExtraArgs):
             ValueError: If ``opt_state`` contains no state of `mixed_precision`.
         """
         errors.check_callable(fun, "fun")
-        run = with_float32_loss(fun, self.policy)
         scale = smallest(_scales_in(opt_state))
+        run = with_float32_loss(fun, self.policy, scale)
         gradient = scaled_value_and_grad(run, scale, argnums, has_aux, axis_name)
         return lambda *args, **kwargs: gradient(*args, **kwargs)[:2]
 
@@ -249,9 +249,7 @@ def mixed_precision(
     Args:
         optimizer: Any optax optimizer. It works in float32, on the master weights of 16-bit
             parameters.
-        policy: A policy or its name, as for `build_train_step`. Functions always run under
-            `autocast`, even under a policy with ``casting="boundary"``, because the library cannot
-            tell which arguments it would have to cast. If the policy stores parameters in 16 bits,
+        policy: A policy or its name, as for `build_train_step`. If it stores parameters in 16 bits,
             cast them with ``optimizer.policy.cast_to_param(params)`` before ``init``.
         loss_scale: The loss scale, as for `build_train_step`.
 

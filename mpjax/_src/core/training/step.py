@@ -18,11 +18,9 @@ import optax
 
 from mpjax._src.core.base import errors, trees
 from mpjax._src.core.base.absent import answering
-from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.outlines import outline
 from mpjax._src.core.base.patterns import name_of, paths
 from mpjax._src.core.base.public import public
-from mpjax._src.core.policy.fields import OP_LISTS
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.modules import has_modules
 from mpjax._src.core.training import optimizers, replicas
@@ -44,9 +42,6 @@ from mpjax._src.core.training.transaction import (
 
 # The fields that a step changes together, or not at all.
 CHANGED = ("step", "params", "opt_state", "model_state")
-
-# The settings of a policy that apply to op-level casting alone.
-BY_OP = (*OP_LISTS, "storage", "fused_attention", "chunked_loss", "gather", "reduce")
 
 Metrics = dict[str, Any]
 T = TypeVar("T")
@@ -119,11 +114,10 @@ def build_train_step(
     optimizer; apply or skip the step; adjust the loss scale. Gradient clipping in the optimizer's
     chain therefore sees unscaled gradients.
 
-    In the forward pass, a policy with ``casting="op"`` (O1, which is mixed_float16 and
-    mixed_bfloat16, and O2) runs ``loss_fn`` under `autocast`, which chooses a dtype for every
-    operation. Any other policy casts the parameters and the floating leaves of the batch to the
-    compute dtype before the call. If ``loss_fn`` rejects such arguments (a convolution of float32
-    with 16-bit operands, a carry that starts in float32), it runs under `autocast` too.
+    In the forward pass, ``loss_fn`` runs under `autocast`: a policy with ``casting="op"`` (O1,
+    which is mixed_float16 and mixed_bfloat16, and O2) chooses a dtype for every operation, any
+    other policy casts the parameters and the floating leaves of the batch once. ``model_state`` is
+    not cast, and the loss is float32.
 
     A step is applied as a whole or not at all. On a skipped step ``params``, ``opt_state``,
     ``model_state`` and ``step`` are unchanged, bit for bit; only the loss scale, the rng and the
@@ -206,12 +200,11 @@ def build_train_step(
     """
     _check_functions(loss_fn, optimizer)  # before the policy, which may stand in their place
     policy = training_policy(policy)
-    _warn_if_unused(policy)
     reports = Reports(policy, report_overflow, report_underflow, report_stalled)
     _check_arguments(has_aux, reports, accumulate_steps, param_specs)
     axes, first_scale = replicas.axes_of(axis_name), get_loss_scale(policy, loss_scale)
     optimizer = under_policy(policy, optimizer, "optimizer")
-    forward, observe = _forward(loss_fn, policy, has_aux), reports.observer()
+    forward, observe = _forward(loss_fn, policy, first_scale, has_aux), reports.observer()
 
     def init(params: Any, model_state: Any = None, rng: Any = None) -> TrainState:
         params = _stored_params(params, policy, optimizer.reads)
@@ -513,13 +506,14 @@ def _cause(metrics: Metrics, at_floor: bool) -> str:
     return OF_GRADIENTS
 
 
-def _forward(loss_fn: Callable[..., Any], policy: Policy, has_aux: bool) -> Callable[..., Any]:
+def _forward(
+    loss_fn: Callable[..., Any], policy: Policy, scale: LossScale, has_aux: bool
+) -> Callable[..., Any]:
     """Returns ``loss_fn`` under the policy, as a function of the stored parameters.
 
-    It always returns ``(loss, (new_model_state, aux))``. Only here is a policy applied to the
-    user's function.
+    It always returns ``(loss, (new_model_state, aux))``.
     """
-    run = _IN_PRECISION[policy.casting](loss_fn, policy)
+    run = with_float32_loss(loss_fn, policy, scale)
 
     @functools.wraps(loss_fn)
     def forward(params, batch, model_state, rng):
@@ -552,37 +546,6 @@ def _around(forward: Callable[..., Any], unread: Any) -> Callable[..., Any]:
         return forward(joined(params, unread), *args)
 
     return run
-
-
-def _cast_at_boundary(loss_fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    by_op = with_float32_loss(loss_fn, policy)
-
-    def run(params, batch, **kwargs):
-        half = policy.cast_to_compute(params), trees.cast(batch, policy.compute_dtype)
-        try:
-            return loss_fn(*half, **_new_containers(kwargs))
-        except (TypeError, ValueError) as error:
-            # Without casts to 16 bits, the error is the function's own.
-            if policy.compute_dtype not in HALVES:
-                raise
-            refused = error
-        # Some operations do not promote 16-bit values with float32, such as a convolution or a
-        # loop's carry.
-        try:
-            return by_op(params, batch, **kwargs)
-        except Exception:
-            # The first error, of the function as it is written, says more.
-            raise refused from None
-
-    return run
-
-
-def _new_containers(tree: T) -> T:
-    """Copies the containers of a tree: an nnx.Variable may be changed only in its own trace."""
-    return jax.tree.map(lambda x: x, tree)
-
-
-_IN_PRECISION = {"boundary": _cast_at_boundary, "op": with_float32_loss}
 
 
 def _on_batch(grad_fn: Callable[..., Any], state: TrainState, batch: Any) -> Passes:
@@ -662,17 +625,6 @@ def _owned(tree: Any, argument: str) -> Any:
         return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
 
     return jax.tree_util.tree_map_with_path(own, tree)
-
-
-def _warn_if_unused(policy: Policy) -> None:
-    unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
-    if unused and policy.casting != "op":
-        have = "has" if len(unused) == 1 else "have"
-        warnings.warn(
-            f"policy={str(policy)!r}: {' and '.join(unused)} {have} no effect, because the policy "
-            "casts parameters and inputs once. Add casting=op to cast each operation by its rule.",
-            stacklevel=3,
-        )
 
 
 def _check_functions(loss_fn: Any, optimizer: Any) -> None:

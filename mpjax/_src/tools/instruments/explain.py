@@ -301,7 +301,7 @@ def explain(
     @unchecked()
     def wrapped(*args, **kwargs):
         with traced_for(target) if target else contextlib.nullcontext():
-            traced = trace(fun, policy, args, kwargs)
+            traced = trace(fun, policy, args, kwargs, argnums is not None)
             if argnums is None:
                 return _without_gradients(traced)
             active = differentiated("explain", args, kwargs, argnums)

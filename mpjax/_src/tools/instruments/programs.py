@@ -160,7 +160,7 @@ def make_program(
     arrays = check_concrete(tool, leaves.arrays)
     names = leaves.names(parameters_of(fun, args), lambda name, keys: path_of(keys) or name)
     with _noted(f"{tool}: the function failed while JAX traced it, before {tool} ran it."):
-        traced = trace(fun, policy, args, kwargs)
+        traced = trace(fun, policy, args, kwargs, argnums is not None)
     outs = traced.returned()
     gradient.check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
     numbered, alone = traced, None

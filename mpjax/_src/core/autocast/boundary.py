@@ -1,0 +1,197 @@
+"""Casts at the boundary of a function: of its arguments before it runs, and of its results.
+
+That is what a policy with ``casting="boundary"`` makes of a function. Its operations then run in
+the dtypes that JAX gives them. States are not cast, because an average in 16 bits stands still: see
+`kept`.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.contexts import PLANNED_FOR
+from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES
+from mpjax._src.core.base.errors import PrecisionWarning, warn_user
+from mpjax._src.core.planner.exceptions import regions
+from mpjax._src.core.policy.fields import OP_LISTS
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program.graph import Block, Op, Value, build
+from mpjax._src.core.program.modules import leaves_trained
+from mpjax._src.core.program.states import Leaves, next_states
+from mpjax._src.core.program.trace import Flat, Traced
+
+BOUNDARY = "boundary"
+
+# The settings of a policy that apply to op-level casting alone.
+BY_OP = (*OP_LISTS, "storage", "fused_attention", "chunked_loss", "gather", "reduce")
+
+# The keyword of `build_train_step` for the state of a model, which is a state whatever it contains.
+MODEL_STATE = "model_state"
+
+FLOATS = (FLOAT32, *HALVES)
+NO_LISTS: dict[str, Any] = dict.fromkeys(OP_LISTS, ())
+
+
+def casts_arguments(policy: Policy) -> bool:
+    """Returns whether a policy casts the arguments of a function, and none of its operations.
+
+    A policy that computes in float32 casts neither.
+    """
+    return policy.casting == BOUNDARY and policy.compute_dtype != FLOAT32
+
+
+def of_operations(policy: Policy) -> Policy:
+    """Returns what a policy asks of operations: nothing, if it casts arguments."""
+    if not casts_arguments(policy):
+        return policy
+    return dataclasses.replace(policy, compute_dtype=FLOAT32, overrides=(), **NO_LISTS)
+
+
+def warn_if_unused(policy: Policy) -> None:
+    """Warns of settings of a policy that apply to operations, if it casts arguments alone."""
+    unused = [name for name in BY_OP if getattr(policy, name) != getattr(Policy, name)]
+    if unused and policy.casting == BOUNDARY:
+        have = "has" if len(unused) == 1 else "have"
+        warn_user(
+            f"policy={str(policy)!r}: {' and '.join(unused)} {have} no effect, because the policy "
+            "casts arguments once. Add casting=op to cast each operation by its rule."
+        )
+
+
+def program_of(
+    call: Flat, policy: Policy, trace: Callable[[Sequence[Any]], Traced]
+) -> tuple[Traced, Sequence[Any]]:
+    """Traces a function of cast arguments; ``trace`` traces it for their abstract values.
+
+    Returns:
+        The program, and the abstract values of its arguments.
+    """
+    pairs = zip(call.avals, call.paths, strict=True)
+    cast = [_cast(policy, aval, path) for aval, path in pairs]
+    states, known = _declared(call), -1
+    while len(states) > known:
+        known = len(states)
+        both = enumerate(zip(call.avals, cast, strict=True))
+        seen = [aval if i in states else to for i, (aval, to) in both]
+        with PLANNED_FOR(None):  # kernels are called as they are
+            program = trace(seen)
+        # Which arguments have a next value is known once the function has run.
+        changed = (i for i in _continued(call, seen, program) if seen[i] is not call.avals[i])
+        states.update(changed)
+    if any(True for _ in regions(program.jaxpr)):
+        warn_user(
+            f"policy={str(policy)!r}: mpjax.precision has no effect, because the policy casts "
+            "arguments once. Add casting=op to cast each operation by its rule.",
+            PrecisionWarning,
+        )
+    return program, seen
+
+
+def warn_of_refusal(policy: Policy, fun: Any, refused: Exception) -> None:
+    """Warns that a function refuses cast arguments, so that its operations are cast instead."""
+    reason = next(iter(str(refused).strip().splitlines()), "")
+    warn_user(
+        f"policy={str(policy)!r} casts the arguments of a function once, but "
+        f"{getattr(fun, '__name__', 'it')} cannot be traced with {policy.compute_dtype.name} "
+        f"arguments ({type(refused).__name__}: {reason}), so each of its operations is cast by its "
+        "rule, as under casting=op. Add casting=op to the policy if you mean that. Otherwise "
+        "create the function's own constants and initial carries in the dtype of its arguments.",
+        PrecisionWarning,
+    )
+
+
+def alike(avals: Sequence[Any]) -> list[Any]:
+    """Returns abstract values with one dtype for all that the casts may give another one."""
+    floats = (getattr(aval, "dtype", None) in FLOATS for aval in avals)
+    return [_jax.retyped(a, FLOAT32) if yes else a for a, yes in zip(avals, floats, strict=True)]
+
+
+def _cast(policy: Policy, aval: Any, path: str) -> Any:
+    """Returns the abstract value of an argument when it is cast."""
+    dtype, named = getattr(aval, "dtype", None), policy.override_for(path)
+    # JAX makes float64 only on request, so that an override alone may change it.
+    cast = dtype in FLOATS or (dtype == FLOAT64 and named is not None)
+    return _jax.retyped(aval, named or policy.compute_dtype) if cast else aval
+
+
+def _declared(call: Flat) -> set[int]:
+    """Returns which arrays of a call are states by what they are, whatever the function returns.
+
+    They are variables of Flax NNX that are no parameters (statistics, caches), and what is passed
+    by the keyword ``model_state``, as `build_train_step` does.
+    """
+    leaves = zip(leaves_trained(call.filled(call.arrays)), call.traced, strict=True)
+    fixed = [not is_trained for (_, is_trained), is_array in leaves if is_array]
+    # The root is (args, kwargs): the first key chooses one, the second an argument in it.
+    named = [kind.idx == 1 and which.key == MODEL_STATE for kind, which, *_ in call.keys]
+    return {i for i, is_state in enumerate(map(max, fixed, named)) if is_state}
+
+
+def _continued(call: Flat, seen: Sequence[Any], program: Traced) -> set[int]:
+    """Returns which arrays of a call are states because the function returns their next values.
+
+    A returned tree with the structure and shapes of an argument, as batch statistics, is its next
+    value, but for three: one that is the argument itself; gradients, which a backward pass makes;
+    and a tree of which a matmul reads an array, which is what a policy casts.
+    """
+    jaxpr, consts = _jax.open_jaxpr(program.jaxpr)
+    found: list[set[int]] = []
+
+    def is_state(arguments: Leaves, results: Leaves) -> bool:
+        if not found:  # few functions return such a tree
+            found.extend(_told(build(jaxpr, consts)))
+        multiplied, differentiated = found
+        pairs = [(i, o) for i, o in zip(arguments, results, strict=True) if i is not None]
+        return (
+            any(jaxpr.invars[i] is not jaxpr.outvars[o] for i, o in pairs)
+            and multiplied.isdisjoint(arguments)
+            and differentiated.isdisjoint(results)
+        )
+
+    results = [v.aval for v in jaxpr.outvars]
+    pairs = next_states(call, alike(seen), program.out, alike(results), is_state)
+    return {i for arguments, _ in pairs for i in arguments if i is not None}
+
+
+def _told(block: Block) -> tuple[set[int], set[int]]:
+    """Returns the arguments that matmuls read, and the results that a backward pass makes."""
+    read = _read_by_matmuls(block)
+    made: set[Value] = set()
+    for op in block.ops:
+        inside = (each for sub in op.subs for each in sub.program.walk())
+        if not made.isdisjoint(op.ins) or any(map(_is_transposed, (op, *inside))):
+            made.update(op.outs)
+    arguments, results = enumerate(block.invars), enumerate(block.outvars)
+    return {i for i, v in arguments if v in read}, {i for i, v in results if v in made}
+
+
+def _is_transposed(op: Op) -> bool:
+    return "transpose" in _jax.transforms(op.stack)
+
+
+def _read_by_matmuls(block: Block) -> set[Value]:
+    """Returns the values that matmuls read, moved or cast at most, in loops and branches too."""
+    sources: dict[Value, list[Value]] = defaultdict(list)
+    reached: list[Value] = []
+    for op in block.walk():
+        if op.spec.need == rules.HALF:
+            reached += op.ins
+        if rules.SAME_PARAMETER in op.spec.traits:
+            sources[op.outs[0]].append(op.ins[0])
+        for sub in op.subs:
+            inner = sub.program
+            for value, place in zip(inner.invars, sub.ins, strict=True):
+                sources[value].append(op.ins[place])
+            for value, place in zip(inner.outvars, sub.outs, strict=True):
+                sources[value if place is None else op.outs[place]].append(value)
+            for result, argument in sub.carry:
+                sources[inner.invars[argument]].append(inner.outvars[result])
+    read: set[Value] = set()
+    while reached:
+        value = reached.pop()
+        if value not in read:
+            read.add(value)
+            reached += sources[value]
+    return read
