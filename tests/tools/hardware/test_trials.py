@@ -24,6 +24,41 @@ def test_fit_memory_takes_the_one_that_moves_fewer_bytes_of_equally_fast_ones():
     assert tried.best().name == "second"
 
 
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ((10.0, 9.98, 9.97, 9.96, 9.95), "first"),  # 0.2%
+        ((10.0, 9.72, 9.72, 9.72, 9.72), "first"),  # 2.9%
+        ((10.0, 9.70, 9.65, 9.60, 9.55), "second"),  # 3.1%; the others win less against the second
+        ((10.0, 9.90, 9.50, 9.45, 9.40), "third"),
+        ((10.0, 11.0, 9.90, 9.80, 9.00), "fifth"),
+    ],
+)
+def test_fit_memory_adds_a_setting_only_for_more_than_a_margin(times, chosen):
+    figures = {
+        name: (100 - 10 * at, ms) for at, (name, ms) in enumerate(zip(FALLING, times, strict=True))
+    }
+    found, _ = fitted(figures, 100, every=True)
+    assert found.setting == chosen
+    fastest = min(figures, key=lambda name: figures[name][1])
+    gain = f"{fastest} is faster by {figures[chosen][1] / figures[fastest][1] - 1:.1%} by the roof"
+    assert (gain in " ".join(str(found).split())) == (chosen != fastest)
+
+
+def test_the_margin_holds_whatever_the_order_in_which_settings_were_compiled():
+    tried = trials.Trials(lambda s: program(*FALLING[s.name][:1], 10.0), 200 * MIB)
+    tried.measure_all(LADDER[::-1])
+    assert tried.best().name == "fifth"  # of a ladder that begins there
+    tried.order = LADDER
+    assert tried.best().name == "first"
+
+
+def test_the_smallest_setting_is_the_simplest_within_a_tenth_of_a_percent():
+    sizes = dict(zip(FALLING, (1000, 800, 700.5, 700, 700.6), strict=True))
+    found, _ = fitted({name: (mib, 10.0) for name, mib in sizes.items()}, 600)
+    assert found.setting == "third" and not found.fits
+
+
 def test_a_tenth_of_a_percent_is_no_frontier():
     figures = FALLING | {"second": (1000, 9.999), "third": (999.5, 12.0), "fifth": (69.95, 13.0)}
     found, _ = fitted(figures | {"first": (1001, 10.0)}, 2000, every=True)

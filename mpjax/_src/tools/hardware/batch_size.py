@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 
@@ -24,9 +25,13 @@ from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.aot import check_timeout, checked_options, compile_program, lower
 from mpjax._src.tools.hardware.compiler import compilers, require
 from mpjax._src.tools.hardware.ladder import Setting
+from mpjax._src.tools.hardware.largest import Found, largest
 from mpjax._src.tools.hardware.report import CompileReport
 from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
-from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, bisected, checked_policy, fits_in
+from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, checked_policy, memory_of
+
+# Compiles a batch; None stands for one that the compiler refuses as too large.
+Compile = Callable[[int], CompileReport | None]
 
 COLUMNS = ("batch", "memory", "", "seconds", "setting")
 
@@ -59,7 +64,7 @@ class LargestBatch(Report):
 
     Attributes:
         target: The name of the target.
-        batch: The largest batch size that fits. Both this size and the next one were compiled.
+        batch: The largest batch size that fits. It was compiled.
         report: The report of `compile_for` for this size.
         next_bytes: The memory of the next size in bytes. None if the compiler rejected it as too
             large, or if the search reached its limit.
@@ -69,6 +74,9 @@ class LargestBatch(Report):
         tries: All sizes that were compiled, in order.
         policy: With ``storage="any"``, the policy of the fastest setting with which the batch fits,
             as a string; else "".
+        predicted: Whether the next size is predicted not to fit, and was not compiled: its memory
+            is too large by more than the compiled sizes deviate from a line.
+        linear: Whether the memory of all compiled sizes is within 1% of a line.
     """
 
     target: str
@@ -80,6 +88,8 @@ class LargestBatch(Report):
     limited: bool
     tries: tuple[BatchTry, ...]
     policy: str = ""
+    predicted: bool = False
+    linear: bool = True
 
     def document(self) -> Document:
         rows = tuple(
@@ -92,16 +102,26 @@ class LargestBatch(Report):
             )
             for t in self.tries
         )
-        more = f"The search ended at limit={self.batch}. Larger batches may fit."
         return Document(
             f"The largest batch for {self.target}",
             f"{self.target}: the largest batch is {self.batch}, with "
             f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
             f"({self.reserve:.0%} of {size(self.report.device_bytes)} left free)",
-            (*([f"policy  {self.policy}"] if self.policy else []), *([more] * self.limited)),
+            (*([f"policy  {self.policy}"] if self.policy else []), *self._beyond()),
             (Table("Compiled", COLUMNS, rows, COLUMNS[2:5:2]),),
             drawing=self.report._drawing,
         )
+
+    def _beyond(self) -> Iterator[str]:
+        """Yields what is known of larger batches."""
+        if self.limited:
+            yield f"The search ended at limit={self.batch}. Larger batches may fit."
+            return
+        grows = "linear" if self.linear else "not linear"
+        yield f"Memory is {grows} in the batch: {len(self.tries)} programs were compiled."
+        if self.predicted and self.next_bytes:
+            needs = size(self.next_bytes)
+            yield f"The next size was not compiled: it is predicted to take {needs}."
 
 
 def largest_batch(
@@ -118,7 +138,13 @@ def largest_batch(
     storage: str | None = None,
     policy: "PolicyLike" = "mixed_bfloat16",
 ) -> LargestBatch:
-    """Finds the largest batch whose program fits a target, by doubling and bisection.
+    """Finds the largest batch whose program fits a target.
+
+    Where memory is linear in the batch, two sizes predict the answer, and a third confirms it: the
+    next size is then predicted not to fit. Elsewhere, such as with attention or on TPUs, which pad
+    arrays, both sides of the limit are compiled. What is returned was compiled and fits. A larger
+    batch may be missed only if a larger one takes less memory, or where the next size is predicted,
+    if it is further from the line than all sizes that were compiled.
 
     The memory of a program is the compiler's number: arguments, results, temporary arrays and code.
     Everything else on the device (a second model, the next batch, fragmentation) must fit the
@@ -172,20 +198,15 @@ def largest_batch(
     _check_dependence(make_args, multiple_of)
     options = checked_options(compiler_options)
     available = int(accelerator.memory * (1 - reserve))
+    title = f"batches for {accelerator.name}"
+    search = Search(accelerator, available, reserve, multiple_of, limit)
     if storage is not None:
-        base = _base(storage, policy)
-        steps = Steps(accelerator, fun, timeout, options)
+        steps, base = Steps(accelerator, fun, timeout, options), _base(storage, policy)
         require(accelerator)
-        with progress_bar(progress, f"batches for {accelerator.name}", TRY):
+        with progress_bar(progress, title, TRY):
             args = functools.partial(_args, make_args)
-            ladder = steps.ladder(base, args(multiple_of))
-            smallest = _Smallest(steps, ladder, args, available)
-            found = search(accelerator, smallest, available, reserve, multiple_of, limit)
-            return smallest.with_fastest(found)
-    with (
-        compilers(accelerator) as child,
-        progress_bar(progress, f"batches for {accelerator.name}", TRY),
-    ):
+            return largest_of_any(search, steps, steps.ladder(base, args(multiple_of)), args)
+    with compilers(accelerator) as child, progress_bar(progress, title, TRY):
 
         def compile_batch(batch: int) -> CompileReport | None:
             advance(TRY, f"compiling a batch of {batch}", by=0)
@@ -195,83 +216,104 @@ def largest_batch(
             advance(TRY)
             return report
 
-        return search(accelerator, compile_batch, available, reserve, multiple_of, limit)
+        return search.result(search.found(compile_batch))
 
 
-def search(
-    target: Target,
-    compile_batch: Callable[[int], CompileReport | None],
-    available: int,
-    reserve: float,
-    multiple_of: int,
-    limit: int,
+@dataclasses.dataclass
+class Search:
+    """A search for the largest batch, with what it has compiled."""
+
+    target: Target
+    available: int  # in bytes
+    reserve: float
+    multiple_of: int
+    limit: int
+    tries: list[BatchTry] = dataclasses.field(default_factory=list)
+    # By batch, those that were compiled last.
+    reports: dict[int, CompileReport | None] = dataclasses.field(default_factory=dict)
+
+    def found(self, compile_batch: Compile, setting: str = "", known: Sequence[int] = ()) -> Found:
+        """Returns the largest batch that fits, by its multiple, from ``known`` ones on."""
+        measure = functools.partial(self._measure, compile_batch, setting)
+        sizes: dict[float, float] = {units: measure(units) for units in known}
+        # In units of `multiple_of`, so that every size between two others is valid.
+        return largest(measure, self.available, max(1, self.limit // self.multiple_of), sizes)
+
+    def _measure(self, compile_batch: Compile, setting: str, units: int) -> float:
+        start, batch = time.perf_counter(), units * self.multiple_of
+        report = self.reports[batch] = compile_batch(batch)
+        needs, seconds = memory_of(report), round(time.perf_counter() - start, 2)
+        total = report.total_bytes if report else None
+        self.tries.append(BatchTry(batch, total, needs <= self.available, seconds, setting))
+        return needs
+
+    def result(self, found: Found) -> LargestBatch:
+        """Returns what was found.
+
+        Raises:
+            OutOfMemoryError: If the smallest batch does not fit.
+        """
+        batch, beyond = found.most * self.multiple_of, found.next_size
+        report = self.reports.get(batch) or self._refuse_smallest()
+        return LargestBatch(
+            target=self.target.name,
+            batch=batch,
+            report=report,
+            next_bytes=None if beyond is None or beyond == math.inf else int(beyond),
+            available_bytes=self.available,
+            reserve=self.reserve,
+            limited=beyond is None,
+            tries=tuple(self.tries),
+            predicted=found.predicted,
+            linear=found.linear,
+        )
+
+    def _refuse_smallest(self) -> NoReturn:
+        first = self.tries[0]
+        needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
+        raise OutOfMemoryError(
+            f"a batch of {first.batch} does not fit target={self.target.name!r}: it needs {needs}, "
+            f"and {size(self.available)} are available (reserve={self.reserve:g}). Use a target "
+            "with more memory, a smaller model, mixed precision, or rematerialization "
+            "(jax.checkpoint)."
+        )
+
+
+def largest_of_any(
+    search: Search, steps: Steps, ladder: Sequence[Setting], args: Callable[[int], Any]
 ) -> LargestBatch:
-    """Doubles the batch until it does not fit, then bisects."""
-    tries: list[BatchTry] = []
-    reports: dict[int, CompileReport | None] = {}
+    """Returns the largest batch that fits with any setting, and the fastest with which it does.
 
-    def fits(units: int) -> bool:
-        start = time.perf_counter()
-        batch = units * multiple_of
-        report = reports[units] = compile_batch(batch)
-        seconds, good = round(time.perf_counter() - start, 2), fits_in(report, available)
-        tries.append(BatchTry(batch, report.total_bytes if report else None, good, seconds))
-        return good
-
-    if not fits(1):
-        _refuse_smallest(target, tries[0], available, reserve)
-    # In units of `multiple_of`, so that every size between two others is valid.
-    good, bad = _bracketed(fits, max(1, limit // multiple_of))
-    report, beyond = reports[good], reports.get(bad)
-    assert report is not None
-    return LargestBatch(
-        target=target.name,
-        batch=good * multiple_of,
-        report=report,
-        next_bytes=beyond.total_bytes if beyond else None,
-        available_bytes=available,
-        reserve=reserve,
-        limited=not bad,
-        tries=tuple(tries),
-    )
-
-
-class _Smallest:
-    """Compiles batches with the setting that takes the least memory.
-
-    That is the last one of the ladder, until a batch does not fit: there all settings are compared.
+    The last setting of the ladder need not take the least memory, so all are compared at the first
+    batch with which it does not fit: once, because that compiles the whole ladder.
     """
 
-    def __init__(
-        self, steps: Steps, ladder: Sequence[Setting], args: Callable[[int], Any], available: int
-    ):
-        self.steps, self.ladder, self.args, self.available = steps, ladder, args, available
-        self.setting, self.compared = ladder[-1], False
-        self.names: dict[int, str] = {}
+    def compile_with(setting: Setting) -> Compile:
+        return lambda batch: steps.compiled(setting, args(batch))
 
-    def __call__(self, batch: int) -> CompileReport | None:
-        args = self.args(batch)
-        report = self.steps.compiled(self.setting, args)
-        # Once, because a comparison compiles the whole ladder.
-        if not self.compared and not fits_in(report, self.available):
-            self.compared = True
-            reports = {s: self.steps.compiled(s, args) for s in reversed(self.ladder)}
-            sizes = {s: r.total_bytes for s, r in reports.items() if r}
-            self.setting = min(sizes, key=sizes.__getitem__, default=self.setting)
-            report = reports[self.setting]
-        self.names[batch] = self.setting.name
-        return report
+    def trials_of(batch: int) -> Trials:
+        given = args(batch)
+        return Trials(lambda setting: steps.compiled(setting, given), search.available)
 
-    def with_fastest(self, found: LargestBatch) -> LargestBatch:
-        """Returns the result of a search with the fastest setting with which its batch fits."""
-        args = self.args(found.batch)
-        trials = Trials(lambda setting: self.steps.compiled(setting, args), self.available)
-        trials.climb(self.ladder)
-        best = trials.best() or self.setting  # else the ladder's last setting is not the smallest
-        report = trials.reports.get(best) or self.steps.compiled(best, args)
-        assert report is not None
-        tries = tuple(dataclasses.replace(t, setting=self.names[t.batch]) for t in found.tries)
-        return dataclasses.replace(found, report=report, policy=str(best.policy), tries=tries)
+    setting = ladder[-1]
+    found = search.found(compile_with(setting), setting.name)
+    if found.next_size is not None:
+        beyond = found.most + 1
+        compared = trials_of(beyond * search.multiple_of)
+        compared.measure_all(ladder)
+        smallest = compared.smallest()
+        if smallest and compared.tries[smallest].fits:
+            setting = smallest
+            found = search.found(compile_with(setting), setting.name, sorted({1, beyond}))
+        elif smallest:
+            needs = memory_of(compared.tries[smallest])
+            found = found._replace(next_size=needs, predicted=False)
+    result = search.result(found)
+    trials = trials_of(result.batch)
+    trials.climb(ladder)
+    best = trials.best() or setting  # else the ladder's last setting is not the smallest
+    report = trials.reports.get(best) or result.report
+    return dataclasses.replace(result, report=report, policy=str(best.policy))
 
 
 # ---- inside --------------------------------------------------------------------------------------
@@ -322,25 +364,3 @@ def _check_dependence(make_args: Callable[[int], Any], multiple_of: int) -> None
 
 def _shape(leaf: Any) -> Any:
     return str(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if hasattr(leaf, "dtype") else leaf
-
-
-def _bracketed(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
-    """Returns the largest number that fits, and the next one, or 0 if all up to ``most`` fit.
-
-    1 is known to fit. Memory grows with the batch, so what does not fit bounds all that is larger.
-    """
-    good, bad = 1, 0
-    # Doubling first, because what is far beyond the answer takes long to compile.
-    while good < most and not bad:
-        units = min(2 * good, most)
-        good, bad = (units, 0) if fits(units) else (good, units)
-    return bisected(fits, good, bad) if bad else (good, bad)
-
-
-def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:
-    needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
-    raise OutOfMemoryError(
-        f"a batch of {first.batch} does not fit target={target.name!r}: it needs {needs}, and "
-        f"{size(available)} are available (reserve={reserve:g}). Use a target with more memory, a "
-        "smaller model, mixed precision, or rematerialization (jax.checkpoint)."
-    )

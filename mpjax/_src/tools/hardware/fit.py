@@ -18,6 +18,7 @@ from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware import trials
 from mpjax._src.tools.hardware.aot import check_timeout, checked_options
 from mpjax._src.tools.hardware.compiler import require
+from mpjax._src.tools.hardware.largest import largest
 from mpjax._src.tools.hardware.report import CompileReport
 from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
 
@@ -34,9 +35,10 @@ class MemoryFit(Report):
 
     Attributes:
         target: The name of the target.
-        setting: The name of the fastest setting that fits, or of the smallest one if none fits; ""
-            if the compiler refused all of them as too large.
-        policy: The policy of the fastest setting that fits, as a string; None if none fits.
+        setting: The name of the fastest setting that fits, where 3% count as equal and the one that
+            adds less is taken; or of the smallest one if none fits; "" if the compiler refused all
+            of them as too large.
+        policy: The policy of that setting, as a string; None if none fits.
         checkpoint: The name in ``jax.checkpoint_policies`` of what ``jax.checkpoint`` keeps in that
             setting; "" if it has none.
         report: The report of `compile_for` for ``setting``; None if there is none.
@@ -131,6 +133,13 @@ class MemoryFit(Report):
                 "All settings give the same program: make_step does not use its policy, or nothing "
                 "that the step differentiates runs under autocast."
             )
+        fastest = min((t for t in self.tries if t.fits), key=trials.cost, default=None)
+        if fastest and self.report and fastest.roofline_ms < self.report.roofline_ms:
+            gain = self.report.roofline_ms / fastest.roofline_ms - 1
+            yield (
+                f"{fastest.setting} is faster by {gain:.1%} by the roofline. It adds more, so it "
+                f"must win by more than {trials.MARGIN:.0%}: smaller gains were losses when timed."
+            )
         if not self.every:
             yield "Few settings were compiled. every=True, or --every, shows the whole frontier."
         yield from (f"{t.setting}: {t.refused}" for t in self.tries if t.refused)
@@ -166,7 +175,7 @@ def fit_memory(
         *args: The arguments of the step, as for `compile_for`: its state and the batch, as
             `jax.ShapeDtypeStruct`.
         policy: The policy to which the settings are added, or its name. It casts op by op.
-        every: Whether to compile all settings, also those that bisection can leave out, and each
+        every: Whether to compile all settings, also those that the search can leave out, and each
             alone. The report then has the whole frontier.
         reserve: The share of the device's memory to leave free, as for `largest_batch`.
         timeout: The time limit of each compilation, in seconds.
@@ -256,23 +265,24 @@ def _with_rows(
     args: Sequence[Any],
     compile_cut: Callable[[Sequence[Any]], CompileReport | None],
 ) -> MemoryFit:
-    """Returns a report with the number of rows that fit, by bisection, if the batch is known."""
+    """Returns a report with the number of rows that fit, if the batch is known."""
     rows = _rows(args)
     if not rows:
         return found
     devices = find_target(found.target).devices
     # A batch is spread over all devices, so its size must be a multiple of their number.
     step = devices * math.ceil(rows / STEPS / devices)
+    # The whole batch does not fit.
+    sizes: dict[float, float] = {rows / step: trials.memory_of(found.report)}
 
-    def fits(steps: int) -> bool:
-        return trials.fits_in(compile_cut(_cut(args, steps * step)), found.available_bytes)
+    def measure(steps: int) -> float:
+        return trials.memory_of(compile_cut(_cut(args, steps * step)))
 
     try:
-        # The whole batch does not fit. 0 is never compiled: it stands for no batch at all.
-        good, _ = trials.bisected(fits, 0, math.ceil(rows / step))
+        most = largest(measure, found.available_bytes, rows, sizes).most
     except trials.REFUSALS:  # the length of the batch is written in the step
         return found
-    return dataclasses.replace(found, rows=rows, fitting_rows=good * step)
+    return dataclasses.replace(found, rows=rows, fitting_rows=most * step)
 
 
 def _rows(args: Sequence[Any]) -> int | None:
