@@ -2,6 +2,8 @@
 
 Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
 line, for an error in the user's module or function, and for a result that cannot be written.
+
+What needs JAX is imported by the command that runs: help and errors of the command line do without.
 """
 
 import os
@@ -11,13 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
-import jax
 
 import mpjax
 from mpjax._src.tools.cli import options, printing
 from mpjax._src.tools.cli.load import TargetError, describe, load, load_maker, running
-from mpjax._src.tools.hardware.report import CompileReport, document_of
-from mpjax._src.tools.hardware.trials import takes_checkpoint
 
 FINDING, WRONG = 1, 2
 
@@ -168,6 +167,8 @@ def compile_(target: str, devices: Sequence[str], policy: Any, output: printing.
       mpjax compile train:step --target v5e --policy mixed_bfloat16 --json
     """
     _use_cpu()
+    from mpjax._src.tools.hardware.report import document_of
+
     # After the platform is chosen: the user's module may start JAX when it is imported.
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
@@ -253,6 +254,8 @@ def fit(
 
 def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the function from a policy to the step, and the arguments of the step."""
+    from mpjax._src.tools.hardware.trials import takes_checkpoint
+
     # Settings that are added change the step and not its arguments, so those under the policy as
     # it is given serve all of them.
     if takes_checkpoint(make):
@@ -332,6 +335,8 @@ def compare(
 
 
 def _check_arrays(target: str, args: Any) -> None:
+    import jax
+
     with running(f"reading the args of {target}"):
         leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -460,13 +465,15 @@ def _use_cpu() -> None:
 
     A plugin for hardware that is not there prints a long complaint.
     """
+    import jax
+
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 
 
 def _compiled(
     name: str, fun: Callable[..., Any], args: tuple[Any, ...], draw: bool
-) -> tuple[dict[str, Any], CompileReport | None, str]:
+) -> tuple[dict[str, Any], Any, str]:
     """Returns what is told of a target as plain data, its report, and the page of that, or ""."""
     try:
         with running(f"compiling for {name}"), printing.waiting(f"compiling for {name}"):

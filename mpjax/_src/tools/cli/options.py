@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share. Their help needs no JAX, only their values do."""
 
 import contextlib
 import functools
@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.training.loss_scale import resolve_loss_scale
 from mpjax._src.tools.cli.advice import PLATFORMS
 from mpjax._src.tools.cli.printing import Output
 
@@ -67,7 +65,15 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _policy(text: str) -> Any:
+    from mpjax._src.core.policy.grammar import get_policy
+
+    return get_policy(text)
+
+
 def _loss_scale(text: str) -> float | str:
+    from mpjax._src.core.training.loss_scale import resolve_loss_scale
+
     scale: float | str = text
     with contextlib.suppress(ValueError):
         scale = float(text)
@@ -146,7 +152,7 @@ def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy."
     """Returns the option ``--policy``."""
     return click.option(
         "--policy",
-        type=_Parsed("policy", get_policy),
+        type=_Parsed("policy", _policy),
         default=default,
         show_default=default is not None,
         metavar="POLICY",

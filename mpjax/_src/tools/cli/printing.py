@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from mpjax._src.tools.document.model import Document, Table
-from mpjax._src.tools.document.report import plain
 from mpjax._src.tools.document.text import text_of
 
 # The style of a cell, by its text.
@@ -46,6 +45,8 @@ class Output:
 
 def json_to_stdout(data: Any) -> None:
     """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
+    from mpjax._src.tools.document.report import plain
+
     # Python writes these as NaN and Infinity, and reads them back as what this function returns.
     data = json.loads(json.dumps(plain(data)), parse_constant=lambda name: str(float(name)))
     click.echo(json.dumps(data, indent=1, allow_nan=False))
