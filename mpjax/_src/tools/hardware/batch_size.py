@@ -76,7 +76,8 @@ class LargestBatch(Report):
             as a string; else "".
         predicted: Whether the next size is predicted not to fit, and was not compiled: its memory
             is too large by more than the compiled sizes deviate from a line.
-        linear: Whether the memory of all compiled sizes is within 1% of a line.
+        linear: Whether lines through two sizes predicted the memory of the others, within 5% of what
+            is available.
     """
 
     target: str
