@@ -76,8 +76,8 @@ class LargestBatch(Report):
             as a string; else "".
         predicted: Whether the next size is predicted not to fit, and was not compiled: its memory
             is too large by more than the compiled sizes deviate from a line.
-        linear: Whether lines through two sizes predicted the memory of the others, within 5% of what
-            is available.
+        linear: Whether lines through two sizes predicted the memory of the others, within 5% of
+            what is available.
     """
 
     target: str

@@ -17,11 +17,9 @@ from mpjax._src.tools.hardware.hlo import (
     Module,
     Op,
     bits,
-    found,
     jax_name,
-    parse,
+    parsed,
     runs,
-    source_lines,
 )
 from mpjax._src.tools.hardware.targets import size
 
@@ -42,7 +40,6 @@ IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=")
 LISTED = re.compile(r"\breplica_groups=\{\{([\d,]+)\}")
 MESH = re.compile(r"\breplica_groups=(?:@\w+ *)?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
-PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # TPU compilers write a reduce-scatter as a kernel with an all-reduce and a slice.
 SCATTERS = "all-reduce-scatter"
 # The calls at the roots of the TPU kernels that start and end an exchange.
@@ -95,17 +92,15 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
 
     ``text`` is the module of one device, and ``asked`` the one before partitioning.
     """
-    module = parse(text)
+    module = parsed(text)
     unbundle(module)
-    line_of = source_lines(text)
-    everyone = int(found(PARTITIONS, module.header) or 1)
+    line_of = module.line_of
     callers = {called: op for op in module.ops() for called in op.called}
     flow = flow_of(module)
     carried = carried_by(flow, asked)
     rows = []
     for op, times, scope in exchanges(module, flow):
-        kind = op.opcode.removesuffix("-start")
-        devices = _group(op, everyone)
+        kind, devices = op.kind, _group(op, module.devices)
         # A group of one device sends nothing.
         if devices == 1:
             continue
@@ -130,7 +125,7 @@ def exchanges(module: Module, flow: Flow) -> Iterator[tuple[Op, int, str]]:
     """
     merged: dict[Op, tuple[int, str]] = {}
     for op, times, _, scope in runs(module.entry):
-        if op.opcode.removesuffix("-start") in SENT:
+        if op.kind in SENT:
             earlier, first = merged.get(op, (0, scope))
             merged[op] = earlier + times, first
     # TPU compilers start an exchange in one kernel, and name it again in each kernel during which

@@ -6,6 +6,7 @@ callers together.
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -61,8 +62,9 @@ class Flow:
     results: tuple[Leaf, ...]  # the leaves of the entry's results
 
 
+@functools.lru_cache(maxsize=2)
 def flow_of(module: Module) -> Flow:
-    """Returns the flow of an HLO module."""
+    """Returns the flow of an HLO module, the same one for all who ask about it."""
     after: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     before: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     for op in module.ops():
@@ -159,7 +161,7 @@ def _of_call(
 def _kind(op: Op) -> int:
     if op.opcode == "custom-call" and op.target.startswith(PLACES):
         return MOVED
-    return KINDS.get(op.opcode.removesuffix(START), MAPPED)
+    return KINDS.get(op.kind, MAPPED)
 
 
 def _paired(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> Iterator[tuple[Leaf, Leaf, int]]:

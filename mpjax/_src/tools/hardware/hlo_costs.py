@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
 from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.collectives import SENT
-from mpjax._src.tools.hardware.hlo import Op, Shape, bits, found, jax_name, parse, runs
+from mpjax._src.tools.hardware.hlo import Module, Op, Shape, bits, found, jax_name, parse, runs
 from mpjax._src.tools.hardware.traffic import bytes_moved, host_bytes, is_kernel
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
@@ -134,15 +135,14 @@ def costs(text: str) -> Costs:
 def _exchanges(op: Op) -> bool:
     """Returns whether an instruction sends to other devices or to the host, beside kernels."""
     hosted = host_bytes(op, to_host=True) or host_bytes(op, to_host=False)
-    return bool(hosted) or op.opcode.removesuffix("-start") in SENT
+    return bool(hosted) or op.kind in SENT
 
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
     """Counts the operand dtypes of a module's matmuls, by the names of their JAX operations."""
     dtypes: dict[str, collections.Counter[str]] = {}
-    for op, times, _, scope in runs(parse(text).entry):
-        if product := matmul(op, times, scope):
-            dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
+    for product, _ in matmuls(parse(text)):
+        dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
     return dtypes
 
 
@@ -153,6 +153,13 @@ def _precision(op: Op) -> str:
     """Returns the highest precision that an operand asks for."""
     levels = found(PRECISION, op.attributes.replace('"', "").lower()).split(",")
     return next((level for level in ("highest", "high") if level in levels), "default")
+
+
+def matmuls(module: Module) -> Iterator[tuple[Matmul, Op]]:
+    """Yields the matmuls that a module runs, with their instructions."""
+    for op, times, _, scope in runs(module.entry):
+        if product := matmul(op, times, scope):
+            yield product, op
 
 
 def is_matmul(op: Op) -> bool:
