@@ -24,7 +24,13 @@ from mpjax._src.core.training.step import TrainState, build_train_step
 from mpjax._src.tools.cli import advice
 from mpjax._src.tools.cli.load import describe
 from mpjax._src.tools.document.model import Document, words_in
-from mpjax._src.tools.hardware.devices import local_facts, matmul_size, matmul_time, timed_in_words
+from mpjax._src.tools.hardware.devices import (
+    local_facts,
+    matmul_size,
+    matmul_time,
+    table_of,
+    timed_in_words,
+)
 
 PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")
 # Shown if they are installed.
@@ -184,11 +190,6 @@ def _train(
 
 def shown(results: Mapping[str, Any]) -> Document:
     """Returns what the command shows of `examine`."""
-    devices = collections.Counter(
-        (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
-        for d in results["devices"]
-    )
-    counted = ((f"{count} x {name}", *rest) for (name, *rest), count in devices.items())
     checks = ((c["dtype"], c["name"], c["status"], c["found"]) for c in results["checks"])
     flags = ((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in results["flags"])
     return Document(
@@ -200,7 +201,7 @@ def shown(results: Mapping[str, Any]) -> Document:
             *([advice.ONE_GPU] if advice.GPU in results["platforms"] else []),
         ),
         (
-            words_in("Devices", ("device", "fast", "policy", "why"), counted),
+            table_of(results["devices"]),
             words_in("Tests", ("dtype", "test", "", "found"), checks),
             words_in("Flags", ("set in", "worth trying, not measured", "now", "why"), flags),
         ),

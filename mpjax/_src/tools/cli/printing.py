@@ -33,6 +33,16 @@ class Output:
             report.plot(self.plot)
         self.page = report.to_html(title) if self.html else ""
 
+    def tell(self, data: Any, title: str, document: Document, more: str = "") -> None:
+        """Prints a result as JSON or as a document, and says which files were written."""
+        if self.as_json:
+            json_to_stdout(data)
+        else:
+            click.echo(title)
+            show(document)
+            click.echo(more, nl=bool(more))
+        self.finish()
+
     def finish(self, suffix: str = "") -> None:
         """Writes the page, to a file with this suffix, and says which files were written."""
         html = self.html.with_stem(self.html.stem + suffix) if self.html and self.page else None

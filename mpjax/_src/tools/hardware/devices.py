@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.devices import DeviceFacts, device_facts
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.public import public
-from mpjax._src.tools.document.model import Document, Table
+from mpjax._src.tools.document.model import Document, Table, words_in
 from mpjax._src.tools.document.report import Report
 
 SECONDS = 0.05  # that a report times matmuls in each dtype
@@ -38,20 +40,10 @@ class DeviceReport(Report):
     matmul_times: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def document(self) -> Document:
-        rows = tuple(
-            (
-                f"{count} x {facts.name}" if count > 1 else facts.name,
-                ", ".join(facts.fast) or "float32 only",
-                facts.policy,
-                facts.reason,
-            )
-            for facts, count in collections.Counter(self.devices).items()
-        )
-        titles = ("device", "fast", "policy", "why")
         return Document(
             "The devices of this process",
             f"jax {self.jax_version}",
-            tables=(Table("Devices", titles, rows, titles),),
+            tables=(table_of(map(dataclasses.asdict, self.devices)),),
             notes=timed_in_words(self.matmul_times),
         )
 
@@ -79,6 +71,19 @@ def device_report() -> DeviceReport:
 def local_facts() -> tuple[DeviceFacts, ...]:
     """Returns the facts of each device of this process."""
     return tuple(map(device_facts, jax.local_devices()))
+
+
+def table_of(devices: Iterable[Mapping[str, Any]]) -> Table:
+    """Returns the table of devices, of which equal ones share a row."""
+    counts = collections.Counter(
+        (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
+        for d in devices
+    )
+    rows = (
+        (f"{count} x {name}" if count > 1 else name, *rest)
+        for (name, *rest), count in counts.items()
+    )
+    return words_in("Devices", ("device", "fast", "policy", "why"), rows)
 
 
 def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
