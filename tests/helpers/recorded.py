@@ -149,7 +149,7 @@ def largest(limit):
     def compile_batch(batch):
         return dataclasses.replace(template, temp_bytes=batch * 2**28)
 
-    search = batch_size.Search(find_target("h100"), 2**34, 0.25, 4, limit)
+    search = batch_size.Search(find_target("h100"), 0.25, 2**34, 4, limit)
     found = search.result(search.found(compile_batch))
     tries = tuple(dataclasses.replace(t, seconds=1.5) for t in found.tries)
     return dataclasses.replace(found, tries=tries)

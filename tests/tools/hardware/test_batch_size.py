@@ -36,7 +36,7 @@ def search(fits_to, *, limit=2**20, multiple_of=1, refuse_from=None, sizes=lambd
             return None
         return of_size(int(sizes(batch) * 2**20))
 
-    looked = batch_size.Search(H100, fits_to * 2**20, 0.25, multiple_of, limit)
+    looked = batch_size.Search(H100, 0.25, fits_to * 2**20, multiple_of, limit)
     found = looked.result(looked.found(compile_batch))
     assert [t.batch for t in found.tries] == compiled and len(set(compiled)) == len(compiled)
     return found
@@ -152,7 +152,7 @@ class Sizes:
 def any_setting(figures, available, limit=2**20):
     rungs = [Setting(name, mpjax.get_policy(f"O2:bfloat16,{name}")) for name in figures]
     steps = Sizes(figures)
-    looked = batch_size.Search(H100, available * 2**20, 0.25, 1, limit)
+    looked = batch_size.Search(H100, 0.25, available * 2**20, 1, limit)
     return batch_size.largest_of_any(looked, steps, rungs, lambda batch: batch), steps
 
 

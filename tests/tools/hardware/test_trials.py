@@ -10,10 +10,11 @@ from ladders import BASE, FALLING, H100, LADDER, MIB, SHORT, STEP, fitted, loss_
 
 import mpjax
 from mpjax._src.tools.hardware import fit, ladder, trials
+from mpjax._src.tools.hardware.aot import Job
 
 
 def steps(make_step):
-    return trials.Steps(H100, make_step, 600.0, {})
+    return trials.Steps(Job(H100, 600.0, {}), make_step)
 
 
 def test_fit_memory_takes_the_one_that_moves_fewer_bytes_of_equally_fast_ones():

@@ -1,6 +1,5 @@
 """`largest_batch`: the largest batch that fits a device, which this machine need not have."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -10,24 +9,18 @@ from typing import Any, NoReturn
 
 import jax
 
-from mpjax._src.core.base.errors import (
-    OutOfMemoryError,
-    brief,
-    check_callable,
-    check_count,
-    check_flag,
-)
-from mpjax._src.core.base.progress import advance, progress_bar
+from mpjax._src.core.base.errors import OutOfMemoryError, brief, check_count
+from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.hardware.aot import check_timeout, checked_options, compile_program, lower
-from mpjax._src.tools.hardware.compiler import compilers, require
+from mpjax._src.tools.hardware.aot import job_of
+from mpjax._src.tools.hardware.compiler import require
 from mpjax._src.tools.hardware.ladder import Setting
 from mpjax._src.tools.hardware.largest import Found, largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
+from mpjax._src.tools.hardware.targets import Target, room_of, size
 from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, checked_policy, memory_of
 
 # Compiles a batch; None stands for one that the compiler refuses as too large.
@@ -192,32 +185,20 @@ def largest_batch(
         >>> mpjax.hardware.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
         7594
     """
-    check_flag("progress", progress)
-    accelerator = find_target(target)
-    _check(make_args, fun, multiple_of, limit, timeout)
-    reserve = checked_reserve(accelerator, reserve)
+    job = job_of(target, timeout, compiler_options, progress, make_args=make_args, fun=fun)
+    _check(multiple_of, limit)
+    search = Search(job.target, *room_of(job.target, reserve), multiple_of, limit)
     _check_dependence(make_args, multiple_of)
-    options = checked_options(compiler_options)
-    available = int(accelerator.memory * (1 - reserve))
-    title = f"batches for {accelerator.name}"
-    search = Search(accelerator, available, reserve, multiple_of, limit)
-    if storage is not None:
-        steps, base = Steps(accelerator, fun, timeout, options), _base(storage, policy)
-        require(accelerator)
-        with progress_bar(progress, title, TRY):
-            args = functools.partial(_args, make_args)
+    base = _base(storage, policy)
+    steps = Steps(job, fun if base else lambda policy: fun)
+    require(job.target)
+    args = functools.partial(_args, make_args)
+    with progress_bar(progress, f"batches for {job.target.name}", TRY):
+        if base:
             return largest_of_any(search, steps, steps.ladder(base, args(multiple_of)), args)
-    with compilers(accelerator) as child, progress_bar(progress, title, TRY):
-
-        def compile_batch(batch: int) -> CompileReport | None:
-            advance(TRY, f"compiling a batch of {batch}", by=0)
-            program, report = lower(accelerator, fun, _args(make_args, batch)), None
-            with contextlib.suppress(OutOfMemoryError):
-                report = compile_program(child, accelerator, program, timeout, options)
-            advance(TRY)
-            return report
-
-        return search.result(search.found(compile_batch))
+        plain = Setting("", Policy())
+        named = lambda batch: steps.compiled(plain, args(batch), f"a batch of {batch}")  # noqa: E731
+        return search.result(search.found(named))
 
 
 @dataclasses.dataclass
@@ -225,8 +206,8 @@ class Search:
     """A search for the largest batch, with what it has compiled."""
 
     target: Target
-    available: int  # in bytes
     reserve: float
+    available: int  # in bytes
     multiple_of: int
     limit: int
     tries: list[BatchTry] = dataclasses.field(default_factory=list)
@@ -320,10 +301,7 @@ def largest_of_any(
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: float) -> None:
-    check_callable(make_args, "make_args")
-    check_callable(fun, "fun")
-    check_timeout(timeout)
+def _check(multiple_of: int, limit: int) -> None:
     check_count("multiple_of", multiple_of)
     check_count("limit", limit)
     if limit < multiple_of:
@@ -333,13 +311,13 @@ def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: floa
         )
 
 
-def _base(storage: Any, policy: Any) -> Policy:
-    if storage != "any":
+def _base(storage: Any, policy: Any) -> Policy | None:
+    if storage not in (None, "any"):
         raise ValueError(
             f"storage={brief(storage)} must be 'any', which tries all settings, or None. For one "
             "setting, build fun with a policy such as 'mixed_bfloat16,storage=lean'."
         )
-    return checked_policy(policy)
+    return storage and checked_policy(policy)
 
 
 def _args(make_args: Callable[[int], Any], batch: int) -> tuple[Any, ...]:

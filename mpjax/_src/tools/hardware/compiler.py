@@ -83,9 +83,9 @@ class Compilers:
     def compile(
         self,
         target: Target,
-        program: bytes,
         timeout: float,
         options: Options,
+        program: bytes,
         answer_question: Answer = lambda question: {},
     ) -> dict[str, Any]:
         """Runs `_jax.compile_only` in the child process and returns its result.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax._src.core.base.errors import check_callable, check_flag
+from mpjax._src.core.base.errors import check_flag
 from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.policy.policy import PolicyLike
@@ -16,11 +16,11 @@ from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.plots import plot_fit
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware import trials
-from mpjax._src.tools.hardware.aot import check_timeout, checked_options
+from mpjax._src.tools.hardware.aot import job_of
 from mpjax._src.tools.hardware.compiler import require
 from mpjax._src.tools.hardware.largest import largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
+from mpjax._src.tools.hardware.targets import Target, find_target, room_of, size
 
 # In how many steps a smaller batch is looked for.
 STEPS = 16
@@ -209,23 +209,19 @@ def fit_memory(
     The budget for activations is that of PyTorch's ``activation_memory_budget``, and the frontier
     that of Checkmate (Jain et al., 2020, https://arxiv.org/abs/1910.02653), over whole settings.
     """
-    accelerator = find_target(target)
-    check_callable(make_step, "make_step")
-    check_flag("progress", progress)
+    job = job_of(target, timeout, compiler_options, progress, make_step=make_step)
     check_flag("every", every)
-    check_timeout(timeout)
     base = trials.checked_policy(policy)
-    reserve = checked_reserve(accelerator, reserve)
-    steps = trials.Steps(accelerator, make_step, timeout, checked_options(compiler_options))
-    require(accelerator)
-    available = int(accelerator.memory * (1 - reserve))
-    with progress_bar(progress, f"fit {accelerator.name}", trials.TRY):
+    reserve, available = room_of(job.target, reserve)
+    steps = trials.Steps(job, make_step)
+    require(job.target)
+    with progress_bar(progress, f"fit {job.target.name}", trials.TRY):
         ladder = steps.ladder(base, args)
         tried = trials.Trials(lambda setting: steps.compiled(setting, args), available)
         every = every or not tried.climb(ladder)
         if every:  # the last setting of the ladder need not be the smallest of all
             tried.measure_all([*ladder, *steps.off_ladder(ladder, args)])
-        found = fit_of(tried, accelerator, reserve, every)
+        found = fit_of(tried, job.target, reserve, every)
         if found.fits:
             return found
         smallest = tried.smallest() or ladder[-1]

@@ -8,7 +8,7 @@ come from and lead to.
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached

@@ -132,8 +132,11 @@ def _alike(asked: Named) -> str:
     return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
 
 
-def checked_reserve(target: Target, reserve: Any) -> float:
-    """Returns the share of the memory to leave free; None means the target's default."""
+def room_of(target: Target, reserve: Any) -> tuple[float, int]:
+    """Returns the share of the memory to leave free, and the bytes that are available.
+
+    None means the target's default.
+    """
     share = RESERVES[target.platform] if reserve is None else reserve
     number = finite_number(share)
     if number is None or not 0 <= number < 1:
@@ -142,7 +145,7 @@ def checked_reserve(target: Target, reserve: Any) -> float:
             f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX leaves "
             "free, and 0.05 on TPUs."
         )
-    return number
+    return number, int(target.memory * (1 - number))
 
 
 def size(count: float) -> str:

@@ -16,12 +16,10 @@ from mpjax._src.core.base.progress import advance
 from mpjax._src.core.base.public import public
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.tools.hardware.aot import Program, compile_program, lower
-from mpjax._src.tools.hardware.compiler import Options, compilers
+from mpjax._src.tools.hardware.aot import Job, Program, compile_program, lower
 from mpjax._src.tools.hardware.ladder import Setting, checkpoints, each_alone, rungs
 from mpjax._src.tools.hardware.largest import largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target
 
 TRY = "compiled"  # what progress counts
 
@@ -107,11 +105,8 @@ def takes_checkpoint(make_step: Callable[..., Any]) -> bool:
 class Steps:
     """The training steps of settings, each program of which is compiled once."""
 
-    def __init__(
-        self, target: Target, make_step: Callable[..., Any], timeout: float, options: Options
-    ):
-        self.target, self.make_step = target, make_step
-        self.timeout, self.options = timeout, options
+    def __init__(self, job: Job, make_step: Callable[..., Any]):
+        self.job, self.make_step = job, make_step
         self.wraps = takes_checkpoint(make_step)
         _check_takes_policy(make_step, {"checkpoint": None} if self.wraps else {})
         self._traced: dict[Setting, tuple[Sequence[Any], Program, str]] = {}
@@ -127,13 +122,17 @@ class Steps:
         alone = [s for s in each_alone(given.policy) if self._differ(given, s, args)]
         return [*alone, *(checkpoints(ladder) if self.wraps else ())]
 
-    def compiled(self, setting: Setting, args: Sequence[Any]) -> CompileReport | None:
+    def compiled(
+        self, setting: Setting, args: Sequence[Any], what: str = ""
+    ) -> CompileReport | None:
         """Returns the report, or None if the compiler refused the program as too large."""
         # By the text: settings that change nothing in a program share its compilation.
         program, text = self._lowered(setting, args)
         if text not in self._compiled:
-            advance(TRY, f"compiling {setting.name}", by=0)
-            self._compiled[text] = self._report(program)
+            advance(TRY, f"compiling {what or setting.name}", by=0)
+            self._compiled[text] = None
+            with contextlib.suppress(OutOfMemoryError):
+                self._compiled[text] = compile_program(self.job, program)
             advance(TRY)
         return self._compiled[text]
 
@@ -150,15 +149,9 @@ class Steps:
         # `largest_batch` asks again with other arguments, which are other objects.
         if known is None or known[0] is not args:
             advance(TRY, f"tracing {setting.name}", by=0)
-            program = lower(self.target, self._step(setting), args)
+            program = lower(self.job.target, self._step(setting), args)
             known = self._traced[setting] = args, program, program.lowered.as_text()
         return known[1:]
-
-    def _report(self, program: Program) -> CompileReport | None:
-        # A process for each program: a compiler that crashes must not take others with it.
-        with compilers(self.target) as child, contextlib.suppress(OutOfMemoryError):
-            return compile_program(child, self.target, program, self.timeout, self.options)
-        return None
 
     def _step(self, setting: Setting) -> Callable[..., Any]:
         wanted = {"checkpoint": setting.checkpoint} if self.wraps else {}
