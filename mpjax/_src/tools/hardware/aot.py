@@ -119,10 +119,10 @@ class Job(NamedTuple):
 
 def job_of(target: str, timeout: float, options: Any, progress: Any, **functions: Any) -> Job:
     """Returns the arguments that all functions that compile have, checked."""
+    check_flag("progress", progress)
     found = find_target(target)
     for name, fun in functions.items():
         check_callable(fun, name)
-    check_flag("progress", progress)
     if not 0 < (finite_number(timeout) or 0.0) <= LONGEST:
         raise ValueError(
             f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "

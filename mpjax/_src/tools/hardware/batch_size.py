@@ -12,6 +12,7 @@ import jax
 from mpjax._src.core.base.errors import OutOfMemoryError, brief, check_count
 from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
+from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
@@ -196,7 +197,7 @@ def largest_batch(
     with progress_bar(progress, f"batches for {job.target.name}", TRY):
         if base:
             return largest_of_any(search, steps, steps.ladder(base, args(multiple_of)), args)
-        plain = Setting("", Policy())
+        plain = Setting("", get_policy("float32"))
         named = lambda batch: steps.compiled(plain, args(batch), f"a batch of {batch}")  # noqa: E731
         return search.result(search.found(named))
 
