@@ -91,6 +91,25 @@ def test_fit_memory_leaves_out_what_a_compiler_refuses():
         fitted(FALLING | {"first": mpjax.errors.CompileError("no kernel")}, 65)
 
 
+def test_a_program_is_compiled_once_and_an_error_is_no_lack_of_memory(monkeypatch):
+    answers = [mpjax.errors.CompileError("no kernel"), mpjax.errors.OutOfMemoryError("HBM"), 3]
+
+    def compile_program(job, program):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(trials, "compile_program", compile_program)
+    making, (one, other) = steps(lambda policy: jnp.sin), LADDER[:2]
+    for _ in range(2):  # the second answer, which is kept
+        if len(answers) == 3:
+            with pytest.raises(mpjax.errors.CompileError, match="no kernel"):
+                making.compiled(one, (shape(2),))
+        assert making.compiled(one, (shape(2),)) is making.compiled(other, (shape(2),)) is None
+    assert making.compiled(one, (shape(3),)) == making.compiled(other, (shape(3),)) == 3
+
+
 def test_fit_memory_takes_the_step_of_build_train_step_and_donates_its_state():
     step = steps(STEP)._step(LADDER[0])
     state = jax.eval_shape(STEP("mixed_bfloat16").init, [shape(4, 8)])

@@ -138,8 +138,8 @@ def largest_batch(
     Where memory is linear in the batch, two sizes predict the answer, and a third confirms it: the
     next size is then predicted not to fit. Elsewhere, such as with attention or on TPUs, which pad
     arrays, both sides of the limit are compiled. What is returned was compiled and fits. A larger
-    batch may be missed only if a larger one takes less memory, or where the next size is predicted,
-    if it is further from the line than all sizes that were compiled.
+    batch is missed only if memory falls again beyond the next size, or if that one is predicted and
+    further from the line than all sizes that were compiled.
 
     The memory of a program is the compiler's number: arguments, results, temporary arrays and code.
     Everything else on the device (a second model, the next batch, fragmentation) must fit the
@@ -285,11 +285,11 @@ def largest_of_any(
         compared = trials_of(beyond * search.multiple_of)
         compared.measure_all(ladder)
         smallest = compared.smallest()
-        if smallest and compared.tries[smallest].fits:
+        needs = memory_of(compared.tries[smallest] if smallest else None)
+        if smallest and needs <= search.available:
             setting = smallest
             found = search.found(compile_with(setting), setting.name, sorted({1, beyond}))
-        elif smallest:
-            needs = memory_of(compared.tries[smallest])
+        else:
             found = found._replace(next_size=needs, predicted=False)
     result = search.result(found)
     trials = trials_of(result.batch)

@@ -75,7 +75,7 @@ REFRESH = 0.5  # seconds between two looks at a compiler that runs
 
 
 class Compilers:
-    """A child process that compiles one program at a time. Threads cannot share it."""
+    """A child process that compiles one program."""
 
     def __init__(self, process: subprocess.Popen, connection: Any, folder: Path):
         self.process, self.connection, self.folder = process, connection, folder

@@ -12,7 +12,7 @@ from mpjax._src.tools.hardware.hlo import Op, Shape, is_backward, op_name, parse
 from mpjax._src.tools.hardware.hlo_costs import costs
 from mpjax._src.tools.hardware.memory import CODES, KEPT, MemoryRow, by_kind
 from mpjax._src.tools.hardware.times import KernelRow
-from mpjax._src.tools.hardware.traffic import STRUCTURE
+from mpjax._src.tools.hardware.traffic import is_kernel
 
 MEMORY = Color(
     "memory",
@@ -91,8 +91,7 @@ def _instructions(
     """Yields the instructions that run as kernels, in order."""
     for each in costs(text).instructions:
         op = each.op
-        # The start of an asynchronous operation stands for its end too.
-        if op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
+        if not is_kernel(op):  # the start of an asynchronous operation stands for its end too
             continue
         name, line = op_name(op), line_of(op)
         alive = rows_of.get(op.place, ())

@@ -19,6 +19,14 @@ CARD_FIELDS = (
     *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
 )
 
+# The limits that all cards have.
+LIMITS = (
+    "shared_memory_per_block: 49152 threads_per_block_limit: 1024 threads_per_warp: 32 "
+    "registers_per_core_limit: 65536 registers_per_block_limit: 65536 "
+    "block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
+    "thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"
+)
+
 # PCI Express of 16 lanes, in bytes per second in each direction, by the major compute capability:
 # generations 3, 4, 5 and 6 (NVIDIA's datasheets give the sum of both directions).
 PCIE = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 128e9}
@@ -163,7 +171,13 @@ def _gpu(name: str) -> Target:
         *(name, "cuda", device, memory, bandwidth, PCIE[capability.split(".")[0]]),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
         "1x1x1",
-        _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
+        _config(
+            device,
+            capability,
+            memory,
+            bandwidth,
+            " ".join(map("{}: {}".format, CARD_FIELDS, facts)),
+        ),
         name,
     )
 
@@ -205,27 +219,12 @@ def _torus(count: int, axes: int) -> str:
     return "x".join(map(str, sizes))
 
 
-def _config(device: str, capability: str, memory: int, bandwidth: float, facts: dict) -> str:
+def _config(device: str, capability: str, memory: int, bandwidth: float, facts: str) -> str:
+    """Returns the text proto of a GPU for XLA's compiler."""
     major, minor = capability.split(".")
-    facts = {
-        **facts,
-        "memory_bandwidth": int(bandwidth),
-        "device_memory_size": memory,
-        "shared_memory_per_block": 49152,
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-        "block_dim_limit_x": 2147483647,
-        "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
-    }
-    lines = "\n".join(f"  {key}: {value}" for key, value in facts.items())
+    measured = f"memory_bandwidth: {int(bandwidth)} device_memory_size: {memory}"
     return (
-        f"gpu_device_info {{\n{lines}\n"
+        f"gpu_device_info {{ {facts} {measured} {LIMITS}\n"
         f"  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 patch: 0 }\n'
         f'device_description_str: "{device}"\n'

@@ -130,9 +130,10 @@ class Steps:
         program, text = self._lowered(setting, args)
         if text not in self._compiled:
             advance(TRY, f"compiling {what or setting.name}", by=0)
-            self._compiled[text] = None
+            report = None
             with contextlib.suppress(OutOfMemoryError):
-                self._compiled[text] = compile_program(self.job, program)
+                report = compile_program(self.job, program)
+            self._compiled[text] = report
             advance(TRY)
         return self._compiled[text]
 
