@@ -30,14 +30,17 @@ def search(fits_to, *, limit=2**20, multiple_of=1, refuse_from=None, sizes=lambd
     """Searches where a batch takes ``sizes`` in MiB, and ``fits_to`` MiB are there."""
     compiled = []
 
-    def compile_batch(batch):
+    def compile_batch(setting, batch, what):
         compiled.append(batch)
+        assert what == f"a batch of {batch}"
         if refuse_from and batch >= refuse_from:
             return None
         return of_size(int(sizes(batch) * 2**20))
 
-    looked = batch_size.Search(H100, 0.25, fits_to * 2**20, multiple_of, limit)
-    found = looked.result(looked.found(compile_batch))
+    room = 0.25, fits_to * 2**20
+    looked = batch_size.Search(H100, *room, multiple_of, limit, compile_batch, lambda n: n)
+    plain = Setting("", mpjax.get_policy("float32"))
+    found = looked.result(looked.found(plain), plain)
     assert [t.batch for t in found.tries] == compiled and len(set(compiled)) == len(compiled)
     return found
 
@@ -143,7 +146,8 @@ class Sizes:
     def __init__(self, figures):
         self.figures, self.compiled_for = figures, []
 
-    def compiled(self, setting, batch):
+    def compiled(self, setting, batch, what):
+        assert what == f"a batch of {batch}, {setting.name}"
         self.compiled_for.append((setting.name, batch))
         fixed, each = self.figures[setting.name]
         return of_size((fixed + each * batch) * 2**20)
@@ -152,8 +156,11 @@ class Sizes:
 def any_setting(figures, available, limit=2**20):
     rungs = [Setting(name, mpjax.get_policy(f"O2:bfloat16,{name}")) for name in figures]
     steps = Sizes(figures)
-    looked = batch_size.Search(H100, 0.25, available * 2**20, 1, limit)
-    return batch_size.largest_of_any(looked, steps, rungs, lambda batch: batch), steps
+    room = 0.25, available * 2**20
+    looked = batch_size.Search(H100, *room, 1, limit, steps.compiled, lambda batch: batch)
+    found = looked.of_any(rungs)
+    assert len({*steps.compiled_for}) == len(steps.compiled_for)
+    return found, steps
 
 
 FAST, LEAN, EIGHT = "storage=fast", "storage=lean", "fused_attention=true"

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -23,9 +22,6 @@ from mpjax._src.tools.hardware.largest import Found, largest
 from mpjax._src.tools.hardware.report import CompileReport
 from mpjax._src.tools.hardware.targets import Target, room_of, size
 from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, checked_policy, memory_of
-
-# Compiles a batch; None stands for one that the compiler refuses as too large.
-Compile = Callable[[int], CompileReport | None]
 
 COLUMNS = ("batch", "memory", "", "seconds", "setting")
 
@@ -188,18 +184,18 @@ def largest_batch(
     """
     job = job_of(target, timeout, compiler_options, progress, make_args=make_args, fun=fun)
     _check(multiple_of, limit)
-    search = Search(job.target, *room_of(job.target, reserve), multiple_of, limit)
+    reserve, available = room_of(job.target, reserve)
     _check_dependence(make_args, multiple_of)
     base = _base(storage, policy)
     steps = Steps(job, fun if base else lambda policy: fun)
     require(job.target)
     args = functools.partial(_args, make_args)
+    search = Search(job.target, reserve, available, multiple_of, limit, steps.compiled, args)
     with progress_bar(progress, f"batches for {job.target.name}", TRY):
         if base:
-            return largest_of_any(search, steps, steps.ladder(base, args(multiple_of)), args)
+            return search.of_any(steps.ladder(base, args(multiple_of)))
         plain = Setting("", get_policy("float32"))
-        named = lambda batch: steps.compiled(plain, args(batch), f"a batch of {batch}")  # noqa: E731
-        return search.result(search.found(named))
+        return search.result(search.found(plain), plain)
 
 
 @dataclasses.dataclass
@@ -211,45 +207,80 @@ class Search:
     available: int  # in bytes
     multiple_of: int
     limit: int
+    # Compiles a setting for arguments, with what progress calls it.
+    compiled: Callable[[Setting, Any, str], CompileReport | None]
+    args: Callable[[int], Any]
     tries: list[BatchTry] = dataclasses.field(default_factory=list)
-    # By batch, those that were compiled last.
-    reports: dict[int, CompileReport | None] = dataclasses.field(default_factory=dict)
+    trials: dict[int, Trials] = dataclasses.field(default_factory=dict)  # by batch
 
-    def found(self, compile_batch: Compile, setting: str = "", known: Sequence[int] = ()) -> Found:
-        """Returns the largest batch that fits, by its multiple, from ``known`` ones on."""
-        measure = functools.partial(self._measure, compile_batch, setting)
+    def at(self, batch: int) -> Trials:
+        """Returns the settings that were compiled for a batch."""
+        if batch not in self.trials:
+            args, what = self.args(batch), f"a batch of {batch}"
+            compiled = lambda s: self.compiled(s, args, f"{what}, {s.name}".rstrip(", "))  # noqa: E731
+            self.trials[batch] = Trials(compiled, self.available)
+        return self.trials[batch]
+
+    def found(self, setting: Setting, known: Sequence[int] = ()) -> Found:
+        """Returns the largest batch that fits with a setting, by its multiple."""
+        measure = functools.partial(self._measure, setting)
         sizes: dict[float, float] = {units: measure(units) for units in known}
         # In units of `multiple_of`, so that every size between two others is valid.
         return largest(measure, self.available, max(1, self.limit // self.multiple_of), sizes)
 
-    def _measure(self, compile_batch: Compile, setting: str, units: int) -> float:
-        start, batch = time.perf_counter(), units * self.multiple_of
-        report = self.reports[batch] = compile_batch(batch)
-        needs, seconds = memory_of(report), round(time.perf_counter() - start, 2)
-        total = report.total_bytes if report else None
-        self.tries.append(BatchTry(batch, total, needs <= self.available, seconds, setting))
-        return needs
+    def _measure(self, setting: Setting, units: int) -> float:
+        batch = units * self.multiple_of
+        one = self.at(batch).measure(setting)
+        self.tries.append(BatchTry(batch, one.total_bytes, one.fits, one.seconds, one.setting))
+        return memory_of(one)
 
-    def result(self, found: Found) -> LargestBatch:
-        """Returns what was found.
+    def result(self, found: Found, setting: Setting, policy: str = "") -> LargestBatch:
+        """Returns what was found, with the report on a setting.
 
         Raises:
             OutOfMemoryError: If the smallest batch does not fit.
         """
+        if not found.most:
+            self._refuse_smallest()
         batch, beyond = found.most * self.multiple_of, found.next_size
-        report = self.reports.get(batch) or self._refuse_smallest()
+        report = self.at(batch).reports[setting]
+        assert report is not None
         return LargestBatch(
-            target=self.target.name,
-            batch=batch,
-            report=report,
+            *(self.target.name, batch, report),
             next_bytes=None if beyond is None or beyond == math.inf else int(beyond),
             available_bytes=self.available,
             reserve=self.reserve,
             limited=beyond is None,
             tries=tuple(self.tries),
+            policy=policy,
             predicted=found.predicted,
             linear=found.linear,
         )
+
+    def of_any(self, ladder: Sequence[Setting]) -> LargestBatch:
+        """Returns the largest batch that fits with any setting, and the fastest with which it does.
+
+        The last setting of the ladder need not take the least memory, so all are compared at the
+        first batch with which it does not fit: once, because that compiles the whole ladder.
+        """
+        setting = ladder[-1]
+        found = self.found(setting)
+        if found.next_size is not None:
+            beyond = found.most + 1
+            compared = self.at(beyond * self.multiple_of)
+            compared.measure_all(ladder)
+            smallest = compared.smallest()
+            needs = memory_of(compared.tries[smallest] if smallest else None)
+            if smallest and needs <= self.available:
+                setting = smallest
+                found = self.found(setting, sorted({1, beyond}))
+            else:
+                found = found._replace(next_size=needs, predicted=False)
+        if found.most:
+            fitting = self.at(found.most * self.multiple_of)
+            fitting.climb(ladder)
+            setting = fitting.best() or setting
+        return self.result(found, setting, str(setting.policy))
 
     def _refuse_smallest(self) -> NoReturn:
         first = self.tries[0]
@@ -260,43 +291,6 @@ class Search:
             "with more memory, a smaller model, mixed precision, or rematerialization "
             "(jax.checkpoint)."
         )
-
-
-def largest_of_any(
-    search: Search, steps: Steps, ladder: Sequence[Setting], args: Callable[[int], Any]
-) -> LargestBatch:
-    """Returns the largest batch that fits with any setting, and the fastest with which it does.
-
-    The last setting of the ladder need not take the least memory, so all are compared at the first
-    batch with which it does not fit: once, because that compiles the whole ladder.
-    """
-
-    def compile_with(setting: Setting) -> Compile:
-        return lambda batch: steps.compiled(setting, args(batch))
-
-    def trials_of(batch: int) -> Trials:
-        given = args(batch)
-        return Trials(lambda setting: steps.compiled(setting, given), search.available)
-
-    setting = ladder[-1]
-    found = search.found(compile_with(setting), setting.name)
-    if found.next_size is not None:
-        beyond = found.most + 1
-        compared = trials_of(beyond * search.multiple_of)
-        compared.measure_all(ladder)
-        smallest = compared.smallest()
-        needs = memory_of(compared.tries[smallest] if smallest else None)
-        if smallest and needs <= search.available:
-            setting = smallest
-            found = search.found(compile_with(setting), setting.name, sorted({1, beyond}))
-        else:
-            found = found._replace(next_size=needs, predicted=False)
-    result = search.result(found)
-    trials = trials_of(result.batch)
-    trials.climb(ladder)
-    best = trials.best() or setting  # else the ladder's last setting is not the smallest
-    report = trials.reports.get(best) or result.report
-    return dataclasses.replace(result, report=report, policy=str(best.policy))
 
 
 # ---- inside --------------------------------------------------------------------------------------

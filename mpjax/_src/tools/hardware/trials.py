@@ -127,7 +127,7 @@ class Steps:
     ) -> CompileReport | None:
         """Returns the report, or None if the compiler refused the program as too large."""
         # By the text: settings that change nothing in a program share its compilation.
-        program, text = self._lowered(setting, args)
+        program, text = self._lowered(setting, args, what)
         if text not in self._compiled:
             advance(TRY, f"compiling {what or setting.name}", by=0)
             report = None
@@ -144,12 +144,14 @@ class Steps:
         except REFUSALS:
             return True
 
-    def _lowered(self, setting: Setting, args: Sequence[Any]) -> tuple[Program, str]:
+    def _lowered(
+        self, setting: Setting, args: Sequence[Any], what: str = ""
+    ) -> tuple[Program, str]:
         """Returns a program, and its text without lines of code, which caches of JAX change."""
         known = self._traced.get(setting)
         # `largest_batch` asks again with other arguments, which are other objects.
         if known is None or known[0] is not args:
-            advance(TRY, f"tracing {setting.name}", by=0)
+            advance(TRY, f"tracing {what or setting.name}", by=0)
             program = lower(self.job.target, self._step(setting), args)
             known = self._traced[setting] = args, program, program.lowered.as_text()
         return known[1:]
