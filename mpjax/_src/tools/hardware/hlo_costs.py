@@ -91,7 +91,10 @@ class Costs:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """What runs one after the other, without what devices and the host exchange."""
-        return tuple(k for k in self.instructions if is_kernel(k.op) and not _exchanges(k.op))
+        beside = (
+            k for k in self.instructions if k.op.kind not in SENT and not any(host_bytes(k.op))
+        )
+        return tuple(k for k in beside if is_kernel(k.op))
 
 
 def costs(text: str) -> Costs:
@@ -102,8 +105,8 @@ def costs(text: str) -> Costs:
     for op, times, fused, scope in runs(parse(text).entry):
         if not fused:
             groups.append(Kernel(op, jax_name(op, scope), times, bytes_moved(op)))
-            sent += times * host_bytes(op, to_host=True)
-            received += times * host_bytes(op, to_host=False)
+            there, back = host_bytes(op)
+            sent, received = sent + times * there, received + times * back
         # `runs` yields a kernel, and directly after it what is fused in it.
         group = groups[-1]
         group.codes.add(op.opcode)
@@ -130,12 +133,6 @@ def costs(text: str) -> Costs:
         tuple(calls),
         tuple(groups),
     )
-
-
-def _exchanges(op: Op) -> bool:
-    """Returns whether an instruction sends to other devices or to the host, beside kernels."""
-    hosted = host_bytes(op, to_host=True) or host_bytes(op, to_host=False)
-    return bool(hosted) or op.kind in SENT
 
 
 def asked(text: str) -> dict[str, collections.Counter[str]]:
