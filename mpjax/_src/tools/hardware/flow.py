@@ -6,8 +6,8 @@ callers together.
 
 import collections
 import dataclasses
-import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -62,9 +62,17 @@ class Flow:
     results: tuple[Leaf, ...]  # the leaves of the entry's results
 
 
-@functools.lru_cache(maxsize=2)
+_FLOWS: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
+
+
 def flow_of(module: Module) -> Flow:
-    """Returns the flow of an HLO module, the same one for all who ask about it."""
+    """Returns the flow of an HLO module: the same one as long as the module is used."""
+    if module not in _FLOWS:
+        _FLOWS[module] = _flow(module)
+    return _FLOWS[module]
+
+
+def _flow(module: Module) -> Flow:
     after: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     before: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     for op in module.ops():

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+import weakref
 from collections.abc import Collection, Iterator
 
 from mpjax._src.core.base.lines import is_library
@@ -194,10 +195,14 @@ def found(pattern: str | re.Pattern[str], text: str) -> str:
 # ---- from text ----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=2)
+_GRAPHS: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()
+
+
 def parse(text: str) -> Module:
-    """Returns an HLO module as a graph of instructions, the same one for all who ask about it."""
-    return parsed(text)
+    """Returns an HLO module as a graph of instructions: the same one as long as it is used."""
+    module = _GRAPHS.get(text) or parsed(text)
+    _GRAPHS[text] = module
+    return module
 
 
 def parsed(text: str) -> Module:

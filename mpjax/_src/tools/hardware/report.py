@@ -13,7 +13,7 @@ from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware import hlo_costs, times
 from mpjax._src.tools.hardware.collectives import CollectiveRow, collectives, sent_by, sent_table
 from mpjax._src.tools.hardware.drawing import drawing_of
-from mpjax._src.tools.hardware.hlo import bits
+from mpjax._src.tools.hardware.hlo import bits, parse
 from mpjax._src.tools.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.tools.hardware.targets import GPU_PREALLOCATED, Target, size
 from mpjax._src.tools.hardware.times import figure
@@ -276,7 +276,8 @@ def _cells(row: MatmulRow) -> tuple[str, ...]:
 
 def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     """Returns the report for a child's answer."""
-    memory, costs = answer["memory"], hlo_costs.costs(answer["hlo"])
+    module = parse(answer["hlo"])  # the graph that all below ask, while it is here
+    memory, costs = answer["memory"], hlo_costs.costs(module.text)
     asked = hlo_costs.asked(answer["asked"])
     groups: dict[tuple[str, str, str], list[hlo_costs.Matmul]] = {}
     for matmul in costs.matmuls:
