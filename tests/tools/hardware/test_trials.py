@@ -1,6 +1,9 @@
 """The settings of fit_memory: how their steps are made, compared and measured."""
 
 import dataclasses
+import itertools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +47,24 @@ def test_fit_memory_adds_a_setting_only_for_more_than_a_margin(times, chosen):
     fastest = min(figures, key=lambda name: figures[name][1])
     gain = f"{fastest} is faster by {figures[chosen][1] / figures[fastest][1] - 1:.1%} by the roof"
     assert (gain in " ".join(str(found).split())) == (chosen != fastest)
+
+
+# The settings that were timed, in the order in which they add to each other.
+TIMED = (
+    *("mpjax", "mpjax fused", "mpjax lean", "mpjax lean, chunked loss", "mpjax 0.5", "mpjax 8bit"),
+    *("mpjax 8bit, chunked loss, fused", "mpjax 0", "mpjax 0, chunked loss, fused"),
+)
+
+
+def test_the_margin_is_more_than_any_gain_that_was_a_loss_when_it_was_timed():
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "expected.json"
+    lost = []
+    for rows in json.loads(path.read_text())["cases"].values():
+        timed = [rows[name] for name in TIMED if "ms" in rows.get(name, {})]
+        for one, other in itertools.combinations(timed, 2):  # steps that are bound by their bytes
+            if other["gb"] < one["gb"] and other["ms"] > one["ms"]:
+                lost.append(one["gb"] / other["gb"] - 1)
+    assert lost and max(lost) < trials.MARGIN < 2 * max(lost)
 
 
 def test_the_margin_holds_whatever_the_order_in_which_settings_were_compiled():
