@@ -12,15 +12,9 @@ import numpy as np
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
-from mpjax._src.core.base import _jax
+from mpjax._src.core.base import _jax, errors
 from mpjax._src.core.base.devices import traced_for
-from mpjax._src.core.base.errors import (
-    CompileError,
-    brief,
-    check_callable,
-    check_flag,
-    finite_number,
-)
+from mpjax._src.core.base.errors import CompileError, brief
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.tools.hardware.compiler import Options, compilers, require
@@ -119,11 +113,11 @@ class Job(NamedTuple):
 
 def job_of(target: str, timeout: float, options: Any, progress: Any, **functions: Any) -> Job:
     """Returns the arguments that all functions that compile have, checked."""
-    check_flag("progress", progress)
+    errors.check_flag("progress", progress)
     found = find_target(target)
     for name, fun in functions.items():
-        check_callable(fun, name)
-    if not 0 < (finite_number(timeout) or 0.0) <= LONGEST:
+        errors.check_callable(fun, name)
+    if not 0 < (errors.finite_number(timeout) or 0.0) <= LONGEST:
         raise ValueError(
             f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "
             f"{LONGEST:g}."

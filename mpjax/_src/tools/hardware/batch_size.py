@@ -20,7 +20,7 @@ from mpjax._src.tools.hardware.compiler import require
 from mpjax._src.tools.hardware.ladder import Setting
 from mpjax._src.tools.hardware.largest import Found, largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target, room_of, size
+from mpjax._src.tools.hardware.targets import Target, room_in_words, room_of, size
 from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, checked_policy, memory_of
 
 COLUMNS = ("batch", "memory", "", "seconds", "setting")
@@ -93,11 +93,11 @@ class LargestBatch(Report):
             )
             for t in self.tries
         )
+        taken = f"{self.batch}, with {size(self.report.total_bytes)}"
+        room = room_in_words(self.available_bytes, self.reserve, self.report.device_bytes)
         return Document(
             f"The largest batch for {self.target}",
-            f"{self.target}: the largest batch is {self.batch}, with "
-            f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
-            f"({self.reserve:.0%} of {size(self.report.device_bytes)} left free)",
+            f"{self.target}: the largest batch is {taken} of {room}",
             (*([f"policy  {self.policy}"] if self.policy else []), *self._beyond()),
             (Table("Compiled", COLUMNS, rows, COLUMNS[2:5:2]),),
             drawing=self.report._drawing,

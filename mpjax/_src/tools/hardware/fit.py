@@ -20,7 +20,7 @@ from mpjax._src.tools.hardware.aot import job_of
 from mpjax._src.tools.hardware.compiler import require
 from mpjax._src.tools.hardware.largest import largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target, find_target, room_of, size
+from mpjax._src.tools.hardware.targets import Target, find_target, room_in_words, room_of, size
 
 # In how many steps a smaller batch is looked for.
 STEPS = 16
@@ -99,10 +99,7 @@ class MemoryFit(Report):
         )
 
     def _sentence(self) -> str:
-        room = (
-            f"{size(self.available_bytes)} ({self.reserve:.0%} of {size(self.device_bytes)} left "
-            "free)"
-        )
+        room = room_in_words(self.available_bytes, self.reserve, self.device_bytes)
         if self.report is None:
             return f"{self.target}: NOTHING FITS {room}: its compiler refuses all settings"
         shown = f"{self.setting}, with {size(self.report.total_bytes)}"

@@ -155,8 +155,10 @@ class Module:
     @functools.cached_property
     def _tables(self) -> dict[str, dict[str, str]]:
         """The rows of each table above the computations, by their numbers."""
-        found = TABLES.findall(self.text)
-        return {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in found}
+        tables = collections.defaultdict[str, dict[str, str]](dict)
+        for name, rows in TABLES.findall(self.text):
+            tables[name] = dict(row.split(" ", 1) for row in rows.splitlines())
+        return tables
 
     def line_of(self, op: Op) -> str:
         """Returns the user's line of an instruction, as "file:line", or ""."""
@@ -166,17 +168,14 @@ class Module:
 
     def _lines(self, frame: str) -> Iterator[str]:
         """Yields the lines of a frame and its callers, as long as the file is known."""
-        row = self._row("StackFrames", frame)
-        location = self._row("FileLocations", field(row, "file_location_id"))
-        file = self._row("FileNames", field(location, "file_name_id")).strip('"')
+        row = self._tables["StackFrames"].get(frame, "")
+        place = self._tables["FileLocations"].get(field(row, "file_location_id"), "")
+        file = self._tables["FileNames"].get(field(place, "file_name_id"), "").strip('"')
         if file:
-            yield f"{file}:{field(location, 'line')}"
+            yield f"{file}:{field(place, 'line')}"
             # The outermost frame names itself as its caller.
             caller = field(row, "parent_frame_id")
             yield from self._lines(caller) if caller != frame else ()
-
-    def _row(self, table: str, number: str) -> str:
-        return self._tables.get(table, {}).get(number, "")
 
 
 def bits(dtype: str) -> int:

@@ -156,6 +156,10 @@ def room_of(target: Target, reserve: Any) -> tuple[float, int]:
     return number, int(target.memory * (1 - number))
 
 
+def room_in_words(available: float, reserve: float, memory: float) -> str:
+    return f"{size(available)} ({reserve:.0%} of {size(memory)} left free)"
+
+
 def size(count: float) -> str:
     """Returns a number of bytes as text, in B, KiB, MiB or GiB."""
     for unit_name, unit_size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):

@@ -36,6 +36,8 @@ EQUAL = 1e-3
 # differ by up to 0.5% between a compilation without the device and one on it.
 MARGIN = 0.03
 
+FIGURES = ("total_bytes", "roofline_ms", "bound", "bytes_accessed")  # of a program
+
 TOO_LARGE = "the compiler refuses it as too large"
 
 
@@ -64,11 +66,11 @@ class FitTry:
     setting: str
     policy: str
     checkpoint: str
-    total_bytes: int | None
-    roofline_ms: float
-    bound: str
-    bytes_accessed: float
-    fits: bool
+    total_bytes: int | None = None
+    roofline_ms: float = math.inf
+    bound: str = ""
+    bytes_accessed: float = math.inf
+    fits: bool = False
     frontier: bool = False
     same_as: str = ""
     refused: str = ""
@@ -214,14 +216,10 @@ class Trials:
                 raise
             refused = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         same = (s.name for s, known in self.reports.items() if report and known is report)
+        figures = {name: getattr(report, name) for name in FIGURES} if report else {}
         found = FitTry(
-            setting=setting.name,
-            policy=str(setting.policy),
-            checkpoint=setting.keeping,
-            total_bytes=report.total_bytes if report else None,
-            roofline_ms=report.roofline_ms if report else math.inf,
-            bound=report.bound if report else "",
-            bytes_accessed=report.bytes_accessed if report else math.inf,
+            *(setting.name, str(setting.policy), setting.keeping),
+            **figures,
             fits=memory_of(report) <= self.available,
             same_as=next(same, ""),
             refused="" if report else refused,
