@@ -244,6 +244,7 @@ def test_largest_batch_of_a_training_step_knows_what_the_compiler_says_of_the_ne
     assert abs(following - found.next_bytes) < 1e-3 * following
 
 
+@pytest.mark.thorough
 @compiles("h100")
 def test_largest_length_of_attention_is_not_linear_and_compiled_on_both_sides():
     step, _ = attention_step(1)
