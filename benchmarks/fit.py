@@ -31,6 +31,7 @@ from benchmarks.aot import SETTINGS, TIMEOUT, on_the_cpu
 from benchmarks.models import MODELS as MAKE
 from benchmarks.models import SMALL, training_step
 from benchmarks.results import FAILED, Results, Row
+from mpjax._src.tools.hardware.aot import Job
 from mpjax._src.tools.hardware.ladder import AS_GIVEN, Setting
 from mpjax._src.tools.hardware.targets import find_target
 from mpjax._src.tools.hardware.trials import EQUAL, REFUSALS, Steps
@@ -85,7 +86,7 @@ def programs(case: str, smoke: bool) -> tuple[Steps, tuple[Any, ...]]:
         return jax.jit(training_step(mpjax.autocast(fun, policy), optimizer), donate_argnums=0)
 
     state = params, rest, jax.eval_shape(optimizer.init, params)
-    return Steps(find_target(TARGET), make_step, TIMEOUT, {}), (state, batch)
+    return Steps(Job(find_target(TARGET), TIMEOUT, {}), make_step), (state, batch)
 
 
 def wanted(steps: Steps, args: tuple[Any, ...], parts: tuple[str, ...]) -> Iterator[Setting]:

@@ -146,10 +146,12 @@ def largest(limit):
     """A search among programs whose memory is given, and whose times are set."""
     template = compiled("h100")
 
-    def compile_batch(batch):
+    def compiled_for(setting, batch, what):
         return dataclasses.replace(template, temp_bytes=batch * 2**28)
 
-    found = batch_size.search(find_target("h100"), compile_batch, 2**34, 0.25, 4, limit)
+    room, plain = (0.25, 2**34), ladder.Setting("", mpjax.get_policy("float32"))
+    search = batch_size.Search(find_target("h100"), *room, 4, limit, compiled_for, lambda n: n)
+    found = search.result(search.found(plain), plain)
     tries = tuple(dataclasses.replace(t, seconds=1.5) for t in found.tries)
     return dataclasses.replace(found, tries=tries)
 

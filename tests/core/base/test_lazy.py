@@ -51,6 +51,30 @@ def test_modules_that_need_an_extra_are_imported_when_they_are_asked_for():
         mpjax.__main__  # noqa: B018  (it would run the command line)
 
 
+BEFORE = """
+import importlib.util, sys, mpjax
+assert "jax" not in sys.modules and importlib.util.find_spec("jax")
+contexts = "mpjax._src.core.base.contexts"
+{imported}
+assert contexts in sys.modules, "a context that is created later changes the key of each program"
+import jax
+f = jax.jit(lambda x: x + 1)
+f(1.0)
+[getattr(m, name) for m in (mpjax, mpjax.optim, mpjax.debug) for name in m.__all__]
+f(1.0)
+assert f._cache_size() == 1, "compiled again"
+assert not any(type(each).__name__ == "WithJax" for each in sys.meta_path)
+"""
+
+
+@pytest.mark.parametrize(
+    "imported", ["import jax", "from jax import numpy", "import jax.core", "mpjax.autocast"]
+)
+def test_contexts_are_created_with_jax_where_mpjax_is_imported_first(imported):
+    code = BEFORE.format(imported=imported)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
 @pytest.mark.parametrize("name", ["shorts", "with_master_weights"])
 def test_lazy_module_refuses_missing_names_that_mpjax_had(module, name):
     with pytest.raises(AttributeError, match=f"module 'place' has no attribute '{name}'"):

@@ -60,13 +60,14 @@ def test_progress_writes_nothing_outside_of_a_terminal(name, capsys):
 def test_compile_for_and_largest_batch_show_progress(monkeypatch):
     seen, stderr = [], terminal(monkeypatch)
 
-    def compile_program(child, target, *_):
+    def compile_program(*_):
         seen.append(stderr.getvalue())
         raise mpjax.errors.CompileError
 
-    for module in (aot, batch_size):
-        monkeypatch.setattr(module, "compilers", lambda target: progress_bar(False, "", ""))
-        monkeypatch.setattr(module, "lower", lambda *args: None)
+    program = aot.Program(b"", jax.jit(jnp.sin).lower(1.0))
+    monkeypatch.setattr(batch_size, "require", lambda target: None)
+    for module in (aot, trials):
+        monkeypatch.setattr(module, "lower", lambda *args: program)
         monkeypatch.setattr(module, "compile_program", compile_program)
     monkeypatch.setattr(aot, "require", lambda target: None)
     make_args = lambda n: (jax.ShapeDtypeStruct((n,), jnp.float32),)  # noqa: E731
@@ -89,7 +90,6 @@ def test_fit_memory_shows_which_setting_it_traces_and_compiles(monkeypatch):
         raise mpjax.errors.CompileError
 
     monkeypatch.setattr(fit, "require", lambda target: None)
-    monkeypatch.setattr(trials, "compilers", lambda target: progress_bar(False, "", ""))
     monkeypatch.setattr(trials, "compile_program", stop)
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     with pytest.raises(mpjax.errors.CompileError):

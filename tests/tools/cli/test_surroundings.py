@@ -140,3 +140,26 @@ def test_a_result_that_cannot_be_written_is_told_in_one_line(folder, arguments, 
 def test_a_closed_stderr_loses_no_result(folder):
     done = program("compile", "odd_program:loss", "--target", "x9", "--json", stderr=(2, ">&-"))
     assert done.returncode == 2 and "Unknown target='x9'" in done.stdout
+
+
+HELP = """
+import atexit, runpy, sys
+heavy = ("jax", "jaxlib", "numpy", "absl", "optax", "rich", "matplotlib", "orbax", "tensorstore")
+atexit.register(lambda: print(*[len(sys.modules), *(n for n in heavy if n in sys.modules)]))
+runpy.run_module("mpjax", run_name="__main__")
+"""
+
+
+ASKED = [["--help"], *([name, "--help"] for name in commands.cli.commands), ["--version"]]
+WRONG = [["lint", "--what"], ["nothing"], ["explain"]]
+
+
+@pytest.mark.parametrize("arguments", [*ASKED, *WRONG], ids=" ".join)
+def test_help_imports_nothing_that_logs_or_takes_long(arguments):
+    """JAX logs where a plugin finds no hardware, and takes most of a second to import."""
+    command = [sys.executable, "-c", HELP, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == (2 if arguments in WRONG else 0), done.stderr
+    assert bool(done.stderr) == (arguments in WRONG)
+    count, *heavy = done.stdout.splitlines()[-1].split()
+    assert not heavy and int(count) < 300

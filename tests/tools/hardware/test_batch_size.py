@@ -6,6 +6,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from absent import both, compiles, report, shape
 from ladders import SHORT
@@ -25,17 +26,21 @@ def of_size(total):
     return dataclasses.replace(found, temp_bytes=total - other)
 
 
-def search(fits_to, *, limit=2**20, multiple_of=1, refuse_from=None, per_unit=2**20):
-    """Searches where a batch takes a MiB for each, and ``fits_to`` MiB are there."""
+def search(fits_to, *, limit=2**20, multiple_of=1, refuse_from=None, sizes=lambda n: n):
+    """Searches where a batch takes ``sizes`` in MiB, and ``fits_to`` MiB are there."""
     compiled = []
 
-    def compile_batch(batch):
+    def compile_batch(setting, batch, what):
         compiled.append(batch)
+        assert what == f"a batch of {batch}"
         if refuse_from and batch >= refuse_from:
             return None
-        return of_size(batch * per_unit)
+        return of_size(int(sizes(batch) * 2**20))
 
-    found = batch_size.search(H100, compile_batch, fits_to * 2**20, 0.25, multiple_of, limit)
+    room = 0.25, fits_to * 2**20
+    looked = batch_size.Search(H100, *room, multiple_of, limit, compile_batch, lambda n: n)
+    plain = Setting("", mpjax.get_policy("float32"))
+    found = looked.result(looked.found(plain), plain)
     assert [t.batch for t in found.tries] == compiled and len(set(compiled)) == len(compiled)
     return found
 
@@ -46,8 +51,26 @@ def test_largest_batch_finds_the_largest_that_fits(largest, refuses):
     found = search(largest, refuse_from=largest + 1 if refuses else None)
     assert found.batch == largest and not found.limited
     assert found.report.total_bytes == largest * 2**20
-    assert found.next_bytes == (None if refuses else (largest + 1) * 2**20)
-    assert len(found.tries) <= 2 * largest.bit_length() + 1
+    unknown = refuses and not found.predicted
+    assert found.next_bytes == (None if unknown else (largest + 1) * 2**20)
+    assert len(found.tries) <= 5
+
+
+def test_largest_batch_compiles_three_programs_of_a_linear_model_and_says_so():
+    found = search(10**4, sizes=lambda n: 500 + 20 * n)
+    assert found.batch == 475 and len(found.tries) == 3 and found.linear and found.predicted
+    text = " ".join(str(found).split())
+    assert "Memory is linear in the batch: 3 programs were compiled" in text
+    assert "The next size was not compiled: it is predicted to take 9.79 GiB" in text
+
+
+def test_largest_batch_compiles_the_next_size_of_a_model_with_attention_over_it():
+    found = search(10**4, sizes=lambda n: 500 + n + n * n)
+    assert found.batch == 96 and not found.predicted and 97 in [t.batch for t in found.tries]
+    assert found.next_bytes == (500 + 97 + 97**2) * 2**20 and not found.linear
+    text = " ".join(str(found).split())
+    assert f"Memory is not linear in the batch: {len(found.tries)} programs" in text
+    assert "predicted" not in text
 
 
 def test_largest_batch_is_a_multiple_of_multiple_of():
@@ -79,7 +102,7 @@ def test_largest_batch_result_is_data_and_a_table():
     assert plain["tries"][0] == {**plain["tries"][0], "batch": 1, "fits": True}
     text = str(found)
     assert "h100: the largest batch is 5, with 5.00 MiB of 5.00 MiB (25% of 79.11 GiB" in text
-    assert "does not fit" in text and text.count("  fits") == 4
+    assert "does not fit" in text and text.count("  fits") == 2
 
 
 def args(batch):
@@ -123,18 +146,21 @@ class Sizes:
     def __init__(self, figures):
         self.figures, self.compiled_for = figures, []
 
-    def compiled(self, setting, batch):
+    def compiled(self, setting, batch, what):
+        assert what == f"a batch of {batch}, {setting.name}"
         self.compiled_for.append((setting.name, batch))
         fixed, each = self.figures[setting.name]
         return of_size((fixed + each * batch) * 2**20)
 
 
-def any_setting(figures, available):
+def any_setting(figures, available, limit=2**20):
     rungs = [Setting(name, mpjax.get_policy(f"O2:bfloat16,{name}")) for name in figures]
     steps = Sizes(figures)
-    smallest = batch_size._Smallest(steps, rungs, lambda batch: batch, available * 2**20)
-    found = batch_size.search(H100, smallest, available * 2**20, 0.25, 1, 2**20)
-    return smallest.with_fastest(found), steps
+    room = 0.25, available * 2**20
+    looked = batch_size.Search(H100, *room, 1, limit, steps.compiled, lambda batch: batch)
+    found = looked.of_any(rungs)
+    assert len({*steps.compiled_for}) == len(steps.compiled_for)
+    return found, steps
 
 
 FAST, LEAN, EIGHT = "storage=fast", "storage=lean", "fused_attention=true"
@@ -142,10 +168,11 @@ FAST, LEAN, EIGHT = "storage=fast", "storage=lean", "fused_attention=true"
 
 def test_largest_batch_of_any_setting_is_that_of_the_smallest():
     found, steps = any_setting({FAST: (1, 8), LEAN: (2, 4), EIGHT: (8, 2)}, 50)
-    assert found.batch == 21 and found.next_bytes == 52 * 2**20
+    assert found.batch == 21 and found.next_bytes == 52 * 2**20 and not found.predicted
     assert found.policy == "O2:bfloat16,fused_attention=true"
-    assert {t.setting for t in found.tries} == {EIGHT}
-    assert len(steps.compiled_for) <= 2 * 5 + 1 + 3 + 2
+    assert {t.setting for t in found.tries} == {EIGHT} and len(found.tries) == 3
+    # Of the next batch, all settings; of this one, those from the fastest on.
+    assert len(steps.compiled_for) <= 3 + 3 + 3
 
 
 def test_largest_batch_of_any_setting_finds_the_smallest_where_one_does_not_fit():
@@ -153,7 +180,21 @@ def test_largest_batch_of_any_setting_finds_the_smallest_where_one_does_not_fit(
     found, _ = any_setting({FAST: (1, 8), LEAN: (2, 2), EIGHT: (8, 4)}, 50)
     assert found.batch == 24 and found.policy == "O2:bfloat16,storage=lean"
     assert found.report.total_bytes == 50 * 2**20
-    assert [t.setting for t in found.tries] == [EIGHT] * 4 + [LEAN] * 6
+    assert [t.setting for t in found.tries] == [EIGHT] * 3 + [LEAN] * 3
+    # Not even of the smallest batch.
+    found, _ = any_setting({FAST: (99, 8), LEAN: (2, 2), EIGHT: (88, 4)}, 50)
+    assert found.batch == 24 and found.policy == "O2:bfloat16,storage=lean"
+    with pytest.raises(mpjax.errors.OutOfMemoryError, match="a batch of 1 does not fit"):
+        any_setting({FAST: (99, 8), LEAN: (77, 2), EIGHT: (88, 4)}, 50)
+
+
+def test_largest_batch_of_any_setting_compares_none_where_all_batches_fit():
+    found, steps = any_setting({FAST: (1, 8), LEAN: (2, 2), EIGHT: (8, 4)}, 500, limit=16)
+    assert found.batch == 16 and found.limited and found.policy == "O2:bfloat16"
+    assert {(name, batch) for name, batch in steps.compiled_for if name != EIGHT} == {
+        (FAST, 16),
+        (LEAN, 16),
+    }
 
 
 def test_largest_batch_of_any_setting_names_the_fastest_that_fits_it():
@@ -175,6 +216,43 @@ def test_largest_batch_agrees_with_arithmetic(target):
     # A TPU's program takes a little itself, and its batches are padded.
     assert expected - (target == "v5e") * 8 <= found.batch <= expected
     assert found.report.fits and found.report.total_bytes <= found.available_bytes
+    assert len(found.tries) <= (9 if target == "v5e" else 3)
+
+
+def attention_step(batch, length=256):
+    """A step of a layer with attention, and its arguments."""
+
+    def loss(params, x):
+        q, k, v = jnp.split(x @ params["qkv"], 3, -1)
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+        x = x + jnp.einsum("bqk,bkd->bqd", weights, v)
+        return jnp.mean((x + jax.nn.gelu(x @ params["up"]) @ params["up"].T) ** 2)
+
+    init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_bfloat16")
+    state = jax.eval_shape(init, {"qkv": shape(256, 768), "up": shape(256, 1024)})
+    return jax.jit(step, donate_argnums=0), (state, shape(batch, length, 256))
+
+
+@compiles("h100")
+def test_largest_batch_of_a_training_step_knows_what_the_compiler_says_of_the_next_size():
+    step, _ = attention_step(1)
+    found = mpjax.hardware.largest_batch("h100", lambda n: attention_step(n)[1], step, reserve=0.95)
+    following = mpjax.compile_for("h100", step, *attention_step(found.batch + 1)[1]).total_bytes
+    assert found.report.total_bytes <= found.available_bytes < following
+    # The program of a single example is another one, so the next size is compiled too.
+    assert found.linear and len(found.tries) <= 5
+    assert abs(following - found.next_bytes) < 1e-3 * following
+
+
+@pytest.mark.thorough
+@compiles("h100")
+def test_largest_length_of_attention_is_not_linear_and_compiled_on_both_sides():
+    step, _ = attention_step(1)
+    make_args = lambda n: attention_step(8, n)[1]  # noqa: E731
+    found = mpjax.hardware.largest_batch("h100", make_args, step, multiple_of=128, reserve=0.95)
+    assert not found.linear and not found.predicted
+    tried = {t.batch: t.fits for t in found.tries}
+    assert tried[found.batch] and not tried[found.batch + 128] and len(tried) <= 10
 
 
 @pytest.mark.thorough

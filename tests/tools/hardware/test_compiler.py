@@ -65,7 +65,7 @@ def in_child(monkeypatch, code, timeout=60.0):
     monkeypatch.setattr(compiler, "require", lambda target: None)
     with compiler.compilers(find_target("h100")) as child:
         try:
-            return child, child.compile(find_target("h100"), b"program", timeout, {})
+            return child, child.compile(find_target("h100"), timeout, {}, b"program")
         finally:
             assert child.process.pid != os.getpid()
 
@@ -113,7 +113,7 @@ def test_a_compiler_that_is_not_there_is_an_error_and_not_a_hang(monkeypatch):
         compiler.compilers(find_target("h100")) as child,
         pytest.raises(mpjax.errors.CompileError, match="target='h100'"),
     ):
-        child.compile(find_target("h100"), b"no program", 60, {})
+        child.compile(find_target("h100"), 60, {}, b"no program")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mpjax._src.tools.hardware.targets import find_target
 
 @pytest.mark.parametrize(
     ("available", "name", "count"),
-    [(100, "first", 2), (95, "second", 4), (85, "third", 5), (70, "fourth", 4), (60, "fifth", 4)],
+    [(100, "first", 2), (95, "second", 3), (85, "third", 4), (70, "fourth", 4), (60, "fifth", 4)],
 )
 def test_fit_memory_finds_the_first_that_fits_with_few_programs(available, name, count):
     found, compiled = fitted(FALLING, available)
@@ -74,10 +74,10 @@ def test_fit_memory_is_told_by_a_compiler_that_refuses_all_as_too_large():
 # ---- a batch that fits -------------------------------------------------------------------------
 
 
-def smaller(fits_to, rows=64, target="h100", **leaves):
+def smaller(fits_to, rows=64, target="h100", refuses=True, **leaves):
     found, _ = fitted(FALLING, 55)
-    found = dataclasses.replace(found, target=target)
-    tried = []
+    report = program(rows, 1.0)  # of the whole batch, a MiB for each row
+    found, tried = dataclasses.replace(found, target=target, report=report), []
 
     def compile_cut(args):
         (n,) = {leaf.shape[0] for leaf in jax.tree.leaves(args[-1])}
@@ -85,7 +85,7 @@ def smaller(fits_to, rows=64, target="h100", **leaves):
         tried.append(n)
         if fits_to is None:
             raise TypeError("the step wants 64 rows")
-        return program(n, 1.0) if n <= fits_to else None
+        return program(n, 1.0) if n <= fits_to or not refuses else None
 
     batch = leaves or {"x": shape(rows, 3), "y": shape(rows)}
     found = dataclasses.replace(found, available_bytes=fits_to * MIB if fits_to else 0)
@@ -95,7 +95,9 @@ def smaller(fits_to, rows=64, target="h100", **leaves):
 @pytest.mark.parametrize(("fits_to", "rows"), [(63, 60), (60, 60), (5, 4), (3, 0), (1, 0)])
 def test_fit_memory_finds_the_batch_that_fits_in_sixteenths(fits_to, rows):
     found, tried = smaller(fits_to)
+    # The compiler refuses what does not fit, without a size.
     assert (found.fitting_rows, found.rows) == (rows, 64) and len(tried) <= 4
+    assert len(smaller(fits_to, refuses=False)[1]) <= 2
     text = " ".join(str(found).split())
     assert (f"a batch of {rows} fits instead of 64" if rows else "no batch fits") in text
 

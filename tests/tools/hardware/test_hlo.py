@@ -6,15 +6,19 @@ matmul at precision="highest"; and, by hand in XLA's form, arrays that go to the
 call of cuDNN's attention, and a step of training.
 """
 
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+from absent import report
 
 from mpjax._src.tools.hardware import hlo, hlo_costs
+from mpjax._src.tools.hardware.flow import flow_of
 from mpjax._src.tools.hardware.hlo import Shape
 from mpjax._src.tools.hardware.hlo_costs import Matmul
 from mpjax._src.tools.hardware.memory import Sizes, by_kind, memory_rows
+from mpjax._src.tools.hardware.times import kinds_of
 
 FOLDER = Path(__file__).parent / "hlo"
 TURN = 2 * 64 * 128 * 128
@@ -37,6 +41,26 @@ def test_matmuls_of_a_scan_count_once_a_turn(target, operands, library):
     assert matmul.name.startswith("jit(scan)/while/body")
     assert costs.unknown_loops == 0 and not costs.unknown_calls
     assert 7 * 64 * 128 <= costs.other_flops < 0.05 * 7 * TURN
+
+
+def test_a_text_is_one_graph_as_long_as_it_is_used(monkeypatch):
+    text, parsed = read("scan_h100"), []
+    monkeypatch.setattr(hlo, "parsed", lambda text, real=hlo.parsed: parsed.append(1) or real(text))
+    graph = hlo.parse(text)
+    assert hlo.parse(text) is graph and flow_of(graph) is flow_of(graph)
+    asked = hlo_costs.costs(text), memory_rows(text, Sizes(0, 0, 2**20, 0)), kinds_of(text)
+    del asked
+    assert len(parsed) == 1
+    gone = weakref.ref(graph)
+    del graph
+    assert gone() is None and hlo.parse(text) and len(parsed) == 2
+
+
+def test_a_report_parses_a_program_once(monkeypatch):
+    parsed = []
+    monkeypatch.setattr(hlo, "parsed", lambda text, real=hlo.parsed: parsed.append(1) or real(text))
+    report("v100")
+    assert len(parsed) == 2  # as it was written, and optimized
 
 
 def test_loop_in_vector_memory_of_a_tpu_costs_no_bytes():

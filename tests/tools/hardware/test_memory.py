@@ -11,7 +11,7 @@ from absent import report
 
 import mpjax
 from mpjax._src.tools.hardware.hlo import parse, scope_of
-from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once
+from mpjax._src.tools.hardware.lifetimes import most_at_once
 from mpjax._src.tools.hardware.memory import Sizes, by_kind, memory_rows
 
 WIDTH, BATCH, LAYERS = 64, 512, 3
@@ -167,7 +167,7 @@ def test_most_at_once_agrees_with_what_the_compiler_allots(sharpness):
     fun = jax.checkpoint(loss) if sharpness == "remat" else loss
     _, sizes, text = compiled(jax.grad(fun), PARAMS, X, donate=())
     module = parse(text)
-    assert is_scheduled(module)
+    assert module.scheduled
     alive = sum(buffer.bytes for buffer in most_at_once(module.entry))
     np.testing.assert_allclose(alive, sizes.temporary, rtol=0.1)
 

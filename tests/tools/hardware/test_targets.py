@@ -3,7 +3,7 @@
 import pytest
 
 from mpjax._src.core.base import devices
-from mpjax._src.tools.hardware.targets import GPUS, TPU_CHIPS, checked_reserve, find_target
+from mpjax._src.tools.hardware.targets import GPUS, TPU_CHIPS, find_target, room_of
 
 TARGETS = [*GPUS, *TPU_CHIPS]
 
@@ -11,9 +11,9 @@ TARGETS = [*GPUS, *TPU_CHIPS]
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_has_all_figures(name):
     target = find_target(name)
-    assert (
-        target.memory > 8e9 and target.bandwidth > 1e11 and 0 < checked_reserve(target, None) < 0.5
-    )
+    reserve, available = room_of(target, None)
+    assert target.memory > 8e9 and target.bandwidth > 1e11 and 0 < reserve < 0.5
+    assert abs(available - (1 - reserve) * target.memory) <= 1
     assert target.peaks["f32"] < max(target.peaks["f16" if name in GPUS else "bf16"], 1)
     fast = devices.device_facts(name).fast
     assert ("bf16" in target.peaks) == ("bfloat16" in fast)

@@ -1,7 +1,8 @@
 """Context variables that functions can read while JAX traces them. JAX's caches depend on them.
 
-They are created when mpjax is imported, before anything is traced. A context variable that is
-created later changes the cache key of every program, so JAX would compile each of them again.
+They are created when both mpjax and JAX are imported (`lazy`), before anything is traced. A context
+variable that is created later changes the cache key of every program, so JAX would compile each of
+them again.
 """
 
 import contextlib

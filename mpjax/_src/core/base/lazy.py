@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,40 @@ class Hinting(importlib.abc.MetaPathFinder):
             hint = hint_for(*name.rpartition(".")[::2])
             if hint:
                 raise ModuleNotFoundError(f"No module named {name!r}.{hint}", name=name)
+
+
+class WithJax(importlib.abc.MetaPathFinder):
+    """Creates mpjax's contexts with JAX, where that is imported later than mpjax.
+
+    So importing mpjax needs no JAX, whose plugins may log and take most of the time of a command.
+    """
+
+    asked = False  # whether it asks the other finders
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "jax" or self.asked:
+            return None
+        self.asked = True
+        spec = importlib.util.find_spec(name)
+        self.asked = False
+        if spec and spec.loader:  # which others may also look up without an import
+            run = spec.loader.exec_module
+
+            def exec_module(module):
+                run(module)
+                create_contexts()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def create_contexts() -> None:
+    """Creates mpjax's contexts, or has them created as soon as JAX is imported."""
+    if "jax" in sys.modules:
+        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, WithJax)]
+        from mpjax._src.core.base import contexts  # noqa: F401
+    else:
+        sys.meta_path.insert(0, WithJax())
 
 
 # The last finder is asked only after all others have failed, so it delays no import that succeeds.

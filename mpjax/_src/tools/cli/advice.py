@@ -6,9 +6,9 @@ step itself. XLA ends a process whose flags it does not know, so a test checks t
 compilers accept them.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 GPU, TPU = "gpu", "tpu"
 PLATFORMS = (GPU, TPU)
@@ -20,18 +20,7 @@ JAX_GPU = "https://docs.jax.dev/en/latest/gpu_performance_tips.html"
 NVIDIA = "https://docs.nvidia.com/jax-toolbox/performance-profiling/gpu-performance"
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A flag that is worth trying with several devices: to set it to true."""
-
-    platform: str  # the platform whose compiler knows the flag
-    name: str  # the name of the flag, without dashes
-    why: str  # what the flag does
-    source: str  # the documentation that describes it
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A problem of some versions of a package."""
 
     platform: str  # the platform on which the problem occurs
@@ -49,40 +38,25 @@ ONE_GPU = (
     "mpjax, `python -m benchmarks.flags train.py:step` tries some on your step."
 )
 
-FLAGS = (
-    Flag(
-        *(GPU, "xla_gpu_enable_latency_hiding_scheduler"),
-        *("overlaps communication with computation", JAX_GPU),
-    ),
-    Flag(
-        *(GPU, "xla_gpu_enable_pipelined_all_reduce"),
-        *("in loops, sums gradients during the next iteration", JAX_FLAGS),
-    ),
-    Flag(
-        *(GPU, "xla_gpu_enable_pipelined_all_gather"),
-        *("in loops, gathers sharded weights one iteration ahead", NVIDIA),
-    ),
-    Flag(
-        *(GPU, "xla_gpu_enable_pipelined_reduce_scatter"),
-        *("in loops, sums sharded gradients during the next iteration", NVIDIA),
-    ),
-    Flag(
-        *(GPU, "xla_gpu_enable_while_loop_double_buffering"),
-        *("unrolls loops by two, so that collectives overlap across iterations", NVIDIA),
-    ),
-    Flag(
-        *(TPU, "xla_tpu_enable_async_collective_fusion"),
-        *("fuses communication into compute kernels", JAX_FLAGS),
-    ),
-    Flag(
-        *(TPU, "xla_tpu_overlap_compute_collective_tc"),
-        *("overlaps communication with computation on one core", JAX_FLAGS),
-    ),
-    Flag(
-        *(TPU, "xla_tpu_enable_data_parallel_all_reduce_opt"),
-        *("sums gradients between slices during computation", JAX_FLAGS),
-    ),
-)
+# The flags that are worth trying with several devices, to set to true, and what they do, by the
+# documentation that describes them. A name begins with "xla_" and the platform that knows it.
+FLAGS = {
+    JAX_GPU: {"gpu_enable_latency_hiding_scheduler": "overlaps communication with computation"},
+    JAX_FLAGS: {
+        "gpu_enable_pipelined_all_reduce": "in loops, sums gradients during the next iteration",
+        "tpu_enable_async_collective_fusion": "fuses communication into compute kernels",
+        "tpu_overlap_compute_collective_tc": "overlaps communication with computation on one core",
+        "tpu_enable_data_parallel_all_reduce_opt": "sums gradients between slices during "
+        "computation",
+    },
+    NVIDIA: {
+        "gpu_enable_pipelined_all_gather": "in loops, gathers sharded weights one iteration ahead",
+        "gpu_enable_pipelined_reduce_scatter": "in loops, sums sharded gradients during the "
+        "next iteration",
+        "gpu_enable_while_loop_double_buffering": "unrolls loops by two, so that collectives "
+        "overlap across iterations",
+    },
+}
 
 PROBLEMS = (
     Problem(
@@ -106,18 +80,17 @@ def flags(devices: Mapping[str, int], environment: Mapping[str, str]) -> Iterato
 
     ``devices`` has the number of devices of each platform to advise for; 0 if a platform is absent.
     """
-    for flag in FLAGS:
-        # The flags concern communication, which one device has none of. 0 stands for an absent
-        # platform, of which the user may rent several devices.
-        if devices.get(flag.platform, 1) != 1:
-            variable = VARIABLES[flag.platform]
-            yield {
-                "variable": variable,
-                "flag": f"--{flag.name}=true",
-                "now": setting(flag.name, environment.get(variable, "")),
-                "why": flag.why,
-                "source": flag.source,
-            }
+    for source, flags in FLAGS.items():
+        for name, why in flags.items():
+            platform = name.partition("_")[0]
+            # The flags concern communication, which one device has none of. 0 stands for an absent
+            # platform, of which the user may rent several devices.
+            if devices.get(platform, 1) != 1:
+                variable = VARIABLES[platform]
+                now = setting(f"xla_{name}", environment.get(variable, ""))
+                flag = f"--xla_{name}=true"
+                told = {"variable": variable, "flag": flag, "now": now}
+                yield {**told, "why": why, "source": source}
 
 
 def setting(name: str, flags: str) -> str:
@@ -134,12 +107,8 @@ def problems(platforms: Sequence[str], versions: Mapping[str, str]) -> Iterator[
         installed = _numbers(versions.get(problem.package, ""))
         fixed = bool(problem.fixed) and installed >= _numbers(problem.fixed)
         if problem.platform in platforms and installed >= _numbers(problem.first) and not fixed:
-            yield {
-                "package": f"{problem.package} {versions[problem.package]}",
-                "what": problem.what,
-                "advice": problem.advice,
-                "source": problem.source,
-            }
+            told = {name: getattr(problem, name) for name in ("what", "advice", "source")}
+            yield {"package": f"{problem.package} {versions[problem.package]}", **told}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

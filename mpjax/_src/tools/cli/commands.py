@@ -2,6 +2,8 @@
 
 Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
 line, for an error in the user's module or function, and for a result that cannot be written.
+
+What needs JAX is imported by the command that runs: help and errors of the command line do without.
 """
 
 import os
@@ -11,13 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
-import jax
 
 import mpjax
 from mpjax._src.tools.cli import options, printing
 from mpjax._src.tools.cli.load import TargetError, describe, load, load_maker, running
-from mpjax._src.tools.hardware.report import CompileReport, document_of
-from mpjax._src.tools.hardware.trials import takes_checkpoint
 
 FINDING, WRONG = 1, 2
 
@@ -91,15 +90,12 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
 @options.policy("mixed_bfloat16")
 @options.argnums(None)
 @options.has_aux
-@click.option(
-    "--rows", type=click.IntRange(0), default=0, metavar="N", help="List the first N operations."
-)
-@click.option("--all", "all_rows", is_flag=True, help="List all operations.")
-@click.option(
+@options.option("--rows", "List the first N operations.", click.IntRange(0), "N", default=0)
+@options.flag("--all all_rows", "List all operations.")
+@options.option(
     "--fail-under",
-    type=options.Number(0, 1),
-    metavar="SHARE",
-    help="Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
+    "Exit with 1 if less than this share of the matmul FLOPs is in 16 bits, for example 0.9.",
+    *(options.Number(0, 1), "SHARE"),
 )
 @options.device("Plan attention for this accelerator, such as h100. This machine need not have it.")
 @options.output()
@@ -123,17 +119,13 @@ def explain(
       mpjax explain train:loss --fail-under 0.9     for a script
       mpjax explain train:loss --html map.html      a map of the program
     """
-    fun, args = load(target)
-    _check_argnums(argnums, args)
+    fun, args = _loaded(target, argnums)
+    title = f"{target} under {policy}"
     with running(f"explaining {target}"):
         report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
-        output.draw(report, f"{target} under {policy}")
-    if output.as_json:
-        printing.json_to_stdout({"target": target, "policy": str(policy), **report.to_dict()})
-    else:
-        click.echo(f"{target} under {policy}")
-        printing.show(report.document(len(report.rows) if all_rows else rows))
-    output.finish()
+        output.draw(report, title)
+    data = {"target": target, "policy": str(policy), **report.to_dict()}
+    output.tell(data, title, report.document(len(report.rows) if all_rows else rows))
     # Last, because it exits: the report and the page are written in any case.
     if fail_under is not None and report.half_flops < fail_under:
         _finding(
@@ -143,13 +135,11 @@ def explain(
 
 @cli.command("compile")
 @options.target
-@click.option(
-    "--target",
-    "devices",
-    type=options.NAMES,
+@options.option(
+    "--target devices",
+    "Accelerators, such as v100,h100 or 'h100 x 8'. This machine need not have them.",
+    *(options.NAMES, "NAMES"),
     required=True,
-    metavar="NAMES",
-    help="Accelerators, such as v100,h100 or 'h100 x 8'. This machine need not have them.",
 )
 @options.policy(
     None, "Autocast the function first. Without it, the function is compiled as written."
@@ -168,6 +158,8 @@ def compile_(target: str, devices: Sequence[str], policy: Any, output: printing.
       mpjax compile train:step --target v5e --policy mixed_bfloat16 --json
     """
     _use_cpu()
+    from mpjax._src.tools.hardware.report import document_of
+
     # After the platform is chosen: the user's module may start JAX when it is imported.
     fun, args = load(target)
     fun = fun if policy is None else mpjax.autocast(fun, policy)
@@ -202,13 +194,12 @@ def compile_(target: str, devices: Sequence[str], policy: Any, output: printing.
     "An accelerator, such as a100 or 'h100 x 8'. This machine need not have it.", required=True
 )
 @options.policy("mixed_bfloat16", "The policy to which settings are added.")
-@click.option("--every", is_flag=True, help="Compile all settings, for the whole frontier.")
-@click.option(
+@options.flag("--every", "Compile all settings, for the whole frontier.")
+@options.option(
     "--reserve",
-    type=options.Number(0, 1, max_open=True),
-    metavar="SHARE",
-    help="The share of the memory to leave free: by default 0.25 on GPUs, which JAX does not give "
-    "to programs, and 0.05 on TPUs.",
+    "The share of the memory to leave free: by default 0.25 on GPUs, which JAX does not give to "
+    "programs, and 0.05 on TPUs.",
+    *(options.Number(0, 1, max_open=True), "SHARE"),
 )
 @options.output(options.plot)
 def fit(
@@ -240,19 +231,17 @@ def fit(
             device, make_step, *args, policy=policy, every=every, reserve=reserve
         )
         output.draw(found, f"{target} on {device}")
-    if output.as_json:
-        result = found.to_dict()
-        printing.json_to_stdout({"target": target, "policy": str(policy), "result": result})
-    else:
-        click.echo(f"{target} under {policy} and settings that save memory")
-        printing.show(found.document())
-    output.finish()
+    data = {"target": target, "policy": str(policy), "result": found.to_dict()}
+    title = f"{target} under {policy} and settings that save memory"
+    output.tell(data, title, found.document())
     if not found.fits:
         _finding(f"nothing fits {found.target}")
 
 
 def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns the function from a policy to the step, and the arguments of the step."""
+    from mpjax._src.tools.hardware.trials import takes_checkpoint
+
     # Settings that are added change the step and not its arguments, so those under the policy as
     # it is given serve all of them.
     if takes_checkpoint(make):
@@ -266,27 +255,22 @@ def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any]
 @options.policy("mixed_bfloat16")
 @options.argnums(0)
 @options.has_aux
-@click.option(
-    "--top",
-    type=click.IntRange(1),
+@options.option(
+    *("--top", "Number of rows to list, worst first.", click.IntRange(1), "N"),
     default=20,
     show_default=True,
-    metavar="N",
-    help="Number of rows to list, worst first.",
 )
-@click.option(
+@options.option(
     "--tolerance",
-    type=options.Number(0, min_open=True),
-    metavar="ERROR",
-    help="Exit with 1 if the error of the value or of a gradient is above this, or is NaN.",
+    "Exit with 1 if the error of the value or of a gradient is above this, or is NaN.",
+    *(options.Number(0, min_open=True), "ERROR"),
 )
-@click.option(
+@options.option(
     "--loss-scale",
-    type=options.LOSS_SCALE,
+    "The loss scale: a number, none, or auto (1, unless something computes in float16).",
+    *(options.LOSS_SCALE, "SCALE"),
     default="auto",
     show_default=True,
-    metavar="SCALE",
-    help="The loss scale: a number, none, or auto (1, unless something computes in float16).",
 )
 @options.output(options.plot)
 def compare(
@@ -311,27 +295,24 @@ def compare(
       mpjax compare train:loss --policy mixed_float16
       mpjax compare train:loss --tolerance 0.05 --plot errors.png
     """
-    fun, args = load(target)
-    _check_argnums(argnums, args)
+    fun, args = _loaded(target, argnums)
     _check_arrays(target, args)
     title = f"{target}: {policy} against float32"
     with running(f"comparing {target}"):
         comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
         # A plot of no rows raises, although a program that rounds nothing is fine.
         output.draw(comparison, title, plots=bool(comparison.rows))
-    if output.as_json:
-        printing.json_to_stdout({"target": target, "policy": str(policy), **comparison.to_dict()})
-    else:
-        click.echo(title)
-        printing.show(comparison.document(top))
-        if len(comparison.rows) > top:
-            click.echo(f"--top {len(comparison.rows)} shows all rows.")
-    output.finish()
+    data = {"target": target, "policy": str(policy), **comparison.to_dict()}
+    all_of_them = f"--top {len(comparison.rows)} shows all rows."
+    more = all_of_them if len(comparison.rows) > top else ""
+    output.tell(data, title, comparison.document(top), more)
     if tolerance is not None:
         _judge(comparison.worst_results(), tolerance, target)
 
 
 def _check_arrays(target: str, args: Any) -> None:
+    import jax
+
     with running(f"reading the args of {target}"):
         leaves = jax.tree.leaves(args)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -358,26 +339,21 @@ def _judge(results: Sequence[tuple[str, float]], tolerance: float, target: str) 
 @click.argument("target", metavar="[TARGET]", required=False)
 @options.argnums(None)
 @options.has_aux
-@click.option(
+@options.option(
     "--select",
-    type=options.RULES,
+    "Run only these rules: names or globs, such as half-sum,half-*.",
+    *(options.RULES, "RULES"),
     default=(),
-    metavar="RULES",
-    help="Run only these rules: names or globs, such as half-sum,half-*.",
 )
-@click.option("--ignore", type=options.RULES, default=(), metavar="RULES", help="Skip these rules.")
-@click.option(
-    "--no-run",
-    is_flag=True,
-    help="Do not run the function. Rules that need its values are skipped.",
-)
+@options.option("--ignore", "Skip these rules.", options.RULES, "RULES", default=())
+@options.flag("--no-run", "Do not run the function. Rules that need its values are skipped.")
 @options.device(
     "Compile for 'cpu', or for an accelerator such as h100, which this machine need not have. "
     "Rules that read HLO need it.",
 )
 @options.as_json
-@click.option("--sarif", is_flag=True, help="Print SARIF, for code scanning, and nothing else.")
-@click.option("--rules", "list_rules", is_flag=True, help="List the rules and what each one needs.")
+@options.flag("--sarif", "Print SARIF, for code scanning, and nothing else.")
+@options.flag("--rules list_rules", "List the rules and what each one needs.")
 @options.show_traceback
 def lint(
     target: str | None,
@@ -418,8 +394,7 @@ def lint(
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
-    fun, args = load(target)
-    _check_argnums(argnums, args)
+    fun, args = _loaded(target, argnums)
     look = _valid(
         lambda: api.lint(
             fun, argnums, has_aux, select=select, ignore=ignore, run=not no_run, target=device
@@ -460,13 +435,15 @@ def _use_cpu() -> None:
 
     A plugin for hardware that is not there prints a long complaint.
     """
+    import jax
+
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 
 
 def _compiled(
     name: str, fun: Callable[..., Any], args: tuple[Any, ...], draw: bool
-) -> tuple[dict[str, Any], CompileReport | None, str]:
+) -> tuple[dict[str, Any], Any, str]:
     """Returns what is told of a target as plain data, its report, and the page of that, or ""."""
     try:
         with running(f"compiling for {name}"), printing.waiting(f"compiling for {name}"):
@@ -495,13 +472,16 @@ def _grouped(wrong: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _check_argnums(argnums: Any, args: tuple[Any, ...]) -> None:
+def _loaded(target: str, argnums: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function and the arguments of a target, which must have those of --argnums."""
+    fun, args = load(target)
     for number in argnums if isinstance(argnums, tuple) else (argnums,):
         if number is not None and not -len(args) <= number < len(args):
             raise click.BadParameter(
                 f"there is no argument {number}: fun has {len(args)}, counted from 0.",
                 param_hint="'--argnums'",
             )
+    return fun, args
 
 
 def _valid(ask: Callable[[], Any]) -> Any:

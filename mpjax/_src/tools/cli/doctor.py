@@ -18,13 +18,14 @@ import numpy as np
 import optax
 
 import mpjax
+from mpjax._src.core.base.devices import DeviceFacts
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.policy.recommend import recommend_policy
 from mpjax._src.core.training.step import TrainState, build_train_step
 from mpjax._src.tools.cli import advice
 from mpjax._src.tools.cli.load import describe
 from mpjax._src.tools.document.model import Document, words_in
-from mpjax._src.tools.hardware.devices import local_facts, matmul_size, matmul_time, timed_in_words
+from mpjax._src.tools.hardware.devices import DeviceReport, local_facts, matmul_size, matmul_time
 
 PACKAGES = ("mpjax", "jax", "jaxlib", "flax", "optax", "jmp")
 # Shown if they are installed.
@@ -184,11 +185,8 @@ def _train(
 
 def shown(results: Mapping[str, Any]) -> Document:
     """Returns what the command shows of `examine`."""
-    devices = collections.Counter(
-        (d["name"], ", ".join(d["fast"]) or "float32 only", d["policy"], d["reason"])
-        for d in results["devices"]
-    )
-    counted = ((f"{count} x {name}", *rest) for (name, *rest), count in devices.items())
+    facts = tuple(DeviceFacts(**each) for each in results["devices"])
+    devices = DeviceReport(facts, jax.__version__, results["matmul_times"]).document()
     checks = ((c["dtype"], c["name"], c["status"], c["found"]) for c in results["checks"])
     flags = ((f["variable"], f["flag"], f["now"] or "-", f["why"]) for f in results["flags"])
     return Document(
@@ -196,11 +194,11 @@ def shown(results: Mapping[str, Any]) -> Document:
         ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
         (
             f"Recommended policy: {results['policy']}",
-            *timed_in_words(results["matmul_times"]),
+            *devices.notes,
             *([advice.ONE_GPU] if advice.GPU in results["platforms"] else []),
         ),
         (
-            words_in("Devices", ("device", "fast", "policy", "why"), counted),
+            *devices.tables,
             words_in("Tests", ("dtype", "test", "", "found"), checks),
             words_in("Flags", ("set in", "worth trying, not measured", "now", "why"), flags),
         ),

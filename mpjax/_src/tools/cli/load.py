@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpjax._src.core.base.errors import did_you_mean
 from mpjax._src.core.base.lines import is_library
 
 FORM = (
@@ -122,6 +121,8 @@ def _named(target: str, form: str, *given: str) -> Any:
     thing: Any = _module(place)
     for part in name.split("."):
         if not hasattr(thing, part):
+            from mpjax._src.core.base.errors import did_you_mean
+
             public = [each for each in dir(thing) if not each.startswith("_")]
             raise TargetError(f"{place} has no {part!r}.{did_you_mean(part, public)} {form}")
         thing = getattr(thing, part)

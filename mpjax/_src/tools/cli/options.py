@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share. Their help needs no JAX, only their values do."""
 
 import contextlib
 import functools
@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.training.loss_scale import resolve_loss_scale
 from mpjax._src.tools.cli.advice import PLATFORMS
 from mpjax._src.tools.cli.printing import Output
 
@@ -67,7 +65,15 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _policy(text: str) -> Any:
+    from mpjax._src.core.policy.grammar import get_policy
+
+    return get_policy(text)
+
+
 def _loss_scale(text: str) -> float | str:
+    from mpjax._src.core.training.loss_scale import resolve_loss_scale
+
     scale: float | str = text
     with contextlib.suppress(ValueError):
         scale = float(text)
@@ -81,34 +87,53 @@ NAMES = _Parsed("names", _names)
 RULES = _Parsed("rules", _rules)
 
 
-def _file(name: str, text: str) -> Any:
-    file = click.Path(dir_okay=False, path_type=Path)
-    return click.option(name, type=file, metavar="FILE", help=text)
+def option(names: str, text: str, type: Any = None, metavar: str = "", **more: Any) -> Any:
+    """Returns an option. ``names`` are its own, and that of its argument if it is another one."""
+    return click.option(*names.split(), type=type, metavar=metavar or None, help=text, **more)
+
+
+def flag(names: str, text: str) -> Any:
+    """Returns an option that is given or not."""
+    return option(names, text, is_flag=True)
 
 
 def device(text: str, required: bool = False) -> Any:
     """Returns the option ``--target`` of one accelerator."""
-    return click.option("--target", "device", required=required, metavar="NAME", help=text)
+    return option("--target device", text, metavar="NAME", required=required)
 
+
+def argnums(default: int | None) -> Any:
+    """Returns the option ``--argnums``."""
+    text = "Include the gradient of fun, a scalar loss, by these arguments; none leaves it out."
+    shown = "none" if default is None else str(default)
+    kind = _Parsed("numbers", _numbers)
+    return option("--argnums", text, kind, "0[,1]", default=shown, show_default=True)
+
+
+def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy.") -> Any:
+    """Returns the option ``--policy``."""
+    kind = _Parsed("policy", _policy)
+    return option("--policy", text, kind, "POLICY", default=default, show_default=bool(default))
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 target = click.argument("target", metavar="TARGET")
-has_aux = click.option("--has-aux", is_flag=True, help="fun returns (loss, aux).")
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else.")
-platform = click.option(
+has_aux = flag("--has-aux", "fun returns (loss, aux).")
+as_json = flag("--json as_json", "Print JSON, and nothing else.")
+platform = option(
     "--platform",
+    "Also advise for this platform, which this machine need not have.",
+    click.Choice(PLATFORMS),
     multiple=True,
-    type=click.Choice(PLATFORMS),
-    help="Also advise for this platform, which this machine need not have.",
 )
-html = _file(
-    "--html", "Also write the report to this file, as an HTML page with a map of the program."
+html = option(
+    *("--html", "Also write the report to this file, as an HTML page with a map of the program."),
+    *(FILE, "FILE"),
 )
-plot = _file("--plot", "Also draw the result to this file, a PNG.")
-show_traceback = click.option(
-    "--traceback",
-    "show_traceback",
-    is_flag=True,
-    help="Show the full traceback of an error in your code.",
+plot = option("--plot", "Also draw the result to this file, a PNG.", FILE, "FILE")
+show_traceback = flag(
+    "--traceback show_traceback", "Show the full traceback of an error in your code."
 )
 
 
@@ -128,27 +153,3 @@ def output(*more: Any) -> Any:
         return call
 
     return add
-
-
-def argnums(default: int | None) -> Any:
-    """Returns the option ``--argnums``."""
-    return click.option(
-        "--argnums",
-        type=_Parsed("numbers", _numbers),
-        default="none" if default is None else str(default),
-        show_default=True,
-        metavar="0[,1]",
-        help="Include the gradient of fun, a scalar loss, by these arguments; none leaves it out.",
-    )
-
-
-def policy(default: str | None, text: str = "A policy, as for mpjax.get_policy.") -> Any:
-    """Returns the option ``--policy``."""
-    return click.option(
-        "--policy",
-        type=_Parsed("policy", get_policy),
-        default=default,
-        show_default=default is not None,
-        metavar="POLICY",
-        help=text,
-    )

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from mpjax._src.tools.document.model import Document, Table
-from mpjax._src.tools.document.report import plain
 from mpjax._src.tools.document.text import text_of
 
 # The style of a cell, by its text.
@@ -34,6 +33,16 @@ class Output:
             report.plot(self.plot)
         self.page = report.to_html(title) if self.html else ""
 
+    def tell(self, data: Any, title: str, document: Document, more: str = "") -> None:
+        """Prints a result as JSON or as a document, and says which files were written."""
+        if self.as_json:
+            json_to_stdout(data)
+        else:
+            click.echo(title)
+            show(document)
+            click.echo(more, nl=bool(more))
+        self.finish()
+
     def finish(self, suffix: str = "") -> None:
         """Writes the page, to a file with this suffix, and says which files were written."""
         html = self.html.with_stem(self.html.stem + suffix) if self.html and self.page else None
@@ -46,6 +55,8 @@ class Output:
 
 def json_to_stdout(data: Any) -> None:
     """Prints data as JSON. Numbers that JSON does not have become strings: "nan", "inf"."""
+    from mpjax._src.tools.document.report import plain
+
     # Python writes these as NaN and Infinity, and reads them back as what this function returns.
     data = json.loads(json.dumps(plain(data)), parse_constant=lambda name: str(float(name)))
     click.echo(json.dumps(data, indent=1, allow_nan=False))

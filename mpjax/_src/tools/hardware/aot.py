@@ -12,18 +12,12 @@ import numpy as np
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
-from mpjax._src.core.base import _jax
+from mpjax._src.core.base import _jax, errors
 from mpjax._src.core.base.devices import traced_for
-from mpjax._src.core.base.errors import (
-    CompileError,
-    brief,
-    check_callable,
-    check_flag,
-    finite_number,
-)
+from mpjax._src.core.base.errors import CompileError, brief
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.progress import advance, progress_bar
-from mpjax._src.tools.hardware.compiler import Compilers, Options, compilers, require
+from mpjax._src.tools.hardware.compiler import Options, compilers, require
 from mpjax._src.tools.hardware.report import CompileReport, report_of
 from mpjax._src.tools.hardware.targets import Target, find_target
 
@@ -98,33 +92,36 @@ def compile_for(
         >>> [(row.kind, row.dtype) for row in report.collectives]  # doctest: +SKIP
         [('all-reduce', 'f32')]
     """
-    accelerator = find_target(target)
-    check_timeout(timeout)
-    check_callable(fun, "fun")
-    check_flag("progress", progress)
-    options = checked_options(compiler_options)
-    require(accelerator)
-    with progress_bar(progress, f"compile for {accelerator.name}", STAGE, total=2):
-        program = lower(accelerator, fun, args)
+    job = job_of(target, timeout, compiler_options, progress, fun=fun)
+    require(job.target)
+    with progress_bar(progress, f"compile for {job.target.name}", STAGE, total=2):
+        program = lower(job.target, fun, args)
         advance(STAGE, "compiling")
-        with compilers(accelerator) as child:
-            return compile_program(child, accelerator, program, timeout, options)
+        return compile_program(job, program)
 
 
-# ---- the parts, which largest_batch uses too -----------------------------------------------------
+# ---- the parts, which fit_memory and largest_batch use too ---------------------------------------
 
 
-def check_timeout(timeout: float) -> None:
-    """Raises a ValueError if a timeout is invalid."""
-    if not 0 < (finite_number(timeout) or 0.0) <= LONGEST:
+class Job(NamedTuple):
+    """What programs are compiled for, and how."""
+
+    target: Target
+    timeout: float  # of each compilation, in seconds
+    options: Options
+
+
+def job_of(target: str, timeout: float, options: Any, progress: Any, **functions: Any) -> Job:
+    """Returns the arguments that all functions that compile have, checked."""
+    errors.check_flag("progress", progress)
+    found = find_target(target)
+    for name, fun in functions.items():
+        errors.check_callable(fun, name)
+    if not 0 < (errors.finite_number(timeout) or 0.0) <= LONGEST:
         raise ValueError(
             f"timeout={brief(timeout)} must be a number of seconds greater than 0 and at most "
             f"{LONGEST:g}."
         )
-
-
-def checked_options(options: Any) -> Options:
-    """Returns a copy of XLA's flags as a dictionary, or raises a ValueError."""
     valid = options is None or (
         isinstance(options, Mapping)
         and all(isinstance(name, str) and name.startswith("xla_") for name in options)
@@ -136,7 +133,7 @@ def checked_options(options: Any) -> Options:
             "strings, such as {'xla_gpu_enable_triton_gemm': False}. Names start with 'xla_', "
             "without dashes."
         )
-    return dict(options or {})
+    return Job(found, timeout, dict(options or {}))
 
 
 class Program(NamedTuple):
@@ -167,13 +164,9 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Progr
     return Program(buffer.getvalue(), lowered)
 
 
-def compile_program(
-    child: Compilers, target: Target, program: Program, timeout: float, options: Options
-) -> CompileReport:
+def compile_program(job: Job, program: Program) -> CompileReport:
     """Compiles a program in a child process and returns the report."""
-    partition = functools.partial(_partition, target)
-    answer = child.compile(target, program.stablehlo, timeout, options, partition)
-    return report_of(target, answer)
+    return report_of(job.target, _answer(job, program))
 
 
 def compiled_texts(target: str, fun: Callable[..., Any], args: Sequence[Any]) -> tuple[str, str]:
@@ -186,21 +179,25 @@ def compiled_texts(target: str, fun: Callable[..., Any], args: Sequence[Any]) ->
         module: Any = lowered.compiler_ir("hlo")
         before = module.as_hlo_module().to_string()  # `as_text` would leave out signatures
         return before, lowered.compile().as_text() or ""
-    accelerator = find_target(target)
-    require(accelerator)
-    program, partition = lower(accelerator, fun, args), functools.partial(_partition, accelerator)
-    with compilers(accelerator) as child:
-        answer = child.compile(accelerator, program.stablehlo, TIMEOUT, {}, partition)
+    job = Job(find_target(target), TIMEOUT, {})
+    require(job.target)
+    answer = _answer(job, lower(job.target, fun, args))
     return answer["asked"], answer["hlo"]
 
 
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _partition(target: Target, question: dict[str, Any]) -> dict[str, Any]:
-    """Answers a compiler's question on partitioning that is defined in Python."""
-    with traced_for(target.chip):
-        return _jax.answer_partitioning(question)
+def _answer(job: Job, program: Program) -> dict[str, Any]:
+    """Returns what the compiler of a target answers."""
+
+    def partition(question: dict[str, Any]) -> dict[str, Any]:
+        with traced_for(job.target.chip):  # for what is defined in Python
+            return _jax.answer_partitioning(question)
+
+    # A process for each program: a compiler that crashes must not take others with it.
+    with compilers(job.target) as child:
+        return child.compile(*job, program.stablehlo, partition)
 
 
 def _abstract(spread: bool, x: Any) -> Any:

@@ -1,32 +1,27 @@
 """`largest_batch`: the largest batch that fits a device, which this machine need not have."""
 
-import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 
-from mpjax._src.core.base.errors import (
-    OutOfMemoryError,
-    brief,
-    check_callable,
-    check_count,
-    check_flag,
-)
-from mpjax._src.core.base.progress import advance, progress_bar
+from mpjax._src.core.base.errors import OutOfMemoryError, brief, check_count
+from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
+from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.hardware.aot import check_timeout, checked_options, compile_program, lower
-from mpjax._src.tools.hardware.compiler import compilers, require
+from mpjax._src.tools.hardware.aot import job_of
+from mpjax._src.tools.hardware.compiler import require
 from mpjax._src.tools.hardware.ladder import Setting
+from mpjax._src.tools.hardware.largest import Found, largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
-from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, bisected, checked_policy, fits_in
+from mpjax._src.tools.hardware.targets import Target, room_in_words, room_of, size
+from mpjax._src.tools.hardware.trials import TRY, Steps, Trials, checked_policy, memory_of
 
 COLUMNS = ("batch", "memory", "", "seconds", "setting")
 
@@ -59,7 +54,7 @@ class LargestBatch(Report):
 
     Attributes:
         target: The name of the target.
-        batch: The largest batch size that fits. Both this size and the next one were compiled.
+        batch: The largest batch size that fits. It was compiled.
         report: The report of `compile_for` for this size.
         next_bytes: The memory of the next size in bytes. None if the compiler rejected it as too
             large, or if the search reached its limit.
@@ -69,6 +64,10 @@ class LargestBatch(Report):
         tries: All sizes that were compiled, in order.
         policy: With ``storage="any"``, the policy of the fastest setting with which the batch fits,
             as a string; else "".
+        predicted: Whether the next size is predicted not to fit, and was not compiled: its memory
+            is too large by more than the compiled sizes deviate from a line.
+        linear: Whether lines through two sizes predicted the memory of the others, within 5% of
+            what is available.
     """
 
     target: str
@@ -80,6 +79,8 @@ class LargestBatch(Report):
     limited: bool
     tries: tuple[BatchTry, ...]
     policy: str = ""
+    predicted: bool = False
+    linear: bool = True
 
     def document(self) -> Document:
         rows = tuple(
@@ -92,16 +93,26 @@ class LargestBatch(Report):
             )
             for t in self.tries
         )
-        more = f"The search ended at limit={self.batch}. Larger batches may fit."
+        taken = f"{self.batch}, with {size(self.report.total_bytes)}"
+        room = room_in_words(self.available_bytes, self.reserve, self.report.device_bytes)
         return Document(
             f"The largest batch for {self.target}",
-            f"{self.target}: the largest batch is {self.batch}, with "
-            f"{size(self.report.total_bytes)} of {size(self.available_bytes)} "
-            f"({self.reserve:.0%} of {size(self.report.device_bytes)} left free)",
-            (*([f"policy  {self.policy}"] if self.policy else []), *([more] * self.limited)),
+            f"{self.target}: the largest batch is {taken} of {room}",
+            (*([f"policy  {self.policy}"] if self.policy else []), *self._beyond()),
             (Table("Compiled", COLUMNS, rows, COLUMNS[2:5:2]),),
             drawing=self.report._drawing,
         )
+
+    def _beyond(self) -> Iterator[str]:
+        """Yields what is known of larger batches."""
+        if self.limited:
+            yield f"The search ended at limit={self.batch}. Larger batches may fit."
+            return
+        grows = "linear" if self.linear else "not linear"
+        yield f"Memory is {grows} in the batch: {len(self.tries)} programs were compiled."
+        if self.predicted and self.next_bytes:
+            needs = size(self.next_bytes)
+            yield f"The next size was not compiled: it is predicted to take {needs}."
 
 
 def largest_batch(
@@ -118,7 +129,13 @@ def largest_batch(
     storage: str | None = None,
     policy: "PolicyLike" = "mixed_bfloat16",
 ) -> LargestBatch:
-    """Finds the largest batch whose program fits a target, by doubling and bisection.
+    """Finds the largest batch whose program fits a target.
+
+    Where memory is linear in the batch, two sizes predict the answer, and a third confirms it: the
+    next size is then predicted not to fit. Elsewhere, such as with attention or on TPUs, which pad
+    arrays, both sides of the limit are compiled. What is returned was compiled and fits. A larger
+    batch is missed only if memory falls again beyond the next size, or if that one is predicted and
+    further from the line than all sizes that were compiled.
 
     The memory of a program is the compiler's number: arguments, results, temporary arrays and code.
     Everything else on the device (a second model, the next batch, fragmentation) must fit the
@@ -165,122 +182,121 @@ def largest_batch(
         >>> mpjax.hardware.largest_batch("h100", make_args, jnp.sin).batch  # doctest: +SKIP
         7594
     """
-    check_flag("progress", progress)
-    accelerator = find_target(target)
-    _check(make_args, fun, multiple_of, limit, timeout)
-    reserve = checked_reserve(accelerator, reserve)
+    job = job_of(target, timeout, compiler_options, progress, make_args=make_args, fun=fun)
+    _check(multiple_of, limit)
+    reserve, available = room_of(job.target, reserve)
     _check_dependence(make_args, multiple_of)
-    options = checked_options(compiler_options)
-    available = int(accelerator.memory * (1 - reserve))
-    if storage is not None:
-        base = _base(storage, policy)
-        steps = Steps(accelerator, fun, timeout, options)
-        require(accelerator)
-        with progress_bar(progress, f"batches for {accelerator.name}", TRY):
-            args = functools.partial(_args, make_args)
-            ladder = steps.ladder(base, args(multiple_of))
-            smallest = _Smallest(steps, ladder, args, available)
-            found = search(accelerator, smallest, available, reserve, multiple_of, limit)
-            return smallest.with_fastest(found)
-    with (
-        compilers(accelerator) as child,
-        progress_bar(progress, f"batches for {accelerator.name}", TRY),
-    ):
-
-        def compile_batch(batch: int) -> CompileReport | None:
-            advance(TRY, f"compiling a batch of {batch}", by=0)
-            program, report = lower(accelerator, fun, _args(make_args, batch)), None
-            with contextlib.suppress(OutOfMemoryError):
-                report = compile_program(child, accelerator, program, timeout, options)
-            advance(TRY)
-            return report
-
-        return search(accelerator, compile_batch, available, reserve, multiple_of, limit)
+    base = _base(storage, policy)
+    steps = Steps(job, fun if base else lambda policy: fun)
+    require(job.target)
+    args = functools.partial(_args, make_args)
+    search = Search(job.target, reserve, available, multiple_of, limit, steps.compiled, args)
+    with progress_bar(progress, f"batches for {job.target.name}", TRY):
+        if base:
+            return search.of_any(steps.ladder(base, args(multiple_of)))
+        plain = Setting("", get_policy("float32"))
+        return search.result(search.found(plain), plain)
 
 
-def search(
-    target: Target,
-    compile_batch: Callable[[int], CompileReport | None],
-    available: int,
-    reserve: float,
-    multiple_of: int,
-    limit: int,
-) -> LargestBatch:
-    """Doubles the batch until it does not fit, then bisects."""
-    tries: list[BatchTry] = []
-    reports: dict[int, CompileReport | None] = {}
+@dataclasses.dataclass
+class Search:
+    """A search for the largest batch, with what it has compiled."""
 
-    def fits(units: int) -> bool:
-        start = time.perf_counter()
-        batch = units * multiple_of
-        report = reports[units] = compile_batch(batch)
-        seconds, good = round(time.perf_counter() - start, 2), fits_in(report, available)
-        tries.append(BatchTry(batch, report.total_bytes if report else None, good, seconds))
-        return good
+    target: Target
+    reserve: float
+    available: int  # in bytes
+    multiple_of: int
+    limit: int
+    # Compiles a setting for arguments, with what progress calls it.
+    compiled: Callable[[Setting, Any, str], CompileReport | None]
+    args: Callable[[int], Any]
+    tries: list[BatchTry] = dataclasses.field(default_factory=list)
+    trials: dict[int, Trials] = dataclasses.field(default_factory=dict)  # by batch
 
-    if not fits(1):
-        _refuse_smallest(target, tries[0], available, reserve)
-    # In units of `multiple_of`, so that every size between two others is valid.
-    good, bad = _bracketed(fits, max(1, limit // multiple_of))
-    report, beyond = reports[good], reports.get(bad)
-    assert report is not None
-    return LargestBatch(
-        target=target.name,
-        batch=good * multiple_of,
-        report=report,
-        next_bytes=beyond.total_bytes if beyond else None,
-        available_bytes=available,
-        reserve=reserve,
-        limited=not bad,
-        tries=tuple(tries),
-    )
+    def at(self, batch: int) -> Trials:
+        """Returns the settings that were compiled for a batch."""
+        if batch not in self.trials:
+            args, what = self.args(batch), f"a batch of {batch}"
+            compiled = lambda s: self.compiled(s, args, f"{what}, {s.name}".rstrip(", "))  # noqa: E731
+            self.trials[batch] = Trials(compiled, self.available)
+        return self.trials[batch]
 
+    def found(self, setting: Setting, known: Sequence[int] = ()) -> Found:
+        """Returns the largest batch that fits with a setting, by its multiple."""
+        measure = functools.partial(self._measure, setting)
+        sizes: dict[float, float] = {units: measure(units) for units in known}
+        # In units of `multiple_of`, so that every size between two others is valid.
+        return largest(measure, self.available, max(1, self.limit // self.multiple_of), sizes)
 
-class _Smallest:
-    """Compiles batches with the setting that takes the least memory.
+    def _measure(self, setting: Setting, units: int) -> float:
+        batch = units * self.multiple_of
+        one = self.at(batch).measure(setting)
+        self.tries.append(BatchTry(batch, one.total_bytes, one.fits, one.seconds, one.setting))
+        return memory_of(one)
 
-    That is the last one of the ladder, until a batch does not fit: there all settings are compared.
-    """
+    def result(self, found: Found, setting: Setting, policy: str = "") -> LargestBatch:
+        """Returns what was found, with the report on a setting.
 
-    def __init__(
-        self, steps: Steps, ladder: Sequence[Setting], args: Callable[[int], Any], available: int
-    ):
-        self.steps, self.ladder, self.args, self.available = steps, ladder, args, available
-        self.setting, self.compared = ladder[-1], False
-        self.names: dict[int, str] = {}
-
-    def __call__(self, batch: int) -> CompileReport | None:
-        args = self.args(batch)
-        report = self.steps.compiled(self.setting, args)
-        # Once, because a comparison compiles the whole ladder.
-        if not self.compared and not fits_in(report, self.available):
-            self.compared = True
-            reports = {s: self.steps.compiled(s, args) for s in reversed(self.ladder)}
-            sizes = {s: r.total_bytes for s, r in reports.items() if r}
-            self.setting = min(sizes, key=sizes.__getitem__, default=self.setting)
-            report = reports[self.setting]
-        self.names[batch] = self.setting.name
-        return report
-
-    def with_fastest(self, found: LargestBatch) -> LargestBatch:
-        """Returns the result of a search with the fastest setting with which its batch fits."""
-        args = self.args(found.batch)
-        trials = Trials(lambda setting: self.steps.compiled(setting, args), self.available)
-        trials.climb(self.ladder)
-        best = trials.best() or self.setting  # else the ladder's last setting is not the smallest
-        report = trials.reports.get(best) or self.steps.compiled(best, args)
+        Raises:
+            OutOfMemoryError: If the smallest batch does not fit.
+        """
+        if not found.most:
+            self._refuse_smallest()
+        batch, beyond = found.most * self.multiple_of, found.next_size
+        report = self.at(batch).reports[setting]
         assert report is not None
-        tries = tuple(dataclasses.replace(t, setting=self.names[t.batch]) for t in found.tries)
-        return dataclasses.replace(found, report=report, policy=str(best.policy), tries=tries)
+        return LargestBatch(
+            *(self.target.name, batch, report),
+            next_bytes=None if beyond is None or beyond == math.inf else int(beyond),
+            available_bytes=self.available,
+            reserve=self.reserve,
+            limited=beyond is None,
+            tries=tuple(self.tries),
+            policy=policy,
+            predicted=found.predicted,
+            linear=found.linear,
+        )
+
+    def of_any(self, ladder: Sequence[Setting]) -> LargestBatch:
+        """Returns the largest batch that fits with any setting, and the fastest with which it does.
+
+        The last setting of the ladder need not take the least memory, so all are compared at the
+        first batch with which it does not fit: once, because that compiles the whole ladder.
+        """
+        setting = ladder[-1]
+        found = self.found(setting)
+        if found.next_size is not None:
+            beyond = found.most + 1
+            compared = self.at(beyond * self.multiple_of)
+            compared.measure_all(ladder)
+            smallest = compared.smallest()
+            needs = memory_of(compared.tries[smallest] if smallest else None)
+            if smallest and needs <= self.available:
+                setting = smallest
+                found = self.found(setting, sorted({1, beyond}))
+            else:
+                found = found._replace(next_size=needs, predicted=False)
+        if found.most:
+            fitting = self.at(found.most * self.multiple_of)
+            fitting.climb(ladder)
+            setting = fitting.best() or setting
+        return self.result(found, setting, str(setting.policy))
+
+    def _refuse_smallest(self) -> NoReturn:
+        first = self.tries[0]
+        needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
+        raise OutOfMemoryError(
+            f"a batch of {first.batch} does not fit target={self.target.name!r}: it needs {needs}, "
+            f"and {size(self.available)} are available (reserve={self.reserve:g}). Use a target "
+            "with more memory, a smaller model, mixed precision, or rematerialization "
+            "(jax.checkpoint)."
+        )
 
 
 # ---- inside --------------------------------------------------------------------------------------
 
 
-def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: float) -> None:
-    check_callable(make_args, "make_args")
-    check_callable(fun, "fun")
-    check_timeout(timeout)
+def _check(multiple_of: int, limit: int) -> None:
     check_count("multiple_of", multiple_of)
     check_count("limit", limit)
     if limit < multiple_of:
@@ -290,13 +306,13 @@ def _check(make_args: Any, fun: Any, multiple_of: int, limit: int, timeout: floa
         )
 
 
-def _base(storage: Any, policy: Any) -> Policy:
-    if storage != "any":
+def _base(storage: Any, policy: Any) -> Policy | None:
+    if storage not in (None, "any"):
         raise ValueError(
             f"storage={brief(storage)} must be 'any', which tries all settings, or None. For one "
             "setting, build fun with a policy such as 'mixed_bfloat16,storage=lean'."
         )
-    return checked_policy(policy)
+    return storage and checked_policy(policy)
 
 
 def _args(make_args: Callable[[int], Any], batch: int) -> tuple[Any, ...]:
@@ -322,25 +338,3 @@ def _check_dependence(make_args: Callable[[int], Any], multiple_of: int) -> None
 
 def _shape(leaf: Any) -> Any:
     return str(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if hasattr(leaf, "dtype") else leaf
-
-
-def _bracketed(fits: Callable[[int], bool], most: int) -> tuple[int, int]:
-    """Returns the largest number that fits, and the next one, or 0 if all up to ``most`` fit.
-
-    1 is known to fit. Memory grows with the batch, so what does not fit bounds all that is larger.
-    """
-    good, bad = 1, 0
-    # Doubling first, because what is far beyond the answer takes long to compile.
-    while good < most and not bad:
-        units = min(2 * good, most)
-        good, bad = (units, 0) if fits(units) else (good, units)
-    return bisected(fits, good, bad) if bad else (good, bad)
-
-
-def _refuse_smallest(target: Target, first: BatchTry, available: int, reserve: float) -> None:
-    needs = "more memory than it has" if first.total_bytes is None else size(first.total_bytes)
-    raise OutOfMemoryError(
-        f"a batch of {first.batch} does not fit target={target.name!r}: it needs {needs}, and "
-        f"{size(available)} are available (reserve={reserve:g}). Use a target with more memory, a "
-        "smaller model, mixed precision, or rematerialization (jax.checkpoint)."
-    )

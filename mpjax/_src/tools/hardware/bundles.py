@@ -55,18 +55,10 @@ def _separate(op: Op) -> None:
     if kernel:  # the kernel that joined the arrays returns them as a tuple instead
         root.opcode = "tuple"
         whole += [root, joined]
-        # HLO's own names do not contain "#".
-        op.operands = tuple(
-            Op(
-                op.room,
-                f"{joined.name}#{i}",
-                "get-tuple-element",
-                (s,),
-                (joined,),
-                "",
-                f"index={i}",
-            )
-            for i, s in enumerate(shapes)
+        code, parts = "get-tuple-element", enumerate(shapes)
+        op.operands = tuple(  # HLO's own names do not contain "#"
+            Op(op.room, f"{joined.name}#{i}", code, (s,), (joined,), "", f"index={i}")
+            for i, s in parts
         )
         op.room.ops |= {part.name: part for part in op.operands}
     for each in whole:

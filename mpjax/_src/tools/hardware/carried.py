@@ -35,7 +35,7 @@ def carried_by(flow: Flow, asked: str) -> Callable[[Op, int], str]:
     def carried(op: Op, index: int) -> str:
         operand, result = Leaf(op.operands[index], 0), Leaf(op, index)
         becomes = to_result.get(result, MIXED)  # what reaches no trained result is as if multiplied
-        if op.opcode.removesuffix("-start") in SUMS:
+        if op.kind in SUMS:
             if becomes <= MAPPED and to_matmul.get(result) != SPREAD:
                 return "gradients"
             # One number that decides about all new values, such as whether gradients are finite.

@@ -10,19 +10,11 @@ from typing import Any
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.document.model import Table
+from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.bundles import unbundle
 from mpjax._src.tools.hardware.carried import carried_by
 from mpjax._src.tools.hardware.flow import MOVED, VALUES, Flow, Leaf, flow_of, reached
-from mpjax._src.tools.hardware.hlo import (
-    Module,
-    Op,
-    bits,
-    found,
-    jax_name,
-    parse,
-    runs,
-    source_lines,
-)
+from mpjax._src.tools.hardware.hlo import Module, Op
 from mpjax._src.tools.hardware.targets import size
 
 # The bytes that each of n devices in a ring sends, as a multiple of the bytes of its operand, which
@@ -42,7 +34,6 @@ IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=")
 LISTED = re.compile(r"\breplica_groups=\{\{([\d,]+)\}")
 MESH = re.compile(r"\breplica_groups=(?:@\w+ *)?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
-PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 # TPU compilers write a reduce-scatter as a kernel with an all-reduce and a slice.
 SCATTERS = "all-reduce-scatter"
 # The calls at the roots of the TPU kernels that start and end an exchange.
@@ -95,17 +86,15 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
 
     ``text`` is the module of one device, and ``asked`` the one before partitioning.
     """
-    module = parse(text)
+    module = hlo.parsed(text)
     unbundle(module)
-    line_of = source_lines(text)
-    everyone = int(found(PARTITIONS, module.header) or 1)
+    line_of = module.line_of
     callers = {called: op for op in module.ops() for called in op.called}
     flow = flow_of(module)
     carried = carried_by(flow, asked)
     rows = []
     for op, times, scope in exchanges(module, flow):
-        kind = op.opcode.removesuffix("-start")
-        devices = _group(op, everyone)
+        kind, devices = op.kind, _group(op, module.devices)
         # A group of one device sends nothing.
         if devices == 1:
             continue
@@ -116,8 +105,8 @@ def collectives(text: str, asked: str) -> tuple[CollectiveRow, ...]:
             near = itertools.chain([op], _before(operand), [callers.get(op.room, op)])
             maker = next(filter(line_of, near), op)
             content = carried(op, index), kind, shape.dtype, shape.dims, devices
-            sent = SENT[kind](devices) * shape.size * bits(shape.dtype) / 8
-            name = jax_name(maker, scope)
+            sent = SENT[kind](devices) * shape.size * hlo.bits(shape.dtype) / 8
+            name = hlo.jax_name(maker, scope)
             rows.append(CollectiveRow(*content, sent, times, name, line_of(maker), op.name))
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes * row.runs))
 
@@ -129,8 +118,8 @@ def exchanges(module: Module, flow: Flow) -> Iterator[tuple[Op, int, str]]:
     channel 1. A computation that is called from several places is one, with the sum of the runs.
     """
     merged: dict[Op, tuple[int, str]] = {}
-    for op, times, _, scope in runs(module.entry):
-        if op.opcode.removesuffix("-start") in SENT:
+    for op, times, _, scope in hlo.runs(module.entry):
+        if op.kind in SENT:
             earlier, first = merged.get(op, (0, scope))
             merged[op] = earlier + times, first
     # TPU compilers start an exchange in one kernel, and name it again in each kernel during which

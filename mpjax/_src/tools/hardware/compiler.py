@@ -75,7 +75,7 @@ REFRESH = 0.5  # seconds between two looks at a compiler that runs
 
 
 class Compilers:
-    """A child process that compiles one program at a time. Threads cannot share it."""
+    """A child process that compiles one program."""
 
     def __init__(self, process: subprocess.Popen, connection: Any, folder: Path):
         self.process, self.connection, self.folder = process, connection, folder
@@ -83,9 +83,9 @@ class Compilers:
     def compile(
         self,
         target: Target,
-        program: bytes,
         timeout: float,
         options: Options,
+        program: bytes,
         answer_question: Answer = lambda question: {},
     ) -> dict[str, Any]:
         """Runs `_jax.compile_only` in the child process and returns its result.

@@ -1,7 +1,7 @@
 """The child process that compiles for targets; `compiler` starts it.
 
-It reads JSON requests from a connection, writes JSON answers, and ends when the parent does. While
-it compiles it may ask the parent a question and wait for the answer.
+It reads a request as JSON from a connection and writes its answer, and ends when the parent does.
+While it compiles it may ask the parent a question and wait for the answer.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests. The last two arguments are the parent's id and a file descriptor."""
+    """Answers a request. The last two arguments are the parent's id and a file descriptor."""
     os.dup2(2, 1)  # the compiler's output goes to stderr
     connection = Connection(int(sys.argv[-1]))
     threading.Thread(target=_end_with, args=(int(sys.argv[-2]),), daemon=True).start()
@@ -28,15 +28,15 @@ def main() -> None:
     from mpjax._src.core.base import _jax
 
     _jax.ask_elsewhere(ask)
-    while True:
-        try:
-            request = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        # Only a signal can end a compiler that hangs.
-        signal.alarm(int(request.pop("timeout")) + 10)
-        connection.send_bytes(json.dumps(_answer(request)).encode())
-        signal.alarm(0)
+    request = json.loads(connection.recv_bytes())
+    # Only a signal can end a compiler that hangs.
+    signal.alarm(int(request.pop("timeout")) + 10)
+    request["program"] = Path(request["program"]).read_bytes()
+    try:
+        answer = _jax.compile_only(**request)
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    connection.send_bytes(json.dumps(answer).encode())
 
 
 def _end_with(parent: int) -> None:
@@ -45,13 +45,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
-
-
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    from mpjax._src.core.base import _jax
-
-    program = Path(request["program"]).read_bytes()
-    try:
-        return _jax.compile_only(**{**request, "program": program})
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}

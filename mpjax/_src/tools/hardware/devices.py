@@ -13,7 +13,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.devices import DeviceFacts, device_facts
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.public import public
-from mpjax._src.tools.document.model import Document, Table
+from mpjax._src.tools.document.model import Document, words_in
 from mpjax._src.tools.document.report import Report
 
 SECONDS = 0.05  # that a report times matmuls in each dtype
@@ -38,22 +38,20 @@ class DeviceReport(Report):
     matmul_times: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def document(self) -> Document:
-        rows = tuple(
-            (
-                f"{count} x {facts.name}" if count > 1 else facts.name,
-                ", ".join(facts.fast) or "float32 only",
-                facts.policy,
-                facts.reason,
-            )
-            for facts, count in collections.Counter(self.devices).items()
+        devices = collections.Counter(
+            (d.name, ", ".join(d.fast) or "float32 only", d.policy, d.reason) for d in self.devices
         )
-        titles = ("device", "fast", "policy", "why")
-        return Document(
-            "The devices of this process",
-            f"jax {self.jax_version}",
-            tables=(Table("Devices", titles, rows, titles),),
-            notes=timed_in_words(self.matmul_times),
+        rows = (
+            (f"{count} x {name}" if count > 1 else name, *rest)
+            for (name, *rest), count in devices.items()
         )
+        table = words_in("Devices", ("device", "fast", "policy", "why"), rows)
+        words = " and ".join(f"{x:.2f}x in {dtype}" for dtype, x in self.matmul_times.items())
+        timed = (
+            f"A matmul just took {words}, relative to float32. The policy does not depend on it."
+        )
+        sentence, notes = f"jax {self.jax_version}", (timed,) if words else ()
+        return Document("The devices of this process", sentence, tables=(table,), notes=notes)
 
 
 def device_report() -> DeviceReport:
@@ -79,13 +77,6 @@ def device_report() -> DeviceReport:
 def local_facts() -> tuple[DeviceFacts, ...]:
     """Returns the facts of each device of this process."""
     return tuple(map(device_facts, jax.local_devices()))
-
-
-def timed_in_words(times: dict[str, float]) -> tuple[str, ...]:
-    """Says how long a matmul took in each 16-bit dtype, relative to float32, if any was timed."""
-    words = " and ".join(f"{ratio:.2f}x in {dtype}" for dtype, ratio in times.items())
-    sentence = f"A matmul just took {words}, relative to float32. The policy does not depend on it."
-    return (sentence,) if words else ()
 
 
 # ---- a short matmul, in the form that autocast's matmuls have ------------------------------------

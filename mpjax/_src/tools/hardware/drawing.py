@@ -8,11 +8,11 @@ from mpjax._src.core.base.lines import short
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.model import DTYPES, Bar, Color, Drawing, Operation, facts, size
 from mpjax._src.tools.hardware import hlo
-from mpjax._src.tools.hardware.hlo import Op, Shape, is_backward, op_name, parse, source_lines
+from mpjax._src.tools.hardware.hlo import Op, Shape, is_backward, op_name, parse
 from mpjax._src.tools.hardware.hlo_costs import costs
 from mpjax._src.tools.hardware.memory import CODES, KEPT, MemoryRow, by_kind
 from mpjax._src.tools.hardware.times import KernelRow
-from mpjax._src.tools.hardware.traffic import STRUCTURE
+from mpjax._src.tools.hardware.traffic import is_kernel
 
 MEMORY = Color(
     "memory",
@@ -45,8 +45,8 @@ TIME_WORDS = (
 
 def drawing_of(text: str, rows: Sequence[MemoryRow], kernels: Sequence[KernelRow] = ()) -> Drawing:
     """Returns the drawing of an optimized program, whose memory and kernels these rows list."""
-    module, line_of = parse(text), source_lines(text)
-    ops = {op.place: op for op in module.ops()}
+    module = parse(text)
+    line_of, ops = module.line_of, {op.place: op for op in module.ops()}
     kept: dict[str, float] = collections.defaultdict(float)
     rows_of: dict[tuple[str, str], list[MemoryRow]] = collections.defaultdict(list)
     arguments = []
@@ -91,8 +91,7 @@ def _instructions(
     """Yields the instructions that run as kernels, in order."""
     for each in costs(text).instructions:
         op = each.op
-        # The start of an asynchronous operation stands for its end too.
-        if op.opcode in STRUCTURE or op.opcode.endswith(("-done", "-update")):
+        if not is_kernel(op):  # the start of an asynchronous operation stands for its end too
             continue
         name, line = op_name(op), line_of(op)
         alive = rows_of.get(op.place, ())

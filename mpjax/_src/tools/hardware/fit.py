@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax._src.core.base.errors import check_callable, check_flag
+from mpjax._src.core.base.errors import check_flag
 from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.policy.policy import PolicyLike
@@ -16,10 +16,11 @@ from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.plots import plot_fit
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware import trials
-from mpjax._src.tools.hardware.aot import check_timeout, checked_options
+from mpjax._src.tools.hardware.aot import job_of
 from mpjax._src.tools.hardware.compiler import require
+from mpjax._src.tools.hardware.largest import largest
 from mpjax._src.tools.hardware.report import CompileReport
-from mpjax._src.tools.hardware.targets import Target, checked_reserve, find_target, size
+from mpjax._src.tools.hardware.targets import Target, find_target, room_in_words, room_of, size
 
 # In how many steps a smaller batch is looked for.
 STEPS = 16
@@ -34,9 +35,10 @@ class MemoryFit(Report):
 
     Attributes:
         target: The name of the target.
-        setting: The name of the fastest setting that fits, or of the smallest one if none fits; ""
-            if the compiler refused all of them as too large.
-        policy: The policy of the fastest setting that fits, as a string; None if none fits.
+        setting: The name of the fastest setting that fits, where 3% count as equal and the one that
+            adds less is taken; or of the smallest one if none fits; "" if the compiler refused all
+            of them as too large.
+        policy: The policy of that setting, as a string; None if none fits.
         checkpoint: The name in ``jax.checkpoint_policies`` of what ``jax.checkpoint`` keeps in that
             setting; "" if it has none.
         report: The report of `compile_for` for ``setting``; None if there is none.
@@ -97,10 +99,7 @@ class MemoryFit(Report):
         )
 
     def _sentence(self) -> str:
-        room = (
-            f"{size(self.available_bytes)} ({self.reserve:.0%} of {size(self.device_bytes)} left "
-            "free)"
-        )
+        room = room_in_words(self.available_bytes, self.reserve, self.device_bytes)
         if self.report is None:
             return f"{self.target}: NOTHING FITS {room}: its compiler refuses all settings"
         shown = f"{self.setting}, with {size(self.report.total_bytes)}"
@@ -130,6 +129,13 @@ class MemoryFit(Report):
             yield (
                 "All settings give the same program: make_step does not use its policy, or nothing "
                 "that the step differentiates runs under autocast."
+            )
+        fastest = min((t for t in self.tries if t.fits), key=trials.cost, default=None)
+        if fastest and self.report and fastest.roofline_ms < self.report.roofline_ms:
+            gain = self.report.roofline_ms / fastest.roofline_ms - 1
+            yield (
+                f"{fastest.setting} is faster by {gain:.1%} by the roofline. It adds more, so it "
+                f"must win by more than {trials.MARGIN:.0%}: smaller gains were losses when timed."
             )
         if not self.every:
             yield "Few settings were compiled. every=True, or --every, shows the whole frontier."
@@ -166,7 +172,7 @@ def fit_memory(
         *args: The arguments of the step, as for `compile_for`: its state and the batch, as
             `jax.ShapeDtypeStruct`.
         policy: The policy to which the settings are added, or its name. It casts op by op.
-        every: Whether to compile all settings, also those that bisection can leave out, and each
+        every: Whether to compile all settings, also those that the search can leave out, and each
             alone. The report then has the whole frontier.
         reserve: The share of the device's memory to leave free, as for `largest_batch`.
         timeout: The time limit of each compilation, in seconds.
@@ -200,23 +206,19 @@ def fit_memory(
     The budget for activations is that of PyTorch's ``activation_memory_budget``, and the frontier
     that of Checkmate (Jain et al., 2020, https://arxiv.org/abs/1910.02653), over whole settings.
     """
-    accelerator = find_target(target)
-    check_callable(make_step, "make_step")
-    check_flag("progress", progress)
+    job = job_of(target, timeout, compiler_options, progress, make_step=make_step)
     check_flag("every", every)
-    check_timeout(timeout)
     base = trials.checked_policy(policy)
-    reserve = checked_reserve(accelerator, reserve)
-    steps = trials.Steps(accelerator, make_step, timeout, checked_options(compiler_options))
-    require(accelerator)
-    available = int(accelerator.memory * (1 - reserve))
-    with progress_bar(progress, f"fit {accelerator.name}", trials.TRY):
+    reserve, available = room_of(job.target, reserve)
+    steps = trials.Steps(job, make_step)
+    require(job.target)
+    with progress_bar(progress, f"fit {job.target.name}", trials.TRY):
         ladder = steps.ladder(base, args)
         tried = trials.Trials(lambda setting: steps.compiled(setting, args), available)
         every = every or not tried.climb(ladder)
         if every:  # the last setting of the ladder need not be the smallest of all
             tried.measure_all([*ladder, *steps.off_ladder(ladder, args)])
-        found = fit_of(tried, accelerator, reserve, every)
+        found = fit_of(tried, job.target, reserve, every)
         if found.fits:
             return found
         smallest = tried.smallest() or ladder[-1]
@@ -256,23 +258,24 @@ def _with_rows(
     args: Sequence[Any],
     compile_cut: Callable[[Sequence[Any]], CompileReport | None],
 ) -> MemoryFit:
-    """Returns a report with the number of rows that fit, by bisection, if the batch is known."""
+    """Returns a report with the number of rows that fit, if the batch is known."""
     rows = _rows(args)
     if not rows:
         return found
     devices = find_target(found.target).devices
     # A batch is spread over all devices, so its size must be a multiple of their number.
     step = devices * math.ceil(rows / STEPS / devices)
+    # The whole batch does not fit.
+    sizes: dict[float, float] = {rows / step: trials.memory_of(found.report)}
 
-    def fits(steps: int) -> bool:
-        return trials.fits_in(compile_cut(_cut(args, steps * step)), found.available_bytes)
+    def measure(steps: int) -> float:
+        return trials.memory_of(compile_cut(_cut(args, steps * step)))
 
     try:
-        # The whole batch does not fit. 0 is never compiled: it stands for no batch at all.
-        good, _ = trials.bisected(fits, 0, math.ceil(rows / step))
+        most = largest(measure, found.available_bytes, rows, sizes).most
     except trials.REFUSALS:  # the length of the batch is written in the step
         return found
-    return dataclasses.replace(found, rows=rows, fitting_rows=good * step)
+    return dataclasses.replace(found, rows=rows, fitting_rows=most * step)
 
 
 def _rows(args: Sequence[Any]) -> int | None:

@@ -7,6 +7,7 @@ callers together.
 import collections
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -61,8 +62,17 @@ class Flow:
     results: tuple[Leaf, ...]  # the leaves of the entry's results
 
 
+_FLOWS: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
+
+
 def flow_of(module: Module) -> Flow:
-    """Returns the flow of an HLO module."""
+    """Returns the flow of an HLO module: the same one as long as the module is used."""
+    if module not in _FLOWS:
+        _FLOWS[module] = _flow(module)
+    return _FLOWS[module]
+
+
+def _flow(module: Module) -> Flow:
     after: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     before: dict[Leaf, list[tuple[Leaf, int]]] = collections.defaultdict(list)
     for op in module.ops():
@@ -159,7 +169,7 @@ def _of_call(
 def _kind(op: Op) -> int:
     if op.opcode == "custom-call" and op.target.startswith(PLACES):
         return MOVED
-    return KINDS.get(op.opcode.removesuffix(START), MAPPED)
+    return KINDS.get(op.kind, MAPPED)
 
 
 def _paired(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> Iterator[tuple[Leaf, Leaf, int]]:

@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterator
 
 from mpjax._src.core.base.lines import is_library
 
@@ -32,7 +33,9 @@ PLACES = (
     *("ConcatBitcast", "AllocateBuffer", "AssumeGather", "GatherScatter", "X64"),
     *("Sharding", "annotate_device_placement", "Pin", "Unpin", "AsyncCollective"),
 )
-TABLES = r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)"
+TABLES = re.compile(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
+ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
+PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # Instructions that compute nothing: values from elsewhere, and names of the same value.
 SOURCES = {"parameter", "constant", "after-all", "partition-id", "replica-id"}
@@ -92,6 +95,11 @@ class Op:
         return self.room.name, self.name
 
     @property
+    def kind(self) -> str:
+        """What it does, also where it only starts that."""
+        return self.opcode.removesuffix("-start")
+
+    @property
     def index(self) -> int:
         """The number of the part of a tuple that a get-tuple-element returns."""
         return int(attribute(self, "index"))
@@ -114,15 +122,60 @@ class Computation:
         return self.root.operands if self.root.opcode == "tuple" else (self.root,)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    header: str  # the first line of its text
+    text: str = dataclasses.field(repr=False)
     computations: dict[str, Computation]
     entry: Computation
 
     def ops(self) -> list[Op]:
         """Returns the instructions of all computations."""
         return [op for room in self.computations.values() for op in room.ops.values()]
+
+    @property
+    def header(self) -> str:
+        return self.text.partition("\n")[0]
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether it contains the order in which its instructions run."""
+        return "is_scheduled=true" in self.header
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that run it together."""
+        return int(found(PARTITIONS, self.header) or 1)
+
+    @property
+    def shared(self) -> set[int]:
+        """The numbers of its results that are in the memory of arguments."""
+        aliases = self.header.partition("input_output_alias=")[2].split("layout")[0]
+        return {int(result or 0) for result, *_ in ALIASED.findall(aliases)}
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, dict[str, str]]:
+        """The rows of each table above the computations, by their numbers."""
+        tables = collections.defaultdict[str, dict[str, str]](dict)
+        for name, rows in TABLES.findall(self.text):
+            tables[name] = dict(row.split(" ", 1) for row in rows.splitlines())
+        return tables
+
+    def line_of(self, op: Op) -> str:
+        """Returns the user's line of an instruction, as "file:line", or ""."""
+        lines = list(self._lines(attribute(op, "stack_frame_id")))
+        own = (line for line in lines if not is_library(line))
+        return next(own, lines[0] if lines else "")
+
+    def _lines(self, frame: str) -> Iterator[str]:
+        """Yields the lines of a frame and its callers, as long as the file is known."""
+        row = self._tables["StackFrames"].get(frame, "")
+        place = self._tables["FileLocations"].get(field(row, "file_location_id"), "")
+        file = self._tables["FileNames"].get(field(place, "file_name_id"), "").strip('"')
+        if file:
+            yield f"{file}:{field(place, 'line')}"
+            # The outermost frame names itself as its caller.
+            caller = field(row, "parent_frame_id")
+            yield from self._lines(caller) if caller != frame else ()
 
 
 def bits(dtype: str) -> int:
@@ -141,8 +194,18 @@ def found(pattern: str | re.Pattern[str], text: str) -> str:
 # ---- from text ----------------------------------------------------------------------------------
 
 
+_GRAPHS: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()
+
+
 def parse(text: str) -> Module:
-    """Returns an HLO module as a graph of instructions."""
+    """Returns an HLO module as a graph of instructions: the same one as long as it is used."""
+    module = _GRAPHS.get(text) or parsed(text)
+    _GRAPHS[text] = module
+    return module
+
+
+def parsed(text: str) -> Module:
+    """Returns a graph that is the caller's own, and that may be changed."""
     rooms: dict[str, Computation] = {}
     room = entry = None
     for line in text.splitlines():
@@ -155,7 +218,7 @@ def parse(text: str) -> Module:
                 room.root = op
     if not entry:
         raise ValueError("text is not an HLO module: it has no ENTRY computation.")
-    module = Module(text.partition("\n")[0], rooms, entry)
+    module = Module(text, rooms, entry)
     for op in module.ops():
         op.called = tuple(rooms[name] for name in _called(op) if name in rooms)
     return module
@@ -204,34 +267,6 @@ def _shapes(text: str) -> tuple[Shape, ...]:
         sizes = tuple(int(d.strip("<=")) for d in dims.split(",") if d)
         shapes.append(Shape(dtype, sizes, int(found(SPACE, layout) or 0)))
     return tuple(shapes)
-
-
-def source_lines(text: str) -> Callable[[Op], str]:
-    """Returns a function from an instruction to the user's line, as "file:line", or ""."""
-    # Above the computations, each of these tables has a row for each number.
-    found = re.findall(TABLES, text, re.MULTILINE)
-    tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in found}
-
-    def row_of(table: str, number: str) -> str:
-        return tables.get(table, {}).get(number, "")
-
-    def lines_of(frame: str) -> Iterator[str]:
-        """Yields the lines of a frame and its callers, as long as the file is known."""
-        row = row_of("StackFrames", frame)
-        location = row_of("FileLocations", field(row, "file_location_id"))
-        file = row_of("FileNames", field(location, "file_name_id")).strip('"')
-        if file:
-            yield f"{file}:{field(location, 'line')}"
-            # The outermost frame names itself as its caller.
-            caller = field(row, "parent_frame_id")
-            yield from lines_of(caller) if caller != frame else ()
-
-    def line_of(op: Op) -> str:
-        lines = list(lines_of(field(op.attributes, "stack_frame_id")))
-        own = (line for line in lines if not is_library(line))
-        return next(own, lines[0] if lines else "")
-
-    return line_of
 
 
 def parameters(computation: Computation) -> list[Op]:

@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
 from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.collectives import SENT
-from mpjax._src.tools.hardware.hlo import Op, Shape, bits, found, jax_name, parse, runs
+from mpjax._src.tools.hardware.hlo import Module, Op, Shape, bits, found, jax_name, parse, runs
 from mpjax._src.tools.hardware.traffic import bytes_moved, host_bytes, is_kernel
 
 ALGORITHM = re.compile(r"\balgorithm=dot_([a-z0-9]+)_\w+?(?:_x(\d))?[, ]")
@@ -35,7 +36,7 @@ ARITHMETIC = {
 NO_FLOPS = (*hlo.PLACES, "__cub$", "__gpu$TopK", "TopK")
 # What multiplies: matmuls, convolutions and cuDNN's attention. Libraries' calls begin like this.
 DOT, CONVOLUTION, ATTENTION = "dot", "convolution", "attention"
-LIBRARIES = ("__cublas", "__cudnn$conv", "__cudnn$fmha")
+LIBRARIES = {"__cublas": DOT, "__cudnn$conv": CONVOLUTION, "__cudnn$fmha": ATTENTION}
 EIGHT = 8  # tensor cores load as many 16-bit operands at once
 TILE = 16  # they multiply tiles of as many rows and columns; smaller matrices are bound by memory
 GROUPED = ("feature", "batch")
@@ -90,7 +91,10 @@ class Costs:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """What runs one after the other, without what devices and the host exchange."""
-        return tuple(k for k in self.instructions if is_kernel(k.op) and not _exchanges(k.op))
+        beside = (
+            k for k in self.instructions if k.op.kind not in SENT and not any(host_bytes(k.op))
+        )
+        return tuple(k for k in beside if is_kernel(k.op))
 
 
 def costs(text: str) -> Costs:
@@ -101,8 +105,8 @@ def costs(text: str) -> Costs:
     for op, times, fused, scope in runs(parse(text).entry):
         if not fused:
             groups.append(Kernel(op, jax_name(op, scope), times, bytes_moved(op)))
-            sent += times * host_bytes(op, to_host=True)
-            received += times * host_bytes(op, to_host=False)
+            there, back = host_bytes(op)
+            sent, received = sent + times * there, received + times * back
         # `runs` yields a kernel, and directly after it what is fused in it.
         group = groups[-1]
         group.codes.add(op.opcode)
@@ -131,18 +135,11 @@ def costs(text: str) -> Costs:
     )
 
 
-def _exchanges(op: Op) -> bool:
-    """Returns whether an instruction sends to other devices or to the host, beside kernels."""
-    hosted = host_bytes(op, to_host=True) or host_bytes(op, to_host=False)
-    return bool(hosted) or op.opcode.removesuffix("-start") in SENT
-
-
 def asked(text: str) -> dict[str, collections.Counter[str]]:
     """Counts the operand dtypes of a module's matmuls, by the names of their JAX operations."""
     dtypes: dict[str, collections.Counter[str]] = {}
-    for op, times, _, scope in runs(parse(text).entry):
-        if product := matmul(op, times, scope):
-            dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
+    for product, _ in matmuls(parse(text)):
+        dtypes.setdefault(product.name, collections.Counter())[product.operands] += 1
     return dtypes
 
 
@@ -155,36 +152,39 @@ def _precision(op: Op) -> str:
     return next((level for level in ("highest", "high") if level in levels), "default")
 
 
-def is_matmul(op: Op) -> bool:
-    library = op.opcode == "custom-call" and op.target.startswith(LIBRARIES)
-    return library or op.opcode in (DOT, CONVOLUTION)
+def matmuls(module: Module) -> Iterator[tuple[Matmul, Op]]:
+    """Yields the matmuls that a module runs, with their instructions."""
+    for op, times, _, scope in runs(module.entry):
+        if product := matmul(op, times, scope):
+            yield product, op
+
+
+def multiplies(op: Op) -> str:
+    """Returns which of `DOT`, `CONVOLUTION` and `ATTENTION` an instruction computes, or ""."""
+    if op.opcode != "custom-call":
+        return op.opcode if op.opcode in (DOT, CONVOLUTION) else ""
+    return next((kind for name, kind in LIBRARIES.items() if op.target.startswith(name)), "")
 
 
 def matmul(op: Op, times: int, scope: str) -> Matmul | None:
-    if not is_matmul(op):
+    kind, odd = multiplies(op), 0
+    if not kind:
         return None
     left, right = (operand.shapes[0] for operand in op.operands[:2])
     algorithm = ALGORITHM.search(op.attributes + " ")  # the pattern ends with a separator
+    dtype, passes = (algorithm[1], int(algorithm[2] or 1)) if algorithm else ("", 1)
     operands, library = max(left.dtype, right.dtype, key=bits), op.opcode == "custom-call"
-    kind, odd = CONVOLUTION, 0
-    if op.target.startswith("__cudnn$fmha"):
-        kind = ATTENTION
-    elif op.opcode == "dot" or op.target.startswith("__cublas"):
-        kind, axes = DOT, _matmul_axes(op, left, right)
+    if kind == DOT:
+        axes = _matmul_axes(op, left, right)
+        flops = 2.0 * op.shapes[0].size * axes[2]
         if bits(operands) == 16 and min(axes) >= TILE:
             odd = next((axis for axis in axes if axis % EIGHT), 0)
-    return Matmul(
-        jax_name(op, scope),
-        operands,
-        _precision(op),
-        algorithm[1] if algorithm else "",
-        int(algorithm[2] or 1) if algorithm else 1,
-        library,
-        times,
-        _flops(op, left, right),
-        kind,
-        odd,
-    )
+    elif kind == ATTENTION:
+        flops = _attention_flops(op, left.dims[-1])
+    else:
+        flops = _convolution_flops(op, left, right)
+    read = jax_name(op, scope), operands, _precision(op), dtype, passes
+    return Matmul(*read, library, times, flops, kind, odd)
 
 
 def _matmul_axes(op: Op, left: Shape, right: Shape) -> tuple[int, int, int]:
@@ -199,21 +199,6 @@ def _dimensions(op: Op, which: str) -> list[int]:
     return [*map(int, re.findall(r"\d+", found(DIMENSIONS.format(which), op.attributes)))]
 
 
-def _flops(op: Op, left: Shape, right: Shape) -> float:
-    result, target = op.shapes[0], op.target
-    if op.opcode == "dot" or target.startswith("__cublas"):
-        return 2.0 * result.size * _matmul_axes(op, left, right)[2]
-    if target.startswith("__cudnn$fmha"):
-        return _attention_flops(op, left.dims[-1])
-    # cuDNN's gradients are described by the forward convolution's window and dimension labels.
-    roles = (left, right, result)
-    if target == "__cudnn$convBackwardInput":
-        roles = (result, right, left)
-    elif target == "__cudnn$convBackwardFilter":
-        roles = (left, result, right)
-    return _convolution_flops(op, *(shape.dims for shape in roles))
-
-
 def _attention_flops(op: Op, width: int) -> float:
     """Counts the entries of the scores that a mask leaves, in 2 products, or 5 of the gradients."""
     scores = re.findall(r"\d+", found(SCORES, op.attributes))
@@ -224,10 +209,15 @@ def _attention_flops(op: Op, width: int) -> float:
     return 2.0 * (5 if "Backward" in op.target else 2) * width * math.prod(heads) * entries
 
 
-def _convolution_flops(
-    op: Op, inputs: tuple[int, ...], kernel: tuple[int, ...], outputs: tuple[int, ...]
-) -> float:
+def _convolution_flops(op: Op, left: Shape, right: Shape) -> float:
     """Counts as XLA does: a multiply and an add wherever the window meets an input entry."""
+    # cuDNN's gradients are described by the forward convolution's window and dimension labels.
+    roles = (left, right, op.shapes[0])
+    if op.target == "__cudnn$convBackwardInput":
+        roles = (op.shapes[0], right, left)
+    elif op.target == "__cudnn$convBackwardFilter":
+        roles = (left, op.shapes[0], right)
+    inputs, kernel, outputs = (shape.dims for shape in roles)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if not labels:
         return 0.0

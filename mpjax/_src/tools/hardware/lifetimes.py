@@ -6,16 +6,13 @@ registers. The rest is the memory that the compiler calls temporary.
 
 import dataclasses
 import itertools
-import re
 from typing import Any
 
 import numpy as np
 
 from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.flow import DONE, START, UPDATE, Leaf
-from mpjax._src.tools.hardware.hlo import Computation, Module, Op, parameters, placed_in
-
-ALIASED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
+from mpjax._src.tools.hardware.hlo import ALIASED, Computation, Op, parameters, placed_in
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,17 +23,6 @@ class Buffer:
     bytes: float
     first: int
     last: int
-
-
-def is_scheduled(module: Module) -> bool:
-    """Returns whether an HLO module contains the order in which its instructions run."""
-    return "is_scheduled=true" in module.header
-
-
-def shared_results(module: Module) -> set[int]:
-    """Returns the numbers of an HLO module's results that are in the memory of arguments."""
-    header = module.header.partition("input_output_alias=")[2]
-    return {int(result or 0) for result, *_ in ALIASED.findall(header.split("layout")[0])}
 
 
 def most_at_once(room: Computation) -> list[Buffer]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mpjax._src.core.base.public import public
 from mpjax._src.tools.hardware.flow import MAPPED, MOVED, Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Module, is_backward, op_name, parse, scope_of
-from mpjax._src.tools.hardware.lifetimes import is_scheduled, most_at_once, shared_results
+from mpjax._src.tools.hardware.lifetimes import most_at_once
 
 PARAMETERS, MASTERS, MOMENTS = "parameters", "masters", "moments"
 GRADIENTS, ARGUMENTS = "gradients", "other arguments"
@@ -96,7 +96,7 @@ def memory_rows(text: str, sizes: Sizes) -> tuple[MemoryRow, ...]:
     if spare < 0:  # the compiler put some arguments elsewhere, such as in the host's memory
         arguments, given = {}, [MemoryRow(ARGUMENTS, sizes.arguments)]
     results = _results(module, flow, sizes.results)
-    ordered = is_scheduled(module)
+    ordered = module.scheduled
     between = _temporary(module, flow, arguments, sizes.temporary) if ordered else []
     rest = sizes.temporary - sum(row.bytes for row in between)
     kind = WORKSPACE if ordered else UNKNOWN
@@ -217,8 +217,7 @@ def _temporary(
 
 def _results(module: Module, flow: Flow, total: float) -> list[MemoryRow]:
     """Returns the results that have their own memory: gradients and other results."""
-    shared = shared_results(module)
-    own = [leaf for index, leaf in enumerate(flow.results) if index not in shared]
+    own = [leaf for index, leaf in enumerate(flow.results) if index not in module.shared]
     rows = []
     for leaf in _like(own, flow.arguments):
         made_by = [op for op, _ in reached(flow.before, [leaf], MOVED) if op.room is module.entry]

@@ -13,7 +13,7 @@ from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware import hlo_costs, times
 from mpjax._src.tools.hardware.collectives import CollectiveRow, collectives, sent_by, sent_table
 from mpjax._src.tools.hardware.drawing import drawing_of
-from mpjax._src.tools.hardware.hlo import bits
+from mpjax._src.tools.hardware.hlo import bits, parse
 from mpjax._src.tools.hardware.memory import MemoryRow, Sizes, memory_rows
 from mpjax._src.tools.hardware.targets import GPU_PREALLOCATED, Target, size
 from mpjax._src.tools.hardware.times import figure
@@ -193,7 +193,8 @@ class CompileReport(Report):
         return drawing_of(self.hlo, self.memory(), self.kernels)
 
 
-# The costs of a program: the name of each, and how it is written.
+# The costs of a program: the name of each, and how it is written; "" where it has none: times of
+# kernels are those of GPUs, and few programs keep arrays in the host's memory.
 COSTS: dict[str, Callable[[CompileReport], str]] = {
     "fits": lambda r: "yes" if r.fits else "NO",
     "memory": lambda r: size(r.total_bytes),
@@ -213,27 +214,18 @@ COSTS: dict[str, Callable[[CompileReport], str]] = {
     "bound by": lambda r: r.bound,
     "matmuls": lambda r: ", ".join(f"{n} {dtype}" for dtype, n in r.matmul_dtypes.items()),
     "widened": lambda r: f"{sum(row.share for row in r.disguised):.1%}",
-}
-
-# The times of kernels, which reports on GPUs have.
-TIMED: dict[str, Callable[[CompileReport], str]] = {
-    "kernel by kernel, ms": lambda r: figure(r.kernels_ms) if r.kernels else "-",
-    "expected, ms": lambda r: figure(r.expected_ms) if r.expected_ms else "-",
-}
-
-# The costs of what a program keeps in the host's memory, which few programs do.
-OFFLOADED: dict[str, Callable[[CompileReport], str]] = {
-    "to and from host": lambda r: size(r.host_bytes),
-    "host, ms": lambda r: figure(r.host_ms),
+    "kernel by kernel, ms": lambda r: figure(r.kernels_ms) if r.kernels else "",
+    "expected, ms": lambda r: figure(r.expected_ms) if r.expected_ms else "-" * bool(r.kernels),
+    "to and from host": lambda r: size(r.host_bytes) if r.host_bytes else "",
+    "host, ms": lambda r: figure(r.host_ms) if r.host_bytes else "",
 }
 
 
 def document_of(reports: Sequence[CompileReport]) -> Document:
     """Returns what reports on one program show, the targets side by side."""
     names = tuple(r.target for r in reports)
-    shown = COSTS | (TIMED if any(r.kernels for r in reports) else {})
-    shown |= OFFLOADED if any(r.host_bytes for r in reports) else {}
-    costs = tuple((name, *map(written, reports)) for name, written in shown.items())
+    written = ((name, [*map(write, reports)]) for name, write in COSTS.items())
+    costs = tuple((name, *(c or "-" for c in cells)) for name, cells in written if any(cells))
     tables = [Table("Memory and costs of one run", ("", *names), costs, ("",))]
     matmuls = ("asked", "operands", "run as", "number", "runs", "GFLOP", "share")
     sentences, notes = [], dict[str, list[str]]()
@@ -276,7 +268,8 @@ def _cells(row: MatmulRow) -> tuple[str, ...]:
 
 def report_of(target: Target, answer: dict[str, Any]) -> CompileReport:
     """Returns the report for a child's answer."""
-    memory, costs = answer["memory"], hlo_costs.costs(answer["hlo"])
+    module = parse(answer["hlo"])  # the graph that all below ask, while it is here
+    memory, costs = answer["memory"], hlo_costs.costs(module.text)
     asked = hlo_costs.asked(answer["asked"])
     groups: dict[tuple[str, str, str], list[hlo_costs.Matmul]] = {}
     for matmul in costs.matmuls:

@@ -19,6 +19,14 @@ CARD_FIELDS = (
     *("shared_memory_per_block_optin", "l2_cache_size", "clock_rate_ghz"),
 )
 
+# The limits that all cards have.
+LIMITS = (
+    "shared_memory_per_block: 49152 threads_per_block_limit: 1024 threads_per_warp: 32 "
+    "registers_per_core_limit: 65536 registers_per_block_limit: 65536 "
+    "block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
+    "thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64"
+)
+
 # PCI Express of 16 lanes, in bytes per second in each direction, by the major compute capability:
 # generations 3, 4, 5 and 6 (NVIDIA's datasheets give the sum of both directions).
 PCIE = {"7": 16e9, "8": 32e9, "9": 64e9, "10": 128e9}
@@ -132,8 +140,11 @@ def _alike(asked: Named) -> str:
     return f" {' and '.join(like)} {'has' if len(like) == 1 else 'have'} {kind}."
 
 
-def checked_reserve(target: Target, reserve: Any) -> float:
-    """Returns the share of the memory to leave free; None means the target's default."""
+def room_of(target: Target, reserve: Any) -> tuple[float, int]:
+    """Returns the share of the memory to leave free, and the bytes that are available.
+
+    None means the target's default.
+    """
     share = RESERVES[target.platform] if reserve is None else reserve
     number = finite_number(share)
     if number is None or not 0 <= number < 1:
@@ -142,7 +153,11 @@ def checked_reserve(target: Target, reserve: Any) -> float:
             f"than 1, or None for the default: {1 - GPU_PREALLOCATED:g} on GPUs, which JAX leaves "
             "free, and 0.05 on TPUs."
         )
-    return number
+    return number, int(target.memory * (1 - number))
+
+
+def room_in_words(available: float, reserve: float, memory: float) -> str:
+    return f"{size(available)} ({reserve:.0%} of {size(memory)} left free)"
 
 
 def size(count: float) -> str:
@@ -160,7 +175,13 @@ def _gpu(name: str) -> Target:
         *(name, "cuda", device, memory, bandwidth, PCIE[capability.split(".")[0]]),
         {dtype: peak * 1e12 for dtype, peak in peaks.items()},
         "1x1x1",
-        _config(device, capability, memory, bandwidth, dict(zip(CARD_FIELDS, facts, strict=True))),
+        _config(
+            device,
+            capability,
+            memory,
+            bandwidth,
+            " ".join(map("{}: {}".format, CARD_FIELDS, facts)),
+        ),
         name,
     )
 
@@ -202,27 +223,12 @@ def _torus(count: int, axes: int) -> str:
     return "x".join(map(str, sizes))
 
 
-def _config(device: str, capability: str, memory: int, bandwidth: float, facts: dict) -> str:
+def _config(device: str, capability: str, memory: int, bandwidth: float, facts: str) -> str:
+    """Returns the text proto of a GPU for XLA's compiler."""
     major, minor = capability.split(".")
-    facts = {
-        **facts,
-        "memory_bandwidth": int(bandwidth),
-        "device_memory_size": memory,
-        "shared_memory_per_block": 49152,
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-        "block_dim_limit_x": 2147483647,
-        "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
-    }
-    lines = "\n".join(f"  {key}: {value}" for key, value in facts.items())
+    measured = f"memory_bandwidth: {int(bandwidth)} device_memory_size: {memory}"
     return (
-        f"gpu_device_info {{\n{lines}\n"
+        f"gpu_device_info {{ {facts} {measured} {LIMITS}\n"
         f"  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 patch: 0 }\n'
         f'device_description_str: "{device}"\n'

@@ -27,8 +27,7 @@ from mpjax._src.tools.hardware import flow as flows
 from mpjax._src.tools.hardware import hlo_costs
 from mpjax._src.tools.hardware.flow import Flow, Leaf, flow_of, reached
 from mpjax._src.tools.hardware.hlo import Op, bits, is_backward, op_name, parse, scope_of
-from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul, is_matmul
-from mpjax._src.tools.hardware.lifetimes import shared_results
+from mpjax._src.tools.hardware.hlo_costs import EIGHT, Costs, Kernel, Matmul, multiplies
 from mpjax._src.tools.hardware.targets import PACES, Target
 from mpjax._src.tools.hardware.traffic import STRUCTURE
 
@@ -135,13 +134,13 @@ def compute_seconds(target: Target, costs: Costs) -> float:
 def kinds_of(text: str) -> Callable[[Kernel], str]:
     """Returns a function that finds the kind of a kernel of an optimized HLO module."""
     module = parse(text)
-    flow, shared = flow_of(module), shared_results(module)
+    flow, shared = flow_of(module), module.shared
     # A result in the memory of a donated argument is its new value: a weight or a moment.
     replaced = [leaf for index, leaf in enumerate(flow.results) if index in shared]
     updates = {op.place for op in _back(flow, replaced, lambda op: op.opcode not in STRUCTURE)}
     others = [leaf for index, leaf in enumerate(flow.results) if index not in shared]
     numbers = [x for x in others if x.shape.size == 1 and "f" in x.shape.dtype]
-    products = _back(flow, numbers, lambda op: is_matmul(op) or _is_backward(op))
+    products = _back(flow, numbers, lambda op: multiplies(op) != "" or _is_backward(op))
     forward = [op.shapes[0] for op in products if op.shapes[0].dims and not _is_backward(op)]
     logits = max(forward, key=lambda shape: shape.size, default=None)
 

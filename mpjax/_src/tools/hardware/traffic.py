@@ -50,7 +50,7 @@ def bytes_moved(op: Op) -> float:
         needs = _needs(kernel, {"": _size(kernel.root)}, placed)
         read = sum(_bytes_of(each, needs[each]) for each in parameters(kernel))
         return read + sum(_written(result, placed) for result in kernel.results)
-    if hosted := host_bytes(op, to_host=True) + host_bytes(op, to_host=False):
+    if hosted := sum(host_bytes(op)):
         return hosted  # read or written once on the device
     # A start returns its destination and its source, and then a handle.
     if code == "copy-start":
@@ -69,16 +69,17 @@ def bytes_moved(op: Op) -> float:
     return written + sum(_bytes_of(operand, need) for operand, need in needs.items())
 
 
-def host_bytes(op: Op, to_host: bool) -> float:
-    """Returns the bytes that an asynchronous instruction sends to the host, or reads from there.
+def host_bytes(op: Op) -> tuple[float, float]:
+    """Returns the bytes that an asynchronous instruction sends to the host, and reads from there.
 
     Of an array on the host, a loop reads or writes a slice. The slice is what is on the device.
     """
     if not op.opcode.endswith("-start") or all(s.space != hlo.HOST for s in op.shapes):
-        return 0
+        return 0.0, 0.0
     # The destination is the first shape of a copy, and the last before a handle of the others.
     destination = op.shapes[0 if op.opcode == "copy-start" else -2]
-    return sum(s.bytes for s in op.shapes if s.dims) * (to_host == (destination.space == hlo.HOST))
+    moved = sum(s.bytes for s in op.shapes if s.dims)
+    return (moved, 0.0) if destination.space == hlo.HOST else (0.0, moved)
 
 
 # ---- what is written -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.tools.hardware.hlo import parse, source_lines
+from mpjax._src.tools.hardware.hlo import parse
 from mpjax._src.tools.lint.guards import is_gradient
 from mpjax._src.tools.lint.program import CASTS, SAME, Program
 from mpjax._src.tools.lint.rule import Compiled, Hit
@@ -133,11 +133,11 @@ def rounded_gradients(program: Program) -> Iterator[Hit]:
 
 def casts_deleted(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds casts to 16 bits and back that the compiler removed."""
-    line_of = source_lines(compiled.after)
+    module = parse(compiled.after)
     # Found by line and dtype, because the compiler renames and merges instructions.
     kept = {
-        (line_of(op), op.shapes[0].dtype)
-        for op in parse(compiled.after).ops()
+        (module.line_of(op), op.shapes[0].dtype)
+        for op in module.ops()
         if op.opcode in ("convert", "reduce-precision")
     }
     for op in undone(program):

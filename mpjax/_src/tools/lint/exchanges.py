@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, shown
 from mpjax._src.core.program.graph import EXCHANGES, Op
@@ -10,8 +9,8 @@ from mpjax._src.tools.hardware import hlo
 from mpjax._src.tools.hardware.aot import CPU
 from mpjax._src.tools.hardware.collectives import collectives, exchanges
 from mpjax._src.tools.hardware.flow import MOVED, Flow, Leaf, flow_of, reached
-from mpjax._src.tools.hardware.hlo import attribute, parse, runs, source_lines
-from mpjax._src.tools.hardware.hlo_costs import asked, matmul
+from mpjax._src.tools.hardware.hlo import attribute, parse
+from mpjax._src.tools.hardware.hlo_costs import asked, matmuls
 from mpjax._src.tools.lint.casts import narrows
 from mpjax._src.tools.lint.program import Program, all_reached
 from mpjax._src.tools.lint.rule import Compiled, Hit, NotRun
@@ -84,10 +83,9 @@ def half_sums_of_devices(program: Program, compiled: Compiled) -> Iterator[Hit]:
 def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
     """Finds float32 arrays that devices gather, and that are then cast to 16 bits as a whole."""
     module = parse(compiled.after)
-    line_of = source_lines(compiled.after)
     flow = flow_of(module)
     for op, *_ in exchanges(module, flow):
-        if op.opcode.removesuffix("-start") != "all-gather":
+        if op.kind != "all-gather":
             continue
         # XLA combines several gathers to one, each operand of which has its own readers.
         for index, operand in enumerate(op.operands):
@@ -100,7 +98,7 @@ def wide_gathers(program: Program, compiled: Compiled) -> Iterator[Hit]:
                     f"The program compiled for {compiled.target} gathers {shape} from each "
                     "device, and then casts all of it to 16 bits.",
                     None,
-                    next(filter(None, map(line_of, (*into, op))), ""),
+                    next(filter(None, map(module.line_of, (*into, op))), ""),
                 )
 
 
@@ -128,23 +126,15 @@ def widened_matmuls(program: Program, compiled: Compiled) -> Iterator[Hit | NotR
     if compiled.target == CPU:
         yield NotRun("how a CPU multiplies says nothing about accelerators: pass one as target")
         return
-    wanted = asked(compiled.before)
+    wanted, before, after = asked(compiled.before), parse(compiled.before), parse(compiled.after)
     # The optimized matmul may have lost its line, which the module before still has.
-    lines = dict(reversed([(product.name, line) for product, line in _matmuls(compiled.before)]))
-    for product, line in _matmuls(compiled.after):
+    lines = dict(reversed([(each.name, before.line_of(op)) for each, op in matmuls(before)]))
+    for product, op in matmuls(after):
         half = next((dtype for dtype in wanted.get(product.name, ()) if dtype in HALVES), "")
         # Several matmuls may have one name: if one was float32 as written, it may be this one.
         if product.operands == "f32" and half and not wanted[product.name]["f32"]:
             yield Hit(
                 f"A matmul of {half} operands runs in float32 on {compiled.target}.",
                 None,
-                line or lines.get(product.name, ""),
+                after.line_of(op) or lines.get(product.name, ""),
             )
-
-
-def _matmuls(text: str) -> Iterator[tuple[Any, str]]:
-    """Yields the matmuls that an HLO module runs, with the user's line of each."""
-    line_of = source_lines(text)
-    for op, times, _, scope in runs(parse(text).entry):
-        if product := matmul(op, times, scope):
-            yield product, line_of(op)
