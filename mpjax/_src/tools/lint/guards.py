@@ -53,12 +53,13 @@ def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
 
 
 def is_gradient(program: Program, value: Value) -> bool:
-    """Returns whether a value is a gradient, followed by elementwise arithmetic at most."""
+    """Returns whether a value is a gradient, followed by casts and elementwise arithmetic."""
     return any(map(program.is_backward, program.makers(value, _entry_by_entry)))
 
 
 def _entry_by_entry(op: Op) -> bool:
-    return op.spec.need in (rules.FOLLOW, rules.MOVE) or op.name.startswith("psum")
+    follows = op.spec.need in (rules.FOLLOW, rules.MOVE)
+    return follows or op.name in rules.ALL_SUMS | SAME
 
 
 def late_scales(program: Program) -> Iterator[Hit]:

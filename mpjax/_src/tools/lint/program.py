@@ -21,6 +21,7 @@ from mpjax._src.core.base.contexts import LINTED
 from mpjax._src.core.base.dtypes import is_float
 from mpjax._src.core.base.higher_order import BRANCH, SCAN, turns_of
 from mpjax._src.core.base.trees import is_key
+from mpjax._src.core.program.derived import derived_in, key_of
 from mpjax._src.core.program.gradient import check_loss, differentiated, pull_back
 from mpjax._src.core.program.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
@@ -60,27 +61,22 @@ class Program:
     _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _tests: list[Value] = dataclasses.field(default_factory=list)
-    _backward: set[Op] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._enter(self.block, (), False)
+        self._enter(self.block, ())
         self.ops = tuple(self.around)
 
-    def _enter(self, block: Block, around: tuple[Op, ...], backward: bool) -> None:
+    def _enter(self, block: Block, around: tuple[Op, ...]) -> None:
         self._constants |= dict(block.consts)
         for op in block.ops:
             self.around[op] = around
-            # All of a program inside a transposed call is backward, whatever its own names say.
-            behind = backward or "transpose" in _jax.transforms(op.stack)
-            if behind:
-                self._backward.add(op)
             for value in op.ins:
                 self._read[value].append(op)
             for value in op.outs:
                 self._made[value] = op
             for sub in op.subs:
                 self._wire(op, sub)
-                self._enter(sub.program, (*around, op), behind)
+                self._enter(sub.program, (*around, op))
 
     def _wire(self, op: Op, sub: Any) -> None:
         """Joins what an inner program reads and returns with what is the same outside of it."""
@@ -117,8 +113,13 @@ class Program:
         return (op for op in self.ops if op.name in names)
 
     def is_backward(self, op: Op) -> bool:
-        """Returns whether an operation belongs to the backward pass that JAX derived."""
+        """Returns whether an operation belongs to the backward pass: it depends on a cotangent."""
         return op in self._backward
+
+    @functools.cached_property
+    def _backward(self) -> set[Op]:
+        derived = derived_in(self.traced.jaxpr)
+        return {op for op in self.ops if derived and key_of(op.eqn, op.callers) in derived}
 
     def maker(self, value: Value) -> Op | None:
         """Returns the operation that produces a value, or None for a loop, branch or call."""

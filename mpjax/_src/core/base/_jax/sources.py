@@ -129,6 +129,14 @@ def in_one_call(first: Any, second: Any) -> bool:
     )
 
 
+def call_of(eqn: Any) -> tuple[Any, ...]:
+    """Returns the frames outside of JAX and mpjax that produced an equation, as a key.
+
+    An equation has the same call as the equation that it is the derivative of.
+    """
+    return tuple((f.file_name, f.function_name, f.line_num) for f in _callers(eqn)[1])
+
+
 def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
     """Returns the frames of JAX and mpjax that produced an equation, and the frames around them."""
     traceback = eqn.source_info.traceback
