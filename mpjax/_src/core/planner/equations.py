@@ -184,8 +184,10 @@ class Listed(NamedTuple):
             e = e.reading(same)
             if e.is_custom:
                 # Nobody differentiates what is written, so the function stands for its rule.
+                inner = called(e, True)
                 flags = {"again": e.again, "stack": _scopes(e), "rules": True}
-                same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
+                flags["line"] = building.line_of_call(e.like, inner)
+                same.update(zip(e.outs, opened(inner, e.ins, into, **flags), strict=True))
             else:
                 into.append(e)
         return self._replace(equations=into, outs=[same.get(v, v) for v in self.outs])

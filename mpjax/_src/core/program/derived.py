@@ -63,8 +63,8 @@ class _Graph:
     def __init__(self, more: Callable[[Any], Any]):
         self.more = more
         self.ops: list[_Op] = []
-        # Of each value: whether it is floating, its shape, the values that it enters a program as and those
-        # that it entered as it, what reads it, and the part of what made it, or None.
+        # Of each value: whether it is floating, its shape, the values that it enters a program as
+        # and those that it entered as it, what reads it, and the part of what made it, or None.
         self.floats: list[bool] = []
         self.shapes: list[Any] = []
         self.ahead: list[list[int]] = []
@@ -145,15 +145,9 @@ class _Graph:
         found = {op for op in backward if not ends.isdisjoint(op.ins)} | {*seeds}
         # What leads to nothing of this has a cotangent that is not known, such as a constant.
         used = self._reached([n for op in found for n in op.ins], self._read)
-        found |= {
-            op
-            for op in backward
-            if op.part == BACKWARD and used.isdisjoint(op.outs) and any(map(self._is_float, op.outs))
-        }
+        others = (op for op in backward if op.part == BACKWARD and used.isdisjoint(op.outs))
+        found |= {op for op in others if any(self.floats[n] for n in op.outs)}
         return frozenset(op.key for op in found)
-
-    def _is_float(self, number: int) -> bool:
-        return self.floats[number]
 
     # ---- where a cotangent enters ----
 

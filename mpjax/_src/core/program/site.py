@@ -26,8 +26,8 @@ class Site:
     loops: tuple[tuple[str, int], ...] = ()
     # The equations whose programs it is inside of, the outermost first.
     callers: tuple[Any, ...] = ()
-    # The equations of the whole program that depend on a cotangent (`derived_in`), if asked for.
-    derived: frozenset[Key] = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    # The equations of the whole program that depend on a cotangent (`derived_in`), if known.
+    derived: frozenset[Key] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def backward(self) -> bool:
@@ -54,6 +54,8 @@ class Site:
     def is_derived(self, eqn: Any) -> bool:
         """Returns whether an equation here depends on a cotangent. What a backward pass computes
         again does not, and belongs to the forward pass in reports."""
+        if self.derived is None:
+            return self.backward and not self.again
         return key_of(eqn, self.callers) in self.derived
 
     def at(self, eqn: Any, repeats: bool = True) -> "Site":

@@ -234,7 +234,7 @@ class Comparer(interpret.Watcher):
             source=source,
             scope="/".join(shown(place.scopes)),
             path=_paths_of(ins) or self._paths.get(_jax.line_key(eqn), ""),
-            backward=place.backward,
+            backward=place.is_derived(eqn),
             iteration=place.loops,
             times=1 + (before.times if before else 0),
             dtypes=signature_of([v.array for v in ins], [out]),

@@ -133,13 +133,13 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
     wide = {
         value: op
         for op in program.named(*rules.MATMULS)
-        if not program.is_backward(op) and dtype_of(op.outs[0]) == FLOAT32
+        if not program.runs_backward(op) and dtype_of(op.outs[0]) == FLOAT32
         if not any(map(is_half, op.ins[:2]))
         for operand in op.ins[:2]
         for value in program.back(operand)
     }
     for op in program.named(*rules.MATMULS):
-        if not program.is_backward(op) or PLANNED in op.scopes:
+        if not program.runs_backward(op) or PLANNED in op.scopes:
             continue
         for operand in filter(is_half, op.ins[:2]):
             forward = next((wide[v] for v in program.back(operand, SAME) if v in wide), None)
@@ -197,11 +197,11 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
     """
     forward: dict[Value, list[Op]] = collections.defaultdict(list)
     for op in program.named(*rules.MATMULS):
-        if not program.is_backward(op):
+        if not program.runs_backward(op):
             for value in program.back(op.ins[0], SAME):
                 forward[value].append(op)
     for backward in program.named(*rules.MATMULS):
-        if not program.is_backward(backward):
+        if program.is_backward(backward) or not program.runs_backward(backward):
             continue
         sources = [set(program.back(v, SAME)) for v in backward.ins[:2]]
         # Forward matmuls are found by their left operand, so not all pairs are compared.

@@ -116,6 +116,10 @@ class Program:
         """Returns whether an operation belongs to the backward pass: it depends on a cotangent."""
         return op in self._backward
 
+    def runs_backward(self, op: Op) -> bool:
+        """Returns whether the backward pass runs an operation, which may only compute again."""
+        return any("transpose" in _jax.transforms(o.stack) for o in (op, *self.around[op]))
+
     @functools.cached_property
     def _backward(self) -> set[Op]:
         derived = derived_in(self.traced.jaxpr)

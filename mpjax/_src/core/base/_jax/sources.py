@@ -1,6 +1,7 @@
 """The origin of a program's equations: the scopes around them, and the user's lines."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,7 +57,10 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
     libraries, the library's line counts as the user's.
     """
     library = ""
-    for eqn in eqns:
+    for eqn, caller in itertools.zip_longest(eqns, eqns[1:]):
+        # JAX keeps what it traced of its own functions, with the line of another call perhaps.
+        if caller is not None and _calls_jax(caller):
+            continue
         frames = source_info_util.user_frames(eqn.source_info.traceback)
         innermost = own = next(frames, None)
         if innermost is None:
@@ -67,6 +71,11 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
             return _line(own), library or ("" if own is innermost else _line(innermost))
         library = library or _line(innermost)
     return library, ""
+
+
+def _calls_jax(eqn: Any) -> bool:
+    """Returns whether an equation is a jit of a function of JAX."""
+    return eqn.primitive.name == "jit" and not is_users(eqn.params["jaxpr"].jaxpr)
 
 
 def source_line(*eqns: Any) -> str:
@@ -149,7 +158,12 @@ def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
 def is_users(jaxpr: Any) -> bool:
     """Returns whether a user wrote the function of an open jaxpr, so that its lines say more than
     the line that calls it."""
-    return not jaxpr.debug_info.func_src_info.rpartition(" at ")[2].startswith((JAX, OURS))
+    return not _file_of(jaxpr).startswith((JAX, OURS))
+
+
+def _file_of(fun: Any) -> str:
+    """Returns "file:line" where a function that JAX traces is defined, as far as it is known."""
+    return str(fun.debug_info.func_src_info).rpartition(" at ")[2]
 
 
 def line_key(eqn: Any) -> Any:
@@ -188,9 +202,17 @@ def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
     return error
 
 
+def own_lines(rule: Any) -> Any:
+    """Returns a custom rule whose equations get their own source lines, if a user wrote it.
+
+    In JAX they get the line of the call. In a library's rule no line would be the user's.
+    """
+    file = _file_of(rule)
+    return rule if file.startswith((JAX, OURS)) or is_library(file) else _own_lines(rule)
+
+
 @transformation2
-def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
-    """Gives the equations of a custom rule their own source lines; in JAX they get the call's."""
+def _own_lines(fun: Callable[..., Any], *args: Any) -> Any:
     context = source_info_util._source_info_context
     before = context.context
     # Where the context has no traceback, JAX records that of each equation.
