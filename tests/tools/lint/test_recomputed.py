@@ -5,6 +5,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import recomputed
 from recomputed import BUILT, FAULTS, LOSSES, W, X
@@ -56,3 +57,32 @@ def test_a_gradient_that_is_cast_is_one(cast):
 
     found = mpjax.lint(step, select="hidden-nonfinite", run=False)(W.astype("float16"), X).findings
     assert [f.rule for f in found] == ["hidden-nonfinite"]
+
+
+def made_by_a_library():
+    """Returns a step whose code, but for the loss, is that of mpjax and optax, and its state."""
+    optimizer = optax.chain(optax.zero_nans(), optax.sgd(0.1))
+    loss = recomputed.layers(jnp.tanh, lambda f: f)
+    init, step = mpjax.build_train_step(loss, optimizer, "float32")
+    return step, init(W)
+
+
+def test_a_step_that_a_library_made_has_the_line_of_its_call():
+    step, state = made_by_a_library()
+    report = mpjax.lint(step, select="hidden-nonfinite", run=False)(state, X)  # the line
+    (finding,) = report.findings
+    lines, first = inspect.getsourcelines(inspect.currentframe())
+    assert finding.source == f"{__file__}:{first + 2}" and "# the line" in lines[2]
+
+
+def test_a_librarys_function_has_the_line_of_its_call_and_says_its_own():
+    half = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+    finding = mpjax.lint(optax.tree.norm, select="half-norm")({"w": half}).findings[0]
+    assert finding.source.startswith(f"{__file__}:") and "It is at optax/" in finding.message
+
+
+def test_a_comment_silences_it_there():
+    step, state = made_by_a_library()
+    linted = mpjax.lint(step, select="hidden-nonfinite", run=False)
+    report = linted(state, X)  # mpjax: ignore[hidden-nonfinite]
+    assert not report.findings and len(report.suppressed) == 1

@@ -201,7 +201,7 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
             for value in program.back(op.ins[0], SAME):
                 forward[value].append(op)
     for backward in program.named(*rules.MATMULS):
-        if program.is_backward(backward) or not program.runs_backward(backward):
+        if not program.runs_backward(backward):
             continue
         sources = [set(program.back(v, SAME)) for v in backward.ins[:2]]
         # Forward matmuls are found by their left operand, so not all pairs are compared.

@@ -99,9 +99,11 @@ class Program:
 
     @functools.cached_property
     def place(self) -> str:
-        """The "file:line" where the function is defined, or "" of one that has none."""
+        """The "file:line" where the user defined the function, or calls the tool; or ""."""
         code = getattr(inspect.unwrap(self.fun), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+        if code is not None and _jax.is_users_file(code.co_filename):
+            return f"{code.co_filename}:{code.co_firstlineno}"
+        return _jax.line_of_caller()
 
     @functools.cached_property
     def name(self) -> str:

@@ -1,8 +1,10 @@
 """The origin of a program's equations: the scopes around them, and the user's lines."""
 
 import contextlib
+import inspect
 import itertools
 import os
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ JAX = f"{Path(jax.__file__).parent}{os.sep}"
 # Lines of mpjax are never the user's.
 register_exclusion(str(Path(__file__).parents[3]))
 OURS = f"{Path(__file__).parents[3]}{os.sep}"
+PACKAGE = f"{Path(__file__).parents[4]}{os.sep}"
+SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
 
 
 def scope_names(stack: Any) -> tuple[str, ...]:
@@ -81,6 +85,19 @@ def _calls_jax(eqn: Any) -> bool:
 def source_line(*eqns: Any) -> str:
     """Returns "file:line" of the user's code, for the first equation that has one, or ""."""
     return source_lines(*eqns)[0]
+
+
+def line_of_caller() -> str:
+    """Returns "file:line" of the user's code that runs, or "" if the command runs alone."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_users_file(file: str) -> bool:
+    """Returns whether a file belongs to the user, not to JAX, mpjax, Python or a library."""
+    return not (is_library(file) or file.startswith((JAX, PACKAGE, SCRIPTS)))
 
 
 def _line(frame: Any) -> str:
@@ -207,8 +224,7 @@ def own_lines(rule: Any) -> Any:
 
     In JAX they get the line of the call. In a library's rule no line would be the user's.
     """
-    file = _file_of(rule)
-    return rule if file.startswith((JAX, OURS)) or is_library(file) else _own_lines(rule)
+    return _own_lines(rule) if is_users_file(_file_of(rule)) else rule
 
 
 @transformation2
