@@ -21,7 +21,6 @@ from mpjax._src.core.program.graph import AGAIN
 
 # What of a program an equation is, as its name stack says.
 OTHER, FORWARD, BACKWARD, REPEATED = "", "forward", "backward", "repeated"
-MOVED = {"optimization_barrier", *_jax.BARRIERS}
 
 Key = tuple[int, ...]
 
@@ -108,7 +107,7 @@ class _Graph:
             env |= zip(eqn.outvars, outs, strict=True)
             row = higher_order(eqn.primitive.name)
             programs, here = [*row.wire(eqn)], _part(eqn.source_info.name_stack, part)
-            moved = eqn.primitive.name in MOVED and len(ins) == len(outs)
+            moved = eqn.primitive.name in rules.BARRIERS and len(ins) == len(outs)
             op = _Op((*around, id(eqn)), eqn, here, ins, outs, moved or bool(programs))
             self.ops.append(op)
             if row.kind == MAP and (other := self.more(eqn)) is not None:

@@ -221,7 +221,7 @@ class Comparer(interpret.Watcher):
         pass computes again has the rows of the forward pass.
         """
         unnamed = place.op is None and not self._lines(eqn, place)[0]
-        barrier = eqn.primitive.name in (*_jax.BARRIERS, "optimization_barrier")
+        barrier = eqn.primitive.name in rules.BARRIERS
         return unnamed or barrier or interpret.is_precise(eqn) or place.again
 
     def _record(

@@ -60,6 +60,9 @@ class Program:
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    # What a barrier of several values returns for each of them, and the reverse.
+    _passed: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    _passing: dict[tuple[Op, Value], list[Value]] = dataclasses.field(default_factory=dict)
     _tests: list[Value] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,6 +77,10 @@ class Program:
                 self._read[value].append(op)
             for value in op.outs:
                 self._made[value] = op
+            if op.name in rules.BARRIERS and len(op.outs) > 1:
+                for operand, value in zip(op.ins, op.outs, strict=True):
+                    self._passed[value] = operand
+                    self._passing.setdefault((op, operand), []).append(value)
             for sub in op.subs:
                 self._wire(op, sub)
                 self._enter(sub.program, (*around, op))
@@ -132,6 +139,11 @@ class Program:
         op = self._made.get(value)
         return None if op is None or op.subs else op
 
+    def operands(self, op: Op, value: Value) -> Sequence[Value]:
+        """Returns the operands of which an operation makes one of its results."""
+        passed = self._passed.get(value)
+        return op.ins if passed is None else (passed,)
+
     def makers(self, value: Value, through: Through = MOVES) -> list[Op]:
         """Returns the operations that produce a value and those that it comes from, as `back`."""
         return [op for v in self.back(value, through) if (op := self.maker(v))]
@@ -156,10 +168,15 @@ class Program:
     def live(self) -> set[Op]:
         """The operations that a result depends on, or that have effects."""
 
+        done: set[Op] = set()
+
         def before(value: Value) -> Iterator[Value]:
             yield from self._from[value]
             # Also the predicates of loops and branches, and what is only read inside of them.
-            yield from self._made[value].ins if value in self._made else ()
+            op = self._made.get(value)
+            if op is not None and op not in done:
+                done.add(op)
+                yield from op.ins
 
         acting = {op for op in self.ops if op.eqn.effects}
         ends = [*self.block.outvars, *self._tests, *(v for op in acting for v in op.ins)]
@@ -207,6 +224,13 @@ class Program:
     def back(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that it comes from, the nearest first.
 
+        It is `behind` for one value.
+        """
+        return self.behind([value], through)
+
+    def behind(self, values: Iterable[Value], through: Through = MOVES) -> list[Value]:
+        """Returns some values and all values that they come from, the nearest first.
+
         Operations ``through`` which it came, some primitives or those of a predicate, are followed
         from their results to their operands. The boundaries of loops, branches and calls are always
         followed; a loop's carry comes from its initial value and from the iteration.
@@ -218,21 +242,24 @@ class Program:
             op = self.maker(v)
             if op is not None and goes(op):
                 # The predicate only chooses: no entry of the result comes from it.
-                yield from cases(op) or op.ins
+                yield from cases(op) or self.operands(op, v)
 
-        return all_reached([value], before)
+        return all_reached(values, before)
 
     def forward(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that are computed from it; the reverse of `back`."""
-        goes = _predicate(through)
+        return self.ahead([value], through)
 
-        def ahead(v: Value) -> Iterator[Value]:
-            yield from self._to[v]
-            for op in self._read[v]:
-                if not op.subs and goes(op):
-                    yield from op.outs
+    def ahead(self, values: Iterable[Value], through: Through = MOVES) -> list[Value]:
+        """Returns some values and all values that are computed from them."""
+        return all_reached(values, functools.partial(self.after, goes=_predicate(through)))
 
-        return all_reached([value], ahead)
+    def after(self, value: Value, goes: Callable[[Op], bool]) -> Iterator[Value]:
+        """Yields what comes of a value in one step, through the operations of a predicate."""
+        yield from self._to[value]
+        for op in self._read[value]:
+            if not op.subs and goes(op):
+                yield from self._passing.get((op, value), op.outs)
 
     def is_from(self, value: Value, source: Value) -> bool:
         """Returns whether a value is another one, moved or cast at most."""
@@ -240,9 +267,12 @@ class Program:
 
     def argument(self, value: Value) -> str:
         """Returns the name of the argument that a value was moved or cast from, or ""."""
-        names = dict(zip(self.block.invars, self.names, strict=True))
-        origins = (names.get(v) for v in self.back(value, SAME))
+        origins = (self._names.get(v) for v in self.back(value, SAME))
         return next((name for name in origins if name), "")
+
+    @functools.cached_property
+    def _names(self) -> dict[Value, str]:
+        return dict(zip(self.block.invars, self.names, strict=True))
 
 
 def _is_real(x: Any) -> bool:
