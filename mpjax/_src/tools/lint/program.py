@@ -235,16 +235,15 @@ class Program:
         from their results to their operands. The boundaries of loops, branches and calls are always
         followed; a loop's carry comes from its initial value and from the iteration.
         """
-        goes = _predicate(through)
+        return all_reached(values, functools.partial(self.before, goes=_predicate(through)))
 
-        def before(v: Value) -> Iterator[Value]:
-            yield from self._from[v]
-            op = self.maker(v)
-            if op is not None and goes(op):
-                # The predicate only chooses: no entry of the result comes from it.
-                yield from cases(op) or self.operands(op, v)
-
-        return all_reached(values, before)
+    def before(self, value: Value, goes: Callable[[Op], bool]) -> Iterator[Value]:
+        """Yields what a value comes from in one step, through the operations of a predicate."""
+        yield from self._from[value]
+        op = self.maker(value)
+        if op is not None and goes(op):
+            # The predicate only chooses: no entry of the result comes from it.
+            yield from cases(op) or self.operands(op, value)
 
     def forward(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that are computed from it; the reverse of `back`."""
