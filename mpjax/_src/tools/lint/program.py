@@ -307,14 +307,20 @@ def anything(op: Op) -> bool:
 
 def all_reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> list[T]:
     """Returns some nodes of a graph and all that follow, the nearest first."""
-    seen = dict.fromkeys(starts)
-    waiting = collections.deque(seen)
+    return [*walked(starts, following)]
+
+
+def walked(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields some nodes of a graph and all that follow, the nearest first."""
+    waiting = collections.deque(dict.fromkeys(starts))
+    seen = {*waiting}
     while waiting:
-        for node in following(waiting.popleft()):
-            if node not in seen:
-                seen[node] = None
-                waiting.append(node)
-    return [*seen]
+        node = waiting.popleft()
+        yield node
+        for each in following(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
 
 
 # ---- tracing ------------------------------------------------------------------------------------
