@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import source_info_util
 from jax._src.api_util import InternalFloatingPointError
+from jax.extend.core.primitives import jit_p
 from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import (
     SourceInfo,
@@ -79,7 +80,7 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
 
 def _calls_jax(eqn: Any) -> bool:
     """Returns whether an equation is a jit of a function of JAX."""
-    return eqn.primitive.name == "jit" and not is_users(eqn.params["jaxpr"].jaxpr)
+    return eqn.primitive is jit_p and not is_users(eqn.params["jaxpr"].jaxpr)
 
 
 def source_line(*eqns: Any) -> str:
@@ -93,6 +94,13 @@ def line_of_caller() -> str:
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def has_users_line(eqn: Any) -> bool:
+    """Returns whether the user's code led to an equation, as far as JAX recorded it."""
+    traceback = eqn.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    return any(is_users_file(code.co_filename) for code in codes)
 
 
 def is_users_file(file: str) -> bool:
@@ -156,11 +164,13 @@ def in_one_call(first: Any, second: Any) -> bool:
 
 
 def call_of(eqn: Any) -> tuple[Any, ...]:
-    """Returns the frames outside of JAX and mpjax that produced an equation, as a key.
+    """Returns the calls outside of JAX and mpjax that produced an equation, as a key.
 
-    An equation has the same call as the equation that it is the derivative of.
+    An equation has the same key as the equation that it is the derivative of.
     """
-    return tuple((f.file_name, f.function_name, f.line_num) for f in _callers(eqn)[1])
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
+    return tuple(f for f in frames if not f[0].co_filename.startswith((JAX, OURS)))
 
 
 def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
@@ -175,10 +185,10 @@ def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
 def is_users(jaxpr: Any) -> bool:
     """Returns whether a user wrote the function of an open jaxpr, so that its lines say more than
     the line that calls it."""
-    return not _file_of(jaxpr).startswith((JAX, OURS))
+    return not file_of(jaxpr).startswith((JAX, OURS))
 
 
-def _file_of(fun: Any) -> str:
+def file_of(fun: Any) -> str:
     """Returns "file:line" where a function that JAX traces is defined, as far as it is known."""
     return str(fun.debug_info.func_src_info).rpartition(" at ")[2]
 
@@ -224,7 +234,7 @@ def own_lines(rule: Any) -> Any:
 
     In JAX they get the line of the call. In a library's rule no line would be the user's.
     """
-    return _own_lines(rule) if is_users_file(_file_of(rule)) else rule
+    return _own_lines(rule) if is_users_file(file_of(rule)) else rule
 
 
 @transformation2
