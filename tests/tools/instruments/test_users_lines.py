@@ -25,7 +25,7 @@ def of_equinox(w, x):
 
 
 def of_linen(w, x):
-    logits = jax.checkpoint(LINEN.apply)(w, x)
+    logits = jax.checkpoint(lambda w, x: LINEN.apply(w, x))(w, x)
     return jnp.mean(optax.softmax_cross_entropy(logits, jax.nn.one_hot(jnp.zeros(2, int), 4)))
 
 

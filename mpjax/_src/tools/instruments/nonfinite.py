@@ -51,7 +51,8 @@ class NonfiniteReport(Report):
             non-finite in float32 too), "argument" (an argument was non-finite), "compiled" (only
             the compiled program returns non-finite values), or "" if nothing was found.
         made: "NaN" or "Inf".
-        backward: Whether the operation belongs to the backward pass.
+        backward: Whether the operation depends on a cotangent. What a backward pass computes again
+            does not.
         primitive: The name of the operation. If it is part of a derivative, it is the operation
             that JAX computes the derivative with, such as "div" for that of "sqrt".
         source: "file:line" of the user's code.

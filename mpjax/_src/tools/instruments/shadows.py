@@ -72,7 +72,7 @@ class CompareRow:
         source: "file:line" of the user's code.
         scope: The named scopes around it, joined with "/".
         path: The paths of the parameters among its operands, joined with ", ".
-        backward: Whether it belongs to the backward pass.
+        backward: Whether it depends on a cotangent. What a backward pass computes again does not.
         iteration: The loops around it, with the iterations in which it was worst.
         times: The number of times that it ran.
         dtypes: The dtypes of its operands and result, such as "f16,f16->f32".

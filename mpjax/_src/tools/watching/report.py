@@ -58,7 +58,7 @@ class WatchedTensor:
         op: The primitive that reads or computes it.
         part: Its part in that operation: "lhs", "rhs", "operand", "result" or "cast".
         scope: The named scopes around it, joined with "/".
-        direction: "forward" or "backward".
+        direction: "backward" if it depends on a cotangent; what is computed again is "forward".
         dtype: The name of the 16-bit dtype.
         shape: Its shape: in a loop, of one iteration; within shard_map, of one device.
         source: "file:line" of the user's code, or "".

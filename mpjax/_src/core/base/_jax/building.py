@@ -39,8 +39,13 @@ from mpjax._src.core.base._jax.programs import (
     open_jaxpr,
     trace,
 )
-from mpjax._src.core.base._jax.sources import JAX, file_of, has_users_line, is_users_file
-from mpjax._src.core.base.lines import is_library
+from mpjax._src.core.base._jax.sources import (
+    JAX,
+    OURS,
+    file_of,
+    has_users_line,
+    is_users_file,
+)
 
 NO_EFFECTS = no_effects
 NO_SCOPES = NameStack()
@@ -125,14 +130,14 @@ def anonymous(jaxpr: Any) -> Any:
 
 def at_call(call: Any, program: Any) -> Callable[[Any], Any] | None:
     """Returns a function that gives an equation of a program the line of the equation that calls
-    it, if no user wrote it; or None, if a user wrote the program."""
+    it, if no user wrote it; or None, if a user wrote the program, as far as that is known."""
     file, line = file_of(open_jaxpr(program)[0]), call.source_info.traceback
-    if is_users_file(file):
+    if file and is_users_file(file):
         return None
 
     def moved(eqn: Any) -> Any:
         # What JAX traced of its own functions may have the line of another call.
-        if is_library(file) and not file.startswith(JAX) and has_users_line(eqn):
+        if not file.startswith((JAX, OURS)) and has_users_line(eqn):
             return eqn
         return eqn.replace(source_info=eqn.source_info.replace(traceback=line))
 
