@@ -370,6 +370,8 @@ LOGIC = frozenset(["and", "not", "or"])
 # The same entries in another shape or order, or several times.
 VIEWS = frozenset(["broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "transpose"])
 RESHAPES = frozenset(["reshape", "squeeze"])
+# Return their operands, one by one.
+BARRIERS = frozenset(["optimization_barrier", *_jax.BARRIERS])
 # Sums over devices.
 ALL_SUMS = frozenset(["psum", "psum_invariant", "unreduced_psum", "reduce_scatter"])
 KERNELS = frozenset(["ffi_call", "pallas_call"])  # code that JAX does not see

@@ -184,8 +184,10 @@ class Listed(NamedTuple):
             e = e.reading(same)
             if e.is_custom:
                 # Nobody differentiates what is written, so the function stands for its rule.
+                inner = called(e, True)
                 flags = {"again": e.again, "stack": _scopes(e), "rules": True}
-                same.update(zip(e.outs, opened(called(e, True), e.ins, into, **flags), strict=True))
+                flags["line"] = building.at_call(e.like, inner)
+                same.update(zip(e.outs, opened(inner, e.ins, into, **flags), strict=True))
             else:
                 into.append(e)
         return self._replace(equations=into, outs=[same.get(v, v) for v in self.outs])
@@ -211,15 +213,15 @@ def opened(
     rules: bool = False,
     region: Region = NOWHERE,
     calls: list[Call] | None = None,
-    line: Any = None,
+    line: Callable[[Any], Any] | None = None,
 ) -> list[Value]:
     """Appends the equations of a closed jaxpr, with its calls inlined, and returns its results.
 
     Custom derivative rules are kept, unless ``rules`` are to be inlined too: nobody differentiates
     what is written. The ``region`` is that of the equation which holds the program: its scopes are
     not repeated on those inside.
-    ``calls`` gets what was inlined, the innermost first. ``line`` is where a user calls the
-    program, if no user wrote it.
+    ``calls`` gets what was inlined, the innermost first. ``line`` gives an equation the line
+    where a user calls the program, if no user wrote it.
     """
     jaxpr, consts = _jax.open_jaxpr(closed)
     pairs = zip(jaxpr.constvars, consts, strict=True)
@@ -233,7 +235,7 @@ def opened(
     for eqn in jaxpr.eqns:
         # Errors and reports name the user's line, not one inside of JAX.
         if line is not None:
-            eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=line))
+            eqn = line(eqn)
         operands = [read(atom) for atom in eqn.invars]
         scopes = eqn.source_info.name_stack
         scopes = scopes if stack is None else stack + scopes
@@ -250,7 +252,7 @@ def opened(
             if once_more:
                 operands = _behind_barrier(eqn, operands, into, scopes)
             flags = {"again": again or once_more, "stack": scopes, "rules": rules, "calls": calls}
-            flags["line"] = building.line_of_call(eqn, inner)
+            flags["line"] = building.at_call(eqn, inner)
             outs = opened(inner, operands, into, region=region, **flags)
             if calls is not None:
                 if eqn.primitive.name in CUSTOM:

@@ -17,6 +17,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_half
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order, turns_of
 from mpjax._src.core.base.progress import advance
+from mpjax._src.core.program.derived import derived_in
 from mpjax._src.core.program.site import ROOT, Site
 from mpjax._src.core.program.unmapped import unmapped
 
@@ -98,6 +99,11 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Site = ROOT)
             if v in last_use or v in handed_out:
                 env[v] = value
     return [read(atom) for atom in inner.outvars]
+
+
+def root_of(jaxpr: Any) -> Site:
+    """Returns the place of a whole program, which knows what depends on a cotangent there."""
+    return Site(derived=derived_in(jaxpr, unmapped))
 
 
 def operations_in(jaxpr: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.higher_order import turns_of
 from mpjax._src.core.base.patterns import matches
+from mpjax._src.core.program.derived import Key, key_of
 from mpjax._src.core.program.graph import AGAIN, KERNEL, Block, Op
 
 # The names of scopes that say which op of a plan, or which equation of a function, an equation
@@ -25,10 +26,12 @@ class Site:
     loops: tuple[tuple[str, int], ...] = ()
     # The equations whose programs it is inside of, the outermost first.
     callers: tuple[Any, ...] = ()
+    # The equations of the whole program that depend on a cotangent (`derived_in`), if known.
+    derived: frozenset[Key] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def backward(self) -> bool:
-        """Whether it belongs to the backward pass."""
+        """Whether the backward pass runs it. It may only compute there again (`is_derived`)."""
         return "transpose" in self.transforms
 
     @property
@@ -47,6 +50,13 @@ class Site:
         it, if equations are numbered."""
         names = dict.fromkeys(name for name in self.scopes if name.startswith(NUMBER))
         return tuple(int(name.removeprefix(NUMBER)) for name in names)
+
+    def is_derived(self, eqn: Any) -> bool:
+        """Returns whether an equation here depends on a cotangent. What a backward pass computes
+        again does not, and belongs to the forward pass in reports."""
+        if self.derived is None:
+            return self.backward and not self.again
+        return key_of(eqn, self.callers) in self.derived
 
     def at(self, eqn: Any, repeats: bool = True) -> "Site":
         """Returns the place of an equation in the program at this place.

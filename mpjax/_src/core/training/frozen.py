@@ -36,7 +36,6 @@ KEEPS_ZERO = ({*LINEAR, *ANY, *OPERANDS} - {"top_k"}) | {  # which returns indic
     *("erf", "real", "imag", "reduce_or", "reduce_precision"),
     *("copy_p", "pcast", "device_put", "mesh_cast"),
 }
-BARRIERS = {"optimization_barrier", *_jax.BARRIERS}
 # What is computed of numbers, such as masks: functions of NumPy and operators of Python have the
 # names of the primitives that do the same.
 FOLDED: dict[str, Any] = {
@@ -311,7 +310,7 @@ def _results(eqn: Any, operands: list[Made]) -> Sequence[Made]:
     row = higher_order(name)
     if insides := list(row.wire(eqn)):
         return _inside(insides, operands, operands[:1] if row.kind == BRANCH else [], eqn)
-    if name in BARRIERS and len(operands) == len(eqn.outvars):
+    if name in rules.BARRIERS and len(operands) == len(eqn.outvars):
         return operands
     if name == "select_n" and _is_number(operands[0]):
         return [operands[1 + int(operands[0])]]

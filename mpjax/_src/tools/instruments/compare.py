@@ -27,7 +27,7 @@ from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
-from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in
+from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in, root_of
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model, plots
 from mpjax._src.tools.document.report import Report
@@ -390,7 +390,7 @@ def compare_program(program: Program, scale: float) -> Comparison:
     args = [
         dataclasses.replace(comparer.constant(x), path=path) for x, path in program.arguments(scale)
     ]
-    results = interpret(program.jaxpr, args, comparer)
+    results = interpret(program.jaxpr, args, comparer, root_of(program.jaxpr))
     rows = [*comparer.rows.values()]
     # Of equally bad rows the first comes first.
     order = sorted(range(len(rows)), key=lambda i: shadows.badness(rows[i]), reverse=True)

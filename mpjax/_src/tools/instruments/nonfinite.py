@@ -20,7 +20,7 @@ from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.core.program.interpret import Watcher, interpret, run, run_in_float32, take
+from mpjax._src.core.program.interpret import Watcher, interpret, root_of, run, run_in_float32, take
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model
@@ -51,7 +51,8 @@ class NonfiniteReport(Report):
             non-finite in float32 too), "argument" (an argument was non-finite), "compiled" (only
             the compiled program returns non-finite values), or "" if nothing was found.
         made: "NaN" or "Inf".
-        backward: Whether the operation belongs to the backward pass.
+        backward: Whether the operation depends on a cotangent. What a backward pass computes again
+            does not.
         primitive: The name of the operation. If it is part of a derivative, it is the operation
             that JAX computes the derivative with, such as "div" for that of "sqrt".
         source: "file:line" of the user's code.
@@ -308,7 +309,7 @@ class _Finder(Watcher):
             found=True,
             kind="overflow" if finite else "undefined",
             made="NaN" if result.nans else "Inf",
-            backward=place.backward and not place.again,
+            backward=place.is_derived(eqn),
             primitive=eqn.primitive.name,
             source=source,
             library=library,
@@ -361,7 +362,8 @@ def _search(program: Program, scale: float) -> NonfiniteReport:
     """Returns the first event that reaches a result, or a report that there is none."""
     finder = _Finder(program)
     args = [finder.argument(x, path) for x, path in program.arguments(scale)]
-    results = [*program.named(interpret(program.jaxpr, args, finder))]
+    jaxpr = program.jaxpr
+    results = [*program.named(interpret(jaxpr, args, finder, root_of(jaxpr)))]
     # An infinite constant that the program returns is intended.
     bad = [(name, v) for name, v in results if v.bad and (v.origins or v.given)]
     if not bad:

@@ -65,10 +65,11 @@ class Program:
     def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         """Returns "file:line" of an equation, or of the op that it comes from: the user's line,
         and that of the library that it calls there, or ""."""
-        lines = _jax.source_lines(eqn)
-        if not lines[0] and place.op is not None:
-            lines = self.ops[place.op].lines
-        return lines if lines[0] else place.lines(eqn)
+        if place.op is None:
+            return place.lines(eqn)
+        op = self.ops[place.op]
+        around = (*reversed(op.callers), *reversed(place.callers))
+        return _jax.source_lines(eqn, op.eqn, *around)
 
     @property
     def follows_gradient(self) -> bool:

@@ -72,7 +72,7 @@ class CompareRow:
         source: "file:line" of the user's code.
         scope: The named scopes around it, joined with "/".
         path: The paths of the parameters among its operands, joined with ", ".
-        backward: Whether it belongs to the backward pass.
+        backward: Whether it depends on a cotangent. What a backward pass computes again does not.
         iteration: The loops around it, with the iterations in which it was worst.
         times: The number of times that it ran.
         dtypes: The dtypes of its operands and result, such as "f16,f16->f32".
@@ -221,7 +221,7 @@ class Comparer(interpret.Watcher):
         pass computes again has the rows of the forward pass.
         """
         unnamed = place.op is None and not self._lines(eqn, place)[0]
-        barrier = eqn.primitive.name in (*_jax.BARRIERS, "optimization_barrier")
+        barrier = eqn.primitive.name in rules.BARRIERS
         return unnamed or barrier or interpret.is_precise(eqn) or place.again
 
     def _record(
@@ -234,7 +234,7 @@ class Comparer(interpret.Watcher):
             source=source,
             scope="/".join(shown(place.scopes)),
             path=_paths_of(ins) or self._paths.get(_jax.line_key(eqn), ""),
-            backward=place.backward,
+            backward=place.is_derived(eqn),
             iteration=place.loops,
             times=1 + (before.times if before else 0),
             dtypes=signature_of([v.array for v in ins], [out]),

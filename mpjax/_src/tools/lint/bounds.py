@@ -54,7 +54,9 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
     if op is not None and op.name in OPS:
         # The ends of an interval may overflow, and Inf - Inf is NaN, which counts as unknown.
         with np.errstate(all="ignore"):
-            bounds = OPS[op.name](op, [bounds_of(program, v, depth - 1) for v in op.ins])
+            bounds = OPS[op.name](
+                op, [bounds_of(program, v, depth - 1) for v in program.operands(op, value)]
+            )
         if bounds is not None and not math.isnan(bounds.low + bounds.high):
             return bounds
     # The length of the scan bounds a counter. Its sources do not: one of them is computed from it.

@@ -50,7 +50,7 @@ def undone(program: Program) -> Iterator[Op]:
     """
     results = set(program.block.outvars)
     for op in program.named(*CASTS):
-        if program.is_backward(op) or not (rounds(program, op) and _jax.is_written_cast(op.eqn)):
+        if program.runs_backward(op) or not (rounds(program, op) and _jax.is_written_cast(op.eqn)):
             continue
         moved = program.forward(op.outs[0], rules.VIEWS)
         makers = [program.maker(value) for value in moved]
@@ -70,7 +70,7 @@ def _widening_readers(program: Program, op: Op) -> list[Op]:
     Values of the forward pass that the backward pass reads are stored.
     """
     readers = program.final_readers(op.outs[0], rules.VIEWS)
-    undo = all(widens(reader) and not program.is_backward(reader) for reader in readers)
+    undo = all(widens(reader) and not program.runs_backward(reader) for reader in readers)
     return readers if undo else []
 
 

@@ -1,5 +1,6 @@
 """Rules of numbers that 16 bits cannot represent: constants, counts, angles, masks."""
 
+import collections
 import math
 from collections.abc import Iterator
 
@@ -9,8 +10,8 @@ import numpy as np
 from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
 from mpjax._src.core.program.graph import Op, Value
-from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program
+from mpjax._src.tools.lint.bounds import Bounds, bounds_of
+from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program, noted
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -56,9 +57,9 @@ def half_counts(program: Program) -> Iterator[Hit]:
             continue
         # A cast reads integers in their own dtype; an iota makes them in 16 bits.
         value = op.outs[0] if op.name == "iota" else op.ins[0]
-        bounds = bounds_of(program, value) if _is_count(program, value) else None
-        limit = 2 ** digits(dtype_of(op.outs[0]))
-        if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
+        bounds, limit = bounds_of(program, value), 2 ** digits(dtype_of(op.outs[0]))
+        varies = bounds and bounds.whole and bounds.low < bounds.high
+        if bounds and varies and bounds.largest > limit and _is_count(program, value):
             yield Hit(
                 f"Integers from {bounds.low:g} to {bounds.high:g} are stored in "
                 f"{shown(op.outs[0])}, which cannot represent every integer beyond {limit}.",
@@ -132,10 +133,11 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
         if not is_float(op.outs[0]) or program.is_backward(op):
             continue
         most = float(jnp.finfo(dtype_of(op.outs[0])).max)
-        parts = [_least_of_masks(program, value) for value in op.ins]
+        masks = _masks(program)
+        parts = [[each.low for each in masks[value]] for value in op.ins]
         if op.name == "sub":
             # A mask that is subtracted lowers the difference most by its largest number.
-            parts[1] = [-high for high in _least_of_masks(program, op.ins[1], max)]
+            parts[1] = [-each.high for each in masks[op.ins[1]]]
         least = [number for part in parts for number in part]
         # A part that overflows alone is the fault of an addition in it, which is found there.
         if -sum(least) > most and all(-sum(part) <= most for part in parts):
@@ -148,14 +150,22 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
 
 
 SUMMED = SAME | {"add"}
+# A thousandth of float16's range: what is less in magnitude is an offset, and no mask.
+LEAST = 64
 
 
-def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:
-    """Returns the least numbers of the masks in a sum: terms with known, varying bounds."""
+@noted
+def _masks(program: Program) -> dict[Value, list[Bounds]]:
+    """Returns the masks in each sum: terms with known, varying bounds."""
+    masks: dict[Value, list[Bounds]] = collections.defaultdict(list)
 
     def is_unknown(op):
         return op.name in SUMMED and bounds_of(program, op.outs[0]) is None
 
-    # The walk passes sums with logits, whose bounds are unknown, and stops at whole masks.
-    bounds = [bounds_of(program, each) for each in program.back(value, is_unknown)]
-    return [end(each.low, each.high) for each in bounds if each and each.low != each.high]
+    # A mask is followed through sums with logits, whose bounds are unknown, to whole masks.
+    for value in dict.fromkeys(v for op in program.ops for v in op.ins if not program.sources(v)):
+        bounds = bounds_of(program, value)
+        if bounds and bounds.low != bounds.high and bounds.largest > LEAST:
+            for each in program.forward(value, is_unknown):
+                masks[each].append(bounds)
+    return masks

@@ -14,6 +14,7 @@ from mpjax._src.tools.lint.rule import Hit
 
 # The least constant factor of a gradient that is a loss scale.
 SCALE = 128
+SCALED = SAME | rules.PRODUCTS
 LOGIC = rules.LOGIC | SAME | {"xor"}
 FINITE = rules.EQUALITIES | {"is_finite"}  # what asks whether entries are
 
@@ -53,8 +54,15 @@ def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
 
 
 def is_gradient(program: Program, value: Value) -> bool:
-    """Returns whether a value is a gradient, followed by elementwise arithmetic at most."""
-    return any(map(program.is_backward, program.makers(value, _entry_by_entry)))
+    """Returns whether a value is a gradient, followed by elementwise arithmetic at most.
+
+    After a cast, only products are followed: the sums of an optimizer hold gradients of old steps.
+    """
+    origins = dict.fromkeys(
+        v for cast in program.back(value, SCALED) for v in program.back(cast, _entry_by_entry)
+    )
+    makers = filter(None, map(program.maker, origins))
+    return any(map(program.is_backward, makers))
 
 
 def _entry_by_entry(op: Op) -> bool:

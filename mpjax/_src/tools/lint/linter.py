@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.errors import check_callable, check_flag
+from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.program.graph import Op
@@ -185,19 +186,24 @@ def _findings(
     program: Program, hits: Sequence[tuple[Rule, Hit]]
 ) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """Returns the findings, one for each line and rule, and those that comments silence."""
-    groups: dict[tuple[str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
+    groups: dict[tuple[str, str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
     for rule, hit in hits:
-        source = hit.source or (hit.op.source if hit.op else "") or program.place
+        source = hit.source or (hit.op.source if hit.op else "")
+        more = ""
+        if not (source and _jax.is_users_file(source)) and program.place:
+            # A step that a library made: only the line that calls it is the user's.
+            source, more = program.place, f" It is at {short(source)}." if source else ""
         # A line runs many operations, for example in each call of a layer: one finding has them
         # all.
-        groups[source, rule.name].append((rule, hit))
+        groups[source, more, rule.name].append((rule, hit))
     findings = []
-    for (source, name), group in groups.items():
+    for (source, more, name), group in groups.items():
         rule, hit = group[0]
         scope = "/".join(shown(hit.op.scopes)) if hit.op else hit.scope
         # Hits in a compiled program have no operation.
         count = len({id(hit.op) for _, hit in group if hit.op}) or 1
-        findings.append(Finding(name, source, scope, hit.message, rule.why, rule.instead, count))
+        said = hit.message + more, rule.why, rule.instead
+        findings.append(Finding(name, source, scope, *said, count))
     findings.sort(key=_line)
     silent = {each for each in findings if is_silenced(each.source, each.rule)}
     return (

@@ -11,7 +11,7 @@ from mpjax._src.core.base.dtypes import FLOAT32, dtype_of, is_float, is_half, sh
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.program.graph import PLANNED, Op, Value
 from mpjax._src.tools.lint.casts import widens
-from mpjax._src.tools.lint.program import CASTS, MOVES, SAME, Program
+from mpjax._src.tools.lint.program import CASTS, MOVES, SAME, Program, all_reached, noted
 from mpjax._src.tools.lint.rule import Hit
 
 KERNELS = rules.KERNELS | {"triton_kernel_call", "custom_call", "tpu_custom_call"}
@@ -58,17 +58,41 @@ def _widening(program: Program, value: Value) -> Op | None:
     return None if cast is None or _jax.is_written_cast(cast.eqn) else cast
 
 
-def _promotions(program: Program, value: Value) -> dict[Value, tuple[Op, list[Value]]]:
-    """Returns the operations behind a value that promoted 16 bits, and the operands that did."""
+@noted
+def _promotions(program: Program) -> dict[Value, tuple[Op, list[Value]]]:
+    """Returns what promoted 16 bits: the operations by their results, and the operands that did."""
     promoting = {}
-    for v in program.back(value, ELEMENTWISE) if dtype_of(value) == FLOAT32 else ():
-        op = program.maker(v)
-        if op is not None and op.name in ELEMENTWISE and len(op.ins) > 1:
+    for op in program.ops:
+        if op.name in ELEMENTWISE and len(op.ins) > 1 and not op.subs:
             # JAX widened the other operands because of these, which were float32 already.
             strong = [each for each in op.ins if not _is_promoted(program, each)]
             if strong and len(strong) < len(op.ins):
-                promoting[v] = op, strong
+                promoting[op.outs[0]] = op, strong
     return promoting
+
+
+@noted
+def _roots(program: Program) -> dict[Value, Value]:
+    """Returns the result of the nearest promotion that each promoted value comes from.
+
+    A residual stream that is float32 promotes whatever is added to it. The cause is none of these
+    additions: it is the first of them. Of several in a loop, each comes from the others.
+    """
+    promoting = _promotions(program)
+    through = {*program.ahead(promoting, ELEMENTWISE | REDUCTIONS)}
+    roots: dict[Value, Value] = {}
+
+    def follow(value: Value) -> Iterator[Value]:
+        for each in program.after(value, lambda op: op.name in ELEMENTWISE):
+            roots.setdefault(each, roots[value])
+            yield each
+
+    first = [v for v, (_, strong) in promoting.items() if through.isdisjoint(strong)]
+    for starts in (first, promoting):
+        fresh = [v for v in starts if v not in roots]
+        roots |= zip(fresh, fresh, strict=True)
+        all_reached(fresh, follow)
+    return roots
 
 
 def _has_default_precision(op: Op) -> bool:
@@ -77,24 +101,17 @@ def _has_default_precision(op: Op) -> bool:
 
 
 def _cause(program: Program, value: Value) -> str:
-    """Returns in words what made a 16-bit value float32, or "".
-
-    A residual stream that is float32 promotes whatever is added to it. The cause is none of these
-    additions: it is the first of them, and what the stream came from.
-    """
-    promoting = _promotions(program, value)
-    if not promoting:
+    """Returns in words what made a 16-bit value float32, or "": the promotion, and its origin."""
+    out = _roots(program).get(value)
+    if out is None or dtype_of(value) != FLOAT32:
         return ""
-    for out, (_, strong) in promoting.items():
-        behind = [v for each in strong for v in program.back(each, ELEMENTWISE | REDUCTIONS)]
-        if not {*behind} & promoting.keys() - {out}:
-            break  # of several in a loop, each is behind the others: then the last
+    root, strong = _promotions(program)[out]
+    behind = program.behind(strong, ELEMENTWISE | REDUCTIONS)
     # Numbers take the dtype of what is next to them, unless nothing else is there.
     arrays = dict.fromkeys(_origin(program, v) for v in behind if not v.literal)
     numbers = dict.fromkeys(_origin(program, v) for v in behind if v.literal)
     names = [*filter(None, arrays)] or [*filter(None, numbers)]
     operands = " and ".join(names[:MOST]) or " and ".join(map(shown, strong))
-    root, _ = promoting[out]
     return f"{root.name} with {operands} at {_line(root)} promoted one of them"
 
 
@@ -133,13 +150,13 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
     wide = {
         value: op
         for op in program.named(*rules.MATMULS)
-        if not program.is_backward(op) and dtype_of(op.outs[0]) == FLOAT32
+        if not program.runs_backward(op) and dtype_of(op.outs[0]) == FLOAT32
         if not any(map(is_half, op.ins[:2]))
         for operand in op.ins[:2]
         for value in program.back(operand)
     }
     for op in program.named(*rules.MATMULS):
-        if not program.is_backward(op) or PLANNED in op.scopes:
+        if not program.runs_backward(op) or PLANNED in op.scopes:
             continue
         for operand in filter(is_half, op.ins[:2]):
             forward = next((wide[v] for v in program.back(operand, SAME) if v in wide), None)
@@ -197,11 +214,11 @@ def recomputed_matmuls(program: Program) -> Iterator[Hit]:
     """
     forward: dict[Value, list[Op]] = collections.defaultdict(list)
     for op in program.named(*rules.MATMULS):
-        if not program.is_backward(op):
+        if not program.runs_backward(op):
             for value in program.back(op.ins[0], SAME):
                 forward[value].append(op)
     for backward in program.named(*rules.MATMULS):
-        if not program.is_backward(backward):
+        if not program.runs_backward(backward):
             continue
         sources = [set(program.back(v, SAME)) for v in backward.ins[:2]]
         # Forward matmuls are found by their left operand, so not all pairs are compared.

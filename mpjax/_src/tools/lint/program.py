@@ -21,6 +21,7 @@ from mpjax._src.core.base.contexts import LINTED
 from mpjax._src.core.base.dtypes import is_float
 from mpjax._src.core.base.higher_order import BRANCH, SCAN, turns_of
 from mpjax._src.core.base.trees import is_key
+from mpjax._src.core.program.derived import derived_in, key_of
 from mpjax._src.core.program.gradient import check_loss, differentiated, pull_back
 from mpjax._src.core.program.graph import CONSTANT_LIMIT, Block, Op, Value, build
 from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
@@ -59,28 +60,30 @@ class Program:
     _from: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _to: Ways = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
     _read: Readers = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    # What a barrier of several values returns for each of them, and the reverse.
+    _passed: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    _passing: dict[tuple[Op, Value], list[Value]] = dataclasses.field(default_factory=dict)
     _tests: list[Value] = dataclasses.field(default_factory=list)
-    _backward: set[Op] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._enter(self.block, (), False)
+        self._enter(self.block, ())
         self.ops = tuple(self.around)
 
-    def _enter(self, block: Block, around: tuple[Op, ...], backward: bool) -> None:
+    def _enter(self, block: Block, around: tuple[Op, ...]) -> None:
         self._constants |= dict(block.consts)
         for op in block.ops:
             self.around[op] = around
-            # All of a program inside a transposed call is backward, whatever its own names say.
-            behind = backward or "transpose" in _jax.transforms(op.stack)
-            if behind:
-                self._backward.add(op)
             for value in op.ins:
                 self._read[value].append(op)
             for value in op.outs:
                 self._made[value] = op
+            if op.name in rules.BARRIERS and len(op.outs) > 1:
+                for operand, value in zip(op.ins, op.outs, strict=True):
+                    self._passed[value] = operand
+                    self._passing.setdefault((op, operand), []).append(value)
             for sub in op.subs:
                 self._wire(op, sub)
-                self._enter(sub.program, (*around, op), behind)
+                self._enter(sub.program, (*around, op))
 
     def _wire(self, op: Op, sub: Any) -> None:
         """Joins what an inner program reads and returns with what is the same outside of it."""
@@ -103,9 +106,11 @@ class Program:
 
     @functools.cached_property
     def place(self) -> str:
-        """The "file:line" where the function is defined, or "" of one that has none."""
+        """The "file:line" where the user defined the function, or calls the tool; or ""."""
         code = getattr(inspect.unwrap(self.fun), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+        if code is not None and _jax.is_users_file(code.co_filename):
+            return f"{code.co_filename}:{code.co_firstlineno}"
+        return _jax.line_of_caller()
 
     @functools.cached_property
     def name(self) -> str:
@@ -117,13 +122,27 @@ class Program:
         return (op for op in self.ops if op.name in names)
 
     def is_backward(self, op: Op) -> bool:
-        """Returns whether an operation belongs to the backward pass that JAX derived."""
+        """Returns whether an operation belongs to the backward pass: it depends on a cotangent."""
         return op in self._backward
+
+    def runs_backward(self, op: Op) -> bool:
+        """Returns whether the backward pass runs an operation, which may only compute again."""
+        return any("transpose" in _jax.transforms(o.stack) for o in (op, *self.around[op]))
+
+    @functools.cached_property
+    def _backward(self) -> set[Op]:
+        derived = derived_in(self.traced.jaxpr)
+        return {op for op in self.ops if derived and key_of(op.eqn, op.callers) in derived}
 
     def maker(self, value: Value) -> Op | None:
         """Returns the operation that produces a value, or None for a loop, branch or call."""
         op = self._made.get(value)
         return None if op is None or op.subs else op
+
+    def operands(self, op: Op, value: Value) -> Sequence[Value]:
+        """Returns the operands of which an operation makes one of its results."""
+        passed = self._passed.get(value)
+        return op.ins if passed is None else (passed,)
 
     def makers(self, value: Value, through: Through = MOVES) -> list[Op]:
         """Returns the operations that produce a value and those that it comes from, as `back`."""
@@ -149,10 +168,15 @@ class Program:
     def live(self) -> set[Op]:
         """The operations that a result depends on, or that have effects."""
 
+        done: set[Op] = set()
+
         def before(value: Value) -> Iterator[Value]:
             yield from self._from[value]
             # Also the predicates of loops and branches, and what is only read inside of them.
-            yield from self._made[value].ins if value in self._made else ()
+            op = self._made.get(value)
+            if op is not None and op not in done:
+                done.add(op)
+                yield from op.ins
 
         acting = {op for op in self.ops if op.eqn.effects}
         ends = [*self.block.outvars, *self._tests, *(v for op in acting for v in op.ins)]
@@ -200,32 +224,41 @@ class Program:
     def back(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that it comes from, the nearest first.
 
+        It is `behind` for one value.
+        """
+        return self.behind([value], through)
+
+    def behind(self, values: Iterable[Value], through: Through = MOVES) -> list[Value]:
+        """Returns some values and all values that they come from, the nearest first.
+
         Operations ``through`` which it came, some primitives or those of a predicate, are followed
         from their results to their operands. The boundaries of loops, branches and calls are always
         followed; a loop's carry comes from its initial value and from the iteration.
         """
-        goes = _predicate(through)
+        return all_reached(values, functools.partial(self.before, goes=_predicate(through)))
 
-        def before(v: Value) -> Iterator[Value]:
-            yield from self._from[v]
-            op = self.maker(v)
-            if op is not None and goes(op):
-                # The predicate only chooses: no entry of the result comes from it.
-                yield from cases(op) or op.ins
-
-        return all_reached([value], before)
+    def before(self, value: Value, goes: Callable[[Op], bool]) -> Iterator[Value]:
+        """Yields what a value comes from in one step, through the operations of a predicate."""
+        yield from self._from[value]
+        op = self.maker(value)
+        if op is not None and goes(op):
+            # The predicate only chooses: no entry of the result comes from it.
+            yield from cases(op) or self.operands(op, value)
 
     def forward(self, value: Value, through: Through = MOVES) -> list[Value]:
         """Returns a value and all values that are computed from it; the reverse of `back`."""
-        goes = _predicate(through)
+        return self.ahead([value], through)
 
-        def ahead(v: Value) -> Iterator[Value]:
-            yield from self._to[v]
-            for op in self._read[v]:
-                if not op.subs and goes(op):
-                    yield from op.outs
+    def ahead(self, values: Iterable[Value], through: Through = MOVES) -> list[Value]:
+        """Returns some values and all values that are computed from them."""
+        return all_reached(values, functools.partial(self.after, goes=_predicate(through)))
 
-        return all_reached([value], ahead)
+    def after(self, value: Value, goes: Callable[[Op], bool]) -> Iterator[Value]:
+        """Yields what comes of a value in one step, through the operations of a predicate."""
+        yield from self._to[value]
+        for op in self._read[value]:
+            if not op.subs and goes(op):
+                yield from self._passing.get((op, value), op.outs)
 
     def is_from(self, value: Value, source: Value) -> bool:
         """Returns whether a value is another one, moved or cast at most."""
@@ -233,9 +266,12 @@ class Program:
 
     def argument(self, value: Value) -> str:
         """Returns the name of the argument that a value was moved or cast from, or ""."""
-        names = dict(zip(self.block.invars, self.names, strict=True))
-        origins = (names.get(v) for v in self.back(value, SAME))
+        origins = (self._names.get(v) for v in self.back(value, SAME))
         return next((name for name in origins if name), "")
+
+    @functools.cached_property
+    def _names(self) -> dict[Value, str]:
+        return dict(zip(self.block.invars, self.names, strict=True))
 
 
 def _is_real(x: Any) -> bool:
@@ -271,14 +307,20 @@ def anything(op: Op) -> bool:
 
 def all_reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> list[T]:
     """Returns some nodes of a graph and all that follow, the nearest first."""
-    seen = dict.fromkeys(starts)
-    waiting = collections.deque(seen)
+    return [*walked(starts, following)]
+
+
+def walked(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields some nodes of a graph and all that follow, the nearest first."""
+    waiting = collections.deque(dict.fromkeys(starts))
+    seen = {*waiting}
     while waiting:
-        for node in following(waiting.popleft()):
-            if node not in seen:
-                seen[node] = None
-                waiting.append(node)
-    return [*seen]
+        node = waiting.popleft()
+        yield node
+        for each in following(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
 
 
 # ---- tracing ------------------------------------------------------------------------------------

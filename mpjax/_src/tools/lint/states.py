@@ -1,6 +1,7 @@
 """Rules of the state that a step passes on: its dtype, and whether a skipped step keeps it."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from mpjax._src.core.base.dtypes import short_name
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.states import children, nodes
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything, cases, noted
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, all_reached, anything, cases, noted
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -128,21 +129,22 @@ def ungated_states(program: Program) -> Iterator[Hit]:
     gates = [gate for each in states if (gate := _gate(program, each))]
     if not gates:
         return
-    verdicts = {op: None for gate in gates for op in _verdict(program, gate)}
-    tests = [op for op in verdicts if op.name == "is_finite"]
-    checked = {v for op in tests for v in program.back(op.ins[0], anything)}
+    asked = dict.fromkeys(_asked(program, gate) for gate in gates)
+    tests = [*dict.fromkeys(op for value in asked for op in _tests(program, value))]
+    checked = program.behind([op.ins[0] for op in tests], anything)
     gated = _depends(program, [op.outs[0] for op in tests])
     arguments = {*program.block.invars}
     # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
     # to come from something that was computed, and then checked.
-    computed = {v for v in checked if v not in arguments and program.maker(v) is not None}
+    computed = [v for v in checked if v not in arguments and program.maker(v) is not None]
+    made = {*all_reached(computed, functools.partial(_entries_after, program))}
     missed = [
         each
         for each in states
         if each.after not in gated
         and each.before is not each.after
         and is_updated(program, each)
-        and any(v in computed for v in program.back(each.after, anything))
+        and each.after in made
     ]
     if missed:
         names = ", ".join(each.name for each in missed[:3])
@@ -164,7 +166,7 @@ def _gate(program: Program, each: Carried) -> Op | None:
         # One of the cases is the old value, moved or cast at most.
         ways = cases(op) or [value]
         old = any(program.is_from(v, each.before) for v in ways)
-        if old and any(maker.name == "is_finite" for maker in _verdict(program, op)):
+        if old and _tests(program, _asked(program, op)):
             return op
     return None
 
@@ -173,12 +175,27 @@ def _depends(program: Program, tests: list[Value]) -> set[Value]:
     """Returns all values that are computed from some values, or selected by them."""
     dependent: set[Value] = set()
     while tests:
-        new = {v for test in tests for v in program.forward(test, anything)} - dependent
+        new = {*program.ahead(tests, anything)} - dependent
         dependent |= new
         chosen = {op for v in new for op in program.chooses(v)}
         tests = [v for op in chosen for v in op.outs if v not in dependent]
     return dependent
 
 
-def _verdict(program: Program, gate: Op) -> list[Op]:
-    return program.makers(gate.ins[0], VERDICTS)
+def _entries_after(program: Program, value: Value) -> Iterator[Value]:
+    """Yields what is computed of a value in one step, but not what it only chooses."""
+    return program.after(value, lambda op: not cases(op) or value in cases(op))
+
+
+def _asked(program: Program, gate: Op) -> Value:
+    """Returns the predicate of a gate, before it was given the shape of a state."""
+    return program.back(gate.ins[0], rules.VIEWS)[-1]
+
+
+def _tests(program: Program, predicate: Value) -> list[Op]:
+    """Returns the finite tests that a predicate comes from: many states have the same."""
+    known: dict[Value, list[Op]] = program.notes.setdefault("tests", {})
+    if predicate not in known:
+        makers = program.makers(predicate, VERDICTS)
+        known[predicate] = [op for op in makers if op.name == "is_finite"]
+    return known[predicate]

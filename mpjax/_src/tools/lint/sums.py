@@ -1,8 +1,9 @@
 """Rules of sums and averages in 16 bits: over an array, in a loop, over steps, devices, or rows."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mpjax._src.core.base import _jax, rules
@@ -10,7 +11,15 @@ from mpjax._src.core.base.dtypes import digits, dtype_of, is_half, short_name, s
 from mpjax._src.core.base.higher_order import SCAN, turns_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything, cases
+from mpjax._src.tools.lint.program import (
+    CHOSEN,
+    SAME,
+    Program,
+    all_reached,
+    anything,
+    cases,
+    walked,
+)
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import alone, carried
 
@@ -81,14 +90,26 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
         if share is None or share.factor != 1 or not share.terms or op is None:
             yield from _decaying(program, loop, after, before)
             continue
-        depends = any(before in program.back(v, anything) for v in share.terms)
         dtype, turns = before.aval.dtype, turns_of(loop.eqn)
-        if turns > _limit(dtype, depends or program.is_backward(op)):
+        grows = turns <= _limit(dtype, True) and (
+            program.is_backward(op) or not share.terms.isdisjoint(_in_turns(program, loop, before))
+        )
+        if turns > _limit(dtype, grows):
             yield Hit(
                 f"A loop of {turns} iterations carries a sum in {shown(before)}. Each iteration "
                 f"rounds it to {digits(dtype)} binary digits, and late terms are lost.",
                 op,
             )
+
+
+def _in_turns(program: Program, loop: Op, value: Value) -> list[Value]:
+    """Returns what the turns of a loop compute of a value of its body."""
+    outside = {*loop.outs}
+
+    def ahead(v: Value) -> Iterator[Value]:
+        return (each for each in program.after(v, anything) if each not in outside)
+
+    return all_reached([value], ahead)
 
 
 def _decaying(program: Program, loop: Op, after: Value, before: Value) -> Iterator[Hit]:
@@ -196,6 +217,8 @@ def half_scatters(program: Program) -> Iterator[Hit]:
 # The largest relative distance from its input at which an average may stop changing.
 STUCK = 1 / 8
 
+# Operations that a `Share` is followed through.
+FOLLOWED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS
 # How many values are followed from a state to its next value; few are enough for averages.
 FURTHEST = 300
 
@@ -225,8 +248,24 @@ def share_of(program: Program, after: Value, before: Value, products: bool = Tru
 
     Without ``products``, only sums are followed: whatever else is computed of the state is a term.
     """
-    moved = {*program.forward(before, anything)}
-    return _Reader(program, before, moved, products).read(after) if after in moved else None
+    moved = _moved(program, after, before)
+    share = _Reader(program, before, moved, products).read(after) if after in moved else None
+    if not (products and share and share.rest and 0 < share.factor < 1):
+        return share
+    # An average. What is added may be computed of the state in a way that no share follows.
+    ahead = walked([before], lambda v: program.after(v, anything))
+    return None if any(v in share.terms for v in ahead) else share
+
+
+def _moved(program: Program, after: Value, before: Value) -> set[Value]:
+    """Returns what is computed of a state on the ways to its next value that a `Share` follows."""
+    near = {*itertools.islice(walked([after], _followed(program.before)), FURTHEST)}
+    ahead = _followed(program.after)
+    return {*walked([before], lambda v: (each for each in ahead(v) if each in near))}
+
+
+def _followed(step: Callable[..., Iterator[Value]]) -> Callable[[Value], Iterator[Value]]:
+    return lambda value: step(value, lambda op: op.name in FOLLOWED)
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,7 +12,16 @@ from mpjax._src.core.base.dtypes import FLOAT16, is_half, limits_of, shown
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.interpret import run_in_float32
-from mpjax._src.tools.lint.program import CASTS, CHOSEN, MOVES, SAME, Program, anything, noted
+from mpjax._src.tools.lint.program import (
+    CASTS,
+    CHOSEN,
+    MOVES,
+    SAME,
+    Program,
+    all_reached,
+    anything,
+    noted,
+)
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import Carried, carried
 
@@ -207,12 +216,12 @@ def flushed_gradients(program: Program) -> Iterator[Hit]:
         return
     worst = sorted(lossy, key=lambda op: -_lost(lossy[op]) * lossy[op].sum())
     gradients: dict[str, Op] = {}
-    behind: dict[str, None] = {}
-    ends = _ends(program)
+    names = _gradients(program)
+    nearest = _nearest(program, names)
     for op in worst:
-        names = dict.fromkeys(_gradients_of(program, op.outs[0], ends))
-        gradients.setdefault(next(iter(names), "a result"), op)
-        behind |= names
+        gradients.setdefault(nearest.get(op.outs[0], "a result"), op)
+    reached = program.ahead([op.outs[0] for op in worst], program.is_backward)
+    behind = dict.fromkeys(names[v] for v in reached if v in names)
     more = [name for name in behind if name not in gradients]
     first, *others = ((name, *_lost_shares(lossy[op])) for name, op in gradients.items())
     name, zero, small = first
@@ -243,14 +252,31 @@ def _lost_shares(counts: np.ndarray) -> tuple[str, str]:
 # ---- whose gradient it is -----------------------------------------------------------------------
 
 
-def _gradients_of(program: Program, value: Value, ends: dict[Value, str]) -> Iterator[str]:
-    """Yields the arguments whose gradients depend on a cotangent, by name, the nearest first."""
-    results = {*program.block.outvars}
-    for v in program.forward(value, program.is_backward):
+def _gradients(program: Program) -> dict[Value, str]:
+    """Returns the arguments whose gradients the backward pass ends with, by these cotangents."""
+    ends, results = _ends(program), {*program.block.outvars}
+    names = {}
+    for v in (v for op in program.ops if program.is_backward(op) for v in op.outs):
         leaves = any(not program.is_backward(op) for op in program.readers(v))
         if leaves or not results.isdisjoint(program.forward(v, ())):
             entries = functools.partial(_entry_by_entry, v.size)
-            yield from [ends[each] for each in program.forward(v, entries) if each in ends][:1]
+            found = (ends[each] for each in program.forward(v, entries) if each in ends)
+            if name := next(found, ""):
+                names[v] = name
+    return names
+
+
+def _nearest(program: Program, names: dict[Value, str]) -> dict[Value, str]:
+    """Returns the nearest argument whose gradient depends on each cotangent."""
+    nearest = {**names}
+
+    def follow(value: Value) -> Iterator[Value]:
+        for each in program.before(value, program.is_backward):
+            nearest.setdefault(each, nearest[value])
+            yield each
+
+    all_reached(names, follow)
+    return nearest
 
 
 def _entry_by_entry(size: int, op: Op) -> bool:

@@ -18,9 +18,10 @@ from mpjax._src.core.base.dtypes import HALVES, is_float, is_half
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, Inside, higher_order
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.rules import HALF, MOVE, NEVER, PROGRAM, REDUCES, UNKNOWN, rule_of
+from mpjax._src.core.program.derived import derived_in
 from mpjax._src.core.program.graph import AGAIN
 from mpjax._src.core.program.interpret import is_precise
-from mpjax._src.core.program.site import ROOT, Site
+from mpjax._src.core.program.site import Site
 
 CAST = "convert_element_type"
 
@@ -42,6 +43,16 @@ class Tensor:
     def scopes(self) -> tuple[str, ...]:
         """The names of the scopes around it."""
         return tuple(name for name in self.site.scopes if name != AGAIN)
+
+    @property
+    def backward(self) -> bool:
+        """Whether it depends on a cotangent."""
+        return self.site.is_derived(self.eqn)
+
+    @property
+    def again(self) -> bool:
+        """Whether the backward pass computes it again, as the forward pass does."""
+        return self.site.backward and not self.backward
 
     @property
     def key(self) -> Any:
@@ -82,10 +93,12 @@ def watch(jaxpr: Any) -> Watch:
     """Returns the watched values of a program."""
     inner, _ = _jax.open_jaxpr(jaxpr)
     everything = [True] * len(inner.outvars)
-    watched, _ = _walk(inner, [{} for _ in inner.invars], everything, ROOT)
+    watched, _ = _walk(
+        inner, [{} for _ in inner.invars], everything, Site(derived=derived_in(inner))
+    )
     # Backwards, so that of equal keys the first tensor in the program stays.
-    first = {t.key: t for t in reversed(watched.tensors) if not t.site.again}
-    twice = [t for t in watched.tensors if t.site.again and t.key in first]
+    first = {t.key: t for t in reversed(watched.tensors) if not t.again}
+    twice = [t for t in watched.tensors if t.again and t.key in first]
     for tensor in twice:  # in the program's order, in which a report names them
         first[tensor.key].readers += tensor.readers
     return watched.without({*twice})
@@ -113,7 +126,7 @@ def _walk(
             continue
         here = site.at(eqn, repeats=False)
         if is_entered(eqn):
-            watched.inside[i] = _enter(eqn, tensors, stored, here)
+            watched.inside[i] = _enter(eqn, tensors, stored, here.inside(eqn))
             continue
         for v, part, half in _read(eqn, makers):
             if half not in tensors[v]:
@@ -157,9 +170,9 @@ def _enter(eqn: Any, tensors: dict[Any, Known], stored: set[Any], site: Site) ->
 
 def _reader(eqn: Any, part: str, site: Site) -> str:
     """Returns the text on a matmul that reads a tensor as a part of it."""
-    line, _ = _jax.source_lines(eqn)
+    line, _ = site.lines(eqn)
     at = f" at {short(line)}" if line else ""
-    return f"{part} of {eqn.primitive.name}{', backward' * site.backward}{at}"
+    return f"{part} of {eqn.primitive.name}{', backward' * site.is_derived(eqn)}{at}"
 
 
 def _given(eqn: Any, inside: Inside, tensors: dict[Any, Known], once: bool) -> list[Known]:

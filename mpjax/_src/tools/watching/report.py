@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import canonical, short_name
 from mpjax._src.core.base.errors import brief
 from mpjax._src.core.base.lines import short
@@ -59,7 +58,7 @@ class WatchedTensor:
         op: The primitive that reads or computes it.
         part: Its part in that operation: "lhs", "rhs", "operand", "result" or "cast".
         scope: The named scopes around it, joined with "/".
-        direction: "forward" or "backward".
+        direction: "backward" if it depends on a cotangent; what is computed again is "forward".
         dtype: The name of the 16-bit dtype.
         shape: Its shape: in a loop, of one iteration; within shard_map, of one device.
         source: "file:line" of the user's code, or "".
@@ -257,7 +256,7 @@ def _scope_and_name(t: Tensor) -> tuple[str, str]:
     """Returns where a tensor is, and its name, which others may have too."""
     # mpjax's marks are scopes too, and say nothing to the user.
     scope = "/".join(s for s in t.scopes if not s.startswith("mpjax."))
-    parts = [scope or short(_jax.source_lines(t.eqn)[0]), "backward" * t.site.backward]
+    parts = [scope or short(t.site.lines(t.eqn)[0]), "backward" * t.backward]
     parts += ["cast"] if t.part == "cast" else [t.eqn.primitive.name, t.part]
     return scope, "/".join(filter(None, parts))
 
@@ -268,11 +267,11 @@ def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
     watched = []
     for t in tensors:
         scope, name = _scope_and_name(t)
-        direction = "backward" if t.site.backward else "forward"
+        direction = "backward" if t.backward else "forward"
         # Layers without a scope that share their lines have equal names.
         names[name] += 1
         number = f"/{names[name]}" if names[name] > 1 else ""
-        shape, lines = tuple(t.value.aval.shape), _jax.source_lines(t.eqn)
+        shape, lines = tuple(t.value.aval.shape), t.site.lines(t.eqn)
         watched.append(
             WatchedTensor(
                 *(name + number, t.eqn.primitive.name, t.part, scope, direction, t.half.name),

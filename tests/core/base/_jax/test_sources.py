@@ -1,7 +1,14 @@
 """Contract: tracebacks show who asked for a cast and who wrote a matmul."""
 
+import ast
+import functools
+import inspect
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from support import equations
@@ -92,3 +99,37 @@ def test_errors_of_debug_nans_name_the_line_of_the_equation_that_runs():
         with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan") as told, place:
             _jax.bind(eqn, wrong)
         assert any("test_sources.py" in note for note in told.value.__notes__)
+
+
+def test_the_line_that_runs_is_the_users():
+    line = _jax.line_of_caller()
+    assert line == f"{__file__}:{inspect.currentframe().f_lineno - 1}"
+    # A function of a library calls this one: the line of the user who calls the library counts.
+    assert functools.reduce(lambda _, call: call(), [_jax.line_of_caller], "").startswith(__file__)
+
+
+@pytest.mark.parametrize("file", [jax.__file__, _jax.__file__, np.__file__, ast.__file__])
+def test_files_of_libraries_are_not_the_users(file):
+    assert not _jax.is_users_file(file) and _jax.is_users_file(__file__)
+    assert not _jax.is_users_file(f"{Path(sys.executable).parent}/mpjax")
+
+
+def test_what_jax_traced_for_another_call_has_the_line_of_this_one():
+    @jax.custom_vjp
+    def ruled(x):
+        return x
+
+    where = lambda g: jnp.where(jnp.isfinite(g), g, 7.5)  # noqa: E731
+    ruled.defvjp(lambda x: (x, None), lambda _, g: (where(g),))
+    jax.make_jaxpr(jax.grad(lambda x: ruled(x).sum()))(jnp.ones(5))
+    jaxpr = jax.make_jaxpr(lambda g: jnp.where(jnp.isfinite(g), g, 7.5))(jnp.ones(5))
+    line = inspect.currentframe().f_lineno - 1
+    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jit")
+    for eqn in call.params["jaxpr"].eqns:
+        assert _jax.source_lines(eqn, call) == (f"{__file__}:{line}", "")
+
+
+def test_a_call_is_told_by_its_place_in_a_line():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.sin(x))(1.0)
+    first, second, _ = map(_jax.call_of, jaxpr.eqns)
+    assert first != second and len(first) == 1

@@ -73,3 +73,8 @@ def _is_large(x: Any) -> bool:
         return True
     is_number = isinstance(x, float) or hasattr(x, "dtype")
     return is_number and bool(np.max(np.abs(x), initial=0) >= 2)
+
+
+def is_transposable(primitive: Any) -> bool:
+    """Returns whether a primitive is linear in some of its operands."""
+    return primitive in ad.primitive_transposes or primitive in ad.fancy_transposes

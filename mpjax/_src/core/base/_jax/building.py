@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,13 @@ from mpjax._src.core.base._jax.programs import (
     open_jaxpr,
     trace,
 )
-from mpjax._src.core.base._jax.sources import is_users
+from mpjax._src.core.base._jax.sources import (
+    JAX,
+    OURS,
+    file_of,
+    has_users_line,
+    is_users_file,
+)
 
 NO_EFFECTS = no_effects
 NO_SCOPES = NameStack()
@@ -122,9 +128,20 @@ def anonymous(jaxpr: Any) -> Any:
     return open_jaxpr(jaxpr)[0].debug_info.with_unknown_names()
 
 
-def line_of_call(eqn: Any, program: Any) -> Any:
-    """Returns where an equation calls a program, for its equations, if no user wrote them."""
-    return None if is_users(open_jaxpr(program)[0]) else eqn.source_info.traceback
+def at_call(call: Any, program: Any) -> Callable[[Any], Any] | None:
+    """Returns a function that gives an equation of a program the line of the equation that calls
+    it, if no user wrote it; or None, if a user wrote the program, as far as that is known."""
+    file, line = file_of(open_jaxpr(program)[0]), call.source_info.traceback
+    if file and is_users_file(file):
+        return None
+
+    def moved(eqn: Any) -> Any:
+        # What JAX traced of its own functions may have the line of another call.
+        if not file.startswith((JAX, OURS)) and has_users_line(eqn):
+            return eqn
+        return eqn.replace(source_info=eqn.source_info.replace(traceback=line))
+
+    return moved
 
 
 def forward_mode(jaxpr: Any, moving: Sequence[bool]) -> tuple[Any, Sequence[bool]]:

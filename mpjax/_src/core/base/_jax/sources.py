@@ -1,7 +1,10 @@
 """The origin of a program's equations: the scopes around them, and the user's lines."""
 
 import contextlib
+import inspect
+import itertools
 import os
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import source_info_util
 from jax._src.api_util import InternalFloatingPointError
+from jax.extend.core.primitives import jit_p
 from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import (
     SourceInfo,
@@ -24,6 +28,8 @@ JAX = f"{Path(jax.__file__).parent}{os.sep}"
 # Lines of mpjax are never the user's.
 register_exclusion(str(Path(__file__).parents[3]))
 OURS = f"{Path(__file__).parents[3]}{os.sep}"
+PACKAGE = f"{Path(__file__).parents[4]}{os.sep}"
+SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
 
 
 def scope_names(stack: Any) -> tuple[str, ...]:
@@ -56,7 +62,10 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
     libraries, the library's line counts as the user's.
     """
     library = ""
-    for eqn in eqns:
+    for eqn, caller in itertools.zip_longest(eqns, eqns[1:]):
+        # JAX keeps what it traced of its own functions, with the line of another call perhaps.
+        if caller is not None and _calls_jax(caller):
+            continue
         frames = source_info_util.user_frames(eqn.source_info.traceback)
         innermost = own = next(frames, None)
         if innermost is None:
@@ -69,9 +78,34 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
     return library, ""
 
 
+def _calls_jax(eqn: Any) -> bool:
+    """Returns whether an equation is a jit of a function of JAX."""
+    return eqn.primitive is jit_p and not is_users(eqn.params["jaxpr"].jaxpr)
+
+
 def source_line(*eqns: Any) -> str:
     """Returns "file:line" of the user's code, for the first equation that has one, or ""."""
     return source_lines(*eqns)[0]
+
+
+def line_of_caller() -> str:
+    """Returns "file:line" of the user's code that runs, or "" if the command runs alone."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def has_users_line(eqn: Any) -> bool:
+    """Returns whether the user's code led to an equation, as far as JAX recorded it."""
+    traceback = eqn.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    return any(is_users_file(code.co_filename) for code in codes)
+
+
+def is_users_file(file: str) -> bool:
+    """Returns whether a file belongs to the user, not to JAX, mpjax, Python or a library."""
+    return not (is_library(file) or file.startswith((JAX, PACKAGE, SCRIPTS)))
 
 
 def _line(frame: Any) -> str:
@@ -129,6 +163,16 @@ def in_one_call(first: Any, second: Any) -> bool:
     )
 
 
+def call_of(eqn: Any) -> tuple[Any, ...]:
+    """Returns the calls outside of JAX and mpjax that produced an equation, as a key.
+
+    An equation has the same key as the equation that it is the derivative of.
+    """
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else zip(*traceback.raw_frames(), strict=True)
+    return tuple(f for f in frames if not f[0].co_filename.startswith((JAX, OURS)))
+
+
 def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
     """Returns the frames of JAX and mpjax that produced an equation, and the frames around them."""
     traceback = eqn.source_info.traceback
@@ -141,7 +185,12 @@ def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
 def is_users(jaxpr: Any) -> bool:
     """Returns whether a user wrote the function of an open jaxpr, so that its lines say more than
     the line that calls it."""
-    return not jaxpr.debug_info.func_src_info.rpartition(" at ")[2].startswith((JAX, OURS))
+    return not file_of(jaxpr).startswith((JAX, OURS))
+
+
+def file_of(fun: Any) -> str:
+    """Returns "file:line" where a function that JAX traces is defined, as far as it is known."""
+    return str(fun.debug_info.func_src_info).rpartition(" at ")[2]
 
 
 def line_key(eqn: Any) -> Any:
@@ -180,9 +229,16 @@ def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
     return error
 
 
+def own_lines(rule: Any) -> Any:
+    """Returns a custom rule whose equations get their own source lines, if a user wrote it.
+
+    In JAX they get the line of the call. In a library's rule no line would be the user's.
+    """
+    return _own_lines(rule) if is_users_file(file_of(rule)) else rule
+
+
 @transformation2
-def own_lines(fun: Callable[..., Any], *args: Any) -> Any:
-    """Gives the equations of a custom rule their own source lines; in JAX they get the call's."""
+def _own_lines(fun: Callable[..., Any], *args: Any) -> Any:
     context = source_info_util._source_info_context
     before = context.context
     # Where the context has no traceback, JAX records that of each equation.
