@@ -89,9 +89,8 @@ def clustered_apart(points, centers):
 
 def kernel(x, y):
     inner = jnp.dot(x.astype(BF16), y.astype(BF16).T, preferred_element_type=F32)
-    far = (
-        jnp.sum(x * x, 1, keepdims=True) + jnp.sum(y * y, 1) + -2.0 * inner
-    )  # <- here: gpytorch#780
+    norms = jnp.sum(x * x, 1, keepdims=True) + jnp.sum(y * y, 1)
+    far = norms + -2.0 * inner  # <- here: gpytorch#780
     return jnp.exp(-0.5 * far)
 
 

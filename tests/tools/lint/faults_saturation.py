@@ -120,7 +120,7 @@ def odds_wide(x):
     return jnp.mean(p / (1 - p + 1e-4))
 
 
-RULE, OF_PROBABILITIES = "late-cast", "rounded-probability"
+RULE, OF_PROBABILITIES = "half-saturation", "rounded-probability"
 CAPPED = "A soft cap is computed in 16 bits and cast up after it: large logits become equal."
 ENDS = (
     "A saturating function is computed in 16 bits, and float32 code divides by its distance to 1."
