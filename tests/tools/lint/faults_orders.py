@@ -60,13 +60,13 @@ def of_arrays(fun):
     return lambda arrays, queries: fun(eqx.combine(arrays, static), queries)
 
 
-def best(scores):
-    relevance = jax.nn.sigmoid(scores)
-    return jnp.sort(relevance, descending=True)[:4]  # <- here: haiku.rag#529
+def best(scores, documents):
+    relevance = -jax.nn.sigmoid(scores)
+    return jax.lax.sort((relevance, documents), num_keys=1)  # <- here: haiku.rag#529
 
 
-def best_wide(scores):
-    return jax.nn.sigmoid(wide(jnp.sort(scores, descending=True)[:4]))
+def best_wide(scores, documents):
+    return jax.lax.sort((-jax.nn.sigmoid(wide(scores)), documents), num_keys=1)
 
 
 def voted(members):
@@ -171,7 +171,7 @@ FAULTS = (
     ),
     Fault(
         *("haiku.rag#529", "ggozad/haiku.rag/pull/529", TIED, RULE, best, best_wide),
-        lambda: (normal(WORDS, dtype=F16),),
+        lambda: (normal(WORDS, dtype=F16), jnp.arange(WORDS)),
     ),
     Fault(
         *("ensemble", MEMBER, TIED, RULE, voted, voted_wide),

@@ -82,8 +82,8 @@ def quotient_wide(a, b):
 
 
 def groups(logits):
-    best = jax.lax.top_k(jax.nn.sigmoid(logits).reshape(-1, 4, 8), 2)[0].sum(-1)  # fault
-    return jax.lax.top_k(wide(best), 2)
+    best = jax.lax.top_k(jax.nn.sigmoid(logits).reshape(-1, 4, 8), 2)[0].sum(-1)
+    return jax.lax.top_k(wide(best), 2)  # fault
 
 
 def groups_wide(logits):

@@ -1,12 +1,12 @@
 """Rules of losses, norms and distances that are computed in 16 bits, and of losses not scaled."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from mpjax._src.core.base import rules
+from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, is_half, shown
 from mpjax._src.core.program.affine import terms, total
 from mpjax._src.core.program.graph import AGAIN, Op, Value
@@ -77,9 +77,9 @@ def half_variances(program: Program) -> Iterator[Hit]:
         if not means:
             continue
         of = {*program.back(means[0], MEANS)}
-        squares = _squares_behind(program, op.ins[0], MEANS)
+        squared = _squares_behind(program, op.ins[0], MEANS)
         sums = any(each.name in ADDS for each in program.makers(op.ins[0], MEANS))
-        if sums and any(v in of for each in squares for v in each.ins):
+        if sums and any(v in of for each in squared for v in each.ins):
             message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
             yield Hit(message, op)
 
@@ -117,11 +117,12 @@ def squares(op: Op) -> bool:
 WHOLE = SAME - rules.having(rules.PART) - rules.having(rules.LOOKS_UP)
 # The algorithms of a matmul that round float32 operands to 16 bits.
 ROUNDS = (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, jax.lax.DotAlgorithmPreset.F16_F16_F32)
-# How many operations a sum is followed through.
-TERMS = 24
+# How many operations a sum is followed through, and how many terms it may have. A distance has three,
+# and a stream of residuals more than are worth to follow.
+DEEP, MOST = 24, 8
 
 
-def weights(program: Program, value: Value, depth: int = TERMS) -> dict[Value, float]:
+def weights(program: Program, value: Value, depth: int = DEEP) -> dict[Value, float]:
     """Returns the values that a value is the sum of, entry by entry or reduced, and their weights.
 
     A select with one case that is no number counts as that case.
@@ -130,9 +131,9 @@ def weights(program: Program, value: Value, depth: int = TERMS) -> dict[Value, f
     if value not in known:
         known[value] = {value: 1.0}  # computed from itself
         parts = _terms(program, value) if depth else ()
-        if parts:
-            sums = ((weights(program, v, depth - 1), by) for v, by in parts)
-            known[value] = total(sums)
+        form = total((weights(program, v, depth - 1), by) for v, by in parts)
+        if parts and len(form) <= MOST:
+            known[value] = form
     return known[value]
 
 
@@ -161,28 +162,35 @@ def half_distances(program: Program) -> Iterator[Hit]:
         if program.is_backward(op) or not is_float(op.outs[0]):
             continue
         form = weights(program, op.outs[0])
-        made = [(maker, by) for v, by in form.items() if (maker := program.maker(v))]
-        for dot, by in made:
-            if dot.name not in rules.MATMULS or dot in told:
+        for value, weight in form.items():
+            dot = program.maker(value)
+            if dot is None or dot.name not in rules.MATMULS or dot in told:
                 continue
-            (x, a), (y, b) = (root_of(program, v) for v in dot.ins[:2])
-            for value, weight in form.items():
-                norm = value is not dot.outs[0] and _norm(program, value, dot)
-                if not norm or norm[0] not in (x, y):
-                    continue
-                _, base, times = norm
-                # Of points with themselves, both norms may be one term, broadcast in two ways.
-                ratios = (-2.0, -1.0) if x is y else (-2.0,)
-                ratio = by * a * b / (weight * times)
-                near = any(math.isclose(ratio, each, rel_tol=1e-3) for each in ratios)
-                if near and _is_rounded_product(program, dot, base):
-                    told.add(dot)
-                    yield Hit(
-                        f"A distance is the difference of squared norms and twice a {dot.name} of "
-                        f"{' and '.join(shown(v) for v in dot.ins[:2])} to {shown(dot.outs[0])}.",
-                        op,
-                    )
-                    break
+            rest = {v: by for v, by in form.items() if v is not value}
+            if any(_cancels(program, dot, weight, v, by) for v, by in rest.items()):
+                told.add(dot)
+                yield Hit(
+                    f"A distance is the difference of squared norms and twice a {dot.name} of "
+                    f"{' and '.join(shown(v) for v in dot.ins[:2])} to {shown(dot.outs[0])}.",
+                    op,
+                )
+
+
+def _cancels(program: Program, dot: Op, weight: float, value: Value, by: float) -> bool:
+    """Returns whether a term is the squared norm of an operand of a rounded product.
+
+    ``weight`` and ``by`` are the weights of the product and of the term in a sum.
+    """
+    norm = _norm(program, value, dot)
+    if norm is None:
+        return False
+    root, base, times = norm
+    (x, a), (y, b) = (root_of(program, v) for v in dot.ins[:2])
+    # Of points with themselves, both norms may be one term, broadcast in two ways.
+    ratios = (-2.0, -1.0) if x is y else (-2.0,)
+    ratio = weight * a * b / (by * times)
+    near = any(math.isclose(ratio, each, rel_tol=1e-3) for each in ratios)
+    return near and root in (x, y) and _is_rounded_product(program, dot, base)
 
 
 def _is_rounded_product(program: Program, dot: Op, base: Value) -> bool:
@@ -227,8 +235,11 @@ def _norm(program: Program, value: Value, dot: Op) -> tuple[Value, Value, float]
 
 def is_square(program: Program, dot: Op) -> bool:
     """Returns whether both operands of a matmul are the same, moved or cast at most."""
-    left, right = (root_of(program, v) for v in dot.ins[:2])
-    return left == right
+    known: dict[Op, bool] = program.notes.setdefault("squares", {})
+    if dot not in known:
+        left, right = (root_of(program, v) for v in dot.ins[:2])
+        known[dot] = left == right
+    return known[dot]
 
 
 # ---- loss scales ---------------------------------------------------------------------------------
@@ -247,23 +258,46 @@ def unscaled_gradients(program: Program) -> Iterator[Hit]:
     that starts from given cotangents.
     """
 
-    def backward(op: Op) -> bool:
-        return program.is_backward(op) and AGAIN not in op.scopes
-
-    for op in filter(backward, program.ops):
-        half = next((v for v in op.outs if dtype_of(v) == FLOAT16 and not v.is_one), None)
-        behind = program.back(half, backward) if half is not None else ()
-        seeds = [v for v in behind if v.is_one and program.number(v) == 1.0]
-        if half is None or not seeds:
+    cotangents: set[Value] = set()
+    for op in program.ops:
+        if not _pulls_back(program, op):
             continue
-        makers = [each for v in behind if (each := program.maker(v)) and backward(each)]
-        if not any(_scales(program, each) for each in makers):
-            yield Hit(
-                f"The backward pass computes {shown(half)} by {op.name}, and no loss scale "
-                "multiplies the loss.",
-                op,
-            )
-        return  # one tells of the whole backward pass
+        behind = {each for v in op.ins for each in program.back(v, ())}
+        if cotangents.isdisjoint(behind) and not any(_is_seed(program, v) for v in behind):
+            continue
+        cotangents.update(op.outs)
+        half = next((v for v in op.outs if dtype_of(v) == FLOAT16 and not v.is_one), None)
+        if half is not None:
+            if not any(_scales(program, each) for each in program.makers(half, _pulls(program))):
+                yield Hit(
+                    f"The backward pass computes {shown(half)} by {op.name}, and no loss scale "
+                    "multiplies the loss.",
+                    op,
+                )
+            return  # one tells of the whole backward pass
+
+
+def _pulls(program: Program) -> Callable[[Op], bool]:
+    return lambda op: _pulls_back(program, op)
+
+
+def _pulls_back(program: Program, op: Op) -> bool:
+    """Returns whether an operation is of the last backward pass, and does not compute again.
+
+    What a gradient inside of a loss computes is differentiated again: it belongs to the loss.
+    """
+    if op.subs or not program.is_backward(op) or AGAIN in op.scopes:
+        return False
+    stacks = (each.stack for each in (*program.around[op], op))
+    names = [name for stack in stacks for name in _jax.transforms(stack) if name in PASSES]
+    return names[:1] != ["jvp"]
+
+
+PASSES = ("jvp", "transpose")
+
+
+def _is_seed(program: Program, value: Value) -> bool:
+    return value.is_one and program.number(value) == 1.0
 
 
 def _scales(program: Program, op: Op) -> bool:

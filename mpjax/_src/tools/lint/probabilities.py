@@ -20,6 +20,7 @@ from mpjax._src.tools.lint.losses import (
     DIVIDES,
     SIGMOIDS,
     SUMMED,
+    WHOLE,
     is_loss,
     is_square,
     root_of,
@@ -40,6 +41,7 @@ SHIFTS = SAME | rules.ADDITIONS | LIMITS | {"neg"}
 # Operations between a difference and the number or the figures that it is averaged to.
 JUDGED = AVERAGED | LIMITS | rules.EXTREMES | rules.SQUARES | rules.ROOTS | rules.LOGARITHMS
 RANKS = rules.having(rules.RANKS) | {"approx_top_k"}
+SUMS = frozenset({"cumsum"})
 NOISE = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | LIMITS | {"neg"}
 
 Behind = Callable[[Value], list[Op]]
@@ -79,12 +81,13 @@ def log_shares(program: Program) -> set[Op]:
         names = {each.name for each in program.makers(log.ins[0], SUMMED)}
         return bool(names & ADDS and names & rules.EXPONENTIALS)
 
+    logs = program.named(*rules.LOGARITHMS)
     return {
-        op
-        for op in program.named(*DIFFERENCES)
-        for v in op.ins
-        for log in program.makers(v, SAME | rules.ADDITIONS)
-        if log.name in rules.LOGARITHMS and of_exponentials(log)
+        reader
+        for log in filter(of_exponentials, logs)
+        for v in program.forward(log.outs[0], SAME | rules.ADDITIONS)
+        for reader in program.readers(v)
+        if reader.name in DIFFERENCES
     }
 
 
@@ -136,7 +139,7 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
             continue  # `half_log_sums` finds it
         tiny = narrow and dtype_of(found.outs[0]) == FLOAT16
         if tiny or at_one or (op.name in LOGS and _is_likelihood(program, op)):
-            lost = "those below 6e-8 are 0 there" if tiny else _ends(found)
+            lost = "those below 6e-8 are 0 there" if tiny and not at_one else _ends(found)
             what = f"probabilities that were rounded to {shown(found.outs[0])}"
             yield Hit(f"{op.name} reads {what}: {lost}.", op)
     yield from _differences(program, of | log_shares(program))
@@ -183,7 +186,9 @@ def _poles(program: Program, of: Set[Op]) -> Iterator[tuple[Op, Op, bool]]:
         found = _rounded(behind, op.ins[-1], of)
         if found is not None:
             squash = next(each for each in [found, *behind(found.ins[0])] if each in of)
-            yield op, found, _reads_bound(program, op, behind(op.ins[-1]), squash)
+            shift = _shift(program, op, behind, squash)
+            if shift <= 0:
+                yield op, found, shift < 0
 
 
 def _squares(program: Program, op: Op) -> bool:
@@ -194,19 +199,23 @@ def _squares(program: Program, op: Op) -> bool:
     return left[0] is right[0]
 
 
-def _reads_bound(program: Program, op: Op, between: list[Op], squash: Op) -> bool:
-    """Returns whether an operation reads the distance of a saturating function to its bound."""
+def _shift(program: Program, op: Op, behind: Behind, squash: Op) -> float:
+    """Returns how the pole of an operation lies: 0 where a saturating function is 0.
+
+    Below 0 is a bound of the function, and above 0 a place where it is not.
+    """
     signed = squash.name in SQUASHES - SIGMOIDS
-    if op.name == "log1p":
-        return signed or any(each.name == "neg" for each in between)
+    between = behind(op.ins[-1])
     if op.name not in rules.PRODUCTS | rules.LOGARITHMS | rules.ROOTS:
-        return True  # atanh has its poles at the bounds
+        # atanh has its poles at the bounds, log1p at -1.
+        falls = signed or any(each.name == "neg" for each in between)
+        return -1.0 if falls or op.name != "log1p" else 1.0
     for each in between:
-        if each.name in rules.SUMS_OF_TWO:
+        if each.name in rules.SUMS_OF_TWO and squash in behind(each.outs[0]):
             number = next((n for v in each.ins if (n := program.number(v)) is not None), 0.0)
-            if abs(number) > BOUND and (signed or each.name in DIFFERENCES):
-                return True
-    return False
+            if abs(number) > BOUND:
+                return -1.0 if signed or each.name in DIFFERENCES else 1.0
+    return 0.0
 
 
 BOUND = 0.1  # smaller numbers that are added protect from a pole
@@ -219,7 +228,8 @@ def _differences(program: Program, of: Set[Op]) -> Iterator[Hit]:
     """Finds differences of two probabilities, or of a ratio and 1, that are averaged."""
 
     def passes(op: Op) -> bool:
-        return op.name in CHOSEN | LIMITS | rules.ROOTS | {"neg"} or _picks(program, op)
+        kept = CHOSEN | LIMITS | RANKS | rules.ROOTS | {"neg"}
+        return op.name in kept or _picks(program, op)
 
     behind = _through(program, passes)
     for op in program.named(*rules.SUMS_OF_TWO):
@@ -228,12 +238,16 @@ def _differences(program: Program, of: Set[Op]) -> Iterator[Hit]:
         ratio = _ratio_less_one(program, op, of)
         ends = [{*behind(v)} & of for v in op.ins] if not ratio and op.name in DIFFERENCES else []
         found = ratio
-        # The entries of one array are told apart by their places only.
-        if all(ends) and len(ends) == 2 and ends[0] != ends[1]:
+        if ends and all(ends) and not _are_same(program, *op.ins):
             found = next(filter(None, (_rounded(behind, v, of) for v in op.ins)), None)
         if found is not None and _is_judged(program, op):
             what = "A ratio less 1" if ratio else "A difference of probabilities"
             yield Hit(f"{what} is computed from {shown(found.outs[0])}, and then averaged.", op)
+
+
+def _are_same(program: Program, one: Value, other: Value) -> bool:
+    """Returns whether two values have the same entries, as in x - stop_gradient(x)."""
+    return not {*program.back(one, WHOLE)}.isdisjoint(program.back(other, WHOLE))
 
 
 def _ratio_less_one(program: Program, op: Op, of: Set[Op]) -> Op | None:
@@ -293,15 +307,18 @@ def _ratios(program: Program) -> Iterator[Hit]:
 
 
 def _orders(program: Program, of: Set[Op]) -> Iterator[Hit]:
-    """Finds sorts, top_k and argmax of rounded values, and their sums that are compared."""
+    """Finds orders of rounded values, and sums of them that are compared.
+
+    Sorted values alone are no fault: to sort and to round commute.
+    """
     behind: Behind = functools.partial(_in_order, program)
     for op in program.ops:
-        sums = op.name == "cumsum"
+        sums = op.name in SUMS
         if program.is_backward(op) or not (sums or op.name in RANKS):
             continue
         for value in filter(is_float, op.ins[: op.params.get("num_keys", 1)]):
             found = _rounded(behind, value, of)
-            if found is not None and (not sums or _is_compared(program, op)):
+            if found is not None and (_is_compared(program, op) or _gives_places(program, op)):
                 what = "sums, to compare them," if sums else "orders"
                 yield Hit(
                     f"{op.name} {what} values of {shown(found.outs[0])} that saturate: different "
@@ -309,6 +326,13 @@ def _orders(program: Program, of: Set[Op]) -> Iterator[Hit]:
                     op,
                 )
                 break
+
+
+def _gives_places(program: Program, op: Op) -> bool:
+    """Returns whether the program reads what an order moves along: places, or other arrays."""
+    moved = op.outs if op.outs[0].aval.dtype != op.ins[0].aval.dtype else op.outs[1:]
+    results = {*program.block.outvars}
+    return any(program.readers(v) or not results.isdisjoint(program.forward(v, ())) for v in moved)
 
 
 def _is_compared(program: Program, op: Op) -> bool:
@@ -330,8 +354,10 @@ def _in_order(program: Program, value: Value) -> list[Op]:
 
 def _ordering(program: Program, op: Op) -> tuple[Value, ...]:
     """Returns the operands that an operation orders its result by."""
-    if op.name in SAME | ADDS | rules.EXTREMES | LIMITS | {"neg"}:
+    if op.name in CHOSEN | ADDS | rules.EXTREMES | LIMITS | {"neg"}:
         return cases(op) or op.ins
+    if op.name in RANKS:
+        return op.ins[:1]
     if op.name in rules.SUMS_OF_TWO:
         rest = tuple(v for v in op.ins if not _is_spread(program, v, op.outs[0].size))
         # Of two full arrays, the other one decides the order too, unless it is of the same kind.
@@ -364,22 +390,29 @@ def half_samples(program: Program) -> Iterator[Hit]:
     for bits in program.named("random_bits"):
         drawn = program.forward(bits.outs[0], lambda op: not any(map(is_float, op.ins)))
         for noise in filter(is_half, drawn):
-            plain = {*program.forward(noise, NOISE)}
-            logs = [op for v in plain for op in program.readers(v) if op.name in rules.LOGARITHMS]
-            gumbel = {
-                v for op in logs for v in program.forward(op.outs[0], NOISE | rules.LOGARITHMS)
-            }
-            hits = [op for v in plain for op in program.readers(v) if _asks(program, op, plain)]
+            plain = {*program.forward(noise, _scales)}
+            read = [op for v in plain for op in program.readers(v)]
+            logs = [op for op in read if op.name in rules.LOGARITHMS]
+            gumbel = {v for op in logs for v in program.forward(op.outs[0], NOISE | LOGS)}
+            hits = [op for op in read if _asks(program, op, plain)]
             hits += [op for v in gumbel for op in program.readers(v) if op.name in RANKS]
             for op in dict.fromkeys(hits):
                 few = digits(dtype_of(noise)) - 1
                 yield Hit(f"{op.name} reads noise of {few} random bits, {shown(noise)}.", op)
 
 
+def _scales(op: Op) -> bool:
+    """Returns whether an operation moves a uniform number to another interval."""
+    if op.name in rules.SUMS_OF_TWO | rules.PRODUCTS:
+        return any(v.is_one for v in op.ins)
+    return op.name in CHOSEN | LIMITS | {"neg"}
+
+
 def _asks(program: Program, op: Op, noise: set[Value]) -> bool:
     """Returns whether an operation compares noise with a probability that is no constant."""
-    others = [v for v in op.ins if v not in noise]
-    return op.name in rules.ORDERS and any(program.number(v) is None for v in others)
+    if program.is_backward(op) or op.name not in rules.ORDERS:
+        return False
+    return any(program.number(v) is None for v in op.ins if v not in noise)
 
 
 # ---- saturation ----------------------------------------------------------------------------------
