@@ -117,8 +117,8 @@ def squares(op: Op) -> bool:
 WHOLE = SAME - rules.having(rules.PART) - rules.having(rules.LOOKS_UP)
 # The algorithms of a matmul that round float32 operands to 16 bits.
 ROUNDS = (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, jax.lax.DotAlgorithmPreset.F16_F16_F32)
-# How many operations a sum is followed through, and how many terms it may have. A distance has three,
-# and a stream of residuals more than are worth to follow.
+# How many operations a sum is followed through, and how many terms it may have: a distance has
+# three, and a stream of residuals as many as layers.
 DEEP, MOST = 24, 8
 
 
