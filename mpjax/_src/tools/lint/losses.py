@@ -41,7 +41,7 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
         # After a division it is the logarithm of a probability, which only a loss makes a fault.
         names = {each.name for each in before}
         summed = names & ADDS and not names & DIVIDES
-        if halves & EXPONENTIALS and (summed or is_loss(program, op)):
+        if halves & EXPONENTIALS and (summed or _is_loss(program, op)):
             yield Hit(
                 f"The {op.name} of a sum of exponentials is computed in {shown(op.outs[0])}: the "
                 "loss reads 16-bit logits.",
@@ -52,7 +52,7 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
             yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is computed in 16 bits.", op)
 
 
-def is_loss(program: Program, op: Op) -> bool:
+def _is_loss(program: Program, op: Op) -> bool:
     """Returns whether the results of an operation are averaged to one number."""
     ahead = program.forward(op.outs[0], AVERAGED)
     return any(v.is_one and op.outs[0].size > 1 for v in ahead)

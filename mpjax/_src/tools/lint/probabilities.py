@@ -21,7 +21,6 @@ from mpjax._src.tools.lint.losses import (
     SIGMOIDS,
     SUMMED,
     WHOLE,
-    is_loss,
     is_square,
     root_of,
     squares,
@@ -153,7 +152,7 @@ def _is_likelihood(program: Program, op: Op) -> bool:
     chosen = any(rules.LOOKS_UP in each.spec.traits for each in before)
     ahead = program.forward(op.outs[0], NOISE)
     drawn = any(each.name in RANKS for v in ahead for each in program.readers(v))
-    return chosen or drawn or is_loss(program, op)
+    return chosen or drawn or _is_averaged(program, op)
 
 
 def _ends(op: Op) -> str:
@@ -173,7 +172,8 @@ def _poles(program: Program, of: Set[Op]) -> Iterator[tuple[Op, Op, bool]]:
         return op.name in SHIFTS or _squares(program, op) or _picks(program, op)
 
     def of_logs(op: Op) -> bool:
-        return passes(op) or (op.name in ADDS and not narrows(op))
+        # The logarithm of a quotient is a difference of logarithms.
+        return passes(op) or op.name in ADDS | DIVIDES - SIGMOIDS
 
     for op in program.ops:
         if rules.POLE not in op.spec.traits or program.is_backward(op) or not op.outs:
@@ -268,16 +268,20 @@ def _ratio_less_one(program: Program, op: Op, of: Set[Op]) -> Op | None:
 
 
 def _is_judged(program: Program, op: Op) -> bool:
-    """Returns whether a value is returned, or averaged to one number or fewer that are returned."""
+    """Returns whether a value is averaged, or returned in float32."""
+    whole = program.forward(op.outs[0], SAME)
+    results = {v for v in program.block.outvars if not is_half(v)}
+    return not results.isdisjoint(whole) or _is_averaged(program, op)
+
+
+def _is_averaged(program: Program, op: Op) -> bool:
+    """Returns whether a value is averaged to one number, or to fewer that are returned."""
 
     def goes(each: Op) -> bool:
         summed = each.name in JUDGED or (each.name in rules.MATMULS and is_square(program, each))
         return summed and not program.is_backward(each)
 
-    results = {*program.block.outvars}
-    if not results.isdisjoint(program.forward(op.outs[0], SAME)):
-        return True
-    ahead = program.forward(op.outs[0], goes)
+    results, ahead = {*program.block.outvars}, program.forward(op.outs[0], goes)
     return any(v.size < op.outs[0].size and (v.is_one or v in results) for v in ahead)
 
 
