@@ -1,7 +1,8 @@
 """Rules of losses, norms and distances that are computed in 16 bits, and of losses not scaled."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -268,17 +269,15 @@ def unscaled_gradients(program: Program) -> Iterator[Hit]:
         cotangents.update(op.outs)
         half = next((v for v in op.outs if dtype_of(v) == FLOAT16 and not v.is_one), None)
         if half is not None:
-            if not any(_scales(program, each) for each in program.makers(half, _pulls(program))):
+            pulls = functools.partial(_pulls_back, program)
+            made = filter(pulls, program.makers(half, pulls))
+            if not any(_scales(program, each) for each in made):
                 yield Hit(
                     f"The backward pass computes {shown(half)} by {op.name}, and no loss scale "
                     "multiplies the loss.",
                     op,
                 )
             return  # one tells of the whole backward pass
-
-
-def _pulls(program: Program) -> Callable[[Op], bool]:
-    return lambda op: _pulls_back(program, op)
 
 
 def _pulls_back(program: Program, op: Op) -> bool:
