@@ -108,6 +108,14 @@ def gumbel_wide(key, logits):
     return jax.lax.top_k(wide(logits) + jax.random.gumbel(key, logits.shape), 3)
 
 
+def raced(key, p):
+    return jnp.argmax(p / jax.random.exponential(key, p.shape, p.dtype), -1)  # fault
+
+
+def raced_wide(key, p):
+    return jnp.argmax(wide(p) / jax.random.exponential(key, p.shape), -1)
+
+
 def capped(logits, cap):
     return entropy(cap * jnp.tanh(logits / cap))  # fault
 
@@ -155,6 +163,7 @@ CASES = {
     "groups": Pair(RULE, groups, groups_wide, (LOGITS,)),
     "approximate": Pair(RULE, approximate, approximate_wide, (f16(8, 32),)),
     "Gumbel": Pair("half-sample", gumbel, gumbel_wide, (KEY, LOGITS)),
+    "race": Pair("half-sample", raced, raced_wide, (KEY, f16(8, 32))),
     "a cap that is given": Pair("half-saturation", capped, capped_wide, (LOGITS, bf16())),
     "rounded again": Pair("half-saturation", rounded_again, rounded_before, (LOGITS,)),
     "sigmoid": Pair("half-saturation", shifted, shifted_wide, (LOGITS,)),

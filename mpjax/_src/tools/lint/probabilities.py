@@ -33,7 +33,7 @@ SQUASHES = frozenset(
     rules.names_where(lambda r: (r.span, r.gain) == (rules.BOUNDED, rules.ONE) and not r.linear)
 )
 DIFFERENCES = rules.SUMS_OF_TWO - rules.ADDITIONS
-LOGS = frozenset(rules.names_where(lambda r: rules.POLE in r.traits and r.gain == rules.UNBOUNDED))
+LOGS = rules.LOGARITHMS | {"log1p"}
 # Operations that keep what is near to a bound there: they limit, shift or choose.
 LIMITS = frozenset(rules.names_where(lambda r: rules.KINKED in r.traits and r.need == rules.FOLLOW))
 SHIFTS = SAME | rules.ADDITIONS | LIMITS | {"neg"}
@@ -209,7 +209,7 @@ def _shift(program: Program, op: Op, behind: Behind, squash: Op) -> float:
     if op.name not in rules.PRODUCTS | rules.LOGARITHMS | rules.ROOTS:
         # atanh has its poles at the bounds, log1p at -1.
         falls = signed or any(each.name == "neg" for each in between)
-        return -1.0 if falls or op.name != "log1p" else 1.0
+        return -1.0 if falls or op.name not in LOGS else 1.0
     for each in between:
         if each.name in rules.SUMS_OF_TWO and squash in behind(each.outs[0]):
             number = next((n for v in each.ins if (n := program.number(v)) is not None), 0.0)
@@ -396,7 +396,7 @@ def half_samples(program: Program) -> Iterator[Hit]:
         for noise in filter(is_half, drawn):
             plain = {*program.forward(noise, _scales)}
             read = [op for v in plain for op in program.readers(v)]
-            logs = [op for op in read if op.name in rules.LOGARITHMS]
+            logs = [op for op in read if op.name in LOGS]
             gumbel = {v for op in logs for v in program.forward(op.outs[0], NOISE | LOGS)}
             hits = [op for op in read if _asks(program, op, plain)]
             hits += [op for v in gumbel for op in program.readers(v) if op.name in RANKS]
