@@ -31,6 +31,7 @@ class Fault:
         mended_args: Gives those of the mended one, where they are others.
         target: What both are compiled for, where the rule asks for HLO.
         instead: Why the program is another of its class, where the fault cannot be had any more.
+        argnums: What lint differentiates, in both programs.
     """
 
     name: str
@@ -43,15 +44,17 @@ class Fault:
     mended_args: Callable[[], tuple[Any, ...]] | None = None
     target: str | None = None
     instead: str = ""
+    argnums: int | None = None
 
     @property
     def line(self) -> str:
         """The "file:line" that the rule must name."""
-        lines, _ = inspect.getsourcelines(inspect.getmodule(self.faulty))
+        fun = inspect.unwrap(self.faulty)
+        lines, _ = inspect.getsourcelines(inspect.getmodule(fun))
         (number,) = (
             i for i, line in enumerate(lines, 1) if line.rstrip().endswith(f"{HERE}: {self.name}")
         )
-        return f"{inspect.getsourcefile(self.faulty)}:{number}"
+        return f"{inspect.getsourcefile(fun)}:{number}"
 
 
 def normal(*shape, dtype=F32, scale=1.0, seed=0):

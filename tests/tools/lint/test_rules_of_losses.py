@@ -84,7 +84,7 @@ def scaled_wide(x):
 CASES = {
     "cross entropy": Pair("half-loss", entropy, entropy_wide, (bf16(8, 32), LABELS)),
     "with gradients": Pair(
-        "half-loss", entropy, entropy_wide, (f16(8, 32), LABELS), {"argnums": 0}
+        "half-loss", entropy, entropy_wide, (bf16(8, 32), LABELS), {"argnums": 0}
     ),
     "by hand": Pair("half-loss", by_hand, entropy_wide, (bf16(8, 32), LABELS)),
     "binary": Pair("half-loss", binary, binary_wide, (bf16(8, 1), LABELS)),

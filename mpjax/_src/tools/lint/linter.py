@@ -21,7 +21,7 @@ from mpjax._src.core.program.interpret import OPERATION, Plain, interpret, opera
 from mpjax._src.core.program.site import shown
 from mpjax._src.tools.hardware.aot import CPU, compiled_texts
 from mpjax._src.tools.hardware.targets import find_target
-from mpjax._src.tools.lint.program import Program, make_program
+from mpjax._src.tools.lint.program import Program, make_program, noted
 from mpjax._src.tools.lint.report import Finding, LintReport
 from mpjax._src.tools.lint.rule import HLO, JAXPR, VALUES, Compiled, Hit, NotRun, Rule
 from mpjax._src.tools.lint.table import chosen
@@ -105,7 +105,7 @@ def lint(
         compiled = [rule for rule in rules if rule.needs == HLO]
         for rule in (rule for rule in rules if rule.needs == JAXPR):
             found = rule.check(program)  # a result of the program has to depend on it
-            hits += [(rule, hit) for hit in found if hit.op is None or hit.op in program.live]
+            hits += [(rule, hit) for hit in found if hit.op is None or _matters(program, hit.op)]
         if values:
             reason = ABSTRACT if run and program.is_abstract else "" if run else NOT_RUN
             reason = reason or _run(program, values, hits)
@@ -120,6 +120,20 @@ def lint(
         return LintReport(program.name, findings, ran, not_run, suppressed, rules)
 
     return look
+
+
+def _matters(program: Program, op: Op) -> bool:
+    """Returns whether a result depends on an operation, or on its derivative.
+
+    jax.grad returns no loss, so what only the loss depends on is not live. Its derivative is, and
+    has the same line.
+    """
+    return op in program.live or op.source in _differentiated(program)
+
+
+@noted
+def _differentiated(program: Program) -> set[str]:
+    return {op.source for op in program.live if program.is_backward(op)}
 
 
 def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) -> str:

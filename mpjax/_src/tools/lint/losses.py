@@ -1,20 +1,27 @@
-"""Rules of losses and norms that are computed in 16 bits."""
+"""Rules of losses, norms and distances that are computed in 16 bits, and of losses not scaled."""
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from mpjax._src.core.base import rules
-from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_half, shown
-from mpjax._src.core.program.graph import Op, Value
+import jax
+
+from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, is_half, shown
+from mpjax._src.core.program.affine import terms, total
+from mpjax._src.core.program.graph import AGAIN, Op, Value
 from mpjax._src.tools.lint.casts import narrows
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, cases
 from mpjax._src.tools.lint.rule import Hit
 
-EXPONENTIALS = rules.EXPONENTIALS | {"expm1", "logistic"}
+SIGMOIDS = frozenset({"logistic"})
+EXPONENTIALS = rules.EXPONENTIALS | SIGMOIDS | {"expm1"}
 ADDS = rules.ALL_SUMS | {"reduce_sum"}
-DIVIDES = frozenset({"div", "logistic"})  # makes probabilities of exponentials
+# What makes probabilities of exponentials.
+DIVIDES = rules.PRODUCTS & rules.having(rules.POLE) | SIGMOIDS
 # Operations between the exponentials of a softmax and the logarithm of their sum.
-SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | {"abs", "div"}
+SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | DIVIDES - SIGMOIDS | {"abs"}
 # Operations between the loss of each example and the mean loss; none mixes features.
 AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | ADDS | {"neg", "max"}
 
@@ -46,32 +53,6 @@ def half_log_sums(program: Program) -> Iterator[Hit]:
             yield Hit(f"cumlogsumexp of {shown(op.ins[0])} is computed in 16 bits.", op)
 
 
-def rounded_probabilities(program: Program) -> Iterator[Hit]:
-    """Finds logarithms and reciprocals of probabilities that were rounded to float16.
-
-    Both have a pole at 0, and a probability below 6e-8 is 0 in float16, so the precision in which
-    they are computed does not matter. An epsilon that is added does not restore what was lost.
-    """
-    for op in program.named("log", "div", "rsqrt"):
-        if program.is_backward(op):
-            continue
-        narrowed = filter(narrows, program.makers(op.ins[-1], PROTECTED))
-        narrow = next((each for each in narrowed if dtype_of(each.outs[0]) == FLOAT16), None)
-        if narrow is None:
-            continue
-        names = {each.name for each in program.makers(narrow.ins[0], SUMMED)}
-        if names & EXPONENTIALS and names & DIVIDES:
-            yield Hit(
-                f"{op.name} reads probabilities that were rounded to {shown(narrow.outs[0])}: "
-                "those below 6e-8 are 0 there.",
-                op,
-            )
-
-
-# Operations that protect from a pole.
-PROTECTED = SAME | {"add", "max", "clamp"}
-
-
 def _is_loss(program: Program, op: Op) -> bool:
     """Returns whether the results of an operation are averaged to one number."""
     ahead = program.forward(op.outs[0], AVERAGED)
@@ -97,9 +78,9 @@ def half_variances(program: Program) -> Iterator[Hit]:
         if not means:
             continue
         of = {*program.back(means[0], MEANS)}
-        squares = _squares_behind(program, op.ins[0], MEANS)
+        squared = _squares_behind(program, op.ins[0], MEANS)
         sums = any(each.name in ADDS for each in program.makers(op.ins[0], MEANS))
-        if sums and any(v in of for each in squares for v in each.ins):
+        if sums and any(v in of for each in squared for v in each.ins):
             message = f"A variance is computed as a difference of means in {shown(op.outs[0])}."
             yield Hit(message, op)
 
@@ -110,7 +91,7 @@ def half_norms(program: Program) -> Iterator[Hit]:
     jnp.mean and jnp.sum add in float32, but their operand is squared in float16 before. bfloat16
     has enough range, and its rounding errors of the squares average out.
     """
-    for op in filter(_squares, program.ops):
+    for op in filter(squares, program.ops):
         if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op):
             continue
         ahead = program.forward(op.outs[0], MEANS | {"add"})
@@ -122,10 +103,230 @@ def half_norms(program: Program) -> Iterator[Hit]:
 
 def _squares_behind(program: Program, value: Value, through: Any) -> list[Op]:
     """Returns the operations that square, behind a value and operations of some names."""
-    return [*filter(_squares, program.makers(value, through))]
+    return [*filter(squares, program.makers(value, through))]
 
 
-def _squares(op: Op) -> bool:
+def squares(op: Op) -> bool:
     if op.name == "mul":
         return op.ins[0] is op.ins[1]
     return op.name in rules.SQUARES and op.params.get("y", 2) == 2
+
+
+# ---- distances -----------------------------------------------------------------------------------
+
+# Moves of all entries.
+WHOLE = SAME - rules.having(rules.PART) - rules.having(rules.LOOKS_UP)
+# The algorithms of a matmul that round float32 operands to 16 bits.
+ROUNDS = (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, jax.lax.DotAlgorithmPreset.F16_F16_F32)
+# How many operations a sum is followed through, and how many terms it may have: a distance has
+# three, and a stream of residuals as many as layers.
+DEEP, MOST = 24, 8
+
+
+def weights(program: Program, value: Value, depth: int = DEEP) -> dict[Value, float]:
+    """Returns the values that a value is the sum of, entry by entry or reduced, and their weights.
+
+    A select with one case that is no number counts as that case.
+    """
+    known: dict[Value, dict[Value, float]] = program.notes.setdefault("weights", {})
+    if value not in known:
+        known[value] = {value: 1.0}  # computed from itself
+        parts = _terms(program, value) if depth else ()
+        form = total((weights(program, v, depth - 1), by) for v, by in parts)
+        if parts and len(form) <= MOST:
+            known[value] = form
+    return known[value]
+
+
+def _terms(program: Program, value: Value) -> list[tuple[Value, float]]:
+    op, sources = program.maker(value), program.sources(value)
+    if op is None:
+        return [(sources[0], 1.0)] if len(sources) == 1 else []
+    if op.name in WHOLE or op.name in ADDS:
+        return [(op.ins[0], 1.0)]
+    chosen = [v for v in cases(op) if program.number(v) is None]
+    if cases(op):
+        return [(chosen[0], 1.0)] if len(chosen) == 1 else []
+    return [(op.ins[place], by) for place, by in terms(op, program.number)]
+
+
+def half_distances(program: Program) -> Iterator[Hit]:
+    """Finds squared distances |x|**2 - 2 x y + |y|**2 with a product that is rounded to 16 bits.
+
+    The terms are as large as the squared norms, so the difference is lost if a distance is less
+    than 2**-4 of the norm in bfloat16, 2**-5.5 in float16: as near as neighbors, codes and the
+    points of a cluster are. With a float32 result and the same operands in all terms, the distance
+    is that of the rounded points, and is not found; nor is a single norm with another weight.
+    """
+    told: set[Op] = set()
+    for op in program.named(*rules.SUMS_OF_TWO):
+        if program.is_backward(op) or not is_float(op.outs[0]):
+            continue
+        form = weights(program, op.outs[0])
+        for value, weight in form.items():
+            dot = program.maker(value)
+            if dot is None or dot.name not in rules.MATMULS or dot in told:
+                continue
+            rest = {v: by for v, by in form.items() if v is not value}
+            if any(_cancels(program, dot, weight, v, by) for v, by in rest.items()):
+                told.add(dot)
+                yield Hit(
+                    f"A distance is the difference of squared norms and twice a {dot.name} of "
+                    f"{' and '.join(shown(v) for v in dot.ins[:2])} to {shown(dot.outs[0])}.",
+                    op,
+                )
+
+
+def _cancels(program: Program, dot: Op, weight: float, value: Value, by: float) -> bool:
+    """Returns whether a term is the squared norm of an operand of a rounded product.
+
+    ``weight`` and ``by`` are the weights of the product and of the term in a sum.
+    """
+    norm = _norm(program, value, dot)
+    if norm is None:
+        return False
+    root, base, times = norm
+    (x, a), (y, b) = (root_of(program, v) for v in dot.ins[:2])
+    # Of points with themselves, both norms may be one term, broadcast in two ways.
+    ratios = (-2.0, -1.0) if x is y else (-2.0,)
+    ratio = weight * a * b / (by * times)
+    near = any(math.isclose(ratio, each, rel_tol=1e-3) for each in ratios)
+    return near and root in (x, y) and _is_rounded_product(program, dot, base)
+
+
+def _is_rounded_product(program: Program, dot: Op, base: Value) -> bool:
+    """Returns whether a product is rounded, or its operands are while those of a norm are not."""
+    narrowed = [any(map(narrows, program.makers(v, SAME | rules.PRODUCTS))) for v in dot.ins[:2]]
+    exact = not any(map(narrows, program.makers(base, SAME | rules.PRODUCTS)))
+    rounds = any(narrowed) or dot.params.get("precision") in ROUNDS or is_half(base)
+    return is_half(dot.outs[0]) or (exact and rounds)
+
+
+def root_of(program: Program, value: Value) -> tuple[Value, float]:
+    """Returns what a value is a multiple of, entry by entry, and the factor."""
+    factor, seen = 1.0, {value}
+    while len(parts := _terms(program, value)) == 1 and value.size == parts[0][0].size:
+        ((value, by),) = parts
+        if value in seen:  # carried by a loop
+            break
+        seen.add(value)
+        factor *= by
+    return value, factor
+
+
+def _norm(program: Program, value: Value, dot: Op) -> tuple[Value, Value, float] | None:
+    """Returns whose squared norm a term is, the value that is squared, and the norm's factor."""
+    op = program.maker(value)
+    base = None
+    if op is not None and squares(op):
+        base = op.ins[0]
+        roots = [each for each in program.makers(base, WHOLE) if each.name in rules.ROOTS]
+        if roots:  # the square of a norm
+            (inner, _), *_ = weights(program, roots[0].ins[0]).items()
+            return _norm(program, inner, dot)
+    elif op is not None and op.name in rules.MATMULS:
+        base = op.ins[0] if is_square(program, op) else None
+    elif is_square(program, dot) and dot in program.makers(value, SAME | rules.PRODUCTS | ADDS):
+        base = dot.ins[0]  # the diagonal of all products
+    if base is None:
+        return None
+    root, factor = root_of(program, base)
+    return root, base, factor * factor
+
+
+def is_square(program: Program, dot: Op) -> bool:
+    """Returns whether both operands of a matmul are the same, moved or cast at most."""
+    known: dict[Op, bool] = program.notes.setdefault("squares", {})
+    if dot not in known:
+        left, right = (root_of(program, v) for v in dot.ins[:2])
+        known[dot] = left == right
+    return known[dot]
+
+
+# ---- loss scales ---------------------------------------------------------------------------------
+
+# The least number that is a loss scale: in float16, 8 was enough for a first detector to train.
+LEAST = 8.0
+
+
+def unscaled_gradients(program: Program) -> Iterator[Hit]:
+    """Finds gradients that are computed through float16 of a loss that no scale multiplies.
+
+    The derivative of a loss with respect to itself is 1, and cotangents shrink from there as the
+    loss does; below 6e-8 they are 0 in float16. A scale is a number of 8 or more, or one that the
+    program is given, which multiplies the cotangent while all of its entries are equal, or which
+    the backward pass starts from. Float16 in a forward pass is not found, nor is a backward pass
+    that starts from given cotangents.
+    """
+
+    cotangents: set[Value] = set()
+    for op in program.ops:
+        if not _pulls_back(program, op):
+            continue
+        behind = {each for v in op.ins for each in program.back(v, ())}
+        if cotangents.isdisjoint(behind) and not any(_is_seed(program, v) for v in behind):
+            continue
+        cotangents.update(op.outs)
+        half = next((v for v in op.outs if dtype_of(v) == FLOAT16 and not v.is_one), None)
+        if half is not None:
+            pulls = functools.partial(_pulls_back, program)
+            made = filter(pulls, program.makers(half, pulls))
+            if not any(_scales(program, each) for each in made):
+                yield Hit(
+                    f"The backward pass computes {shown(half)} by {op.name}, and no loss scale "
+                    "multiplies the loss.",
+                    op,
+                )
+            return  # one tells of the whole backward pass
+
+
+def _pulls_back(program: Program, op: Op) -> bool:
+    """Returns whether an operation is of the last backward pass, and does not compute again.
+
+    What a gradient inside of a loss computes is differentiated again: it belongs to the loss.
+    """
+    if op.subs or not program.is_backward(op) or AGAIN in op.scopes:
+        return False
+    stacks = (each.stack for each in (*program.around[op], op))
+    names = [name for stack in stacks for name in _jax.transforms(stack) if name in PASSES]
+    return names[:1] != ["jvp"]
+
+
+PASSES = ("jvp", "transpose")
+
+
+def _is_seed(program: Program, value: Value) -> bool:
+    return value.is_one and program.number(value) == 1.0
+
+
+def _scales(program: Program, op: Op) -> bool:
+    """Returns whether an operation of a backward pass multiplies all of a cotangent by a scale."""
+    if not all(_is_uniform(program, v) for v in op.ins):
+        return False
+    factors = op.ins[:1] if op.name in DIVIDES else op.ins
+    if op.name in DIVIDES and abs(program.number(op.ins[1]) or 1.0) <= 1 / LEAST:
+        return True
+    # What the backward pass makes is the cotangent.
+    given = (v for v in factors if not any(map(program.is_backward, program.makers(v, ()))))
+    return any(_is_scale(program, v) for v in given)
+
+
+def _is_uniform(program: Program, value: Value) -> bool:
+    """Returns whether all entries of a value are one number, or a product of such values."""
+    behind = program.back(value, rules.VIEWS | rules.PRODUCTS)
+    return all(v.is_one for v in behind if not program.sources(v) and _begins(program, v))
+
+
+def _begins(program: Program, value: Value) -> bool:
+    op = program.maker(value)
+    return op is None or op.name not in rules.VIEWS | rules.PRODUCTS
+
+
+def _is_scale(program: Program, value: Value) -> bool:
+    """Returns whether a value is a number of 8 or more, or made of numbers that are given."""
+    number = program.number(value)
+    if number is not None:
+        return abs(number) >= LEAST
+    arguments = {*program.block.invars}
+    behind = program.back(value, lambda op: all(v.is_one for v in op.ins))
+    return any(v in arguments and v.is_one for v in behind)
