@@ -36,8 +36,8 @@ def embedded(t, dtype):
 
 
 def passed_through_bfloat16(t, x):
-    t = t.astype(x.dtype)
-    return x + embedded(t, x.dtype)  # <- here: DiffSynth-Studio#1025
+    t = t.astype(x.dtype)  # <- here: DiffSynth-Studio#1025
+    return x + embedded(t, x.dtype)
 
 
 def passed_in_float32(t, x):
@@ -46,9 +46,9 @@ def passed_in_float32(t, x):
 
 def scaled_after(sigma, x):
     """The timestep is 1000 * sigma, in the dtype of the model; the embedding undoes the factor."""
-    t = (1000 * sigma).astype(x.dtype) / 1000
+    t = (1000 * sigma).astype(x.dtype) / 1000  # <- here: diffusers#9405
     angles = 1000 * t.astype(F32)[:, None] * FREQUENCIES
-    return x * jnp.sin(angles)  # <- here: diffusers#9405
+    return x * jnp.sin(angles)
 
 
 def scaled_before(sigma, x):
@@ -57,14 +57,17 @@ def scaled_before(sigma, x):
     return t * x * jnp.sin(t.astype(F32) * FREQUENCIES)
 
 
+def drawn(key, x):
+    return jax.random.uniform(key, (len(x),), minval=0, maxval=1000)
+
+
 def sampled(key, x):
-    t = jax.random.uniform(key, (len(x),), minval=0, maxval=1000).astype(x.dtype)
-    return x * jnp.sin(t.astype(F32)[:, None] * FREQUENCIES)  # <- here: musubi-tuner#729
+    t = drawn(key, x).astype(x.dtype)  # <- here: musubi-tuner#729
+    return x * jnp.sin(t.astype(F32)[:, None] * FREQUENCIES)
 
 
 def sampled_wide(key, x):
-    t = jax.random.uniform(key, (len(x),), minval=0, maxval=1000)
-    return x * jnp.sin(t[:, None] * FREQUENCIES).astype(x.dtype)
+    return x * jnp.sin(drawn(key, x)[:, None] * FREQUENCIES).astype(x.dtype)
 
 
 def oscillated(t, x):
@@ -114,8 +117,8 @@ def table_wide(length):
 
 def interpolated(x):
     """Positions are a quarter of the index, and are rounded before a float32 sine."""
-    positions = (jnp.arange(x.shape[0]) / 4).astype(x.dtype)
-    turned = jnp.sin(positions.astype(F32)[:, None] * FREQUENCIES)  # <- here: candle#3520
+    positions = (jnp.arange(x.shape[0]) / 4).astype(x.dtype)  # <- here: candle#3520
+    turned = jnp.sin(positions.astype(F32)[:, None] * FREQUENCIES)
     return x * turned.astype(x.dtype)
 
 
@@ -132,8 +135,8 @@ class Rotated(nnx.Module):
     def __call__(self, x, positions):
         @jax.jit
         def turned(x):
-            angles = positions.astype(self.dtype).astype(F32)[:, None] * FREQUENCIES
-            return x * waves(angles).astype(x.dtype)  # <- here: transformers#25681
+            p = positions.astype(self.dtype)  # <- here: transformers#25681
+            return x * waves(p.astype(F32)[:, None] * FREQUENCIES).astype(x.dtype)
 
         return turned(self.linear(x))
 

@@ -98,30 +98,6 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
         )
 
 
-# The largest acceptable error of a phase, in radians.
-PHASE = 1 / 8
-
-
-def half_phases(program: Program) -> Iterator[Hit]:
-    """Finds sines of 16-bit angles so large that rounding may change them by 1/8 radian or more.
-
-    Half an ulp of x is 2**(e - digits), so this begins at 32 in bfloat16 and 256 in float16.
-    """
-    for op in program.named("sin", "cos", "tan"):
-        value = op.ins[0]
-        bounds = bounds_of(program, value) if is_half(value) else None
-        if bounds is None or bounds.low == bounds.high:
-            continue
-        precision = digits(dtype_of(value))
-        if bounds.largest >= PHASE * 2**precision:
-            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - precision)
-            yield Hit(
-                f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
-                f"changes them by up to {half_ulp:.2g} radians.",
-                op,
-            )
-
-
 def overflowing_masks(program: Program) -> Iterator[Hit]:
     """Finds sums of masks whose least numbers add up to less than the dtype's lowest number.
 
