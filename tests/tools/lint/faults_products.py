@@ -224,7 +224,7 @@ def clipped_by_hand(cast):
     def step(model, x):
         grads = nnx.grad(lambda m: jnp.mean(jnp.square(m(x).astype(F32))))(model)
         squares = [jnp.sum(jnp.square(cast(g))) for g in jax.tree.leaves(grads)]
-        norm = jnp.sqrt(jnp.sum(jnp.asarray(sum(squares))))  # <- here: norm of a module
+        norm = jnp.sqrt(sum(squares))  # <- here: norm of a module
         return jax.tree.map(lambda g: g / jnp.maximum(norm, 1).astype(g.dtype), grads)
 
     return step

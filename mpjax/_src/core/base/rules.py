@@ -356,6 +356,7 @@ SUMS_OF_TWO = frozenset(["add", "add_any", "sub"])
 ADDITIONS = SUMS_OF_TWO - {"sub"}
 PRODUCTS = frozenset(names_where(lambda rule: rule.multiplies))  # and quotients
 MATMULS = frozenset(names_where(lambda rule: rule.need == HALF))
+PRODUCTS_OF_MANY = frozenset(["cumprod", "reduce_prod"])
 EXPONENTIALS = frozenset(["exp", "exp2"])
 LOGARITHMS = frozenset(["log", "log2"])
 SQUARES = frozenset(["integer_pow", "square"])

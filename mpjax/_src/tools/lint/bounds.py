@@ -186,7 +186,7 @@ def _bits(op: Op, ins: list[Any]) -> Bounds | None:
     if a is None or dtype_of(op.outs[0]).itemsize != dtype.itemsize:
         return None
     ends = [np.array(int(x), dtype).view(dtype_of(op.outs[0])) for x in (a.low, a.high)]
-    return Bounds(*map(float, ends))
+    return Bounds(float(ends[0]), float(ends[1]))
 
 
 def _outer(op: Op, ins: list[Any]) -> Bounds | None:

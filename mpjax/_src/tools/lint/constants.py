@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import rules
-from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
+from mpjax._src.core.base.dtypes import dtype_of, is_float, is_half, short_name, shown, stalls_at
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program
+from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program, moves_one, noted
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -48,8 +48,9 @@ def _is_librarys_mask(program: Program, op: Op) -> bool:
 def half_counts(program: Program) -> Iterator[Hit]:
     """Finds 16-bit integers that may exceed 256 in bfloat16, or 2048 in float16.
 
-    These are positions, indices and counters, from an iota or a loop. Single constants are the
-    choice of the user, and are not found.
+    These are positions, indices and counters: from an iota, a loop, a sort, a search or a random
+    choice, and what is cast back to an integer to read one of more than 256 (2048) places along an
+    axis. Single constants are the choice of the user, and are not found.
     """
     for op in program.named("iota", *CASTS):
         if not is_half(op.outs[0]):
@@ -57,45 +58,122 @@ def half_counts(program: Program) -> Iterator[Hit]:
         # A cast reads integers in their own dtype; an iota makes them in 16 bits.
         value = op.outs[0] if op.name == "iota" else op.ins[0]
         bounds = bounds_of(program, value) if _is_count(program, value) else None
-        limit = 2 ** digits(dtype_of(op.outs[0]))
+        limit = stalls_at(dtype_of(op.outs[0]))
         if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
             yield Hit(
                 f"Integers from {bounds.low:g} to {bounds.high:g} are stored in "
                 f"{shown(op.outs[0])}, which cannot represent every integer beyond {limit}.",
                 op,
             )
+    for op in program.ops:
+        for value, length in _places(program, op):
+            half = _half_integer(program, value)
+            limit = stalls_at(dtype_of(half)) if half else length
+            if half and length - 1 > limit:
+                yield Hit(
+                    f"One of {length} places along an axis is chosen by {shown(half)}, which "
+                    f"cannot represent every integer beyond {limit}.",
+                    op,
+                )
 
 
-# Operations that make counts from counts.
+# Operations that make counts from counts, and what counts, ranks, or chooses a number.
 COUNTED = SAME | rules.SUMS_OF_TWO | {"mul", "max", "min", "neg", "concatenate", "cumsum"}
+COUNTS = rules.having(rules.RANKS) | {"iota", "cumsum", "rem"}
 
 
 def _is_count(program: Program, value: Value) -> bool:
     """Returns whether a value is a count or a sum of one, and not a selected constant."""
-    made = any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED))
+    made = any(op.name in COUNTS for op in program.makers(value, COUNTED))
     return made or any(map(program.counts, program.back(value, COUNTED)))
 
 
-def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds integers that a step casts to 16 bits, and that the cast changes.
+def _places(program: Program, op: Op) -> Iterator[tuple[Value, int]]:
+    """Yields what chooses places along an axis, and how many there are."""
+    numbers = op.params.get("dimension_numbers")
+    axes = getattr(numbers, "start_index_map", None)
+    axes = getattr(numbers, "scatter_dims_to_operand_dims", axes)
+    if axes:
+        # An index of several coordinates is judged by the shortest of their axes.
+        yield op.ins[1], min(op.ins[0].aval.shape[axis] for axis in axes)
+    elif op.name.startswith("dynamic_") and (shape := op.ins[0].aval.shape):
+        yield from zip(op.ins[-len(shape) :], shape, strict=True)
+    elif op.name in rules.EQUALITIES:
+        for value, other in (op.ins, op.ins[::-1]):
+            counts = [m for m in program.makers(other, SAME) if m.name == "iota"]
+            yield from ((value, m.outs[0].aval.shape[m.params["dimension"]]) for m in counts)
 
-    A cast that changes no integer of this step is not found.
+
+# Operations from an integer to the place that it chooses: it is wrapped if negative, and bounded.
+WRAPPED = CHOSEN | rules.SUMS_OF_TWO | {"max", "min", "clamp", "concatenate"}
+
+
+def _half_integer(program: Program, value: Value) -> Value | None:
+    """Returns the 16-bit argument, or integer in 16 bits, that a place is a cast of, or None."""
+    arguments = {*program.block.invars}
+    for op in program.makers(value, WRAPPED):
+        if op.name not in CASTS or not is_half(op.ins[0]) or not _is_integer(op.outs[0]):
+            continue
+        behind = program.back(op.ins[0], moves_one)
+        bounds = bounds_of(program, op.ins[0]) or bounds_of(program, value)
+        few = bounds is not None and bounds.largest <= stalls_at(dtype_of(op.ins[0]))
+        if not few and any(_is_integer(v) or v in arguments for v in behind):
+            return op.ins[0]
+    return None
+
+
+def _is_integer(value: Value) -> bool:
+    return bool(jnp.issubdtype(dtype_of(value), jnp.integer))
+
+
+def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
+    """Finds integers that a step casts to 16 bits, or adds there, and that this changes.
+
+    Integers may be float32 before the cast: those that were integers, or become integers again. A
+    cast that changes no integer of this step is not found.
     """
-    counts = op.name in CASTS and jnp.issubdtype(ins[0].dtype, jnp.integer) and ins[0].size
-    if not counts or not is_half(outs[0]):
+    if op not in _integer_steps(program) or not np.size(ins[0]):
         return
-    before = np.asarray(ins[0]).astype(np.int64)
-    after = np.asarray(outs[0]).astype(np.float64)
     # Compared as float64, which has every 16-bit number and every integer below 2**53.
-    changed = before != after
+    before, *more = (np.asarray(x).astype(np.float64) for x in ins)
+    for other in more:
+        before = before - other if op.name == "sub" else before + other
+    after = np.asarray(outs[0]).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        changed = (before != after) & (before == np.rint(before)) & np.isfinite(before)
     if changed.any():
         first = int(np.argmax(changed))
         yield Hit(
-            f"{changed.mean():.0%} of the integers in {shown(op.ins[0])} change when they are cast "
-            f"to {short_name(dtype_of(op.outs[0]))}: {before.flat[first]} becomes "
-            f"{after.flat[first]:g}.",
+            f"{changed.mean():.0%} of the integers in {shown(op.ins[0])} change when they are "
+            f"{'added in' if more else 'cast to'} {short_name(dtype_of(op.outs[0]))}: "
+            f"{before.flat[first]:.0f} becomes {after.flat[first]:g}.",
             op,
         )
+
+
+# Operations that hold integers as floats.
+HELD = CHOSEN | rules.SUMS_OF_TWO | {"max", "min", "concatenate"}
+
+
+@noted
+def _integer_steps(program: Program) -> frozenset[Op]:
+    """Returns the casts to 16 bits and the sums there that must not change an integer."""
+    casts = [*program.named(*CASTS)]
+    floats = [op.outs[0] for op in casts if _is_integer(op.ins[0])]
+    floats += [op.outs[0] for op in program.named("iota") if is_float(op.outs[0])]
+    ends = [op.ins[0] for op in casts if _is_integer(op.outs[0]) and is_float(op.ins[0])]
+    were = {v for value in floats for v in program.forward(value, HELD)}
+    become = {v for value in ends for v in program.back(value, HELD | rules.having(rules.JUMPS))}
+
+    def must(op: Op) -> bool:
+        if op.name in CASTS:
+            narrows = is_float(op.ins[0]) and not is_half(op.ins[0])
+            return _is_integer(op.ins[0]) or (narrows and not {*op.ins, *op.outs}.isdisjoint(both))
+        return op.outs[0] in become and were.issuperset(op.ins)
+
+    both = were | become
+    steps = (op for op in (*casts, *program.named(*rules.SUMS_OF_TWO)) if is_half(op.outs[0]))
+    return frozenset(filter(must, steps))
 
 
 def overflowing_masks(program: Program) -> Iterator[Hit]:

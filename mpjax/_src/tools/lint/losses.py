@@ -104,13 +104,13 @@ def half_variances(program: Program) -> Iterator[Hit]:
             yield Hit(message, op)
 
 
-def half_norms(program: Program) -> Iterator[Hit]:
+def half_squares(program: Program) -> Iterator[Hit]:
     """Finds norms that square in float16, where the squares of 256 and more are Inf.
 
     jnp.mean and jnp.sum add in float32, but their operand is squared in float16 before. bfloat16
     has enough range, and its rounding errors of the squares average out.
     """
-    for op in filter(_squares, program.ops):
+    for op in filter(squares, program.ops):
         if dtype_of(op.outs[0]) != FLOAT16 or program.is_backward(op):
             continue
         ahead = program.forward(op.outs[0], MEANS | {"add"})
@@ -122,10 +122,10 @@ def half_norms(program: Program) -> Iterator[Hit]:
 
 def _squares_behind(program: Program, value: Value, through: Any) -> list[Op]:
     """Returns the operations that square, behind a value and operations of some names."""
-    return [*filter(_squares, program.makers(value, through))]
+    return [*filter(squares, program.makers(value, through))]
 
 
-def _squares(op: Op) -> bool:
+def squares(op: Op) -> bool:
     if op.name == "mul":
         return op.ins[0] is op.ins[1]
     return op.name in rules.SQUARES and op.params.get("y", 2) == 2

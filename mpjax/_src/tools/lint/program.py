@@ -131,7 +131,8 @@ class Program:
 
     def number(self, value: Value) -> float | None:
         """Returns the number that a constant value equals, moved or cast at most, or None."""
-        for array in map(self.constant, self.back(value, SAME)):
+        # A padding value, or an index, is no entry of what is moved.
+        for array in map(self.constant, self.back(value, moves_one)):
             if array is not None and array.size == 1 and _is_real(array):
                 return float(array.reshape(()))
         return None
@@ -236,6 +237,11 @@ class Program:
         names = dict(zip(self.block.invars, self.names, strict=True))
         origins = (names.get(v) for v in self.back(value, SAME))
         return next((name for name in origins if name), "")
+
+
+def moves_one(op: Op) -> bool:
+    """Returns whether an operation moves or casts its only operand."""
+    return op.name in SAME and len(op.ins) == 1
 
 
 def _is_real(x: Any) -> bool:

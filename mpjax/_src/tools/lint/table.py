@@ -15,19 +15,21 @@ from mpjax._src.tools.lint import (
     guards,
     losses,
     matmuls,
+    norms,
     phases,
     states,
     sums,
+    totals,
     updates,
 )
 from mpjax._src.tools.lint.rule import Rule, nothing
 
 CHECKS: dict[str, Callable[..., Any]] = {
     "half-sum": sums.half_sums,
-    "half-accumulator": sums.half_accumulators,
+    "half-accumulator": totals.half_accumulators,
     "half-collective": sums.half_collectives,
     "half-scatter": sums.half_scatters,
-    "half-average": sums.half_averages,
+    "half-average": totals.half_averages,
     "lost-constant": constants.lost_constants,
     "half-count": constants.half_counts,
     "rounded-integer": constants.rounded_integers,
@@ -42,7 +44,7 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "half-loss": losses.half_log_sums,
     "rounded-probability": losses.rounded_probabilities,
     "half-variance": losses.half_variances,
-    "half-norm": losses.half_norms,
+    "half-norm": norms.half_norms,
     "promoted-matmul": matmuls.promoted_matmuls,
     "narrow-backward": matmuls.narrow_backward,
     "mixed-matmul": matmuls.mixed_matmuls,
