@@ -177,10 +177,10 @@ def _bits(op: Op, ins: list[Any]) -> Bounds | None:
     dtype = dtype_of(op.ins[0])
     if dtype.kind != "u":
         return None
-    if op.name == "or":  # no more than the sum, and no less than either
+    if op.name == rules.OR:  # no more than the sum, and no less than either
         known = a is not None and b is not None and min(a.low, b.low) >= 0
         return Bounds(max(a.low, b.low), a.high + b.high, True) if known else None
-    if op.name == "shift_right_logical":
+    if op.name == rules.SHIFT:
         shift = b.low if b is not None and b.low == b.high else 0
         return Bounds(0.0, float(2 ** (8 * dtype.itemsize) - 1) // 2**shift, True)
     if a is None or dtype_of(op.outs[0]).itemsize != dtype.itemsize:
@@ -232,7 +232,7 @@ OPS: dict[str, Rule] = {
     "logistic": _within(0, 1),
     "sign": _within(-1, 1, True),
     "rem": _remainder,
-    **dict.fromkeys(("bitcast_convert_type", "or", "shift_right_logical"), _bits),
+    **dict.fromkeys((rules.BITCAST, rules.OR, rules.SHIFT), _bits),
     rules.DOT: _outer,
     "select_n": lambda op, ins: _join(ins[1:]),
     "concatenate": lambda op, ins: _join(ins),

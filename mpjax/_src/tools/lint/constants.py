@@ -52,11 +52,11 @@ def half_counts(program: Program) -> Iterator[Hit]:
     choice, and what is cast back to an integer to read one of more than 256 (2048) places along an
     axis. Single constants are the choice of the user, and are not found.
     """
-    for op in program.named("iota", *CASTS):
+    for op in program.named(rules.IOTA, *CASTS):
         if not is_half(op.outs[0]):
             continue
         # A cast reads integers in their own dtype; an iota makes them in 16 bits.
-        value = op.outs[0] if op.name == "iota" else op.ins[0]
+        value = op.outs[0] if op.name == rules.IOTA else op.ins[0]
         bounds = bounds_of(program, value) if _is_count(program, value) else None
         limit = stalls_at(dtype_of(op.outs[0]))
         if bounds and bounds.whole and bounds.low < bounds.high and bounds.largest > limit:
@@ -78,8 +78,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
 
 
 # Operations that make counts from counts, and what counts, ranks, or chooses a number.
-COUNTED = SAME | rules.SUMS_OF_TWO | {"mul", "max", "min", "neg", "concatenate", "cumsum"}
-COUNTS = rules.having(rules.RANKS) | {"iota", "cumsum", "rem"}
+COUNTED = SAME | rules.SUMS_OF_TWO | rules.CLAMPS | {rules.MUL, "neg", rules.JOIN, "cumsum"}
+COUNTS = rules.having(rules.RANKS) | {rules.IOTA, "cumsum", "rem"}
 
 
 def _is_count(program: Program, value: Value) -> bool:
@@ -100,12 +100,12 @@ def _places(program: Program, op: Op) -> Iterator[tuple[Value, int]]:
         yield from zip(op.ins[-len(shape) :], shape, strict=True)
     elif op.name in rules.EQUALITIES:
         for value, other in (op.ins, op.ins[::-1]):
-            counts = [m for m in program.makers(other, SAME) if m.name == "iota"]
+            counts = [m for m in program.makers(other, SAME) if m.name == rules.IOTA]
             yield from ((value, m.outs[0].aval.shape[m.params["dimension"]]) for m in counts)
 
 
 # Operations from an integer to the place that it chooses: it is wrapped if negative, and bounded.
-WRAPPED = CHOSEN | rules.SUMS_OF_TWO | {"max", "min", "clamp", "concatenate"}
+WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | {rules.JOIN}
 
 
 def _half_integer(program: Program, value: Value) -> Value | None:
@@ -137,7 +137,7 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
     # Compared as float64, which has every 16-bit number and every integer below 2**53.
     before, *more = (np.asarray(x).astype(np.float64) for x in ins)
     for other in more:
-        before = before - other if op.name == "sub" else before + other
+        before = before - other if op.name == rules.SUB else before + other
     after = np.asarray(outs[0]).astype(np.float64)
     with np.errstate(invalid="ignore"):
         changed = (before != after) & (before == np.rint(before)) & np.isfinite(before)
@@ -152,7 +152,7 @@ def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
 
 
 # Operations that hold integers as floats.
-HELD = CHOSEN | rules.SUMS_OF_TWO | {"max", "min", "concatenate"}
+HELD = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | {rules.JOIN}
 
 
 @noted
@@ -160,7 +160,7 @@ def _integer_steps(program: Program) -> frozenset[Op]:
     """Returns the casts to 16 bits and the sums there that must not change an integer."""
     casts = [*program.named(*CASTS)]
     floats = [op.outs[0] for op in casts if _is_integer(op.ins[0])]
-    floats += [op.outs[0] for op in program.named("iota") if is_float(op.outs[0])]
+    floats += [op.outs[0] for op in program.named(rules.IOTA) if is_float(op.outs[0])]
     ends = [op.ins[0] for op in casts if _is_integer(op.outs[0]) and is_float(op.ins[0])]
     were = {v for value in floats for v in program.forward(value, HELD)}
     become = {v for value in ends for v in program.back(value, HELD | rules.having(rules.JUMPS))}
@@ -182,12 +182,12 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
     The masks may be added one after the other, with logits in between, which are assumed to be
     small relative to a mask. Sums with a mask of -Inf are intended, and are not found.
     """
-    for op in program.named("add", "sub"):
+    for op in program.named(rules.ADD, rules.SUB):
         if not is_float(op.outs[0]) or program.is_backward(op):
             continue
         most = float(jnp.finfo(dtype_of(op.outs[0])).max)
         parts = [_least_of_masks(program, value) for value in op.ins]
-        if op.name == "sub":
+        if op.name == rules.SUB:
             # A mask that is subtracted lowers the difference most by its largest number.
             parts[1] = [-high for high in _least_of_masks(program, op.ins[1], max)]
         least = [number for part in parts for number in part]
@@ -201,7 +201,7 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
             )
 
 
-SUMMED = SAME | {"add"}
+SUMMED = SAME | {rules.ADD}
 
 
 def _least_of_masks(program: Program, value: Value, end=min) -> list[float]:

@@ -28,7 +28,7 @@ def half_phases(program: Program) -> Iterator[Hit]:
     angle may be float32, if what it is computed from was rounded: the error grows with each factor.
     Integers that 16 bits represent are exact.
     """
-    for op in program.named(*rules.WAVES):
+    for op in _waves(program):
         bounds = bounds_of(program, op.ins[0])
         error = _error_of(program, op.ins[0])
         if bounds and bounds.low < bounds.high and error >= PHASE:
@@ -37,6 +37,13 @@ def half_phases(program: Program) -> Iterator[Hit]:
                 f"Rounding changes them by up to {error:.2g} radians.",
                 _place(program, op, functools.partial(_rounding, program)),
             )
+
+
+def _waves(program: Program) -> Iterator[Op]:
+    """Yields sines, and the exponentials of complex angles, which have them in both parts."""
+    yield from program.named(*rules.WAVES)
+    powers = program.named(*rules.EXPONENTIALS)
+    yield from (op for op in powers if dtype_of(op.outs[0]).kind == "c")
 
 
 def _place(program: Program, op: Op, rounds: Callable[[Op], Any]) -> Op:
@@ -122,12 +129,15 @@ def rounded_phases(program, op, ins, outs) -> Iterator[Hit]:
         return
     unrounded: dict[Value, Any] = program.notes.setdefault("unrounded", {})
     wide = [_unrounded(program, unrounded, v, x) for v, x in zip(op.ins, ins, strict=True)]
-    if op.name not in rules.WAVES:
+    if op.name not in rules.WAVES | rules.EXPONENTIALS:
         if _may_round(program, op) or any(a is not b for a, b in zip(wide, ins, strict=True)):
             found = run_in_float32(op.eqn, wide)
             unrounded |= zip(op.outs, found or (), strict=False)
         return
-    angles, exact = (np.asarray(x, np.float64) for x in (ins[0], wide[0]))
+    of_complex = op.name in rules.EXPONENTIALS
+    angles, exact = (
+        np.asarray(np.imag(x) if of_complex else x, np.float64) for x in (ins[0], wide[0])
+    )
     with np.errstate(invalid="ignore"):
         turned = np.abs(np.remainder(angles - exact + np.pi, 2 * np.pi) - np.pi)
     # An angle that is not finite says nothing.
@@ -148,7 +158,7 @@ def rounded_phases(program, op, ins, outs) -> Iterator[Hit]:
 def _angles(program: Program) -> frozenset[Op]:
     """Returns the sines whose angles are, or come from, 16-bit values, and what leads to them."""
     found: set[Op] = set()
-    for op in program.named(*rules.WAVES):
+    for op in _waves(program):
         behind = program.back(op.ins[0], _is_linear)
         if any(map(is_half, behind)):
             makers = (program.maker(v) for v in behind)

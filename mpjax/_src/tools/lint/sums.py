@@ -15,7 +15,6 @@ from mpjax._src.tools.lint.rule import Hit
 GENERAL = ("reduce", "reduce_window")
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", *GENERAL)
 ADDS, MULTIPLIES = "adds", "multiplies"
-SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 
 
 def half_sums(program: Program) -> Iterator[Hit]:
@@ -62,7 +61,7 @@ def _joins(op: Op) -> str:
         return ADDS
     eqns = getattr(program, "jaxpr", program).eqns
     name = eqns[0].primitive.name if len(eqns) == 1 else ""
-    return ADDS if name in rules.ADDITIONS else MULTIPLIES if name == "mul" else ""
+    return ADDS if name in rules.ADDITIONS else MULTIPLIES if name == rules.MUL else ""
 
 
 def is_exact_factor(program: Program, value: Value) -> bool:
@@ -113,12 +112,12 @@ def _scans(program: Program) -> Iterator[tuple[Value, str, int, Op]]:
             continue
         folds[op.outs[0]] = fold
         overlaps = fold.entries * op.outs[0].size > fold.source.size
-        if op.name == fold.name and (overlaps or fold.name == "mul"):
+        if op.name == fold.name and (overlaps or fold.name == rules.MUL):
             most, last = largest.get((fold.source, fold.name), (0, op))
             larger = fold.entries > most and op in program.live
             largest[fold.source, fold.name] = max(most, fold.entries), op if larger else last
     for (source, name), (count, op) in largest.items():
-        yield source, MULTIPLIES if name == "mul" else ADDS, count, op
+        yield source, MULTIPLIES if name == rules.MUL else ADDS, count, op
 
 
 def _fold(program: Program, op: Op, folds: dict[Value, Fold]) -> Fold | None:
@@ -141,10 +140,10 @@ def _fold(program: Program, op: Op, folds: dict[Value, Fold]) -> Fold | None:
         return most if most.length > 1 or not sliced else most._replace(length=max(sliced))
     # Halves are put together as a sum of both, each padded where the other one has its entries.
     makers = [program.maker(v) for v in op.ins]
-    if op.name == "concatenate" or all(m and _pads(m) for m in makers):
+    if op.name == rules.JOIN or all(m and _pads(m) for m in makers):
         return most
     different = len(ins) == 2 and op.ins[0] is not op.ins[1]
-    if not different or op.name not in {"add", "mul"} or not names <= {op.name}:
+    if not different or op.name not in {rules.ADD, rules.MUL} or not names <= {op.name}:
         return None
     length = max(each.length for each in ins)
     return Fold(most.source, op.name, min(sum(each.entries for each in ins), length), length)
@@ -188,7 +187,7 @@ def half_scatters(program: Program) -> Iterator[Hit]:
     updates in bfloat16, 46 in float16). In the gradient of a lookup, which JAX derives, the limit
     is 2**digits, where a row stops growing.
     """
-    for op in program.named(*SCATTERS):
+    for op in program.named(*rules.SCATTERS):
         value = op.ins[0]
         if not is_half(value):
             continue

@@ -14,10 +14,10 @@ from mpjax._src.tools.lint.bounds import bounds_of
 from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything, cases, moves_one
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import alone, carried
-from mpjax._src.tools.lint.sums import SCATTERS, is_exact_factor, limit_of
+from mpjax._src.tools.lint.sums import is_exact_factor, limit_of
 from mpjax._src.tools.lint.updates import is_compensated, is_rounded_by_bits
 
-ADDED = CHOSEN | SCATTERS | rules.SUMS_OF_TWO
+ADDED = CHOSEN | rules.SCATTERS | rules.SUMS_OF_TWO
 
 
 def half_accumulators(program: Program) -> Iterator[Hit]:
@@ -27,8 +27,8 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
     is an accumulator. n iterations lose log2(n) of its significant bits, and the limit is half of
     them: 16 iterations in bfloat16, 46 in float16. If it depends on the sum (residual blocks, whose
     terms are as large as the sum), or JAX derived the sum, the limit is 2**digits, where such a sum
-    stops growing. A sum that decays counts as many terms as it remembers. A product loses as much
-    by each factor. Whole numbers that 16 bits represent are exact.
+    stops growing. A sum that decays counts as many terms as it remembers, and a product of slices
+    has the limit of `half_sums`. Whole numbers that 16 bits represent are exact.
 
     A state of a step has as many terms as there are calls, and a loop whose end is unknown may have
     any number. There, a sum is found if it is one number, or if its terms never change their sign,
@@ -43,7 +43,7 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
         if share is None or share.factor != 1 or not share.terms or op is None:
             if turns < math.inf:
                 yield from _decaying(program, turns, after, before)
-                yield from _multiplied(program, turns, after, before)
+                yield from _multiplied(program, loop, after, before)
             continue
         dtype, slow = before.aval.dtype, share.depends or program.is_backward(op)
         if turns == math.inf:
@@ -107,24 +107,25 @@ def _adds_up(program: Program, op: Op, before: Value, share: "Share") -> bool:
     # A constant that is added to an array may be a bias; one that is scattered counts.
     constant = any(program.number(v) is not None for v in share.terms)
     signs = {_sign(program, v) for v in share.terms}
-    return signs in ({1}, {-1}) and (op.name in SCATTERS or not constant)
+    return signs in ({1}, {-1}) and (op.name in rules.SCATTERS or not constant)
 
 
 def _sign(program: Program, value: Value, depth: int = 20) -> int:
     """Returns 1 for counts, squares and what is made of them, -1 for their negatives, or 0."""
     op, bounds = program.maker(value), bounds_of(program, value)
-    if bounds is not None and bounds.whole:
-        return 1 if bounds.low >= 0 else -1 if bounds.high <= 0 else 0
+    if bounds is not None and bounds.whole and bounds.low >= 0:
+        return 1
     if op is None or not depth:
         return 0
     if op.name in rules.SQUARES and op.params.get("y", 2) % 2 == 0:
         return 1
     if op.name in rules.PRODUCTS and op.ins[0] is op.ins[-1]:
         return 1
-    signs = [_sign(program, v, depth - 1) for v in cases(op) or op.ins]
+    entries = op.ins[::2] if op.name in rules.SCATTERS else cases(op) or op.ins
+    signs = [_sign(program, v, depth - 1) for v in entries]
     if op.name in rules.PRODUCTS:
         return signs[0] * signs[1]
-    if op.name in rules.ADDITIONS or cases(op):
+    if op.name in rules.ADDITIONS | {rules.SCATTER_ADD} or cases(op):
         return signs[0] if len({*signs}) == 1 else 0
     moves = SAME | rules.ALL_SUMS | {"reduce_sum"}
     return signs[0] if op.name in moves else 0
@@ -158,24 +159,25 @@ def _decaying(program: Program, turns: float, after: Value, before: Value) -> It
         )
 
 
-def _multiplied(program: Program, turns: float, after: Value, before: Value) -> Iterator[Hit]:
-    """Finds a carry ``c = c * f`` of more factors than half of the digits can count.
+def _multiplied(program: Program, loop: Op, after: Value, before: Value) -> Iterator[Hit]:
+    """Finds a carry ``c = c * x`` of more slices x of an array than half_sums lets a product have.
 
-    Of a constant factor f below 1, those count that are not yet lost in it: 1 / (1 - f).
+    Other factors may be constants that were chosen, or be bounded by what computes them.
     """
     op = next((op for op in program.makers(after, SAME) if op.name in rules.PRODUCTS), None)
     ways = [program.is_from(v, before) for v in op.ins] if op else []
-    if sum(ways) != 1 or op is None:
+    dtype, turns = dtype_of(before), _turns(program, loop)
+    if op is None or sum(ways) != 1 or not stalls_at(dtype) < turns < math.inf:
         return
     factor = op.ins[1 - ways.index(True)]
-    if is_exact_factor(program, factor) or factor in program.forward(before, anything):
+    inside = loop.subs[-1]
+    slices = {*inside.program.invars[inside.consts + len(inside.carry) :]}
+    if slices.isdisjoint(program.back(factor, anything)) or is_exact_factor(program, factor):
         return
-    number = abs(program.number(factor) or 1)
-    count = min(turns, 1 / (1 - number)) if number < 1 else turns
-    if count > limit_of(dtype_of(before), False):
+    if factor not in program.forward(before, anything):
         yield Hit(
             f"A loop of {turns:g} iterations carries a product in {shown(before)}. Each iteration "
-            f"rounds it to {digits(dtype_of(before))} binary digits.",
+            f"rounds it to {digits(dtype)} binary digits.",
             op,
         )
 
@@ -200,7 +202,12 @@ def _limit(program: Program, loop: Op, condition: Any, body: Any, test: Op) -> f
         first = program.number(loop.ins[condition.ins[place]])
         before = body.program.invars[body.consts + place - condition.consts]
         op = program.maker(body.program.outvars[place - condition.consts])
-        if first is None or op is None or op.name not in ("add", "sub") or before not in op.ins:
+        if (
+            first is None
+            or op is None
+            or op.name not in (rules.ADD, rules.SUB)
+            or before not in op.ins
+        ):
             continue
         step = next((program.number(v) for v in op.ins if v is not before), None)
         if step:
@@ -310,11 +317,11 @@ class _Reader:
             return self.read(op.ins[0])
         if op is not None and op.name in rules.SUMS_OF_TWO:
             a, b = self.read(op.ins[0]), self.read(op.ins[1])
-            sign = -1 if op.name == "sub" else 1
+            sign = -1 if op.name == rules.SUB else 1
             if a is None or b is None:
                 return None
             return Share(a.factor + sign * b.factor, a.rest + sign * b.rest, a.terms | b.terms)
-        if op is not None and op.name in SCATTERS:
+        if op is not None and op.name in rules.SCATTERS:
             a, b = self.read(op.ins[0]), Share(rest=1.0, terms=frozenset([op.ins[2]]))
             return a and Share(a.factor, a.rest + b.rest, a.terms | b.terms)
         if not self.products:
@@ -336,9 +343,11 @@ class _Reader:
         new = [v for v in ways if not self.program.is_from(v, self.state)]
         if len(ways) == 1:
             return self.read(ways[0])
-        # A loop starts at the state, and adds to it in each turn.
-        self.known[value] = Share(1.0)
-        return self.read(new[0]) if ways and len(new) == 1 else None
+        if len(new) != 1:
+            return None
+        # A loop starts at the state: what is being read is what its turns add to it.
+        turns = self.known.get(new[0], Share()) is None
+        return Share(1.0) if turns else self.read(new[0])
 
     def _product(self, op: Op) -> Share | None:
         # The state itself may begin as a constant.
@@ -346,14 +355,14 @@ class _Reader:
         numbers = [v and self.program.number(v) for v in fixed]
         place = 1 if numbers[1] is not None else 0
         by = numbers[place]
-        if by is None and op.name == "mul":
+        if by is None and op.name == rules.MUL:
             # Discounted sums are multiplied by a mask such as 1 - done, whose largest number
             # counts: where nothing is masked.
             masks = [v and bounds_of(self.program, v) for v in fixed]
             parts = [(i, b.high) for i, b in enumerate(masks) if b and b.low == 0 < b.high <= 1]
             place, by = parts[0] if parts else (0, None)
-        if not by or (op.name == "div" and place == 0):
+        if not by or (op.name == rules.DIV and place == 0):
             return None
         inner = self.read(op.ins[1 - place])
-        times = 1 / by if op.name == "div" else by
+        times = 1 / by if op.name == rules.DIV else by
         return inner and Share(inner.factor * times, inner.rest * times, inner.terms)

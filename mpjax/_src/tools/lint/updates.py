@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, is_half, limits_of, shown
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.program.graph import Op, Value
@@ -80,7 +81,7 @@ def is_compensated(program: Program, op: Op, before: Value) -> bool:
 def is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
     """Returns whether the new state depends on the bits of a sum, and the cast for large ones."""
     return any(
-        reader.name == "bitcast_convert_type" and after in program.forward(reader.outs[0], anything)
+        reader.name == rules.BITCAST and after in program.forward(reader.outs[0], anything)
         for value in program.forward(op.outs[0], MOVES)
         for reader in program.readers(value)
     )
