@@ -66,7 +66,7 @@ def half_counts(program: Program) -> Iterator[Hit]:
                 op,
             )
     for op in program.ops:
-        for value, length in _places(program, op):
+        for value, length in _places(program, op) if op.ins else ():
             half = _half_integer(program, value)
             limit = stalls_at(dtype_of(half)) if half else length
             if half and length - 1 > limit:
@@ -105,20 +105,18 @@ def _places(program: Program, op: Op) -> Iterator[tuple[Value, int]]:
 
 
 # Operations from an integer to the place that it chooses: it is wrapped if negative, and bounded.
-WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | {rules.JOIN}
+WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | rules.having(rules.JUMPS) | {rules.JOIN}
 
 
 def _half_integer(program: Program, value: Value) -> Value | None:
     """Returns the 16-bit argument, or integer in 16 bits, that a place is a cast of, or None."""
     arguments = {*program.block.invars}
-    for op in program.makers(value, WRAPPED):
-        if op.name not in CASTS or not is_half(op.ins[0]) or not _is_integer(op.outs[0]):
-            continue
-        behind = program.back(op.ins[0], moves_one)
-        bounds = bounds_of(program, op.ins[0]) or bounds_of(program, value)
-        few = bounds is not None and bounds.largest <= stalls_at(dtype_of(op.ins[0]))
-        if not few and any(_is_integer(v) or v in arguments for v in behind):
-            return op.ins[0]
+    for v in filter(is_half, program.back(value, WRAPPED)):
+        behind = program.back(v, moves_one)
+        bounds = bounds_of(program, v) or bounds_of(program, value)
+        few = bounds is not None and bounds.largest <= stalls_at(dtype_of(v))
+        if not few and any(_is_integer(u) or u in arguments for u in behind):
+            return v
     return None
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from mpjax._src.core.base import rules
-from mpjax._src.core.base.dtypes import dtype_of, is_half, short_name, stalls_at
+from mpjax._src.core.base.dtypes import dtype_of, is_half, short_name
 from mpjax._src.core.program.graph import Op
 from mpjax._src.tools.lint import losses
 from mpjax._src.tools.lint.program import SAME, Program
 from mpjax._src.tools.lint.rule import Hit
+from mpjax._src.tools.lint.sums import limit_of
 
 ADDED = SAME | rules.ADDITIONS
 
@@ -16,9 +17,9 @@ def half_norms(program: Program) -> Iterator[Hit]:
     """Finds norms whose squares overflow in float16, or whose parts are added in 16 bits.
 
     The square of 256 is Inf in float16. bfloat16 has the range, and the rounding errors of its
-    squares average out, but the norm of a tree adds the sums of its arrays, each of them rounded.
-    It is a fault where these have more entries than a 16-bit sum can count: 256 in bfloat16, 2048
-    in float16. The norm then depends on how the entries are divided among arrays.
+    squares average out, but the norm of a tree adds the sums of its arrays, each of them rounded,
+    so it depends on how the entries are divided among arrays. The limit is that of accumulators:
+    16 entries in bfloat16, 45 in float16.
     """
     yield from losses.half_squares(program)
     for op in program.ops:
@@ -28,7 +29,7 @@ def half_norms(program: Program) -> Iterator[Hit]:
         added = [each for each in behind if each.name in ADDED - SAME and is_half(each.outs[0])]
         parts = [n for each in behind if (n := _squared(program, each))]
         dtype = dtype_of(added[0].outs[0]) if added else None
-        if added and len(parts) > 1 and sum(parts) > stalls_at(dtype):
+        if added and len(parts) > 1 and sum(parts) > limit_of(dtype, False):
             yield Hit(
                 f"A norm of {sum(parts)} entries adds the squares of {len(parts)} arrays, each sum "
                 f"rounded, in {short_name(dtype)}.",

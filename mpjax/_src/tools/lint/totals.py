@@ -13,7 +13,7 @@ from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
 from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, anything, cases, moves_one
 from mpjax._src.tools.lint.rule import Hit
-from mpjax._src.tools.lint.states import alone, carried
+from mpjax._src.tools.lint.states import alone, carried, is_updated
 from mpjax._src.tools.lint.sums import is_exact_factor, limit_of
 from mpjax._src.tools.lint.updates import is_compensated, is_rounded_by_bits
 
@@ -64,6 +64,12 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
 def _over_calls(program: Program) -> Iterator[Hit]:
     """Finds states of a step to which each call adds a term that does not depend on them."""
     states = carried(program)
+    # A single number is state only among others: one function of a number and its argument is none.
+    numbers = [each for each in alone(program) if each.before.is_one and is_half(each.before)]
+    if numbers and not states:
+        updated = {each.before for each in alone(program) if is_updated(program, each)}
+        numbers = numbers if len(updated) > 1 else []
+    states = [*states, *numbers]
     of_arrays = {_root(each.name)[0] for each in states if not each.before.is_one}
     for each in states:
         before, dtype = each.before, dtype_of(each.before)
