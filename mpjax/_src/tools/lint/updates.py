@@ -13,7 +13,6 @@ from mpjax._src.core.base.dtypes import FLOAT16, is_half, limits_of, shown
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.interpret import run_in_float32
-from mpjax._src.tools.lint.guards import is_gradient
 from mpjax._src.tools.lint.program import CHOSEN, MOVES, SAME, Program, anything, noted
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import Carried, alone, carried
@@ -50,7 +49,7 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
     """Returns the additions that update 16-bit states, with their operand index and the state."""
     weights: dict[Op, tuple[int, Carried]] = {}
-    # A single array is one of weights if a gradient is added to it.
+    # A single array is one of weights if something made of a gradient is added to it.
     arrays = [each for each in alone(program) if is_half(each.before)]
     bare = {id(each) for each in arrays}
     for each in (*carried(program), *arrays):
@@ -64,7 +63,8 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
             if sum(ways) != 1 or is_rounded_by_bits(program, op, each.after):
                 continue
             update = op.ins[1 - ways.index(True)]
-            if id(each) in bare and not is_gradient(program, update):
+            behind = program.makers(update, anything) if id(each) in bare else ()
+            if id(each) in bare and not any(map(program.is_backward, behind)):
                 continue
             if not is_compensated(program, op, each.before):
                 weights[op] = ways.index(True), each
