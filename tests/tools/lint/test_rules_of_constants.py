@@ -1,8 +1,7 @@
-"""Numbers that half cannot hold: constants, counts, angles, masks."""
+"""Numbers that half cannot hold: constants, counts, masks."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pairs
 import pytest
 from pairs import Pair, bf16, f16, f32
@@ -90,21 +89,6 @@ def turns_wide(x):
     return jax.lax.fori_loop(0, 300, lambda i, x: x * jnp.sin(wide(i)).astype(x.dtype), x)
 
 
-FREQUENCIES = 1.0 / 10000 ** (np.arange(0, 8, 2) / 8)
-
-
-def angles(length):
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * FREQUENCIES.astype(np.float32)
-
-
-def rotated(x):
-    return x * jnp.sin(angles(x.shape[0]).astype(x.dtype))  # fault
-
-
-def rotated_wide(x):
-    return x * jnp.sin(angles(x.shape[0])).astype(x.dtype)
-
-
 def mask(seen):
     return jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min)
 
@@ -143,7 +127,6 @@ CASES = {
     "positions": Pair("half-count", positions, positions_wide, (bf16(512),)),
     "arange": Pair("half-count", counted, counted_wide, (f16(4096),)),
     "turns": Pair("half-count", turns, turns_wide, (bf16(4),)),
-    "rope": Pair("half-phase", rotated, rotated_wide, (f16(2000, 4),)),
     "two masks": Pair("mask-overflow", masked_twice, masked_once, (f32(4), *BOOLS)),
     "in turn": Pair("mask-overflow", masked_in_turn, masked_once, (f32(4), *BOOLS)),
     "ids": Pair("rounded-integer", looked_up, looked_up_wide, (IDS, jnp.ones(3, jnp.bfloat16))),
@@ -197,14 +180,6 @@ def test_counts_that_half_tells_apart_are_no_fault():
 
 def test_integers_that_stay_integers_are_no_fault():
     assert clean(looked_up, jnp.array([3, 256, 512]), jnp.ones(3, jnp.bfloat16))
-
-
-def test_small_angles_are_no_fault():
-    assert (
-        clean(rotated, f16(200, 4))
-        and clean(rotated, bf16(31, 4))
-        and not clean(rotated, bf16(40, 4))
-    )
 
 
 def test_one_mask_is_no_overflow():

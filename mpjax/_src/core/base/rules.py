@@ -352,16 +352,24 @@ row("linear_recurrence", FULL, SUM, GROWS, saves=OPERANDS)
 
 CAST = "convert_element_type"
 DOT, SELECT, SPREAD = "dot_general", "select_n", "broadcast_in_dim"
+ADD, SUB, MUL, DIV = "add", "sub", "mul", "div"
+IOTA, JOIN, OR = "iota", "concatenate", "or"
+BITCAST, SHIFT = "bitcast_convert_type", "shift_right_logical"
+CLAMPS = frozenset(["clamp", "max", "min"])
+SCATTER_ADD = "scatter-add"
+SCATTERS = frozenset([SCATTER_ADD, "scatter-sub"])
 SUMS_OF_TWO = frozenset(["add", "add_any", "sub"])
 ADDITIONS = SUMS_OF_TWO - {"sub"}
 PRODUCTS = frozenset(names_where(lambda rule: rule.multiplies))  # and quotients
 MATMULS = frozenset(names_where(lambda rule: rule.need == HALF))
+PRODUCTS_OF_MANY = frozenset(["cumprod", "reduce_prod"])
 EXPONENTIALS = frozenset(["exp", "exp2"])
 LOGARITHMS = frozenset(["log", "log2"])
 SQUARES = frozenset(["integer_pow", "square"])
 ROOTS = frozenset(["rsqrt", "sqrt"])
 LARGEST = frozenset(["max", "reduce_max"])
 SMALLEST = frozenset(["min", "reduce_min"])
+WAVES = frozenset(["cos", "sin", "tan"])
 EXTREMES = frozenset(["reduce_max", "reduce_min"])
 ORDERS = frozenset(["ge", "gt", "le", "lt"])
 EQUALITIES = frozenset(["eq", "ne"])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import _jax, rules
+from mpjax._src.core.base.dtypes import dtype_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.program import CASTS, MOVES, Program
 
@@ -51,12 +52,12 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
     if constant is not None:
         return _of_array(constant)
     op = program.maker(value)
-    if op is not None and op.name in OPS:
+    if op is not None and (op.name in OPS or rules.RANKS in op.spec.traits):
         # The ends of an interval may overflow, and Inf - Inf is NaN, which counts as unknown.
         with np.errstate(all="ignore"):
-            bounds = OPS[op.name](
-                op, [bounds_of(program, v, depth - 1) for v in program.operands(op, value)]
-            )
+            ins = [bounds_of(program, v, depth - 1) for v in program.operands(op, value)]
+            ranks = rules.RANKS in op.spec.traits
+            bounds = _ranked(op, ins, op.outs.index(value)) if ranks else OPS[op.name](op, ins)
         if bounds is not None and not math.isnan(bounds.low + bounds.high):
             return bounds
     # The length of the scan bounds a counter. Its sources do not: one of them is computed from it.
@@ -160,6 +161,44 @@ def _count(op: Op, ins: list[Bounds | None]) -> Bounds | None:
     return Bounds(min(a.low, a.low * size), max(a.high, a.high * size), a.whole)
 
 
+def _ranked(op: Op, ins: list[Any], place: int) -> Bounds | None:
+    """Returns the bounds of a result of a sort, or of the places that a search returns."""
+    if "num_keys" in op.params:
+        return ins[place]
+    if place < len(op.outs) - 1:
+        return ins[0]
+    axes = op.params.get("axes") or (op.params.get("axis", -1),)
+    return Bounds(0.0, float(op.ins[0].aval.shape[axes[0]] - 1), True)
+
+
+def _bits(op: Op, ins: list[Any]) -> Bounds | None:
+    """Returns the bounds of random bits, of which `jax.random.uniform` makes numbers of [1, 2)."""
+    a, b = (*ins, None)[:2]
+    dtype = dtype_of(op.ins[0])
+    if dtype.kind != "u":
+        return None
+    if op.name == rules.OR:  # no more than the sum, and no less than either
+        known = a is not None and b is not None and min(a.low, b.low) >= 0
+        return Bounds(max(a.low, b.low), a.high + b.high, True) if known else None
+    if op.name == rules.SHIFT:
+        shift = b.low if b is not None and b.low == b.high else 0
+        return Bounds(0.0, float(2 ** (8 * dtype.itemsize) - 1) // 2**shift, True)
+    if a is None or dtype_of(op.outs[0]).itemsize != dtype.itemsize:
+        return None
+    ends = [np.array(int(x), dtype).view(dtype_of(op.outs[0])) for x in (a.low, a.high)]
+    return Bounds(float(ends[0]), float(ends[1]))
+
+
+def _outer(op: Op, ins: list[Any]) -> Bounds | None:
+    """Returns the bounds of products that no axis sums up, such as of positions and frequencies."""
+    numbers = op.params.get("dimension_numbers")
+    if not isinstance(numbers, tuple) or len(numbers) != 2 or None in ins:
+        return None
+    (summed, _), _ = numbers
+    shape = op.ins[0].aval.shape
+    return OPS["mul"](op, ins) if all(shape[axis] == 1 for axis in summed) else None
+
+
 def _remainder(op: Op, ins: list[Bounds | None]) -> Bounds | None:
     a, b = ins
     if b is None:
@@ -169,7 +208,9 @@ def _remainder(op: Op, ins: list[Bounds | None]) -> Bounds | None:
     integer = bool(jnp.issubdtype(op.outs[0].aval.dtype, jnp.integer))
     whole = integer or (a is not None and a.whole and b.whole)
     most = b.largest - whole
-    return Bounds(-most, most, whole)
+    # An unsigned one is not negative.
+    unsigned = dtype_of(op.outs[0]).kind == "u" or (a is not None and a.low >= 0)
+    return Bounds(0.0 if unsigned else -most, most, whole)
 
 
 OPS: dict[str, Rule] = {
@@ -187,10 +228,12 @@ OPS: dict[str, Rule] = {
     "sqrt": _ends(np.sqrt, where=lambda a: a.low >= 0),
     **{name: _ends(getattr(np, name)) for name in (*rules.EXPONENTIALS, "floor")},
     **dict.fromkeys(rules.SQUARES | {"abs"}, _folded),
-    **dict.fromkeys(("sin", "cos", "tanh", "erf"), _within(-1, 1)),
+    **dict.fromkeys((*rules.WAVES - {"tan"}, "tanh", "erf"), _within(-1, 1)),
     "logistic": _within(0, 1),
     "sign": _within(-1, 1, True),
     "rem": _remainder,
+    **dict.fromkeys((rules.BITCAST, rules.OR, rules.SHIFT), _bits),
+    rules.DOT: _outer,
     "select_n": lambda op, ins: _join(ins[1:]),
     "concatenate": lambda op, ins: _join(ins),
     # The limits bound the result, even if the operand between them is unknown.

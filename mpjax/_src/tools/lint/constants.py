@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import rules
-from mpjax._src.core.base.dtypes import digits, dtype_of, is_float, is_half, short_name, shown
+from mpjax._src.core.base.dtypes import dtype_of, is_float, is_half, short_name, shown, stalls_at
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import Bounds, bounds_of
-from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program, noted
+from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program, moves_one, noted
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -49,15 +49,16 @@ def _is_librarys_mask(program: Program, op: Op) -> bool:
 def half_counts(program: Program) -> Iterator[Hit]:
     """Finds 16-bit integers that may exceed 256 in bfloat16, or 2048 in float16.
 
-    These are positions, indices and counters, from an iota or a loop. Single constants are the
-    choice of the user, and are not found.
+    These are positions, indices and counters: from an iota, a loop, a sort, a search or a random
+    choice, and what is cast back to an integer to read one of more than 256 (2048) places along an
+    axis. Single constants are the choice of the user, and are not found.
     """
-    for op in program.named("iota", *CASTS):
+    for op in program.named(rules.IOTA, *CASTS):
         if not is_half(op.outs[0]):
             continue
         # A cast reads integers in their own dtype; an iota makes them in 16 bits.
-        value = op.outs[0] if op.name == "iota" else op.ins[0]
-        bounds, limit = bounds_of(program, value), 2 ** digits(dtype_of(op.outs[0]))
+        value = op.outs[0] if op.name == rules.IOTA else op.ins[0]
+        bounds, limit = bounds_of(program, value), stalls_at(dtype_of(op.outs[0]))
         varies = bounds and bounds.whole and bounds.low < bounds.high
         if bounds and varies and bounds.largest > limit and _is_count(program, value):
             yield Hit(
@@ -65,62 +66,113 @@ def half_counts(program: Program) -> Iterator[Hit]:
                 f"{shown(op.outs[0])}, which cannot represent every integer beyond {limit}.",
                 op,
             )
+    for op in program.ops:
+        for value, length in _places(program, op) if op.ins else ():
+            half = _half_integer(program, value)
+            limit = stalls_at(dtype_of(half)) if half else length
+            if half and length - 1 > limit:
+                yield Hit(
+                    f"One of {length} places along an axis is chosen by {shown(half)}, which "
+                    f"cannot represent every integer beyond {limit}.",
+                    op,
+                )
 
 
-# Operations that make counts from counts.
-COUNTED = SAME | rules.SUMS_OF_TWO | {"mul", "max", "min", "neg", "concatenate", "cumsum"}
+# Operations that make counts from counts, and what counts, ranks, or chooses a number.
+COUNTED = SAME | rules.SUMS_OF_TWO | rules.CLAMPS | {rules.MUL, "neg", rules.JOIN, "cumsum"}
+COUNTS = rules.having(rules.RANKS) | {rules.IOTA, "cumsum", "rem"}
 
 
 def _is_count(program: Program, value: Value) -> bool:
     """Returns whether a value is a count or a sum of one, and not a selected constant."""
-    made = any(op.name in ("iota", "cumsum") for op in program.makers(value, COUNTED))
+    made = any(op.name in COUNTS for op in program.makers(value, COUNTED))
     return made or any(map(program.counts, program.back(value, COUNTED)))
 
 
-def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
-    """Finds integers that a step casts to 16 bits, and that the cast changes.
+def _places(program: Program, op: Op) -> Iterator[tuple[Value, int]]:
+    """Yields what chooses places along an axis, and how many there are."""
+    numbers = op.params.get("dimension_numbers")
+    axes = getattr(numbers, "start_index_map", None)
+    axes = getattr(numbers, "scatter_dims_to_operand_dims", axes)
+    if axes:
+        # An index of several coordinates is judged by the shortest of their axes.
+        yield op.ins[1], min(op.ins[0].aval.shape[axis] for axis in axes)
+    elif op.name.startswith("dynamic_") and (shape := op.ins[0].aval.shape):
+        yield from zip(op.ins[-len(shape) :], shape, strict=True)
+    elif op.name in rules.EQUALITIES:
+        for value, other in (op.ins, op.ins[::-1]):
+            counts = [m for m in program.makers(other, SAME) if m.name == rules.IOTA]
+            yield from ((value, m.outs[0].aval.shape[m.params["dimension"]]) for m in counts)
 
-    A cast that changes no integer of this step is not found.
+
+# Operations from an integer to the place that it chooses: it is wrapped if negative, and bounded.
+WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | rules.having(rules.JUMPS) | {rules.JOIN}
+
+
+def _half_integer(program: Program, value: Value) -> Value | None:
+    """Returns the 16-bit argument, or integer in 16 bits, that a place is a cast of, or None."""
+    arguments = {*program.block.invars}
+    for v in filter(is_half, program.back(value, WRAPPED)):
+        behind = program.back(v, moves_one)
+        bounds = bounds_of(program, v) or bounds_of(program, value)
+        few = bounds is not None and bounds.largest <= stalls_at(dtype_of(v))
+        if not few and any(_is_integer(u) or u in arguments for u in behind):
+            return v
+    return None
+
+
+def _is_integer(value: Value) -> bool:
+    return bool(jnp.issubdtype(dtype_of(value), jnp.integer))
+
+
+def rounded_integers(program, op, ins, outs) -> Iterator[Hit]:
+    """Finds integers that a step casts to 16 bits, or adds there, and that this changes.
+
+    Integers may be float32 before the cast: those that were integers, or become integers again. A
+    cast that changes no integer of this step is not found.
     """
-    counts = op.name in CASTS and jnp.issubdtype(ins[0].dtype, jnp.integer) and ins[0].size
-    if not counts or not is_half(outs[0]):
+    if op not in _integer_steps(program) or not np.size(ins[0]):
         return
-    before = np.asarray(ins[0]).astype(np.int64)
-    after = np.asarray(outs[0]).astype(np.float64)
     # Compared as float64, which has every 16-bit number and every integer below 2**53.
-    changed = before != after
+    before, *more = (np.asarray(x).astype(np.float64) for x in ins)
+    for other in more:
+        before = before - other if op.name == rules.SUB else before + other
+    after = np.asarray(outs[0]).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        changed = (before != after) & (before == np.rint(before)) & np.isfinite(before)
     if changed.any():
         first = int(np.argmax(changed))
         yield Hit(
-            f"{changed.mean():.0%} of the integers in {shown(op.ins[0])} change when they are cast "
-            f"to {short_name(dtype_of(op.outs[0]))}: {before.flat[first]} becomes "
-            f"{after.flat[first]:g}.",
+            f"{changed.mean():.0%} of the integers in {shown(op.ins[0])} change when they are "
+            f"{'added in' if more else 'cast to'} {short_name(dtype_of(op.outs[0]))}: "
+            f"{before.flat[first]:.0f} becomes {after.flat[first]:g}.",
             op,
         )
 
 
-# The largest acceptable error of a phase, in radians.
-PHASE = 1 / 8
+# Operations that hold integers as floats.
+HELD = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | {rules.JOIN}
 
 
-def half_phases(program: Program) -> Iterator[Hit]:
-    """Finds sines of 16-bit angles so large that rounding may change them by 1/8 radian or more.
+@noted
+def _integer_steps(program: Program) -> frozenset[Op]:
+    """Returns the casts to 16 bits and the sums there that must not change an integer."""
+    casts = [*program.named(*CASTS)]
+    floats = [op.outs[0] for op in casts if _is_integer(op.ins[0])]
+    floats += [op.outs[0] for op in program.named(rules.IOTA) if is_float(op.outs[0])]
+    ends = [op.ins[0] for op in casts if _is_integer(op.outs[0]) and is_float(op.ins[0])]
+    were = {v for value in floats for v in program.forward(value, HELD)}
+    become = {v for value in ends for v in program.back(value, HELD | rules.having(rules.JUMPS))}
 
-    Half an ulp of x is 2**(e - digits), so this begins at 32 in bfloat16 and 256 in float16.
-    """
-    for op in program.named("sin", "cos", "tan"):
-        value = op.ins[0]
-        bounds = bounds_of(program, value) if is_half(value) else None
-        if bounds is None or bounds.low == bounds.high:
-            continue
-        precision = digits(dtype_of(value))
-        if bounds.largest >= PHASE * 2**precision:
-            half_ulp = 2.0 ** (math.floor(math.log2(bounds.largest)) - precision)
-            yield Hit(
-                f"{op.name} reads angles up to {bounds.largest:.4g} in {shown(value)}. Rounding "
-                f"changes them by up to {half_ulp:.2g} radians.",
-                op,
-            )
+    def must(op: Op) -> bool:
+        if op.name in CASTS:
+            narrows = is_float(op.ins[0]) and not is_half(op.ins[0])
+            return _is_integer(op.ins[0]) or (narrows and not {*op.ins, *op.outs}.isdisjoint(both))
+        return op.outs[0] in become and were.issuperset(op.ins)
+
+    both = were | become
+    steps = (op for op in (*casts, *program.named(*rules.SUMS_OF_TWO)) if is_half(op.outs[0]))
+    return frozenset(filter(must, steps))
 
 
 def overflowing_masks(program: Program) -> Iterator[Hit]:
@@ -129,13 +181,13 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
     The masks may be added one after the other, with logits in between, which are assumed to be
     small relative to a mask. Sums with a mask of -Inf are intended, and are not found.
     """
-    for op in program.named("add", "sub"):
+    for op in program.named(rules.ADD, rules.SUB):
         if not is_float(op.outs[0]) or program.is_backward(op):
             continue
         most = float(jnp.finfo(dtype_of(op.outs[0])).max)
         masks = _masks(program)
         parts = [[each.low for each in masks[value]] for value in op.ins]
-        if op.name == "sub":
+        if op.name == rules.SUB:
             # A mask that is subtracted lowers the difference most by its largest number.
             parts[1] = [-each.high for each in masks[op.ins[1]]]
         least = [number for part in parts for number in part]
@@ -149,7 +201,7 @@ def overflowing_masks(program: Program) -> Iterator[Hit]:
             )
 
 
-SUMMED = SAME | {"add"}
+SUMMED = SAME | {rules.ADD}
 # A thousandth of float16's range: what is less in magnitude is an offset, and no mask.
 LEAST = 64
 

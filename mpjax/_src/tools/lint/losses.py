@@ -85,7 +85,7 @@ def half_variances(program: Program) -> Iterator[Hit]:
             yield Hit(message, op)
 
 
-def half_norms(program: Program) -> Iterator[Hit]:
+def half_squares(program: Program) -> Iterator[Hit]:
     """Finds norms that square in float16, where the squares of 256 and more are Inf.
 
     jnp.mean and jnp.sum add in float32, but their operand is squared in float16 before. bfloat16

@@ -150,7 +150,8 @@ class Program:
 
     def number(self, value: Value) -> float | None:
         """Returns the number that a constant value equals, moved or cast at most, or None."""
-        for array in map(self.constant, self.back(value, SAME)):
+        # A padding value, or an index, is no entry of what is moved.
+        for array in map(self.constant, self.back(value, moves_one)):
             if array is not None and array.size == 1 and _is_real(array):
                 return float(array.reshape(()))
         return None
@@ -272,6 +273,11 @@ class Program:
     @functools.cached_property
     def _names(self) -> dict[Value, str]:
         return dict(zip(self.block.invars, self.names, strict=True))
+
+
+def moves_one(op: Op) -> bool:
+    """Returns whether an operation moves or casts its only operand."""
+    return op.name in SAME and len(op.ins) == 1
 
 
 def _is_real(x: Any) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, is_half, limits_of, shown
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.interpret import run_in_float32
 from mpjax._src.tools.lint.program import (
-    CASTS,
     CHOSEN,
     MOVES,
     SAME,
@@ -23,7 +23,7 @@ from mpjax._src.tools.lint.program import (
     noted,
 )
 from mpjax._src.tools.lint.rule import Hit
-from mpjax._src.tools.lint.states import Carried, carried
+from mpjax._src.tools.lint.states import Carried, alone, carried
 
 # The share of entries that may stay unchanged. Updates of one ulp now and then still move weights.
 SHARE = 0.5
@@ -57,7 +57,10 @@ def stalled_updates(program, op, ins, outs) -> Iterator[Hit]:
 def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
     """Returns the additions that update 16-bit states, with their operand index and the state."""
     weights: dict[Op, tuple[int, Carried]] = {}
-    for each in carried(program):
+    # A single array is one of weights if something made of a gradient is added to it.
+    arrays = [each for each in alone(program) if is_half(each.before)]
+    bare = {id(each) for each in arrays}
+    for each in (*carried(program), *arrays):
         if not (is_half(each.before) and is_half(each.after)):
             continue
         for op in program.makers(each.after, CHOSEN):
@@ -65,24 +68,28 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
                 continue
             # One operand has to be the old weight, so that the other one is its update.
             ways = [program.is_from(v, each.before) for v in op.ins]
-            if sum(ways) != 1 or _is_rounded_by_bits(program, op, each.after):
+            if sum(ways) != 1 or is_rounded_by_bits(program, op, each.after):
                 continue
-            if not _is_compensated(program, op, each.before):
+            update = op.ins[1 - ways.index(True)]
+            behind = program.makers(update, anything) if id(each) in bare else ()
+            if id(each) in bare and not any(map(program.is_backward, behind)):
+                continue
+            if not is_compensated(program, op, each.before):
                 weights[op] = ways.index(True), each
     return weights
 
 
-def _is_compensated(program: Program, op: Op, before: Value) -> bool:
+def is_compensated(program: Program, op: Op, before: Value) -> bool:
     """Returns whether the old value is subtracted from a sum again, which keeps its error."""
-    sums = program.forward(op.outs[0], CASTS)
+    sums = program.forward(op.outs[0], SAME | {"reduce_precision"})
     reads = [reader for v in sums for reader in program.readers(v) if reader.name == "sub"]
     return any(program.is_from(v, before) for each in reads for v in each.ins)
 
 
-def _is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
+def is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
     """Returns whether the new state depends on the bits of a sum, and the cast for large ones."""
     return any(
-        reader.name == "bitcast_convert_type" and after in program.forward(reader.outs[0], anything)
+        reader.name == rules.BITCAST and after in program.forward(reader.outs[0], anything)
         for value in program.forward(op.outs[0], MOVES)
         for reader in program.readers(value)
     )
