@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import rules
-from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.dtypes import FLOAT32, is_half
-from mpjax._src.core.base.errors import check_callable
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.interpret import Watcher, interpret, run, run_in_float32, take
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
@@ -185,6 +184,7 @@ class NonfiniteReport(Report):
         return f"{self.primitive} produced {self.made} in the {which} pass, {place}"
 
 
+@takes_arguments
 def find_nonfinite(
     fun: Callable[..., Any],
     policy: Any = None,
@@ -211,7 +211,8 @@ def find_nonfinite(
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a
         `NonfiniteReport`: the operation, its source line, scope, parameter path and iteration, the
-        ranges of its operands, whether a lower loss scale prevents it, and what to do.
+        ranges of its operands, whether a lower loss scale prevents it, and what to do. With
+        these arguments after the policy, the report.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -228,22 +229,19 @@ def find_nonfinite(
     In comparison, jax.debug_nans stops at a compiled function, and jax.experimental.checkify must
     be built into the program.
     """
-    check_callable(fun, "find_nonfinite: fun")
     policy = get_policy("float32" if policy is None else policy)
     scale = resolve_loss_scale(loss_scale, False)
 
-    @functools.wraps(fun)
-    @unchecked()
-    def wrapped(*args, **kwargs):
+    def report(*args, **kwargs):
         settings: Any = {"argnums": argnums, "has_aux": has_aux, "numbers": True}
         make = functools.partial(
             make_program, "find_nonfinite", fun, args=args, kwargs=kwargs, **settings
         )
         program = make(policy=policy)
-        report = _search(program, float(scale.loss_scale))
-        return _advised(report, program, policy, make)
+        found = _search(program, float(scale.loss_scale))
+        return _advised(found, program, policy, make)
 
-    return wrapped
+    return report
 
 
 # ---- the search ---------------------------------------------------------------------------------
