@@ -20,8 +20,9 @@ from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.interpret import Watcher, interpret, run, run_in_float32, take
+from mpjax._src.core.program.modules import changed_by, has_modules
 from mpjax._src.core.program.site import Site, shown
-from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.core.training.loss_scale import LossScale, get_loss_scale, resolve_loss_scale
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.derivative import Producer, derivative_at, ranges_of
@@ -32,6 +33,9 @@ from mpjax._src.tools.instruments.rows import HALF, turns_of
 
 # The most parts of the program that a tried override moves to float32.
 ROUNDS = 4
+
+# The parts of the names of results that count skipped steps: of mpjax's states and optax's.
+SKIPS = ("consecutive_skips", "notfinite_count")
 
 KINDS = {
     "overflow": "its dtype is too narrow for the result",
@@ -64,6 +68,8 @@ class NonfiniteReport(Report):
         largest: The largest magnitude of the result in float32 if it is finite there, else None.
         reaches: The non-finite results of the program.
         loss_scale: The scale that the loss was multiplied by.
+        loss_scale_from: Where this scale is from: "from state.loss_scale", "as given", or "assumed"
+            with the reason; "" if nothing was scaled.
         curable: Whether a lower loss scale prevents it; None if nothing was found.
         safe_loss_scale: The largest power of two at which the compiled program is finite, or None.
         advice: What to do.
@@ -108,14 +114,17 @@ class NonfiniteReport(Report):
     derivative_of: str = ""
     derivative: str = ""
     expression: str = ""
+    loss_scale_from: str = ""
 
     def __bool__(self) -> bool:
         return self.found
 
     def document(self) -> model.Document:
-        title, advice = "The first NaN or Inf", tuple(self.advice.splitlines())
+        title, advice = "The first NaN or Inf", self.advice.splitlines()
+        scale = f"loss scale {self.loss_scale:g}, {self.loss_scale_from}"
+        lines = (*(advice if self.found else ()), *([scale] if self.loss_scale_from else ()))
         if not self.found:
-            return model.Document(title, self.advice)
+            return model.Document(title, self.advice, lines)
         narrow = self.result and self.result.dtype == "f16"
         in_float32 = ""
         if self.largest is not None:
@@ -134,7 +143,7 @@ class NonfiniteReport(Report):
         return model.Document(
             title,
             self.headline,
-            advice,
+            lines,
             (model.Table("Where, and of what", ("", ""), filled, ("",)),),
             drawing=self._drawing,
         )
@@ -189,7 +198,7 @@ def find_nonfinite(
     fun: Callable[..., Any],
     policy: Any = None,
     *,
-    loss_scale: LossScale | str | float | None = None,
+    loss_scale: LossScale | str | float | None = "auto",
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
 ) -> Callable[..., NonfiniteReport]:
@@ -204,7 +213,9 @@ def find_nonfinite(
             too.
         policy: A policy or its name: the function runs under `autocast`. None runs it as it is.
         loss_scale: The loss scale: a number, a loss scale object such as ``state.loss_scale``,
-            "dynamic", or None for no scaling.
+            "dynamic", or None for no scaling. With "auto", it is that of a state among the
+            arguments; without one, float16 has the scale that it starts with, 65536. The report
+            says which scale was used.
         argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
 
@@ -230,18 +241,34 @@ def find_nonfinite(
     be built into the program.
     """
     policy = get_policy("float32" if policy is None else policy)
-    scale = resolve_loss_scale(loss_scale, False)
+    resolve_loss_scale(loss_scale, False)
 
     def report(*args, **kwargs):
         settings: Any = {"argnums": argnums, "has_aux": has_aux, "numbers": True}
-        make = functools.partial(
-            make_program, "find_nonfinite", fun, args=args, kwargs=kwargs, **settings
-        )
+        settings |= {"args": args, "kwargs": kwargs}
+        make = functools.partial(make_program, "find_nonfinite", fun, **settings)
         program = make(policy=policy)
-        found = _search(program, float(scale.loss_scale))
+        if program.scales_itself and has_modules((args, kwargs)):  # a step that changes its state
+            settings |= {"argnums": None, "has_aux": False}
+            make = functools.partial(make_program, "find_nonfinite", changed_by(fun), **settings)
+            program = make(policy=policy)
+        scale, source = _scale(program, policy, loss_scale)
+        found = dataclasses.replace(_search(program, scale), loss_scale_from=source)
         return _advised(found, program, policy, make)
 
     return report
+
+
+def _scale(program: Program, policy: Policy, loss_scale: Any) -> tuple[float, str]:
+    """Returns the loss scale of a program, and where it is from: "" if nothing is scaled."""
+    scale = float(get_loss_scale(policy, loss_scale).loss_scale)
+    scaled = program.follows_gradient or program.scales_itself
+    if not (isinstance(loss_scale, str) and loss_scale.lower() == "auto"):
+        return scale, "as given" if scaled else ""
+    if program.held:
+        return program.held.scale, f"from {program.held.name}" if scaled else ""
+    why = "no policy computes in float16" if scale == 1 else "the scale that float16 starts with"
+    return scale, f"assumed: {why}; pass loss_scale= or the state" if scaled else ""
 
 
 # ---- the search ---------------------------------------------------------------------------------
@@ -265,6 +292,7 @@ class _Finder(Watcher):
         self.program = program
         # Each event with its operation; None for an argument.
         self.events: list[tuple[NonfiniteReport, Producer | None]] = []
+        self.compared: frozenset[int] = frozenset()  # the events that the program looks for
         # The parameters that an equation reads, by its number.
         self._read: dict[int, list[str]] = collections.defaultdict(list)
 
@@ -274,6 +302,8 @@ class _Finder(Watcher):
         path = ins[0].path if carries and ins else ""
         origins, given = _sources(ins)
         infinite = any(v.bad for v in ins)
+        if rule_of(eqn.primitive.name).need == rules.COMPARE:
+            self.compared |= origins
         for number in place.numbers[-1:]:
             self._read[number] += self._parameters(ins)
         results = []
@@ -362,6 +392,9 @@ def _search(program: Program, scale: float) -> NonfiniteReport:
     results = [*program.named(interpret(program.jaxpr, args, finder))]
     # An infinite constant that the program returns is intended.
     bad = [(name, v) for name, v in results if v.bad and (v.origins or v.given)]
+    if not bad and finder.compared:  # a step that looks for them, and skips the update
+        counters = ((n, v) for n, v in results if _is_bad(n, v.array) and not v.bad)
+        bad = [(n, dataclasses.replace(v, bad=True, origins=finder.compared)) for n, v in counters]
     if not bad:
         meant = {name for name, v in results if v.bad}
         return _in_compiled_alone(program, scale, meant)
@@ -379,6 +412,13 @@ def _search(program: Program, scale: float) -> NonfiniteReport:
         if maker and (derivative := derivative_at(program, maker, before)):
             event = dataclasses.replace(event, **derivative)
     return dataclasses.replace(event, reaches=tuple(name for name, _ in bad), loss_scale=scale)
+
+
+def _is_bad(name: str, result: Any) -> bool:
+    """Returns whether a result is NaN or Inf, or counts a step that was skipped for one."""
+    return any(counts(result)) or (
+        any(part in name for part in SKIPS) and bool(jnp.any(result > 0))
+    )
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
@@ -414,8 +454,15 @@ def _advised(
     gradients = {*itertools.compress(program.results, program.gradients)}
     safe = None
     # If the loss is non-finite too, no scale of it helps.
+    if program.scales_itself:
+        gradients = {*program.results}
     if event.kind not in ("argument", "compiled") and set(event.reaches) <= gradients:
-        safe = program.largest_finite_scale(math.ceil(math.log2(event.loss_scale)))
+
+        def is_finite(scale: float) -> bool:
+            return not any(n in event.reaches and _is_bad(n, x) for n, x in program.at(scale))
+
+        high = math.ceil(math.log2(event.loss_scale))
+        safe = program.largest_finite_scale(high, is_finite)
     event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
     if event.kind == "compiled":
         return event
@@ -456,7 +503,7 @@ def _moved_to_float32(
         patterns.append(fresh[0])
         program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
         outs = program.at(event.loss_scale)
-        if not any(name in event.reaches and any(counts(out)) for name, out in outs):
+        if not any(name in event.reaches and _is_bad(name, out) for name, out in outs):
             return patterns, True
         event = _search(program, event.loss_scale)
         if not (event.found and _in_half(event)):
@@ -486,7 +533,7 @@ def _advice(
     else:
         if set(event.reaches) <= gradients:
             yield (
-                "Lowering the loss scale does not help: gradients are still NaN or Inf at "
+                "Lowering the loss scale does not help: results are still NaN or Inf at "
                 f"2^{LEAST_EXPONENT}."
             )
         elif gradients:
