@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base import rules
+from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, is_half
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
@@ -19,6 +19,7 @@ from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.curried import takes_arguments
+from mpjax._src.core.program.graph import PLANNED
 from mpjax._src.core.program.interpret import Watcher, interpret, run, run_in_float32, take
 from mpjax._src.core.program.modules import changed_by, has_modules
 from mpjax._src.core.program.site import Site, shown
@@ -57,7 +58,11 @@ class NonfiniteReport(Report):
         backward: Whether the operation belongs to the backward pass.
         primitive: The name of the operation. If it is part of a derivative, it is the operation
             that JAX computes the derivative with, such as "div" for that of "sqrt".
-        source: "file:line" of the user's code.
+        source: "file:line" of the user's code. For an operation that mpjax inserted, that of what
+            reads its result, or of what made its operand.
+        about: If mpjax inserted the operation, as a policy's casts and what a step does to
+            gradients: its operand, such as "w" or "the result of dot_general", and what reads its
+            result. Otherwise "".
         scope: The named scopes around the operation, joined with "/".
         path: The paths of the parameters among its operands, or among those of the corresponding
             forward operation, joined with ", "; for an argument, its own path.
@@ -115,6 +120,7 @@ class NonfiniteReport(Report):
     derivative: str = ""
     expression: str = ""
     loss_scale_from: str = ""
+    about: str = ""
 
     def __bool__(self) -> bool:
         return self.found
@@ -190,7 +196,10 @@ class NonfiniteReport(Report):
             finite = all(name.startswith("gradient of ") for name in self.reaches)
             return f"{what} at {place}{computed}" + "; the loss itself is finite" * finite
         which = "backward" if self.backward else "forward"
-        return f"{self.primitive} produced {self.made} in the {which} pass, {place}"
+        subject = f"{self.primitive} of {self.about}" if self.about else self.primitive
+        if self.about and self.result and self.primitive == rules.CAST:
+            subject = f"The cast to {model.DTYPES[self.result.dtype]} of {self.about}"
+        return f"{subject} produced {self.made} in the {which} pass" + f", {place}" * bool(place)
 
 
 @takes_arguments
@@ -283,6 +292,8 @@ class Watched:
     origins: frozenset[int] = frozenset()  # the events; empty for an infinite argument
     given: frozenset[str] = frozenset()  # the arguments whose infinities it holds
     path: str = ""  # its path, if it is a parameter or argument
+    what: str = "a constant"  # its path, or "the result of ..."
+    lines: tuple[str, str] = ("", "")  # where it was made, as far as a line is known
 
 
 class _Finder(Watcher):
@@ -293,17 +304,27 @@ class _Finder(Watcher):
         # Each event with its operation; None for an argument.
         self.events: list[tuple[NonfiniteReport, Producer | None]] = []
         self.compared: frozenset[int] = frozenset()  # the events that the program looks for
+        # What reads the result of an event first, with its lines, by the number of the event.
+        self.readers: dict[int, tuple[str, tuple[str, str]]] = {}
+        self._lines: dict[int, tuple[Any, tuple[str, str]]] = {}
         # The parameters that an equation reads, by its number.
         self._read: dict[int, list[str]] = collections.defaultdict(list)
 
     def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
         arrays = [v.array for v in ins]
-        carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
+        rule, name = rule_of(eqn.primitive.name), eqn.primitive.name
+        carries = rules.SAME_PARAMETER in rule.traits
         path = ins[0].path if carries and ins else ""
+        what = ins[0].what if rule.need == rules.MOVE and ins else f"the result of {name}"
         origins, given = _sources(ins)
         infinite = any(v.bad for v in ins)
-        if rule_of(eqn.primitive.name).need == rules.COMPARE:
+        if rule.need == rules.COMPARE:
             self.compared |= origins
+        lines = self._lines_of(eqn, place)
+        if lines[0] and rule.need != rules.MOVE:
+            for number in origins:
+                self.readers.setdefault(number, (name, lines))
+        lines = lines if lines[0] else next((v.lines for v in ins if v.lines[0]), lines)
         for number in place.numbers[-1:]:
             self._read[number] += self._parameters(ins)
         results = []
@@ -315,8 +336,23 @@ class _Finder(Watcher):
             # What follows from bad operands is no event of its own: they are blamed for it.
             if made and not origins:
                 blame = self._event(eqn, ins, index, out, given, place)
-            results.append(Watched(out, bool(nans or infs), blame, given, path))
+            results.append(Watched(out, bool(nans or infs), blame, given, path, what, lines))
         return results
+
+    def _lines_of(self, eqn: Any, place: Site) -> tuple[str, str]:
+        if id(eqn) not in self._lines:  # with the equation, so that no other gets its identity
+            self._lines[id(eqn)] = eqn, self.program.lines(eqn, place)
+        return self._lines[id(eqn)][1]
+
+    def placed(self, number: int) -> NonfiniteReport:
+        """Returns an event; one that mpjax inserted has the place of what it is done for."""
+        event, _ = self.events[number]
+        name, lines = self.readers.get(number, ("", ("", "")))
+        if event.about and name and not event.about.startswith("the result"):
+            event = dataclasses.replace(event, about=f"{event.about}, read by {name},")
+        if event.about and lines[0] and not event.source:
+            event = dataclasses.replace(event, source=lines[0], library=lines[1])
+        return event
 
     def _parameters(self, values: Sequence[Watched]) -> list[str]:
         return [v.path for v in values if v.path in self.program.parameters]
@@ -330,8 +366,14 @@ class _Finder(Watcher):
         # does.
         own = [path for number in place.numbers[-1:] for path in self._read[number]]
         paths = self._parameters(ins) or own or [v.path for v in ins if v.path]
-        source, library = self.program.lines(eqn, place)
-        result = range_of(out)
+        lines, result = self._lines_of(eqn, place), range_of(out)
+        inserted = not lines[0] or (
+            PLANNED in place.scopes
+            and eqn.primitive.name == rules.CAST
+            and not _jax.is_written_cast(eqn)
+        )
+        operand = max(ins, key=lambda v: bool(v.path or v.lines[0]), default=Watched(out))
+        source, library = lines if lines[0] else operand.lines
         event = NonfiniteReport(
             found=True,
             kind="overflow" if finite else "undefined",
@@ -348,9 +390,10 @@ class _Finder(Watcher):
             inputs=tuple(range_of(v.array, v.path) for v in ins if is_number(v.array)),
             result=result,
             largest=largest_finite(in_float32) if finite else None,
+            about=operand.what if inserted else "",
         )
         here = dataclasses.replace(place, callers=())
-        maker = Producer(event.primitive, ranges_of(ins), result, here, (source, library))
+        maker = Producer(event.primitive, ranges_of(ins), result, here, lines)
         return self._noted(event, maker)
 
     def _noted(self, event: NonfiniteReport, maker: Producer | None = None) -> frozenset[int]:
@@ -362,9 +405,10 @@ class _Finder(Watcher):
         # Infinities may be a mask, so they are no event by themselves.
         if not nans:
             names = frozenset({path} if infs else ())
-            return Watched(array, bool(infs), given=names, path=path)
+            what = path or "the loss scale"
+            return Watched(array, bool(infs), given=names, path=path, what=what)
         event = NonfiniteReport(True, "argument", "NaN", path=path, result=range_of(array))
-        return Watched(array, True, self._noted(event), path=path)
+        return Watched(array, True, self._noted(event), path=path, what=path)
 
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
@@ -376,7 +420,8 @@ class _Finder(Watcher):
 
     def stack(self, values: Sequence[Watched]) -> Watched:
         array, bad = jnp.stack([v.array for v in values]), any(v.bad for v in values)
-        return Watched(array, bad, *_sources(values), values[0].path)
+        origins, given = _sources(values)
+        return dataclasses.replace(values[0], array=array, bad=bad, origins=origins, given=given)
 
 
 def _sources(values: Sequence[Watched]) -> tuple[frozenset[int], frozenset[str]]:
@@ -407,7 +452,7 @@ def _search(program: Program, scale: float) -> NonfiniteReport:
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
         first = min(guilty, key=lambda i: (_is_pole(finder.events[i][0]), i))
-        event, maker = finder.events[first]
+        event, maker = finder.placed(first), finder.events[first][1]
         before = [each for _, each in finder.events[:first]]
         if maker and (derivative := derivative_at(program, maker, before)):
             event = dataclasses.replace(event, **derivative)
@@ -462,13 +507,14 @@ def _advised(
             return not any(n in event.reaches and _is_bad(n, x) for n, x in program.at(scale))
 
         high = math.ceil(math.log2(event.loss_scale))
-        safe = program.largest_finite_scale(high, is_finite)
+        safe = program.largest_finite_scale(high, is_finite, _least(program))
     event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
     if event.kind == "compiled":
         return event
     op = None if event.op is None else program.ops[event.op]
     # As the function is written: a cast of its own stays under any policy.
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
+    own &= not event.about
     tried: list[str] = []
     if not event.curable and not own and _in_half(event):
         tried, cured = _moved_to_float32(event, program, policy, make)
@@ -476,7 +522,13 @@ def _advised(
             places, overrides = Places(program.plan), dict.fromkeys(tried, FLOAT32.name)
             flops = places.flops(frozenset().union(*(places.place(each).ops for each in tried)))
             event = dataclasses.replace(event, overrides=overrides, float32_flops=flops)
-    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own, tried)))
+    advice = _advice(event, gradients, own, tried, _least(program))
+    return dataclasses.replace(event, advice="\n".join(advice))
+
+
+def _least(program: Program) -> int:
+    """Returns the least exponent of a loss scale to try: no step lowers its own below 1."""
+    return 0 if program.scales_itself else LEAST_EXPONENT
 
 
 def _in_half(event: NonfiniteReport) -> bool:
@@ -512,7 +564,7 @@ def _moved_to_float32(
 
 
 def _advice(
-    event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]
+    event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str], least: int
 ) -> Iterator[str]:
     if event.kind == "argument":
         yield "Lowering the loss scale does not help: the argument itself is NaN or Inf."
@@ -533,8 +585,7 @@ def _advice(
     else:
         if set(event.reaches) <= gradients:
             yield (
-                "Lowering the loss scale does not help: results are still NaN or Inf at "
-                f"2^{LEAST_EXPONENT}."
+                f"Lowering the loss scale does not help: results are still NaN or Inf at 2^{least}."
             )
         elif gradients:
             yield (
@@ -566,8 +617,11 @@ def _against(event: NonfiniteReport, own: bool, tried: Sequence[str]) -> Iterato
         yield _override(event, tried)
         yield guard or SMALLER
     else:
+        rule = rule_of(event.primitive)
+        grew = event.made == "Inf" and not any(r.infs for r in event.inputs)
+        grew &= rule.gain in (rules.ONE, rules.SUM) and rules.POLE not in rule.traits
         other = "The result is non-finite in float32 too."
-        yield guard or UNDEFINED.get(event.primitive, other)
+        yield guard or (BEYOND if grew else UNDEFINED.get(event.primitive, other))
         if any(r.dtype in HALF for r in event.inputs):
             # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
             yield (
@@ -595,6 +649,7 @@ SMALLER = "Or make its operands smaller: normalize them, or scale before the pro
 GUARD = (
     "Add an epsilon to the operand, or guard it with jnp.where before the operation, not after it."
 )
+BEYOND = "The result is beyond the largest number of float32, 3.4e38: make the operands smaller."
 REPEATED = "It exists only if these values differ: do not differentiate repeated ones."
 SINGULAR = "It exists only for a nonsingular matrix: add an epsilon to its diagonal."
 RANGED = "Clip the operand to a slightly smaller range before the operation."

@@ -132,11 +132,14 @@ class Program:
         return bool(all_finite([x for _, x in gradients]))
 
     def largest_finite_scale(
-        self, high: int, is_finite: Callable[[float], bool] | None = None
+        self,
+        high: int,
+        is_finite: Callable[[float], bool] | None = None,
+        least: int = LEAST_EXPONENT,
     ) -> float | None:
         """Returns the largest power of two below 2**high at which every gradient is finite.
 
-        ``is_finite`` says of a scale whether something else is.
+        ``is_finite`` says of a scale whether something else is. Below 2**least none is tried.
         """
 
         def finite(exponent: int) -> bool:
@@ -146,9 +149,9 @@ class Program:
         # scales below it, which few programs need.
         low = min(0, high - 1)
         if not finite(low):
-            low = LEAST_EXPONENT
-            if not finite(low):
+            if least >= low or not finite(least):
                 return None
+            low = least
         while high - low > 1:
             middle = (high + low) // 2
             low, high = (middle, high) if finite(middle) else (low, middle)
