@@ -161,6 +161,27 @@ def test_a_result_beyond_float32_is_no_division_of_zero_by_infinity():
     assert "0 * inf" in masked.advice
 
 
+def picked(logits, labels):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
+
+
+def of_one_hot(logits, labels):
+    chosen = jnp.sum(jax.nn.one_hot(labels, 8) * jax.nn.softmax(logits), axis=-1)
+    return -jnp.mean(jnp.log(chosen))
+
+
+@pytest.mark.parametrize("fun", [picked, of_one_hot])
+def test_labels_out_of_range_are_named_where_they_make_nan(fun):
+    labels = np.array([1, -100, 3])
+    for policy in (None, "mixed_bfloat16"):
+        report = find_nonfinite(fun, policy, W[:3], labels)
+        said = "Index -100 is out of range of 8 (labels; 1 of 3 entries): "
+        assert said in report.advice and "test_nonfinite_places.py:" in report.advice
+        assert not find_nonfinite(fun, policy, W[:3], np.abs(labels) % 8)
+    other = find_nonfinite(lambda x, labels: jnp.log(x[labels] - 1), W, np.array([1, 2]))
+    assert other.found and "out of range" not in other.advice
+
+
 def test_a_step_is_cured_by_no_loss_scale_that_it_never_uses():
     report = in_step(loss, "O3:float16", PARAMS, BATCH, optax.sgd(1e5))
     assert report.safe_loss_scale is None and "still NaN or Inf at 2^0" in report.advice

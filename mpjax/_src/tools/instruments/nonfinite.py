@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, is_half
-from mpjax._src.core.base.lines import where
+from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
@@ -31,6 +31,7 @@ from mpjax._src.tools.instruments.places import Places
 from mpjax._src.tools.instruments.programs import LEAST_EXPONENT, Program, make_program
 from mpjax._src.tools.instruments.ranges import Range, counts, is_number, largest_finite, range_of
 from mpjax._src.tools.instruments.rows import HALF, turns_of
+from mpjax._src.tools.lint.linter import lint
 
 # The most parts of the program that a tried override moves to float32.
 ROUNDS = 4
@@ -263,7 +264,11 @@ def find_nonfinite(
             program = make(policy=policy)
         scale, source = _scale(program, policy, loss_scale)
         found = dataclasses.replace(_search(program, scale), loss_scale_from=source)
-        return _advised(found, program, policy, make)
+        found = _advised(found, program, policy, make)
+        if found.kind in ("undefined", "compiled"):
+            lines = (found.advice, *_of_indices(fun, program, args, kwargs))
+            found = dataclasses.replace(found, advice="\n".join(filter(None, lines)))
+        return found
 
     return report
 
@@ -529,6 +534,14 @@ def _advised(
 def _least(program: Program) -> int:
     """Returns the least exponent of a loss scale to try: no step lowers its own below 1."""
     return 0 if program.scales_itself else LEAST_EXPONENT
+
+
+def _of_indices(fun: Callable[..., Any], program: Program, args: Any, kwargs: Any) -> Iterator[str]:
+    """Yields what is out of range of what it indexes, such as labels, and reaches a result."""
+    if any(jnp.issubdtype(x.dtype, jnp.integer) for x in program.arrays):
+        look = lint(fun, select="index-out-of-range", progress=False)
+        for each in look(*args, **kwargs).findings:
+            yield f"{each.message} This is at {short(each.source)}."
 
 
 def _in_half(event: NonfiniteReport) -> bool:

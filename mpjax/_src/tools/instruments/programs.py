@@ -199,8 +199,7 @@ def make_program(
         traced = trace(fun, policy, args, kwargs)
     outs = traced.returned()
     gradient.check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
-    numbered, alone = traced, None
-    equations: Sequence[Any] = ()
+    numbered, alone, equations = traced, None, list[Any]()
     if numbers:
         jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
         numbered = dataclasses.replace(traced, jaxpr=jaxpr)
@@ -214,8 +213,8 @@ def make_program(
 
     follows = argnums is not None and gradient.is_loss(outs, has_aux, tool)
     held = _held(fun, args, kwargs, traced.outline.block)
-    is_step = held is not None and held.place is not None
-    if argnums is not None and not (has_aux or is_step) and gradient.is_pair_of_loss(outs):
+    pair = not (has_aux or (held and held.place is not None)) and gradient.is_pair_of_loss(outs)
+    if argnums is not None and pair:
         warn_at(
             fun,
             f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
