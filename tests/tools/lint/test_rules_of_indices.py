@@ -189,6 +189,11 @@ def zero_rows_counted(logits, labels):
     return -jnp.sum(hot * jax.nn.log_softmax(logits)) / jnp.sum(labels >= 0)
 
 
+def zero_rows_of_padding(logits, labels):
+    hot = jax.nn.one_hot(labels, N)
+    return -jnp.sum(hot * jax.nn.log_softmax(logits)) / (6 - jnp.sum(labels == -1))
+
+
 def zero_rows_by_mask(logits, labels):
     hot = jax.nn.one_hot(labels, N) * (labels != -100)[:, None]
     return -jnp.sum(hot * jax.nn.log_softmax(logits))
@@ -257,7 +262,15 @@ def unread(logits, labels):
 
 
 CLEAN = [
-    *(replaced, weighted, masked_sum, one_hot_weighted, zero_rows_counted, zero_rows_by_mask),
+    *(
+        replaced,
+        weighted,
+        masked_sum,
+        one_hot_weighted,
+        zero_rows_counted,
+        zero_rows_by_mask,
+        zero_rows_of_padding,
+    ),
     *(remainder, clipped, filled, dropped, segments, last, histogram, attended, experts),
     *(searched, neighbors, unread),
 ]
@@ -301,6 +314,19 @@ def test_labels_that_are_closed_over_are_found_where_they_make_nan():
     assert "Index -100 is out of range of 7 (an array it closes over; 2 of 6" in finding.message
     after = jnp.arange(6) + 1
     assert not lint(lambda logits: logits[after] - logits, LOGITS).findings, "it is clamped"
+
+
+def test_indices_in_shard_map_are_found_and_masked_ones_are_not():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, one = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    for fun, count in ((along, 1), (selected, 0)):
+        step = jax.shard_map(
+            lambda *args, fun=fun: jax.lax.pmean(fun(*args), "data"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=one,
+        )
+        assert len(lint(step, LOGITS, IGNORED).findings) == count
 
 
 def test_shapes_alone_and_effects_are_not_tried():

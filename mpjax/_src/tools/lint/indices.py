@@ -100,8 +100,14 @@ def indices_out_of_range(program: Program) -> Iterator[Hit]:
     found = {op: each for op, each in _all(program).items() if each.wrong}
     if not found or _jax.open_jaxpr(program.traced.jaxpr)[0].effects:  # effects happen once
         return
+    # The NaN of one might hide what another one does, so the others are replaced.
+    right = {op: _replaced(op, each, 0.0) for op, each in found.items()}
+    plain = _results(program, right)
     for op in [*found][:MOST]:
-        if _matters(program, op, found):
+        others = {each: change for each, change in right.items() if each is not op}
+        tried = (others, right | {op: _replaced(op, found[op], 0.5)})
+        results = (zip(plain, _results(program, changes), strict=True) for changes in tried)
+        if not all(_are_equal(a, b) for pairs in results for a, b in pairs):
             yield Hit(found[op].message, op)
 
 
@@ -189,7 +195,7 @@ def _effect(op: Op) -> str | None:
     if rules.LOOKS_UP not in op.spec.traits:
         return ""
     # The default is NaN, and for integers the one that is furthest from 0.
-    own = fill is not None and np.isfinite(fill) and abs(int(fill)) < 2**7 - 1
+    own = isinstance(fill, int | float) and abs(fill) < 2**7 - 1  # no NaN
     other = "JAX returns the number that is furthest from 0 for it"
     return None if own else MISSING if is_float(op.outs[0]) else other
 
@@ -228,7 +234,8 @@ def _is_asked(program: Program, labels: Value) -> bool:
         op
         for v in program.forward(first, SAME)
         for op in program.readers(v)
-        if op.spec.need == rules.COMPARE and op.eqn.primitive is not jax.lax.eq_p
+        if op.spec.need == rules.COMPARE
+        and (op.name in rules.ORDERS or any(program.number(v) is not None for v in op.ins))
     ]
     normal = {v for op in _normalized(program) for v in op.ins[:1]}
     return any(normal.isdisjoint(op.outs) for op in tests)
@@ -253,35 +260,24 @@ Change = Callable[[list[Any], list[Any]], list[Any]]
 class _Changed(Plain):
     """The watcher that changes the results of some operations."""
 
-    def __init__(self, changes: Mapping[int, Change]):
-        self.changes = changes
+    def __init__(self, program: Program, changes: Mapping[Op, Change]):
+        self.changes = {id(op.eqn): change for op, change in changes.items()}
+        self.known = {id(op.eqn) for op in program.ops}
+        # The equations of a shard_map are traced again, with the same origin.
+        self.again = {_jax.line_key(op.eqn): change for op, change in changes.items()}
 
     def operation(self, eqn, ins, place):
         outs = Plain.operation(eqn, ins, place)
         change = self.changes.get(id(eqn))
+        if change is None and id(eqn) not in self.known and eqn.primitive.name == rules.SELECT:
+            change = self.again.get(_jax.line_key(eqn))
         return change(ins, outs) if change else outs
 
 
-def _results(program: Program, changes: Mapping[int, Change]) -> list[Any]:
+def _results(program: Program, changes: Mapping[Op, Change]) -> list[Any]:
     arrays = [jnp.asarray(x) for x in program.call.arrays]
-    outs = interpret(program.traced.jaxpr, arrays, _Changed(changes))
+    outs = interpret(program.traced.jaxpr, arrays, _Changed(program, changes))
     return [x for x in outs if not is_key(x)]
-
-
-def _matters(program: Program, op: Op, found: Mapping[Op, Indices]) -> bool:
-    """Returns whether a result changes with the wrong indices that an operation reads.
-
-    Those of the others are replaced, because their NaN might hide it.
-    """
-    right = {id(each.eqn): _replaced(each, found[each], 0.0) for each in found}
-    others = {key: change for key, change in right.items() if key != id(op.eqn)}
-    plain = _results(program, right)
-    tried = (others, right | {id(op.eqn): _replaced(op, found[op], 0.5)})
-    return not all(
-        _are_equal(a, b)
-        for changes in tried
-        for a, b in zip(plain, _results(program, changes), strict=True)
-    )
 
 
 def _replaced(op: Op, indices: Indices, share: float) -> Change:
