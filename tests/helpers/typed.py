@@ -47,6 +47,20 @@ def gradients_keep_values(params: dict[str, jax.Array], x: jax.Array) -> None:
     optimizer.value_and_grad(loss_fn, opt_state)(params, "x")  # type: ignore[arg-type]
 
 
+def reports_are_typed(params: dict[str, jax.Array], x: jax.Array) -> None:
+    assert_type(mpjax.explain(loss_fn, "O1", argnums=0)(params, x), mpjax.reports.CastReport)
+    assert_type(mpjax.explain(loss_fn, "O1", params, x, argnums=0), mpjax.reports.CastReport)
+    assert_type(mpjax.compare(loss_fn, "O1")(params, x), mpjax.reports.Comparison)
+    assert_type(mpjax.compare(loss_fn, "O1", params, x), mpjax.reports.Comparison)
+    assert_type(mpjax.compare(loss_fn, params, x), mpjax.reports.Comparison)
+    assert_type(mpjax.find_nonfinite(loss_fn, params, x), mpjax.reports.NonfiniteReport)
+    assert_type(mpjax.lint(loss_fn, params, x, argnums=0), mpjax.reports.LintReport)
+    assert_type(mpjax.lint(loss_fn, argnums=0)(params, x), mpjax.reports.LintReport)
+    assert_type(mpjax.debug.tune(loss_fn, "O1", 1e-2, params, x), mpjax.reports.Tuning)
+    mpjax.explain(loss_fn, "O1").rows  # type: ignore[attr-defined]  # noqa: B018
+    mpjax.lint(1, params)  # type: ignore[call-overload]
+
+
 def steps_are_typed(params: dict[str, jax.Array], x: jax.Array) -> None:
     init, step = mpjax.build_train_step(loss_fn, optax.adam(1e-3), "mixed_bfloat16")
     state = init(params)

@@ -129,7 +129,9 @@ def _order() -> str:
     """Returns the order of the arguments of the outermost function of mpjax on the call stack."""
     frame, code = inspect.currentframe(), _order.__code__
     while frame and frame.f_globals.get("__name__", "").split(".")[0] == "mpjax":
-        code, frame = frame.f_code, frame.f_back
+        # A decorated function runs inside of its decorator.
+        tool = frame.f_locals.get("tool")
+        code, frame = getattr(tool, "__code__", frame.f_code), frame.f_back
     names = code.co_varnames[: code.co_argcount]
     names = names[1:] if names[:1] in (("self",), ("cls",)) else names
     # A module body or a private function was not called by the user, whom its order would not help.

@@ -70,6 +70,16 @@ def _has_node(tree: Any) -> bool:
     return issubclass(node[0], (nnx.Pytree, nnx.Variable)) or any(map(_has_node, tree.children()))
 
 
+def changed_by(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that also returns its arguments, as the original leaves them."""
+
+    @functools.wraps(fun)
+    def run(*args, **kwargs):
+        return fun(*args, **kwargs), (args, kwargs)
+
+    return run
+
+
 def on_arrays(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a pure function of the arguments that `call_on_arrays` passes."""
     from flax import nnx

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from mpjax._src.core.base.contexts import constants_as_casts, unchecked
+from mpjax._src.core.base.contexts import constants_as_casts
 from mpjax._src.core.base.dtypes import is_float
-from mpjax._src.core.base.errors import check_callable, check_flag, did_you_mean
+from mpjax._src.core.base.errors import check_flag, did_you_mean
 from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
+from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in, root_of
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model, plots
@@ -197,6 +198,11 @@ def compare(
     results: str = "auto",
     progress: bool = True,
 ) -> Callable[..., Agreement]: ...
+@overload
+def compare(fun: Callable[..., Any], policy: Callable[..., Any], *args: Any) -> Agreement: ...
+@overload
+def compare(fun: Callable[..., Any], *args: Any, **settings: Any) -> Comparison: ...
+@functools.partial(takes_arguments, of_two=True)
 def compare(
     fun: Callable[..., Any],
     policy: Any = "mixed_bfloat16",
@@ -239,7 +245,7 @@ def compare(
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Comparison`,
-        or for two functions an `Agreement`.
+        or for two functions an `Agreement`. With these arguments after the policy, the report.
 
     Raises:
         TypeError: If ``fun`` is not a function, an array is abstract or being traced, or an option
@@ -268,7 +274,6 @@ def compare(
     rounding mismatch of training and rollout is studied by Qi et al. 2025, "Defeating the
     Training-Inference Mismatch via FP16".
     """
-    check_callable(fun, "compare: fun")
     check_flag("progress", progress)
     two = inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy))
     if two:
@@ -282,9 +287,7 @@ def compare(
         policy = get_policy(policy)
         resolve_loss_scale(loss_scale, False)
 
-    @functools.wraps(fun)
-    @unchecked()
-    def wrapped(*args, **kwargs):
+    def report(*args, **kwargs):
         if two:
             with progress_bar(progress, "compare", OPERATION):
                 return agreement((fun, policy), results, args, kwargs)
@@ -294,7 +297,7 @@ def compare(
         with progress_bar(progress, "compare", OPERATION, operations_in(program.jaxpr)):
             return compare_program(program, scale)
 
-    return wrapped
+    return report
 
 
 def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,15 +10,14 @@ import jax
 
 from mpjax._src.core.autocast.transform import Traced, call, trace
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.devices import check_name, traced_for
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
-from mpjax._src.core.base.errors import check_callable
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.base.trees import is_array
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
+from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.gradient import check_loss, check_result, differentiated, pull_back
 from mpjax._src.core.program.graph import ATTENTION, LOSS
 from mpjax._src.core.program.site import equations
@@ -245,6 +243,7 @@ def _operation(index: int, row: Row, kept: int) -> model.Operation:
     )
 
 
+@takes_arguments
 def explain(
     fun: Callable[..., Any],
     policy: "PolicyLike" = "mixed_bfloat16",
@@ -266,8 +265,9 @@ def explain(
             "v5e", for example. It need not exist, and nothing is compiled. None for the local one.
 
     Returns:
-        A function that takes the arguments of ``fun`` and returns a `CastReport`. The arguments may
-        be `jax.ShapeDtypeStruct`, which need no memory.
+        A function that takes the arguments of ``fun`` and returns a `CastReport`; with these
+        arguments after the policy, the report. The arguments may be `jax.ShapeDtypeStruct`, which
+        need no memory.
 
     Raises:
         TypeError: If ``fun`` is not a function; with ``argnums``, if it does not return a scalar
@@ -292,14 +292,11 @@ def explain(
         attention: cudnn, causal
         ...
     """
-    check_callable(fun, "explain: fun")
     policy = get_policy(policy)
     if target is not None:
         check_name("target", target)
 
-    @functools.wraps(fun)
-    @unchecked()
-    def wrapped(*args, **kwargs):
+    def report(*args, **kwargs):
         with traced_for(target) if target else contextlib.nullcontext():
             traced = trace(fun, policy, args, kwargs, argnums is not None)
             if argnums is None:
@@ -308,7 +305,7 @@ def explain(
             check_loss(traced.returned(), has_aux, "explain")
             return _with_gradients(traced, active, has_aux)
 
-    return wrapped
+    return report
 
 
 def _without_gradients(traced: Traced) -> CastReport:

@@ -11,18 +11,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base import rules
-from mpjax._src.core.base.contexts import unchecked
+from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, is_half
-from mpjax._src.core.base.errors import check_callable
-from mpjax._src.core.base.lines import where
+from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program.curried import takes_arguments
+from mpjax._src.core.program.graph import PLANNED
 from mpjax._src.core.program.interpret import Watcher, interpret, root_of, run, run_in_float32, take
+from mpjax._src.core.program.modules import changed_by, has_modules
 from mpjax._src.core.program.site import Site, shown
-from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
+from mpjax._src.core.training.loss_scale import LossScale, get_loss_scale, resolve_loss_scale
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.derivative import Producer, derivative_at, ranges_of
@@ -30,9 +31,13 @@ from mpjax._src.tools.instruments.places import Places
 from mpjax._src.tools.instruments.programs import LEAST_EXPONENT, Program, make_program
 from mpjax._src.tools.instruments.ranges import Range, counts, is_number, largest_finite, range_of
 from mpjax._src.tools.instruments.rows import HALF, turns_of
+from mpjax._src.tools.lint.linter import lint
 
 # The most parts of the program that a tried override moves to float32.
 ROUNDS = 4
+
+# The parts of the names of results that count skipped steps: of mpjax's states and optax's.
+SKIPS = ("consecutive_skips", "notfinite_count")
 
 KINDS = {
     "overflow": "its dtype is too narrow for the result",
@@ -55,7 +60,11 @@ class NonfiniteReport(Report):
             does not.
         primitive: The name of the operation. If it is part of a derivative, it is the operation
             that JAX computes the derivative with, such as "div" for that of "sqrt".
-        source: "file:line" of the user's code.
+        source: "file:line" of the user's code. For an operation that mpjax inserted, that of what
+            reads its result, or of what made its operand.
+        about: If mpjax inserted the operation, as a policy's casts and what a step does to
+            gradients: its operand, such as "w" or "the result of dot_general", and what reads its
+            result. Otherwise "".
         scope: The named scopes around the operation, joined with "/".
         path: The paths of the parameters among its operands, or among those of the corresponding
             forward operation, joined with ", "; for an argument, its own path.
@@ -66,6 +75,8 @@ class NonfiniteReport(Report):
         largest: The largest magnitude of the result in float32 if it is finite there, else None.
         reaches: The non-finite results of the program.
         loss_scale: The scale that the loss was multiplied by.
+        loss_scale_from: Where this scale is from: "from state.loss_scale", "as given", or "assumed"
+            with the reason; "" if nothing was scaled.
         curable: Whether a lower loss scale prevents it; None if nothing was found.
         safe_loss_scale: The largest power of two at which the compiled program is finite, or None.
         advice: What to do.
@@ -110,14 +121,18 @@ class NonfiniteReport(Report):
     derivative_of: str = ""
     derivative: str = ""
     expression: str = ""
+    loss_scale_from: str = ""
+    about: str = ""
 
     def __bool__(self) -> bool:
         return self.found
 
     def document(self) -> model.Document:
-        title, advice = "The first NaN or Inf", tuple(self.advice.splitlines())
+        title, advice = "The first NaN or Inf", self.advice.splitlines()
+        scale = f"loss scale {self.loss_scale:g}, {self.loss_scale_from}"
+        lines = (*(advice if self.found else ()), *([scale] if self.loss_scale_from else ()))
         if not self.found:
-            return model.Document(title, self.advice)
+            return model.Document(title, self.advice, lines)
         narrow = self.result and self.result.dtype == "f16"
         in_float32 = ""
         if self.largest is not None:
@@ -136,7 +151,7 @@ class NonfiniteReport(Report):
         return model.Document(
             title,
             self.headline,
-            advice,
+            lines,
             (model.Table("Where, and of what", ("", ""), filled, ("",)),),
             drawing=self._drawing,
         )
@@ -183,14 +198,18 @@ class NonfiniteReport(Report):
             finite = all(name.startswith("gradient of ") for name in self.reaches)
             return f"{what} at {place}{computed}" + "; the loss itself is finite" * finite
         which = "backward" if self.backward else "forward"
-        return f"{self.primitive} produced {self.made} in the {which} pass, {place}"
+        subject = f"{self.primitive} of {self.about}" if self.about else self.primitive
+        if self.about and self.result and self.primitive == rules.CAST:
+            subject = f"The cast to {model.DTYPES[self.result.dtype]} of {self.about}"
+        return f"{subject} produced {self.made} in the {which} pass" + f", {place}" * bool(place)
 
 
+@takes_arguments
 def find_nonfinite(
     fun: Callable[..., Any],
     policy: Any = None,
     *,
-    loss_scale: LossScale | str | float | None = None,
+    loss_scale: LossScale | str | float | None = "auto",
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
 ) -> Callable[..., NonfiniteReport]:
@@ -205,14 +224,17 @@ def find_nonfinite(
             too.
         policy: A policy or its name: the function runs under `autocast`. None runs it as it is.
         loss_scale: The loss scale: a number, a loss scale object such as ``state.loss_scale``,
-            "dynamic", or None for no scaling.
+            "dynamic", or None for no scaling. With "auto", it is that of a state among the
+            arguments; without one, float16 has the scale that it starts with, 65536. The report
+            says which scale was used.
         argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a
         `NonfiniteReport`: the operation, its source line, scope, parameter path and iteration, the
-        ranges of its operands, whether a lower loss scale prevents it, and what to do.
+        ranges of its operands, whether a lower loss scale prevents it, and what to do. With
+        these arguments after the policy, the report.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -229,22 +251,39 @@ def find_nonfinite(
     In comparison, jax.debug_nans stops at a compiled function, and jax.experimental.checkify must
     be built into the program.
     """
-    check_callable(fun, "find_nonfinite: fun")
     policy = get_policy("float32" if policy is None else policy)
-    scale = resolve_loss_scale(loss_scale, False)
+    resolve_loss_scale(loss_scale, False)
 
-    @functools.wraps(fun)
-    @unchecked()
-    def wrapped(*args, **kwargs):
+    def report(*args, **kwargs):
         settings: Any = {"argnums": argnums, "has_aux": has_aux, "numbers": True}
-        make = functools.partial(
-            make_program, "find_nonfinite", fun, args=args, kwargs=kwargs, **settings
-        )
+        settings |= {"args": args, "kwargs": kwargs}
+        make = functools.partial(make_program, "find_nonfinite", fun, **settings)
         program = make(policy=policy)
-        report = _search(program, float(scale.loss_scale))
-        return _advised(report, program, policy, make)
+        if program.scales_itself and has_modules((args, kwargs)):  # a step that changes its state
+            settings |= {"argnums": None, "has_aux": False}
+            make = functools.partial(make_program, "find_nonfinite", changed_by(fun), **settings)
+            program = make(policy=policy)
+        scale, source = _scale(program, policy, loss_scale)
+        found = dataclasses.replace(_search(program, scale), loss_scale_from=source)
+        found = _advised(found, program, policy, make)
+        if found.kind in ("undefined", "compiled"):
+            lines = (found.advice, *_of_indices(fun, program, args, kwargs))
+            found = dataclasses.replace(found, advice="\n".join(filter(None, lines)))
+        return found
 
-    return wrapped
+    return report
+
+
+def _scale(program: Program, policy: Policy, loss_scale: Any) -> tuple[float, str]:
+    """Returns the loss scale of a program, and where it is from: "" if nothing is scaled."""
+    scale = float(get_loss_scale(policy, loss_scale).loss_scale)
+    scaled = program.follows_gradient or program.scales_itself
+    if not (isinstance(loss_scale, str) and loss_scale.lower() == "auto"):
+        return scale, "as given" if scaled else ""
+    if program.held:
+        return program.held.scale, f"from {program.held.name}" if scaled else ""
+    why = "no policy computes in float16" if scale == 1 else "the scale that float16 starts with"
+    return scale, f"assumed: {why}; pass loss_scale= or the state" if scaled else ""
 
 
 # ---- the search ---------------------------------------------------------------------------------
@@ -259,6 +298,8 @@ class Watched:
     origins: frozenset[int] = frozenset()  # the events; empty for an infinite argument
     given: frozenset[str] = frozenset()  # the arguments whose infinities it holds
     path: str = ""  # its path, if it is a parameter or argument
+    what: str = "a constant"  # its path, or "the result of ..."
+    lines: tuple[str, str] = ("", "")  # where it was made, as far as a line is known
 
 
 class _Finder(Watcher):
@@ -268,15 +309,28 @@ class _Finder(Watcher):
         self.program = program
         # Each event with its operation; None for an argument.
         self.events: list[tuple[NonfiniteReport, Producer | None]] = []
+        self.compared: frozenset[int] = frozenset()  # the events that the program looks for
+        # What reads the result of an event first, with its lines, by the number of the event.
+        self.readers: dict[int, tuple[str, tuple[str, str]]] = {}
+        self._lines: dict[int, tuple[Any, tuple[str, str]]] = {}
         # The parameters that an equation reads, by its number.
         self._read: dict[int, list[str]] = collections.defaultdict(list)
 
     def operation(self, eqn: Any, ins: list[Watched], place: Site) -> list[Watched]:
         arrays = [v.array for v in ins]
-        carries = rules.SAME_PARAMETER in rule_of(eqn.primitive.name).traits
+        rule, name = rule_of(eqn.primitive.name), eqn.primitive.name
+        carries = rules.SAME_PARAMETER in rule.traits
         path = ins[0].path if carries and ins else ""
+        what = ins[0].what if rule.need == rules.MOVE and ins else f"the result of {name}"
         origins, given = _sources(ins)
         infinite = any(v.bad for v in ins)
+        if rule.need == rules.COMPARE:
+            self.compared |= origins
+        lines = self._lines_of(eqn, place)
+        if lines[0] and rule.need != rules.MOVE:
+            for number in origins:
+                self.readers.setdefault(number, (name, lines))
+        lines = lines if lines[0] else next((v.lines for v in ins if v.lines[0]), lines)
         for number in place.numbers[-1:]:
             self._read[number] += self._parameters(ins)
         results = []
@@ -288,8 +342,23 @@ class _Finder(Watcher):
             # What follows from bad operands is no event of its own: they are blamed for it.
             if made and not origins:
                 blame = self._event(eqn, ins, index, out, given, place)
-            results.append(Watched(out, bool(nans or infs), blame, given, path))
+            results.append(Watched(out, bool(nans or infs), blame, given, path, what, lines))
         return results
+
+    def _lines_of(self, eqn: Any, place: Site) -> tuple[str, str]:
+        if id(eqn) not in self._lines:  # with the equation, so that no other gets its identity
+            self._lines[id(eqn)] = eqn, self.program.lines(eqn, place)
+        return self._lines[id(eqn)][1]
+
+    def placed(self, number: int) -> NonfiniteReport:
+        """Returns an event; one that mpjax inserted has the place of what it is done for."""
+        event, _ = self.events[number]
+        name, lines = self.readers.get(number, ("", ("", "")))
+        if event.about and name and not event.about.startswith("the result"):
+            event = dataclasses.replace(event, about=f"{event.about}, read by {name},")
+        if event.about and lines[0] and not event.source:
+            event = dataclasses.replace(event, source=lines[0], library=lines[1])
+        return event
 
     def _parameters(self, values: Sequence[Watched]) -> list[str]:
         return [v.path for v in values if v.path in self.program.parameters]
@@ -303,8 +372,14 @@ class _Finder(Watcher):
         # does.
         own = [path for number in place.numbers[-1:] for path in self._read[number]]
         paths = self._parameters(ins) or own or [v.path for v in ins if v.path]
-        source, library = self.program.lines(eqn, place)
-        result = range_of(out)
+        lines, result = self._lines_of(eqn, place), range_of(out)
+        inserted = not lines[0] or (
+            PLANNED in place.scopes
+            and eqn.primitive.name == rules.CAST
+            and not _jax.is_written_cast(eqn)
+        )
+        operand = max(ins, key=lambda v: bool(v.path or v.lines[0]), default=Watched(out))
+        source, library = lines if lines[0] else operand.lines
         event = NonfiniteReport(
             found=True,
             kind="overflow" if finite else "undefined",
@@ -321,9 +396,10 @@ class _Finder(Watcher):
             inputs=tuple(range_of(v.array, v.path) for v in ins if is_number(v.array)),
             result=result,
             largest=largest_finite(in_float32) if finite else None,
+            about=operand.what if inserted else "",
         )
         here = dataclasses.replace(place, callers=())
-        maker = Producer(event.primitive, ranges_of(ins), result, here, (source, library))
+        maker = Producer(event.primitive, ranges_of(ins), result, here, lines)
         return self._noted(event, maker)
 
     def _noted(self, event: NonfiniteReport, maker: Producer | None = None) -> frozenset[int]:
@@ -335,9 +411,10 @@ class _Finder(Watcher):
         # Infinities may be a mask, so they are no event by themselves.
         if not nans:
             names = frozenset({path} if infs else ())
-            return Watched(array, bool(infs), given=names, path=path)
+            what = path or "the loss scale"
+            return Watched(array, bool(infs), given=names, path=path, what=what)
         event = NonfiniteReport(True, "argument", "NaN", path=path, result=range_of(array))
-        return Watched(array, True, self._noted(event), path=path)
+        return Watched(array, True, self._noted(event), path=path, what=path)
 
     def constant(self, array: Any) -> Watched:
         return Watched(array, any(counts(array)))
@@ -349,7 +426,8 @@ class _Finder(Watcher):
 
     def stack(self, values: Sequence[Watched]) -> Watched:
         array, bad = jnp.stack([v.array for v in values]), any(v.bad for v in values)
-        return Watched(array, bad, *_sources(values), values[0].path)
+        origins, given = _sources(values)
+        return dataclasses.replace(values[0], array=array, bad=bad, origins=origins, given=given)
 
 
 def _sources(values: Sequence[Watched]) -> tuple[frozenset[int], frozenset[str]]:
@@ -366,6 +444,9 @@ def _search(program: Program, scale: float) -> NonfiniteReport:
     results = [*program.named(interpret(jaxpr, args, finder, root_of(jaxpr)))]
     # An infinite constant that the program returns is intended.
     bad = [(name, v) for name, v in results if v.bad and (v.origins or v.given)]
+    if not bad and finder.compared:  # a step that looks for them, and skips the update
+        counters = ((n, v) for n, v in results if _is_bad(n, v.array) and not v.bad)
+        bad = [(n, dataclasses.replace(v, bad=True, origins=finder.compared)) for n, v in counters]
     if not bad:
         meant = {name for name, v in results if v.bad}
         return _in_compiled_alone(program, scale, meant)
@@ -378,11 +459,18 @@ def _search(program: Program, scale: float) -> NonfiniteReport:
     else:
         # A pole, such as log(0), is often masked out later; an overflow or a NaN never is.
         first = min(guilty, key=lambda i: (_is_pole(finder.events[i][0]), i))
-        event, maker = finder.events[first]
+        event, maker = finder.placed(first), finder.events[first][1]
         before = [each for _, each in finder.events[:first]]
         if maker and (derivative := derivative_at(program, maker, before)):
             event = dataclasses.replace(event, **derivative)
     return dataclasses.replace(event, reaches=tuple(name for name, _ in bad), loss_scale=scale)
+
+
+def _is_bad(name: str, result: Any) -> bool:
+    """Returns whether a result is NaN or Inf, or counts a step that was skipped for one."""
+    return any(counts(result)) or (
+        any(part in name for part in SKIPS) and bool(jnp.any(result > 0))
+    )
 
 
 def _is_pole(event: NonfiniteReport) -> bool:
@@ -418,14 +506,22 @@ def _advised(
     gradients = {*itertools.compress(program.results, program.gradients)}
     safe = None
     # If the loss is non-finite too, no scale of it helps.
+    if program.scales_itself:
+        gradients = {*program.results}
     if event.kind not in ("argument", "compiled") and set(event.reaches) <= gradients:
-        safe = program.largest_finite_scale(math.ceil(math.log2(event.loss_scale)))
+
+        def is_finite(scale: float) -> bool:
+            return not any(n in event.reaches and _is_bad(n, x) for n, x in program.at(scale))
+
+        high = math.ceil(math.log2(event.loss_scale))
+        safe = program.largest_finite_scale(high, is_finite, _least(program))
     event = dataclasses.replace(event, curable=safe is not None, safe_loss_scale=safe)
     if event.kind == "compiled":
         return event
     op = None if event.op is None else program.ops[event.op]
     # As the function is written: a cast of its own stays under any policy.
     own = op is not None and any(is_half(v.aval) for v in (*op.ins, *op.outs))
+    own &= not event.about
     tried: list[str] = []
     if not event.curable and not own and _in_half(event):
         tried, cured = _moved_to_float32(event, program, policy, make)
@@ -433,7 +529,21 @@ def _advised(
             places, overrides = Places(program.plan), dict.fromkeys(tried, FLOAT32.name)
             flops = places.flops(frozenset().union(*(places.place(each).ops for each in tried)))
             event = dataclasses.replace(event, overrides=overrides, float32_flops=flops)
-    return dataclasses.replace(event, advice="\n".join(_advice(event, gradients, own, tried)))
+    advice = _advice(event, gradients, own, tried, _least(program))
+    return dataclasses.replace(event, advice="\n".join(advice))
+
+
+def _least(program: Program) -> int:
+    """Returns the least exponent of a loss scale to try: no step lowers its own below 1."""
+    return 0 if program.scales_itself else LEAST_EXPONENT
+
+
+def _of_indices(fun: Callable[..., Any], program: Program, args: Any, kwargs: Any) -> Iterator[str]:
+    """Yields what is out of range of what it indexes, such as labels, and reaches a result."""
+    if any(jnp.issubdtype(x.dtype, jnp.integer) for x in program.arrays):
+        look = lint(fun, select="index-out-of-range", progress=False)
+        for each in look(*args, **kwargs).findings:
+            yield f"{each.message} This is at {short(each.source)}."
 
 
 def _in_half(event: NonfiniteReport) -> bool:
@@ -460,7 +570,7 @@ def _moved_to_float32(
         patterns.append(fresh[0])
         program = make(policy=policy.override(dict.fromkeys(patterns, "float32")))
         outs = program.at(event.loss_scale)
-        if not any(name in event.reaches and any(counts(out)) for name, out in outs):
+        if not any(name in event.reaches and _is_bad(name, out) for name, out in outs):
             return patterns, True
         event = _search(program, event.loss_scale)
         if not (event.found and _in_half(event)):
@@ -469,7 +579,7 @@ def _moved_to_float32(
 
 
 def _advice(
-    event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str]
+    event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str], least: int
 ) -> Iterator[str]:
     if event.kind == "argument":
         yield "Lowering the loss scale does not help: the argument itself is NaN or Inf."
@@ -490,8 +600,7 @@ def _advice(
     else:
         if set(event.reaches) <= gradients:
             yield (
-                "Lowering the loss scale does not help: gradients are still NaN or Inf at "
-                f"2^{LEAST_EXPONENT}."
+                f"Lowering the loss scale does not help: results are still NaN or Inf at 2^{least}."
             )
         elif gradients:
             yield (
@@ -523,8 +632,11 @@ def _against(event: NonfiniteReport, own: bool, tried: Sequence[str]) -> Iterato
         yield _override(event, tried)
         yield guard or SMALLER
     else:
+        rule = rule_of(event.primitive)
+        grew = event.made == "Inf" and not any(r.infs for r in event.inputs)
+        grew &= rule.gain in (rules.ONE, rules.SUM) and rules.POLE not in rule.traits
         other = "The result is non-finite in float32 too."
-        yield guard or UNDEFINED.get(event.primitive, other)
+        yield guard or (BEYOND if grew else UNDEFINED.get(event.primitive, other))
         if any(r.dtype in HALF for r in event.inputs):
             # float16 flushes below 2**-25, or 3e-8, and the square of what is below 1.7e-4.
             yield (
@@ -552,6 +664,7 @@ SMALLER = "Or make its operands smaller: normalize them, or scale before the pro
 GUARD = (
     "Add an epsilon to the operand, or guard it with jnp.where before the operation, not after it."
 )
+BEYOND = "The result is beyond the largest number of float32, 3.4e38: make the operands smaller."
 REPEATED = "It exists only if these values differ: do not differentiate repeated ones."
 SINGULAR = "It exists only for a nonsingular matrix: add an epsilon to its diagonal."
 RANGED = "Clip the operand to a slightly smaller range before the operation."

@@ -12,6 +12,7 @@ from mpjax._src.core.base.lines import short
 from mpjax._src.core.planner.program import Derivative, Program
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
+from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.graph import REGION
 from mpjax._src.core.program.site import equations, row_of
 from mpjax._src.tools.document.model import Document, Table
@@ -22,6 +23,7 @@ COLUMNS = ("operation", "result", "where", "found out")
 Rows = Iterable[tuple[str, ...]]
 
 
+@takes_arguments
 def passes(
     fun: Callable[..., Any], policy: "PolicyLike" = "mixed_bfloat16"
 ) -> Callable[..., dict[str, str]]:

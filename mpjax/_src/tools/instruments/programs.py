@@ -6,10 +6,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src.core.autocast.classify import Outline
 from mpjax._src.core.autocast.transform import call, called, trace
@@ -20,11 +21,16 @@ from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.trees import all_finite
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import gradient
-from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.graph import Block, Op
 from mpjax._src.core.program.interpret import enters
 from mpjax._src.core.program.site import NUMBER, Site
 from mpjax._src.core.program.trace import Flat, parameters_of
-from mpjax._src.core.training.loss_scale import LossScale, get_loss_scale
+from mpjax._src.core.training.loss_scale import (
+    LossScale,
+    NoOpLossScale,
+    get_loss_scale,
+    has_protocol,
+)
 
 # The least exponent that is tried as a loss scale: that of float16's smallest number.
 LEAST_EXPONENT = -24
@@ -33,6 +39,14 @@ LEAST_EXPONENT = -24
 ROOM = 4.0
 
 GRADIENT = "gradient of "  # begins the names of results that are gradients
+
+
+class Held(NamedTuple):
+    """The loss scale of a state among the arguments of a function."""
+
+    scale: float
+    name: str  # its own, such as "state.loss_scale"
+    place: int | None  # that of its array among the arguments, if the function itself reads it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +70,7 @@ class Program:
     alone: Any = None
     # The equations of ``alone`` by their numbers; empty if they are not numbered.
     equations: Sequence[Any] = ()
+    held: Held | None = None  # the loss scale among the arguments
 
     @functools.cached_property
     def ops(self) -> list[Op]:
@@ -76,9 +91,22 @@ class Program:
         """Whether the backward pass is part of the program."""
         return any(self.gradients)
 
+    @property
+    def scales_itself(self) -> bool:
+        """Whether the function scales its loss, as a training step does, by an argument."""
+        return self.held is not None and self.held.place is not None
+
+    def inputs(self, scale: float) -> list[jax.Array]:
+        """Returns what the program is called with at a loss scale."""
+        if self.held is None or self.held.place is None:
+            return [*self.arrays, jnp.float32(scale)]
+        arrays, place = [*self.arrays], self.held.place
+        arrays[place] = jnp.full_like(arrays[place], scale)
+        return [*arrays, jnp.float32(1)]
+
     def arguments(self, scale: float) -> Iterator[tuple[Any, str]]:
         """Yields what the program is called with, and the name of each; "" for the loss scale."""
-        return zip([*self.arrays, jnp.float32(scale)], [*self.names, ""], strict=True)
+        return zip(self.inputs(scale), [*self.names, ""], strict=True)
 
     def named(self, outs: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the results of a run by their names."""
@@ -97,26 +125,34 @@ class Program:
 
     def at(self, scale: float) -> Iterator[tuple[str, Any]]:
         """Yields the results of the compiled program at a loss scale by their names."""
-        return self.named(self.compiled(*self.arrays, jnp.float32(scale)))
+        return self.named(self.compiled(*self.inputs(scale)))
 
     def has_finite_gradients(self, scale: float) -> bool:
         """Returns whether every gradient of the compiled program is finite at a loss scale."""
         gradients = itertools.compress(self.at(scale), self.gradients)
         return bool(all_finite([x for _, x in gradients]))
 
-    def largest_finite_scale(self, high: int) -> float | None:
-        """Returns the largest power of two below 2**high at which every gradient is finite."""
+    def largest_finite_scale(
+        self,
+        high: int,
+        is_finite: Callable[[float], bool] | None = None,
+        least: int = LEAST_EXPONENT,
+    ) -> float | None:
+        """Returns the largest power of two below 2**high at which every gradient is finite.
+
+        ``is_finite`` says of a scale whether something else is. Below 2**least none is tried.
+        """
 
         def finite(exponent: int) -> bool:
-            return self.has_finite_gradients(2.0**exponent)
+            return (is_finite or self.has_finite_gradients)(2.0**exponent)
 
         # Bisection: what is finite at one scale is so at every smaller one. 1 is tried before
         # scales below it, which few programs need.
         low = min(0, high - 1)
         if not finite(low):
-            low = LEAST_EXPONENT
-            if not finite(low):
+            if least >= low or not finite(least):
                 return None
+            low = least
         while high - low > 1:
             middle = (high + low) // 2
             low, high = (middle, high) if finite(middle) else (low, middle)
@@ -164,8 +200,7 @@ def make_program(
         traced = trace(fun, policy, args, kwargs, argnums is not None)
     outs = traced.returned()
     gradient.check_result(tool, outs, _jax.open_jaxpr(traced.jaxpr)[0].outvars)
-    numbered, alone = traced, None
-    equations: Sequence[Any] = ()
+    numbered, alone, equations = traced, None, list[Any]()
     if numbers:
         jaxpr, equations = _jax.numbered(traced.with_rows.jaxpr, NUMBER, enters)
         numbered = dataclasses.replace(traced, jaxpr=jaxpr)
@@ -178,7 +213,9 @@ def make_program(
         return evaluate(*inputs[:-1])  # without the loss scale
 
     follows = argnums is not None and gradient.is_loss(outs, has_aux, tool)
-    if argnums is not None and not has_aux and gradient.is_pair_of_loss(outs):
+    held = _held(fun, args, kwargs, traced.outline.block)
+    pair = not (has_aux or (held and held.place is not None)) and gradient.is_pair_of_loss(outs)
+    if argnums is not None and pair:
         warn_at(
             fun,
             f"{tool}: the function returned a pair whose first is one number, (loss, aux) perhaps, "
@@ -201,8 +238,25 @@ def make_program(
     gradients = tuple(name.startswith(GRADIENT) for name in results)
     return Program(
         *(jaxpr, arrays, names, tuple(results), gradients, parameters),
-        *(traced.outline, ran, alone, equations),
+        *(traced.outline, ran, alone, equations, held),
     )
+
+
+def _held(fun: Callable[..., Any], args: Any, kwargs: Any, block: Block) -> Held | None:
+    """Returns the loss scale among the arguments; of several the smallest, as a gradient does."""
+    pairs = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=has_protocol)
+    scales = [(keys, x) for keys, x in pairs if has_protocol(x)]
+    scales = [pair for pair in scales if not isinstance(pair[1], NoOpLossScale)] or scales
+    arrays = [(keys, jax.tree.leaves(x.loss_scale)[0]) for keys, x in scales]
+    arrays = [(keys, x) for keys, x in arrays if np.size(x) == 1]
+    if not arrays:
+        return None
+    keys, array = min(arrays, key=lambda pair: float(pair[1]))
+    leaves = Flat.of((args, kwargs))
+    (name,) = dataclasses.replace(leaves, keys=(keys,)).names(parameters_of(fun, args))
+    read = {value for op in block.ops for value in op.ins}
+    places = (i for i, x in enumerate(leaves.arrays) if x is array and block.invars[i] in read)
+    return Held(float(array), name, next(places, None))
 
 
 def training_scale(program: Program, policy: Policy, loss_scale: LossScale | str | float) -> float:

@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.errors import (
     brief,
-    check_callable,
     check_flag,
     finite_number,
+    misplaced,
     whole_number,
 )
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.tools.document.report import Report
@@ -167,6 +167,7 @@ def _place(step: TuneStep) -> Operation:
     )
 
 
+@takes_arguments
 def tune(
     fun: Callable[..., Any],
     policy: "PolicyLike",
@@ -203,6 +204,7 @@ def tune(
         as vectors or as squares, it had at most one part more than an exhaustive search. If the
         result is a single number and the tolerance is far below the errors of most parts, only sets
         whose errors happen to cancel meet it, and few runs do not find all of them.
+        With these arguments after the tolerance, the report.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -221,11 +223,13 @@ def tune(
         >>> tuned.met
         True
     """
-    check_callable(fun, "tune: fun")
     check_flag("progress", progress)
     policy = get_policy(policy)
     if (finite_number(tolerance) or 0.0) <= 0:
-        raise ValueError(f"tolerance={brief(tolerance)} must be a positive number such as 1e-2.")
+        raise ValueError(
+            f"tolerance={brief(tolerance)} must be a positive number such as 1e-2."
+            f"{misplaced(tolerance)}"
+        )
     if (whole_number(max_runs) or 0) < LEAST_RUNS:
         raise ValueError(
             f"max_runs={brief(max_runs)} must be an integer >= {LEAST_RUNS}: float32 and "
@@ -234,9 +238,7 @@ def tune(
 
     resolve_loss_scale(loss_scale, False)
 
-    @functools.wraps(fun)
-    @unchecked()
-    def wrapped(*args, **kwargs):
+    def report(*args, **kwargs):
         make = functools.partial(
             make_program, "tune", fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
         )
@@ -257,7 +259,7 @@ def tune(
                 cut_short = True
             return trial.report(search, places, cut_short)
 
-    return wrapped
+    return report
 
 
 # ---- trials -------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.contexts import unchecked
-from mpjax._src.core.base.errors import check_callable, check_flag
+from mpjax._src.core.base.errors import check_flag
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.base.progress import advance, progress_bar
+from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.graph import Op
 from mpjax._src.core.program.interpret import OPERATION, Plain, interpret, operations_in
 from mpjax._src.core.program.site import shown
@@ -31,6 +31,7 @@ NOT_RUN = "no step was run, because of run=False"
 NO_TARGET = "nothing was compiled: pass target='cpu' or an accelerator such as 'h100'"
 
 
+@takes_arguments
 def lint(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] | None = None,
@@ -66,8 +67,9 @@ def lint(
             of the step that is run.
 
     Returns:
-        A function of the arguments of ``fun`` that returns a `LintReport`. The arguments may be
-        pytrees of arrays or `jax.ShapeDtypeStruct`, and Flax NNX modules, which are not changed.
+        A function of the arguments of ``fun`` that returns a `LintReport`; with these arguments
+        after ``fun``, the report. The arguments may be pytrees of arrays or `jax.ShapeDtypeStruct`,
+        and Flax NNX modules, which are not changed.
 
     Raises:
         TypeError: If ``fun`` is not a function, or does not return a loss although ``argnums`` is
@@ -82,7 +84,6 @@ def lint(
         >>> [finding.rule for finding in report.findings]
         ['half-sum']
     """
-    check_callable(fun, "fun")
     rules = chosen(select, ignore)
     check_flag("run", run)
     check_flag("progress", progress)
@@ -90,8 +91,6 @@ def lint(
     if target not in (None, CPU):
         find_target(target)
 
-    @functools.wraps(fun)
-    @unchecked()
     def look(*args: Any, **kwargs: Any) -> LintReport:
         program = make_program(fun, args, kwargs, argnums, has_aux)
         total = operations_in(program.traced.jaxpr) if run and not program.is_abstract else None

@@ -13,6 +13,7 @@ from mpjax._src.tools.lint import (
     constants,
     exchanges,
     guards,
+    indices,
     losses,
     matmuls,
     norms,
@@ -67,9 +68,13 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "stalled-update": updates.stalled_updates,
     "overflowing-loss-scale": updates.overflowing_scales,
     "flushed-gradient": updates.backward_values,
+    "index-out-of-range": indices.index_values,
 }
 # What looks at the whole step when it has run.
-AFTER = {"flushed-gradient": updates.flushed_gradients}
+AFTER = {
+    "flushed-gradient": updates.flushed_gradients,
+    "index-out-of-range": indices.indices_out_of_range,
+}
 
 # The texts of each rule, prose for users: `needs`, `summary`, `why` and `instead`.
 TEXTS = tomllib.loads((resources.files(__package__) / "rules.toml").read_text("utf-8"))
