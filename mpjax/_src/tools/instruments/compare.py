@@ -1,8 +1,8 @@
-"""`compare`: the error that each operation adds to a program, relative to float32.
+"""`compare`: the error that each operation adds to a program, relative to float32 or float64.
 
 Every value of the program under the policy has a shadow: the result of the same operations in
-float32. An operation's own error is its difference from float32 on the same operands; the rest of
-its error is inherited from its operands.
+the reference, float32 or float64. An operation's own error is its difference from the reference on
+the same operands; the rest of its error is inherited from its operands.
 """
 
 import dataclasses
@@ -19,7 +19,14 @@ import jmp
 import numpy as np
 
 from mpjax._src.core.base.contexts import constants_as_casts, unchecked
-from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.base.dtypes import (
+    FLOAT32,
+    FLOAT64,
+    DTypeLike,
+    canonical,
+    default_device,
+    is_float,
+)
 from mpjax._src.core.base.errors import check_callable, check_flag, did_you_mean
 from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.progress import progress_bar
@@ -27,7 +34,7 @@ from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
-from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in
+from mpjax._src.core.program.interpret import OPERATION, handling, interpret, operations_in
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model, plots
 from mpjax._src.tools.document.report import Report
@@ -39,8 +46,8 @@ from mpjax._src.tools.instruments.rows import computed_in, turns_of
 from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed
 
 # The columns of the table, and those that hold words.
-COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
-WORDS = COLUMNS[4:]
+COLUMNS = ("added", "error", "float32", "inherited", "underflow", "operation", "dtypes", "where")
+WORDS = COLUMNS[5:]
 
 ADDED = model.WORST(
     "added error",
@@ -52,8 +59,11 @@ ERROR = model.WORST(
 )
 BYTES = model.Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
-# The note on a result that is only rounding error in float32 too.
-ZERO = "only rounding error in float32; relative to the terms that cancel"
+# The note on a result that is only rounding error in the reference too.
+ZERO = "only rounding error in {}; relative to the terms that cancel"
+
+# What a program can be compared with.
+REFERENCES = (FLOAT32, FLOAT64)
 
 
 @public("mpjax.reports")
@@ -74,6 +84,10 @@ class Comparison(Report):
             before BatchNorm, which is zero in exact arithmetic.
         unscaled: The relative error of each gradient without a loss scale, by name; empty if there
             is no scale or no gradient.
+        reference: The dtype of the run that errors are relative to. Where this page says float32
+            of that run, it is float64 if the reference is.
+        float32: The relative error of each result in float32, by name, if the reference is
+            float64.
     """
 
     rows: tuple[CompareRow, ...]
@@ -83,6 +97,8 @@ class Comparison(Report):
     order: tuple[int, ...] = ()
     noise: tuple[str, ...] = ()
     unscaled: dict[str, float] = dataclasses.field(default_factory=dict)
+    reference: str = "float32"
+    float32: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def worst_results(self) -> list[tuple[str, float]]:
         """Returns the results by name with their errors, the worst first."""
@@ -90,12 +106,24 @@ class Comparison(Report):
 
     def table(self, count: int | None = 12) -> str:
         """Returns the worst rows as a table of text."""
-        return "\n".join(table(COLUMNS, map(_cells, self.rows[:count]), WORDS))
+        return "\n".join(table(*self._rows(count), WORDS))
 
-    def named(self, count: int | None = 5) -> list[tuple[str, str]]:
-        """Returns the worst results as text: the error, and the name of the result."""
+    def _rows(self, count: int | None) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+        """Returns the columns and the cells of the worst rows."""
+        kept = [name != "float32" or bool(self.float32) for name in COLUMNS]
+        cells = (tuple(itertools.compress(_cells(row), kept)) for row in self.rows[:count])
+        return tuple(itertools.compress(COLUMNS, kept)), tuple(cells)
+
+    def named(self, count: int | None = 5) -> list[tuple[str, ...]]:
+        """Returns the worst results as text: the error, that of float32 if float64 is the
+        reference, and the name of the result."""
+        zero = ZERO.format(self.reference)
         return [
-            (percent(error), f"{name} ({ZERO})" if name in self.noise else name)
+            (
+                percent(error),
+                *([percent(self.float32[name])] if self.float32 else []),
+                f"{name} ({zero})" if name in self.noise else name,
+            )
             for name, error in self.worst_results()[:count]
         ]
 
@@ -132,24 +160,26 @@ class Comparison(Report):
         ]
         lines = [
             *([self._of_scale()] if self.loss_scale != 1 else []),
-            *(f"float32 would have taken another path at {line}" for line in self.diverged),
             *(
-                "no float32 form, so its own error is unknown: "
+                f"{self.reference} would have taken another path at {line}"
+                for line in self.diverged
+            ),
+            *(
+                f"no {self.reference} form, so its own error is unknown: "
                 f"{row.primitive}  {short(row.source)}"
                 for row in self.rows
                 if not row.compared
             ),
         ]
         results = model.Table(
-            "Error of the results, relative to float32",
-            ("error", "result"),
+            f"Error of the results, relative to {self.reference}",
+            ("error", *(["float32"] if self.float32 else []), "result"),
             tuple(self.named(None)),
             ("result",),
             most=8,
         )
-        rows = tuple(map(_cells, self.rows[:most]))
         more = f"and {count - most} more" if count > most else ""
-        worst_rows = model.Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
+        worst_rows = model.Table("Operations, worst first", *self._rows(most), WORDS, note=more)
         return model.Document(
             "The error that each operation adds",
             " ".join(opening),
@@ -174,7 +204,7 @@ class Comparison(Report):
         order = self.order or range(len(self.rows))
         rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
         return model.Drawing(
-            operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
+            operations=tuple(_operation(row, n, self.reference) for n, (_, row) in enumerate(rows)),
             colors=(ADDED, ERROR, model.DTYPE, BYTES, model.PASS),
         )
 
@@ -187,6 +217,7 @@ def compare(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | str | float | None = "auto",
+    reference: DTypeLike = "float32",
     progress: bool = True,
 ) -> Callable[..., Comparison]: ...
 @overload
@@ -204,16 +235,21 @@ def compare(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | str | float | None = "auto",
+    reference: DTypeLike = "float32",
     results: str = "auto",
     progress: bool = True,
 ) -> Any:
-    """Compares a function under a policy with float32, or with another function.
+    """Compares a function under a policy with float32 or float64, or with another function.
 
     Given a policy, the program that trains (the loss and its gradient) runs once under it, one
     operation at a time. Each operation also runs in float32, on the same operands and on those of a
     parallel float32 run. Values are freed after their last use. If the 16-bit run takes another
     branch or leaves a loop at another iteration than float32 would, the float32 run follows it, and
     the report says so.
+
+    With ``reference="float64"``, the parallel run computes the same program in float64, and a third
+    one in float32, so the report shows the errors of float32 itself. Python lines, random bits and
+    integers are those of the program. No setting of JAX changes for other code or threads.
 
     Given a function, the two functions should agree: training and rollout, a model and its port,
     two versions of a model. Both run as they are, each with a parallel float32 run. If only
@@ -232,6 +268,7 @@ def compare(
         loss_scale: The loss scale, as for `build_train_step`. With "auto", float16 uses the scale
             that a dynamic loss scale would reach: its initial one, or the next lower one at which
             the gradients are finite.
+        reference: The dtype of the parallel run, "float32" or "float64".
         results: The meaning of the results of two functions: "log_probs" of given tokens, "logits"
             of all tokens along the last axis, or "values" of any other meaning. "auto" means
             "logits" if they are normalized, "log_probs" if none is positive, and else "values".
@@ -244,7 +281,8 @@ def compare(
     Raises:
         TypeError: If ``fun`` is not a function, an array is abstract or being traced, or an option
             does not apply to the kind of comparison.
-        ValueError: If there are no arrays, or nothing to differentiate; if two functions return
+        ValueError: If ``reference`` is another dtype, or float64 on a TPU, which has none; if there
+            are no arrays, or nothing to differentiate; if two functions return
             different shapes, or more than one floating array.
 
     Example:
@@ -270,6 +308,7 @@ def compare(
     """
     check_callable(fun, "compare: fun")
     check_flag("progress", progress)
+    wide = _checked(reference)
     two = inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy))
     if two:
         _check_agreement(results, argnums, has_aux, loss_scale)
@@ -292,9 +331,25 @@ def compare(
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         scale = training_scale(program, policy, loss_scale)
         with progress_bar(progress, "compare", OPERATION, operations_in(program.jaxpr)):
-            return compare_program(program, scale)
+            return compare_program(program, scale, wide)
 
     return wrapped
+
+
+def _checked(reference: Any) -> Any:
+    """Returns the dtype of a reference, or raises."""
+    wide = canonical(reference, "reference")
+    if wide not in REFERENCES:
+        raise ValueError(
+            f"compare: reference={reference!r} is narrower than float32: the policy says what is "
+            "compared. Choose reference='float32' or 'float64'."
+        )
+    if wide == FLOAT64 and default_device().platform == "tpu":
+        raise ValueError(
+            "compare: reference='float64' needs a CPU or a GPU, because TPUs do not multiply in "
+            "float64: run it under JAX_PLATFORMS=cpu, or with jax.default_device of a CPU."
+        )
+    return wide
 
 
 def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
@@ -323,9 +378,9 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
         *(f"{loop} {i}" for loop, i in row.iteration),
         "zero in exact arithmetic" * row.noise,
     ]
-    errors = (row.added, row.error, row.inherited)
+    errors = (row.added, row.error, row.error if row.float32 is None else row.float32)
     return (
-        *("noise" if row.noise else percent(error) for error in errors),
+        *("noise" if row.noise else percent(error) for error in (*errors, row.inherited)),
         percent(row.underflow) if row.underflow else "",
         row.primitive,
         row.dtypes,
@@ -333,16 +388,17 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
     )
 
 
-def _operation(row: CompareRow, number: int) -> model.Operation:
+def _operation(row: CompareRow, number: int, reference: str) -> model.Operation:
     measured = row.compared and not row.noise
     ran = model.DTYPES[computed_in(row.dtypes)]
     return model.Operation(
         label=row.primitive,
         scope=model.box_of(row.scope, row.source),
         facts=model.facts(
-            why=_why(row),
+            why=_why(row, reference),
             adds=percent(row.added) if measured else "",
             error_of_the_result=percent(row.error) if measured else "",
+            error_of_float32=percent(row.float32) if measured and row.float32 is not None else "",
             inherited=percent(row.inherited) if measured else "",
             error_of_the_operands=percent(row.operands) if measured else "",
             underflow=f"{percent(row.underflow)} of the entries became zero" * bool(row.underflow),
@@ -370,46 +426,55 @@ def _operation(row: CompareRow, number: int) -> model.Operation:
     )
 
 
-def _why(row: CompareRow) -> str:
+def _why(row: CompareRow, reference: str) -> str:
     if not row.compared:
-        return "It has no float32 form, so its own error is unknown."
+        return f"It has no {reference} form, so its own error is unknown."
     if row.noise:
-        return f"{ZERO}."
+        return f"{ZERO.format(reference)}."
     if row.overflow:
-        return "Its result overflows its dtype, but would not overflow float32."
+        return f"Its result overflows its dtype, but would not overflow {reference}."
     if row.new > row.inherited:
         return "Most of its error is its own rounding."
     return "Most of its error comes from its operands."
 
 
-def compare_program(program: Program, scale: float) -> Comparison:
-    """Compares a program with float32, for `compare`."""
+def compare_program(program: Program, scale: float, wide: Any = FLOAT32) -> Comparison:
+    """Compares a program with a wide run, for `compare`."""
     # Counts as a run, of which `tune` has a limited number.
     program.ran()
-    comparer = shadows.Comparer(program.lines)
+    comparer = shadows.Comparer(program.lines, wide)
     args = [
         dataclasses.replace(comparer.constant(x), path=path) for x, path in program.arguments(scale)
     ]
     results = interpret(program.jaxpr, args, comparer)
     rows = [*comparer.rows.values()]
+    if wide == FLOAT64:  # every operation has a row, those too that only move what is exact
+        rows = [row for row in rows if row.error or row.new or row.float32 or not row.compared]
     # Of equally bad rows the first comes first.
     order = sorted(range(len(rows)), key=lambda i: shadows.badness(rows[i]), reverse=True)
     named = {n: v for n, v in program.named(results) if is_float(v.array) and np.size(v.array)}
-    errors = {name: _error(v.array, v.shadow) for name, v in named.items()}
-    terms = _terms_of_noise(program, scale, named, errors)
-    errors |= {n: _error(named[n].array, named[n].shadow, size) for n, size in terms.items()}
     unscaled = {}
     if scale != 1 and any(program.gradients):
         # Compiled as a whole, because only the gradients are read, and no row of an operation.
         gradients = itertools.compress(program.at(1.0), program.gradients)
-        unscaled = {
-            name: _error(out, named[name].shadow, terms.get(name, 0.0))
-            for name, out in gradients
-            if name in named
-        }
+        unscaled = {name: out for name, out in gradients if name in named}
+    terms: dict[str, float] = {}
+
+    def measured(got: dict[str, Any]) -> dict[str, float]:
+        with handling(wide):
+            return {n: _error(x, named[n].shadow, terms.get(n, 0.0)) for n, x in got.items()}
+
+    errors = measured({name: v.array for name, v in named.items()})
+    terms |= _terms_of_noise(program, scale, named, errors, wide)
+    errors |= measured({name: named[name].array for name in terms})
+    singles = {name: v.single for name, v in named.items()}
+    is_same = wide == FLOAT32 or all(x is named[name].array for name, x in singles.items())
+    float32 = {} if is_same else measured(singles)
     return Comparison(
         *(tuple(rows[i] for i in order), errors, scale, tuple(comparer.diverged)),
-        *(tuple(order), tuple(terms), unscaled),
+        *(tuple(order), tuple(terms), measured(unscaled)),
+        reference=wide.name,
+        float32=float32,
     )
 
 
@@ -421,9 +486,13 @@ def _error(got: Any, exact: Any, terms: float = 0.0) -> float:
 
 
 def _terms_of_noise(
-    program: Program, scale: float, named: dict[str, Shadowed], errors: dict[str, float]
+    program: Program,
+    scale: float,
+    named: dict[str, Shadowed],
+    errors: dict[str, float],
+    wide: Any,
 ) -> dict[str, float]:
-    """Returns the size of the canceled terms of each result that is only float32 rounding."""
+    """Returns the size of the canceled terms of each result that is only rounding error."""
     # A result that overflowed is wrong, however its terms cancel.
     suspects = [
         name
@@ -433,11 +502,14 @@ def _terms_of_noise(
     if not suspects:
         return {}
     program.ran()
-    results = shadows.results_of_perturbed(program.jaxpr, program.arrays, jnp.float32(scale))
+    results = shadows.results_of_perturbed(
+        program.jaxpr, program.arrays, jnp.float32(scale), wide=wide
+    )
     if results is None:
         return {}
-    perturbed = dict(program.named(results))
-    sizes = {name: shadows.size_of_terms(named[name].shadow, perturbed[name]) for name in suspects}
+    changed = dict(program.named(results))
+    with handling(wide):
+        sizes = {n: shadows.size_of_terms(named[n].shadow, changed[n], wide) for n in suspects}
     return {name: size for name, size in sizes.items() if size}
 
 
