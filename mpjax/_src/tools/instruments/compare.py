@@ -43,7 +43,7 @@ from mpjax._src.tools.instruments import shadows
 from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.rows import computed_in, turns_of
-from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed
+from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed, percent
 
 # The columns of the table, and those that hold words.
 COLUMNS = ("added", "error", "float32", "inherited", "underflow", "operation", "dtypes", "where")
@@ -225,7 +225,9 @@ def compare(
     fun: Callable[..., Any],
     policy: Callable[..., Any],
     *,
+    reference: DTypeLike = "float32",
     results: str = "auto",
+    labels: Any = None,
     progress: bool = True,
 ) -> Callable[..., Agreement]: ...
 def compare(
@@ -237,6 +239,7 @@ def compare(
     loss_scale: LossScale | str | float | None = "auto",
     reference: DTypeLike = "float32",
     results: str = "auto",
+    labels: Any = None,
     progress: bool = True,
 ) -> Any:
     """Compares a function under a policy with float32 or float64, or with another function.
@@ -312,10 +315,11 @@ def compare(
     two = inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy))
     if two:
         _check_agreement(results, argnums, has_aux, loss_scale)
-    elif results != "auto":
+    elif results != "auto" or labels is not None:
+        name = "labels" if results == "auto" else f"results={results!r}"
         raise TypeError(
-            f"compare: results={results!r} applies only to two functions, but policy={policy!r} is "
-            "a policy. Leave results out."
+            f"compare: {name} applies only to two functions, but policy={policy!r} is a policy. "
+            "Leave it out."
         )
     else:
         policy = get_policy(policy)
@@ -326,7 +330,7 @@ def compare(
     def wrapped(*args, **kwargs):
         if two:
             with progress_bar(progress, "compare", OPERATION):
-                return agreement((fun, policy), results, args, kwargs)
+                return agreement((fun, policy), results, labels, wide, args, kwargs)
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         scale = training_scale(program, policy, loss_scale)
@@ -360,7 +364,11 @@ def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) 
             f"results={results!r} is unknown. Choose one of "
             f"{valid}.{did_you_mean(results, MEANINGS)}"
         )
-    options = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
+    options: dict[str, bool] = {
+        "argnums": argnums != 0,
+        "has_aux": has_aux,
+        "loss_scale": loss_scale != "auto",
+    }
     wrong = [name for name, is_given in options.items() if is_given]
     if wrong:
         raise TypeError(
@@ -511,12 +519,3 @@ def _terms_of_noise(
     with handling(wide):
         sizes = {n: shadows.size_of_terms(named[n].shadow, changed[n], wide) for n in suspects}
     return {name: size for name, size in sizes.items() if size}
-
-
-def percent(share: float) -> str:
-    """Returns a relative error as text."""
-    if share == 0:
-        return "0"
-    if not share < shadows.BROKEN:
-        return "Inf"
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"

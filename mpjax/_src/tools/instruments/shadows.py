@@ -152,7 +152,7 @@ class Shadowed:
     noise: bool = False  # whether the shadow is only rounding error
     makers: frozenset[Any] = frozenset()  # in a loop, the operations that accumulate it
     given: float = 0.0  # the error before they did
-    steps: frozenset[int] = frozenset()  # the recorded operations that computed it
+    node: int = -1  # its number where an instrument records the values
     single: Any = None  # beside a float64 shadow: the array of the float32 run
 
     def error_for(self, key: Any) -> float:
@@ -214,7 +214,7 @@ class Comparer(interpret.Watcher):
         """Returns the results of an operation with their shadows, and makes its row."""
         local, wanted, compared = self._in_wide(eqn, ins, outs, narrow)
         loops = tuple(loop for loop, _ in place.loops)
-        key = (id(eqn), place.scopes, loops, self._lines(eqn, place))  # JAX shares what it traced
+        key = (id(eqn), place.scopes, loops, self.lines(eqn, place))  # JAX shares what it traced
         operands = max((v.error_for(key) for v in ins), default=0.0)
         accumulated: dict[str, Any] = {}
         traits = rule_of(eqn.primitive.name).traits
@@ -231,8 +231,10 @@ class Comparer(interpret.Watcher):
             stats = dict(zip(STATS, np.asarray(stats_of(out, own, shadow)).tolist(), strict=True))
             error = capped(stats["error"])
             noise = error > SUSPICIOUS and (
-                any(v.noise for v in ins) or _is_noise(eqn, ins, shadow, self.wide)
+                any(v.noise for v in ins) or is_noise(eqn, ins, shadow, self.wide)
             )
+            if eqn.primitive.name in CHOOSES:  # what it chooses is as wrong as it was
+                error = max(error, operands)
             if not self._is_ours(eqn, place):
                 facts = {"operands": operands, "compared": compared, "noise": noise}
                 if single is not None and single is not out:
@@ -259,7 +261,7 @@ class Comparer(interpret.Watcher):
             return right, right, False
         return local, wanted, True
 
-    def _lines(self, eqn: Any, place: Site) -> tuple[str, str]:
+    def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         # Cached, because loops run an equation many times.
         key = (id(eqn), place.op, *map(id, place.callers))
         if key not in self._found:
@@ -272,7 +274,7 @@ class Comparer(interpret.Watcher):
         mpjax adds barriers, roundings for compilers, and the scaling of the loss. What the backward
         pass computes again has the rows of the forward pass.
         """
-        unnamed = place.op is None and not self._lines(eqn, place)[0]
+        unnamed = place.op is None and not self.lines(eqn, place)[0]
         barrier = eqn.primitive.name in (*_jax.BARRIERS, "optimization_barrier")
         return unnamed or barrier or interpret.is_precise(eqn) or place.again
 
@@ -280,7 +282,7 @@ class Comparer(interpret.Watcher):
         self, key: Any, eqn: Any, ins: list[Shadowed], out: Any, place: Site, stats: dict[str, Any]
     ) -> None:
         before = self.rows.get(key)
-        source, library = self._lines(eqn, place)
+        source, library = self.lines(eqn, place)
         row = CompareRow(
             primitive=eqn.primitive.name,
             source=source,
@@ -307,7 +309,7 @@ class Comparer(interpret.Watcher):
     def decide(self, value: Shadowed, eqn: Any, place: Site) -> int:
         # The shadow follows the path that was taken, where float32 would have taken another.
         if int(value.array) != int(value.shadow):
-            line = where(*self._lines(eqn, place))
+            line = where(*self.lines(eqn, place))
             parts = eqn.primitive.name, line, turns_of(place.loops)
             self.diverged.setdefault("  ".join(filter(None, parts)))
         return int(value.array)
@@ -316,10 +318,7 @@ class Comparer(interpret.Watcher):
         return self._each([value], lambda x: take(x, index), value)
 
     def stack(self, values: Sequence[Shadowed]) -> Shadowed:
-        like = Shadowed(
-            *(None, None, max(v.error for v in values), values[0].path),
-            steps=frozenset().union(*(v.steps for v in values)),
-        )
+        like = Shadowed(None, None, max(v.error for v in values), values[0].path)
         return self._each(values, lambda *xs: jnp.stack(xs), like)
 
     def _each(
@@ -349,7 +348,7 @@ def capped(error: float) -> float:
     return error if error < BROKEN else BROKEN
 
 
-def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any, wide: Any) -> bool:
+def is_noise(eqn: Any, ins: Sequence[Any], shadow: Any, wide: Any) -> bool:
     """Returns whether the terms of a sum cancel down to the rounding error of the wide dtype."""
     name = eqn.primitive.name
     if not (rules.CANCELS in rule_of(name).traits or name in rules.SUMS_OF_TWO):
@@ -425,6 +424,15 @@ def norm(x):
     return jnp.linalg.norm(x)
 
 
+def percent(share: float) -> str:
+    """Returns a relative error as text."""
+    if share == 0:
+        return "0"
+    if not share < BROKEN:
+        return "Inf"
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"
+
+
 # ---- results that are only rounding error --------------------------------------------------------
 
 
@@ -444,11 +452,14 @@ def perturbed(arrays: Sequence[jax.Array], wide: Any = FLOAT32) -> list[jax.Arra
 
 
 def results_of_perturbed(
-    jaxpr: Any, arrays: Sequence[jax.Array], *more: Any, wide: Any = FLOAT32
+    jaxpr: Any, arrays: Sequence[jax.Array], *more: Any, wide: Any = FLOAT32, last: Any = None
 ) -> list[Any] | None:
-    """Returns the wide results for `perturbed` arrays, or None without a wide form."""
+    """Returns the wide results for `perturbed` arrays, or None without a wide form.
+
+    ``last`` is the dtype whose last bit changes, by default the wide one.
+    """
     with handling(wide):
-        changed = perturbed([widen(x, wide) for x in arrays], wide)
+        changed = perturbed([widen(x, wide) for x in arrays], last or wide)
     try:
         return interpret.interpret(jaxpr, [*changed, *more], interpret.Wide(wide))
     except NotImplementedError:
