@@ -192,7 +192,7 @@ def test_logits_are_compared_as_distributions(args):
     np.testing.assert_allclose([report.kl, report.kl_worst], [rows.mean(), rows.max()], rtol=0.05)
     taken = np.abs(p - q)[np.arange(5), labels]
     np.testing.assert_allclose(report.ratio, np.exp(taken.max()), rtol=1e-3)
-    assert report.argmax == np.mean(p.argmax(-1) != q.argmax(-1))
+    assert report.other_argmax == np.mean(p.argmax(-1) != q.argmax(-1))
     assert report.meaning == "logits" and not report.by_formula
     # Without the argument they may be logits too, unless it says that they are not.
     plain = mpjax.compare(first, second)(x)

@@ -124,7 +124,7 @@ class Agreement(Report):
         kl_worst: The largest KL divergence of a row, or None.
         ratio: The largest ratio of the two probabilities of a token that was taken, either way.
             None without log-probabilities of tokens, or logits and ``labels``.
-        argmax: The share of rows whose most likely tokens differ, or None without rows.
+        other_argmax: The share of rows whose most likely tokens differ, or None without rows.
         rows: The operations that both programs have, where their results differ, the worst first.
         shares: The shares of the operations of each program that the other one has.
         alone: Which operations the other program does not have, as text.
@@ -147,7 +147,7 @@ class Agreement(Report):
     results: dict[str, float] = dataclasses.field(default_factory=dict)
     kl_worst: float | None = None
     ratio: float | None = None
-    argmax: float | None = None
+    other_argmax: float | None = None
     rows: tuple[AlignedRow, ...] = ()
     shares: tuple[float, float] = (1.0, 1.0)
     alone: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ class Agreement(Report):
 
     def _of_probabilities(self) -> str:
         """Returns what the difference means for the probabilities of tokens, as a sentence."""
-        kl, ratio, argmax = self.kl_worst, self.ratio, self.argmax
+        kl, ratio, argmax = self.kl_worst, self.ratio, self.other_argmax
         words = [
             *([] if kl is None else [f"KL of a row at most {kl:.2g}"]),
             *([] if ratio is None else [f"probabilities of a token at most {ratio:.4g}:1"]),
@@ -313,7 +313,7 @@ def agreement(
         results={leaf.name: leaf.error for leaf in leaves} | _of_integers(first, second),
         kl_worst=own.kl_worst,
         ratio=own.ratio,
-        argmax=own.argmax,
+        other_argmax=own.other_argmax,
         rows=aligned.rows,
         shares=aligned.shares,
         alone=aligned.alone,
@@ -334,7 +334,7 @@ class _Difference:
     kl: float | None = None
     kl_worst: float | None = None
     ratio: float | None = None
-    argmax: float | None = None
+    other_argmax: float | None = None
 
 
 def _parting_of(
@@ -363,7 +363,7 @@ def _parting_of(
         p, q = (x - _log_sum(x) for x in (a, b))
         with np.errstate(invalid="ignore"):
             rows = np.sum(np.where((p == q) | (p == -np.inf), 0, np.exp(p) * (p - q)), -1)
-        figures["argmax"] = float(np.mean(np.argmax(p, -1) != np.argmax(q, -1)))
+        figures["other_argmax"] = float(np.mean(np.argmax(p, -1) != np.argmax(q, -1)))
         if labels is not None:
             taken = np.take_along_axis(ratio, np.asarray(labels)[..., None], -1)
             figures["ratio"] = float(np.exp(np.max(np.abs(taken))))
@@ -627,7 +627,7 @@ def _roots(run: _Run, lost: set[int], side: int) -> Iterator[Parting]:
     for number in sorted(lost):
         node = run.watcher.nodes[number]
         if not {*_made(run, node.ins)} & lost:
-            roots.setdefault(run.watcher.line(node), node)
+            roots.setdefault(node.line, node)
     # Steps without a line, which the user cannot look up, count only if no step has one.
     lined = {line: node for line, node in roots.items() if line[0]} or roots
     for line, node in [*lined.items()][:ROOTS]:

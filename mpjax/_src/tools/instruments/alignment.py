@@ -38,17 +38,16 @@ from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed
 # Parameters of operations that say how they are computed, and not what.
 HOW = frozenset({*DTYPES, "precision", "out_sharding", "sharding", "weak_type", "accuracy"})
 
-COMMUTES = ADDITIONS | {"mul"}
-
 # The keys of nodes that no operation made.
-LEAF, SLICE, STACK = "leaf", "slice", "stack"
+LEAF, TURN, STACK = "leaf", "turn", "turns"
 
 # Values are the same if their entries differ by at most so many roundings of the reference,
 # relative to their root mean square; larger entries belong to masks.
 SAME, MASK = 168.0, 1e29
 
-# Fewer entries may be equal by chance.
-FEWEST = 4
+# How far apart the root mean squares of values may be that are compared, and how few entries may be
+# equal by chance.
+NEAR, FEWEST = 1e-3, 4
 
 # Longer rests of two programs are not searched for operations that follow each other alike.
 LONGEST = 4000
@@ -90,6 +89,7 @@ class Node:
     shadow: Any
     eqn: Any = None
     place: Site = ROOT
+    line: tuple[str, str] = ("", "")
     index: int = 0  # of the operation's results
     error: float = 0.0  # from the reference
     same: int | None = None  # the operand that it equals in the reference
@@ -128,9 +128,6 @@ class Recorder(shadows.Comparer):
         self.arguments[name] = len(self.nodes)
         return self.constant(array)
 
-    def line(self, node: Node) -> tuple[str, str]:
-        return ("", "") if node.eqn is None else self.lines(node.eqn, node.place)
-
     def _kept(self, value: Shadowed, key: Any, ins: Iterable[Shadowed], **more: Any) -> Shadowed:
         node = Node(
             key, tuple(v.node for v in ins), value.array, value.shadow, error=value.error, **more
@@ -146,13 +143,14 @@ class Recorder(shadows.Comparer):
 
     def operation(self, eqn: Any, ins: list[Shadowed], place: Site) -> list[Shadowed]:
         results = super().operation(eqn, ins, place)
+        made, token = {"eqn": eqn, "place": place, "line": self.lines(eqn, place)}, _token(eqn)
         return [
-            self._kept(v, (_token(eqn), i, _kind(v.array)), ins, eqn=eqn, place=place, index=i)
-            for i, v in enumerate(results)
+            self._kept(value, (token, i, _kind(value.array)), ins, index=i, **made)
+            for i, value in enumerate(results)
         ]
 
     def slice(self, value: Shadowed, index: int) -> Shadowed:
-        return self._kept(super().slice(value, index), (SLICE, index), [value])
+        return self._kept(super().slice(value, index), (TURN, index), [value])
 
     def stack(self, values: Sequence[Shadowed]) -> Shadowed:
         return self._kept(super().stack(values), (STACK,), values)
@@ -181,7 +179,7 @@ def _token(eqn: Any) -> Any:
     """Returns a key of what an operation computes, but for its operands and its dtypes."""
     name = eqn.primitive.name
     params = [(k, _plain(v)) for k, v in sorted(eqn.params.items()) if k not in HOW]
-    return ("add" if name in ADDITIONS else name), tuple(params)
+    return (ADDITIONS if name in ADDITIONS else name), tuple(params)
 
 
 def _plain(x: Any) -> Any:
@@ -228,11 +226,10 @@ class _Numbers:
                 numbers.append(forced[i])
             elif node.same is not None:
                 numbers.append(numbers[node.same])
-            elif node.key[0] == SLICE and ins[0] in self._parts:
+            elif node.key[0] == TURN and ins[0] in self._parts:
                 numbers.append(self._parts[ins[0]][node.key[1]])
             else:
-                commutes = node.eqn is not None and node.eqn.primitive.name in COMMUTES
-                key = node.key, tuple(sorted(ins)) if commutes else ins
+                key = node.key, ins
                 if key not in self._known:
                     found = find(node)
                     new = len(self._known)
@@ -246,7 +243,7 @@ class _Numbers:
         """Returns the number of a value of the first program with the same entries, if any."""
         if not _tells(node):
             return None
-        room = 1e-3 * node.size
+        room = NEAR * node.size
         start = bisect.bisect_left(self._sized, (node.wanted.size, node.size - room, -1))
         for size, scale, i in self._sized[start:]:
             if size != node.wanted.size or scale > node.size + room:
@@ -309,34 +306,51 @@ def _tells(node: Node) -> bool:
 # ---- layouts ------------------------------------------------------------------------------------
 
 
-def _layouts(numbers: _Numbers) -> Iterator[tuple[list[int], list[int], Callable[[Any], Any]]]:
+Change = Callable[[Any], Any]
+
+
+def _layouts(numbers: _Numbers) -> Iterator[tuple[list[int], list[int], Change]]:
     """Yields values that are left, and have the same entries in another layout: those of the first
     program, those of the second, and the function that turns the one into the other."""
-    found: set[int] = set()  # of the first program
+    left = [{*numbers.lost(side)} for side in (0, 1)]
     for side in (0, 1):
-        nodes, others = numbers.sides[side], numbers.sides[1 - side]
-        lost, rest = {*numbers.lost(side)}, {*numbers.lost(1 - side)}
+        nodes, others, lost, rest = *numbers.sides, *left
+        if side:
+            nodes, others, lost, rest = others, nodes, rest, lost
         sized: dict[int, list[int]] = defaultdict(list)
-        for i, node in enumerate(others):
+        for j, node in enumerate(others):
             if _tells(node):
-                sized[node.wanted.size].append(i)
-        turns: dict[Any, list[int]] = defaultdict(list)
+                sized[node.wanted.size].append(j)
+        turns: dict[Any, list[int]] = defaultdict(list)  # of a loop, or written out
         for i, node in enumerate(nodes):
             if node.eqn is not None and node.same is None and is_float(node.array):
-                turns[_site(node), np.shape(node.shadow)].append(i)
+                turns[node.key, node.line, np.shape(node.shadow)].append(i)
         for group in turns.values():
-            if lost.isdisjoint(group) or (side and len(group) == 1) or group[0] in found:
-                continue  # single values of the second program are found from the first
-            stacked = np.stack([nodes[i].wanted for i in group])
-            # The turns of a loop may be a value that has a counterpart: the cache that they fill.
-            ahead = (i for i in sized[stacked.size] if i in rest or len(group) > 1)
-            for j in sorted(ahead, key=lambda i: i not in rest):
-                change = _change(stacked, others[j].wanted, numbers.close)
-                if change is not None:
-                    rest.discard(j)
-                    found |= {j} if side else {*group}
-                    yield ([j], group, change) if side else (group, [j], change)
-                    break
+            for part, ahead in _parts(group, sized, nodes):
+                if lost.isdisjoint(part) or (side and len(part) == 1):
+                    continue  # single values of the second program are found from the first
+                # Turns may be a value that has a counterpart: the cache that they fill.
+                known = [j for j in ahead if j not in rest and len(part) > 1]
+                for j in [*(j for j in ahead if j in rest), *known]:
+                    if change := _change([nodes[i] for i in part], others[j], numbers.close):
+                        rest.discard(j)
+                        lost.difference_update(part)
+                        yield ([j], part, change) if side else (part, [j], change)
+                        break
+
+
+def _parts(
+    group: list[int], sized: dict[int, list[int]], nodes: list[Node]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields results of an operation that may be the turns of one loop, and values of that size."""
+    turn = max(1, nodes[group[0]].wanted.size)
+    for size, ahead in sized.items():
+        count = size // turn
+        if size % turn == 0 and count > 0 and len(group) % count == 0:
+            loops = len(group) // count  # one in the other, either way
+            yield from ((group[i::loops], ahead) for i in range(loops))
+            if 1 < count < len(group):
+                yield from ((group[i * count :][:count], ahead) for i in range(loops))
 
 
 def _site(node: Node) -> Any:
@@ -345,15 +359,18 @@ def _site(node: Node) -> Any:
 
 
 def _change(
-    x: np.ndarray, y: np.ndarray, close: Callable[[Any, Any], bool]
+    part: list[Node], node: Node, close: Callable[[Any, Any], bool]
 ) -> Callable[[Any], Any] | None:
-    """Returns the function that orders the axes of ``x`` as those of ``y``, if it makes them the
-    same."""
-    if x.size != y.size:
+    """Returns the function that orders the axes of stacked turns as those of a value, if it makes
+    them the same."""
+    y = node.wanted
+    whole = np.sqrt(np.mean(np.square([turn.size for turn in part])))
+    axes = [d for d in (len(part), *part[0].wanted.shape) if d != 1]
+    shape = [d for d in y.shape if d != 1]
+    alike = abs(whole - node.size) <= NEAR * node.size
+    if not alike or sorted(axes) != sorted(shape) or len(axes) > AXES:
         return None
-    axes, shape = ([d for d in z.shape if d != 1] for z in (x, y))
-    if sorted(axes) != sorted(shape) or len(axes) > AXES:
-        return None
+    x = np.stack([turn.wanted for turn in part])
     for order in itertools.permutations(range(len(axes))):
         if [axes[i] for i in order] == shape:
 
@@ -394,7 +411,7 @@ def align(first: Recorder, second: Recorder, names: Sequence[str]) -> Aligned:
         maker.add(firsts, seconds, change)
     rows = sorted(maker.rows.values(), key=shadows.badness, reverse=True)
     found = [{*itertools.chain(*(both[side] for *both, _ in layouts))} for side in (0, 1)]
-    sides = [_alone(runs[side], numbers, side, found[side]) for side in (0, 1)]
+    sides = [_alone(numbers, side, found[side]) for side in (0, 1)]
     alone = [
         f"{range_} of {names[side]} without a counterpart in {names[1 - side]}, from {line} on"
         for side in (0, 1)
@@ -431,9 +448,7 @@ def _pairs(numbers: _Numbers) -> Iterator[tuple[int, int]]:
             seen[number] += 1
 
 
-def _alone(
-    run: Recorder, numbers: _Numbers, side: int, found: set[int]
-) -> tuple[float, list[tuple[str, str]]]:
+def _alone(numbers: _Numbers, side: int, found: set[int]) -> tuple[float, list[tuple[str, str]]]:
     """Returns the share of a program's operations that have a counterpart, and the ranges of the
     others with the lines at which they begin."""
     lost = {*numbers.lost(side)} - found
@@ -443,7 +458,7 @@ def _alone(
         if computes and node.same is None and is_float(node.array):
             key = _site(node)[0], node.place.scopes
             missing, line = operations.get(key, (False, ""))
-            line = line or where(*run.line(node))
+            line = line or where(*node.line)
             operations[key] = missing or i in lost, line
     each = [*operations.values()]
     ranges = []
@@ -527,7 +542,7 @@ class _Rows:
         here = shown_at[1] if _is_narrow(shown_at[1], self.wide) else shown_at[0]
         if not (facts["error"] or facts["new"]) or (here.eqn is None and first.ins):
             return
-        lines = [run.line(node) for run, node in zip(self.runs, shown_at, strict=True)]
+        lines = [node.line for node in shown_at]
         dtypes = [self._dtypes(side, node) for side, node in enumerate(shown_at)]
         path = self._named.get(seconds[0], "") if here.eqn is None else ""
         key = *(_site(node)[0] for node in shown_at), here.place.scopes, here.index, path

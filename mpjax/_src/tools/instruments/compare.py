@@ -255,17 +255,19 @@ def compare(
     integers are those of the program. No setting of JAX changes for other code or threads.
 
     Given a function, the two functions should agree: training and rollout, a model and its port,
-    two versions of a model. Both run as they are, each with a parallel float32 run. If only
-    rounding makes them differ, the results of one line of code after another are replaced by
-    float32 ones; the cause is the line that leaves the least difference. If they differ in float32
-    too, the report names the first operations whose results the other program does not have. All
-    values stay in memory, so use a small batch.
+    two versions of a model. Both run as they are, each with a parallel float32 run. The operations
+    that both have are aligned, whatever their dtypes, loops and layouts, and have the error between
+    the programs. If only rounding makes them differ, the results of one line of code after another
+    are replaced by float32 ones; the cause is the line that leaves the least difference. If they
+    differ in float32 too, the report names the first operations whose results the other program
+    does not have. All values stay in memory, so use a small batch.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared
             too.
-        policy: A policy or its name; or a function of the same arguments as ``fun``. Two functions
-            must each return one floating array, of the same shape.
+        policy: A policy or its name; or a function of the same arguments as ``fun``, which returns
+            floating arrays of the same shapes. `functools.partial` gives a function arguments of
+            its own.
         argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         loss_scale: The loss scale, as for `build_train_step`. With "auto", float16 uses the scale
@@ -275,6 +277,8 @@ def compare(
         results: The meaning of the results of two functions: "log_probs" of given tokens, "logits"
             of all tokens along the last axis, or "values" of any other meaning. "auto" means
             "logits" if they are normalized, "log_probs" if none is positive, and else "values".
+        labels: Of two functions that return logits, the tokens that were taken: an integer for each
+            row of logits.
         progress: Whether to show a progress bar if stderr is a terminal.
 
     Returns:
@@ -302,8 +306,8 @@ def compare(
         ...     return jax.nn.log_softmax((x @ w).astype("bfloat16")).astype("float32")
         >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
         >>> report = mpjax.compare(train, rollout)(w, x)
-        >>> report.by_formula, report.partings[0].left < 0.5
-        (False, True)
+        >>> report.by_formula, report.partings[0].left < 0.5, report.shares
+        (False, True, (1.0, 1.0))
 
     Shadow values come from NSan (Courbet, 2021). Paddle's compare_accuracy compares two dumps. The
     rounding mismatch of training and rollout is studied by Qi et al. 2025, "Defeating the
