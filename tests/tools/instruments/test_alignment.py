@@ -159,6 +159,23 @@ def test_one_by_one_is_aligned_with_all_at_once(args):
     assert report.rows[0].new > 2**-11 and not report.by_formula
 
 
+def test_devices_are_aligned_with_their_batch(args):
+    w, x = args
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def split(w, x):
+        def part(w, x):
+            return jax.lax.pmean(jnp.mean(jnp.tanh(half(x) @ half(w["up"][0])) ** 2), "d")
+
+        specs = (spec(), spec("d"))
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec())(w, x)
+
+    report = mpjax.compare(split, lambda w, x: jnp.mean(jnp.tanh(x @ w["up"][0]) ** 2))(w, x)
+    assert report.shares[1] > 0.5 and not report.by_formula
+    assert report.rows[0].new > 2**-11 and report.rows[0].dtypes.endswith("bf16")
+
+
 def test_other_orders_of_axes_are_aligned_and_mean_no_wrong_counterpart(rng):
     x = normal(rng, 4, 4, 4)
 

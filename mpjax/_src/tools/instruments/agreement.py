@@ -32,7 +32,7 @@ from mpjax._src.tools.document import plots
 from mpjax._src.tools.document.model import Document, Table
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments import shadows
-from mpjax._src.tools.instruments.alignment import AlignedRow, Node, Recorder, align
+from mpjax._src.tools.instruments.alignment import AlignedRow, Node, Recorder, align, gap
 from mpjax._src.tools.instruments.likeness import Pool, alike, pool_of
 from mpjax._src.tools.instruments.programs import check_concrete
 from mpjax._src.tools.instruments.rows import signature_of, turns_of
@@ -296,7 +296,6 @@ def agreement(
         partings = _of_formulas(first, second, shown.name)
     elif not shown.agrees:
         partings = _of_rounding(runs, shown)
-    aligned = align(first.watcher, second.watcher, names)
     own = shown.own
     return Agreement(
         *(
@@ -310,14 +309,12 @@ def agreement(
         ),
         *(all(leaf.agrees for leaf in leaves), by_formula, tuple(partings), own.entries),
         result=shown.name,
-        results={leaf.name: leaf.error for leaf in leaves} | _of_integers(first, second),
+        results={leaf.name: leaf.error for leaf in leaves} | _of_others(first, second),
         kl_worst=own.kl_worst,
         ratio=own.ratio,
         other_argmax=own.other_argmax,
-        rows=aligned.rows,
-        shares=aligned.shares,
-        alone=aligned.alone,
         reference=wide.name,
+        **align(first.watcher, second.watcher, names),
     )
 
 
@@ -350,8 +347,7 @@ def _parting_of(
     figures: dict[str, float] = {}
     if meaning == "logits":
         a, b = (x - _log_sum(x) for x in (a, b))
-    with np.errstate(invalid="ignore"):
-        ratio = np.where(a == b, 0, a - b)  # 0 for equal infinities too
+    ratio = gap(a, b)
     sizes = np.abs(ratio)
     finite = b[np.isfinite(b)]
     size = max(np.sqrt(np.mean(finite**2)) if np.any(finite) else 1.0, terms)
@@ -361,8 +357,8 @@ def _parting_of(
         figures["ratio"] = float(np.exp(np.max(sizes)))
     elif meaning in ("logits", "rows") and a.ndim and a.shape[-1] > 1:
         p, q = (x - _log_sum(x) for x in (a, b))
-        with np.errstate(invalid="ignore"):
-            rows = np.sum(np.where((p == q) | (p == -np.inf), 0, np.exp(p) * (p - q)), -1)
+        with np.errstate(invalid="ignore"):  # 0 times infinity
+            rows = np.sum(np.where(p == -np.inf, 0, np.exp(p) * gap(p, q)), -1)
         figures["other_argmax"] = float(np.mean(np.argmax(p, -1) != np.argmax(q, -1)))
         if labels is not None:
             taken = np.take_along_axis(ratio, np.asarray(labels)[..., None], -1)
@@ -564,14 +560,20 @@ def _pair(runs: tuple["_Run", ...], names: tuple[str, str]) -> None:
             )
 
 
-def _of_integers(first: _Run, second: _Run) -> dict[str, float]:
-    """Returns the share of entries that differ of each result that has no floats."""
-    shares = {}
+def _of_others(first: _Run, second: _Run) -> dict[str, float]:
+    """Returns the share of entries that differ of each result without floats; complex ones have a
+    relative error."""
+    errors = {}
     for name, mine in first.others.items():
         theirs = second.others.get(name)
-        if theirs is not None and np.shape(mine) == np.shape(theirs) and np.size(mine):
-            shares[name] = float(jnp.mean(mine != theirs))
-    return shares
+        if theirs is None or not np.size(mine) or np.shape(mine) != np.shape(theirs):
+            continue
+        if jnp.issubdtype(mine.dtype, jnp.complexfloating):
+            apart, size = (np.linalg.norm(np.asarray(x)) for x in (mine - theirs, theirs))
+            errors[name] = float(apart / size) if apart else 0.0
+        elif jnp.issubdtype(mine.dtype, np.number) or mine.dtype == bool:
+            errors[name] = float(jnp.mean(mine != theirs))
+    return errors
 
 
 # ---- causes -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.dtypes import dtype_of, is_float
+from mpjax._src.core.base.dtypes import BFLOAT16, dtype_of, is_float
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import ADDITIONS, MOVE, rule_of
@@ -42,12 +42,11 @@ HOW = frozenset({*DTYPES, "precision", "out_sharding", "sharding", "weak_type", 
 LEAF, TURN, STACK = "leaf", "turn", "turns"
 
 # Values are the same if their entries differ by at most so many roundings of the reference,
-# relative to their root mean square; larger entries belong to masks.
-SAME, MASK = 168.0, 1e29
+# relative to their root mean square.
+SAME = 168.0
 
-# How far apart the root mean squares of values may be that are compared, and how few entries may be
-# equal by chance.
-NEAR, FEWEST = 1e-3, 4
+# How far apart the root mean squares of values may be that are compared.
+NEAR = 1e-3
 
 # Longer rests of two programs are not searched for operations that follow each other alike.
 LONGEST = 4000
@@ -104,16 +103,12 @@ class Node:
         return pool_of([self.wanted])
 
     @functools.cached_property
-    def size(self) -> float:
-        """The root mean square of the entries."""
-        x = self.wanted[np.abs(self.wanted) < MASK].astype(np.float64)  # without NaN
-        return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-
-    @functools.cached_property
     def tells(self) -> bool:
         """Whether its entries are unlikely to be those of another value by chance."""
-        x = self.wanted
-        return x.size >= FEWEST and self.size > 0 and bool(np.any(x != x.flat[0]))
+        if self.same is not None or not is_float(self.array):
+            return False
+        x = self.pool.entries
+        return bool(np.any(x != x.astype(BFLOAT16).astype(x.dtype)))  # no 0, 1, 0.5 or place
 
 
 class Recorder(shadows.Comparer):
@@ -203,8 +198,8 @@ class _Numbers:
     def __init__(self, first: list[Node], second: list[Node], roundings: float):
         self.sides = (first, second)
         self.tolerance = SAME * roundings
-        sized = [(n.wanted.size, n.size, i) for i, n in enumerate(first) if _tells(n)]
-        self._sized = sorted(sized)
+        tell = ((i, node) for i, node in enumerate(first) if node.tells)
+        self._sized = sorted((node.wanted.size, node.pool.size, i) for i, node in tell)
         self.number({})
 
     def number(self, forced: dict[int, int]) -> None:
@@ -241,24 +236,22 @@ class _Numbers:
 
     def _by_value(self, node: Node) -> int | None:
         """Returns the number of a value of the first program with the same entries, if any."""
-        if not _tells(node):
+        if not node.tells:
             return None
-        room = NEAR * node.size
-        start = bisect.bisect_left(self._sized, (node.wanted.size, node.size - room, -1))
-        for size, scale, i in self._sized[start:]:
-            if size != node.wanted.size or scale > node.size + room:
-                return None
-            other = self.sides[0][i]
-            if other.wanted.shape == node.wanted.shape and self.close(other.wanted, node.wanted):
+        size, scale = node.wanted.size, node.pool.size
+        start = bisect.bisect_left(self._sized, (size, scale * (1 - NEAR), -1))
+        for _, _, i in itertools.takewhile(
+            lambda known: known[:2] <= (size, scale * (1 + NEAR)), self._sized[start:]
+        ):
+            other = self.sides[0][i].wanted
+            if other.shape == node.wanted.shape and self.close(other, node):
                 return self.of[0][i]
         return None
 
-    def close(self, x: np.ndarray, y: np.ndarray) -> bool:
-        """Returns whether two arrays of a shape are equal, up to rounding in the reference."""
-        x, y = x.astype(np.float64), y.astype(np.float64)
-        size = np.sqrt(np.mean(np.square(np.where(np.abs(y) < MASK, y, 0))))
-        with np.errstate(invalid="ignore"):
-            return bool(np.all((np.abs(x - y) <= self.tolerance * size) | (x == y)))
+    def close(self, x: np.ndarray, node: Node) -> bool:
+        """Returns whether an array is equal to a value, up to rounding in the reference."""
+        apart = np.abs(gap(x.astype(np.float64), node.wanted.astype(np.float64)))
+        return bool(np.all(apart <= self.tolerance * node.pool.size))
 
     def lost(self, side: int) -> list[int]:
         """Returns the results of operations of a program that the other one does not have."""
@@ -299,10 +292,6 @@ class _Numbers:
         return bool(known) and all(a == b for a, b in known)
 
 
-def _tells(node: Node) -> bool:
-    return node.same is None and is_float(node.array) and node.tells
-
-
 # ---- layouts ------------------------------------------------------------------------------------
 
 
@@ -319,7 +308,7 @@ def _layouts(numbers: _Numbers) -> Iterator[tuple[list[int], list[int], Change]]
             nodes, others, lost, rest = others, nodes, rest, lost
         sized: dict[int, list[int]] = defaultdict(list)
         for j, node in enumerate(others):
-            if _tells(node):
+            if node.tells:
                 sized[node.wanted.size].append(j)
         turns: dict[Any, list[int]] = defaultdict(list)  # of a loop, or written out
         for i, node in enumerate(nodes):
@@ -353,49 +342,35 @@ def _parts(
                 yield from ((group[i * count :][:count], ahead) for i in range(loops))
 
 
-def _site(node: Node) -> Any:
-    """Returns a key of an operation, whatever the turn of the loops around it."""
-    return id(node.eqn), node.index, node.place.scopes, len(node.place.loops)
-
-
-def _change(
-    part: list[Node], node: Node, close: Callable[[Any, Any], bool]
-) -> Callable[[Any], Any] | None:
+def _change(part: list[Node], node: Node, close: Callable[[Any, Node], bool]) -> Change | None:
     """Returns the function that orders the axes of stacked turns as those of a value, if it makes
     them the same."""
-    y = node.wanted
-    whole = np.sqrt(np.mean(np.square([turn.size for turn in part])))
-    axes = [d for d in (len(part), *part[0].wanted.shape) if d != 1]
-    shape = [d for d in y.shape if d != 1]
-    alike = abs(whole - node.size) <= NEAR * node.size
-    if not alike or sorted(axes) != sorted(shape) or len(axes) > AXES:
+    count = [len(turn.pool.entries) for turn in part]
+    if not sum(count) or sum(count) != len(node.pool.entries):
         return None
-    x = np.stack([turn.wanted for turn in part])
-    for order in itertools.permutations(range(len(axes))):
-        if [axes[i] for i in order] == shape:
+    size = np.sqrt(np.average([turn.pool.size**2 for turn in part], weights=count))
+    axes = [d for d in (len(part), *part[0].wanted.shape) if d != 1]
+    shape = [d for d in node.wanted.shape if d != 1]
+    if abs(size - node.pool.size) > NEAR * size:
+        return None
+    orders = [[*range(len(axes))]]  # axes may also be split or joined, as devices split a batch
+    if len(axes) <= AXES and sorted(axes) == sorted(shape):
+        every = map(list, itertools.permutations(orders[0]))
+        orders += [order for order in every if [axes[i] for i in order] == shape]
+    stacked = np.stack([turn.wanted for turn in part])
 
-            def change(z: Any, order: Any = order) -> Any:
-                return z.reshape(axes).transpose(order).reshape(y.shape)
+    def change(order: Sequence[int], x: Any) -> Any:
+        return x.reshape(axes).transpose(order).reshape(node.wanted.shape)
 
-            if close(change(x), y):
-                return change
-    return None
+    fit = (functools.partial(change, order) for order in orders)
+    return next((each for each in fit if close(each(stacked), node)), None)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Aligned:
-    """What two programs share."""
-
-    rows: tuple[AlignedRow, ...]  # the worst first
-    shares: tuple[float, float]  # of the operations of each, those with a counterpart
-    alone: tuple[str, ...]  # the operations without one, as text
-
-
-def align(first: Recorder, second: Recorder, names: Sequence[str]) -> Aligned:
-    """Aligns two programs that ran."""
+def align(first: Recorder, second: Recorder, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of an `Agreement` that say what two programs share."""
     runs = first, second
     numbers = _Numbers(first.nodes, second.nodes, float(jnp.finfo(first.wide).eps))
     forced = _arguments(runs, numbers)
@@ -417,7 +392,7 @@ def align(first: Recorder, second: Recorder, names: Sequence[str]) -> Aligned:
         for side in (0, 1)
         for range_, line in sides[side][1][:RANGES]
     ]
-    return Aligned(tuple(rows), (sides[0][0], sides[1][0]), tuple(alone))
+    return {"rows": tuple(rows), "shares": (sides[0][0], sides[1][0]), "alone": tuple(alone)}
 
 
 def _arguments(runs: tuple[Recorder, Recorder], numbers: _Numbers) -> dict[int, int]:
@@ -456,7 +431,7 @@ def _alone(numbers: _Numbers, side: int, found: set[int]) -> tuple[float, list[t
     for i, node in enumerate(numbers.sides[side]):
         computes = node.eqn is not None and rule_of(node.eqn.primitive.name).need != MOVE
         if computes and node.same is None and is_float(node.array):
-            key = _site(node)[0], node.place.scopes
+            key = id(node.eqn), node.place.scopes
             missing, line = operations.get(key, (False, ""))
             line = line or where(*node.line)
             operations[key] = missing or i in lost, line
@@ -545,7 +520,7 @@ class _Rows:
         lines = [node.line for node in shown_at]
         dtypes = [self._dtypes(side, node) for side, node in enumerate(shown_at)]
         path = self._named.get(seconds[0], "") if here.eqn is None else ""
-        key = *(_site(node)[0] for node in shown_at), here.place.scopes, here.index, path
+        key = *(id(node.eqn) for node in shown_at), here.place.scopes, here.index, path
         old = self.rows.get(key)
         row = AlignedRow(
             primitive=here.eqn.primitive.name if here.eqn is not None else "argument",
@@ -601,13 +576,17 @@ class _Rows:
         return signature_of(ins, [node.array])
 
 
+def gap(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the difference of arrays; equal infinities differ by nothing, and so do NaN."""
+    with np.errstate(invalid="ignore"):
+        return np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, x - y)
+
+
 def _stats(a: np.ndarray, b: np.ndarray, own_a: np.ndarray, own_b: np.ndarray) -> dict[str, float]:
     """Returns `shadows.STATS` of values of two programs, and of the reference on their operands."""
-    with np.errstate(invalid="ignore"):
-        # What the first program would have with the rounding of the second.
-        moved = np.where(b == own_b, own_a, own_a + (b - own_b))
-        size, wanted = (np.linalg.norm(x[np.isfinite(x)]) for x in (moved, b))
-        gaps = [np.where(x == y, 0, x - y) for x, y in ((a, b), (a, moved), (moved, b))]
+    moved = own_a + gap(b, own_b)  # what the first program would have with the second's rounding
+    size, wanted = (np.linalg.norm(x[np.isfinite(x)]) for x in (moved, b))
+    gaps = [gap(x, y) for x, y in ((a, b), (a, moved), (moved, b))]
     sizes = np.abs(b[np.isfinite(b) & (b != 0)])
     values = (
         *(_ratio(np.linalg.norm(g), s) for g, s in zip(gaps, (wanted, size, wanted), strict=True)),
