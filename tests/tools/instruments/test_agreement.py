@@ -203,6 +203,28 @@ def test_logits_are_compared_as_distributions(args):
     assert mpjax.compare(jax.nn.log_softmax, jax.nn.log_softmax)(x).meaning == "logits"
 
 
+def test_of_several_results_the_logits_are_told(args):
+    def fun(x):
+        return {"loss": -jnp.mean(x), "logits": x, "state": jnp.exp(x[0])}
+
+    halved = lambda x: fun(x.astype(jnp.bfloat16).astype(jnp.float32))  # noqa: E731
+    x, labels = normal(0, 5, 7), np.zeros(5, int)
+    report = mpjax.compare(fun, halved, results="logits", labels=labels)(x)
+    assert report.result == "logits" and report.meaning == "logits" and report.ratio > 1
+    assert report.results.keys() == {"loss", "logits", "state"} and report.kl > 0
+    assert mpjax.compare(fun, halved)(x).kl is None  # nothing says what they are
+    assert mpjax.compare(jnp.mean, jnp.mean)(-x).meaning == "values"  # one number has no tokens
+
+
+def test_impossible_tokens_are_no_error():
+    first = jnp.asarray([[0.0, -jnp.inf, 1.0], [2.0, 1.0, -2000.0]])
+    second = first.at[1, 2].set(-jnp.inf)
+    report = mpjax.compare(lambda a, b: a, lambda a, b: b, results="logits")(first, second)
+    assert report.kl == 0 and report.other_argmax == 0  # the second never takes it, nor the first
+    back = mpjax.compare(lambda a, b: b, lambda a, b: a, results="log_probs")(first - 3, second - 3)
+    assert back.ratio == np.inf and not back.agrees
+
+
 def test_agreement_report_is_text_and_json(args):
     report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
     text = str(report)

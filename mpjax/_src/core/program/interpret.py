@@ -245,7 +245,7 @@ def run_in(wide: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
     """Runs an equation with narrower arrays widened to a dtype, or returns None if it cannot."""
     name, to = eqn.primitive.name, WIDER[wide]
     touched = any(dtype_of(v.aval) in to for v in (*eqn.invars, *eqn.outvars))
-    if eqn.effects or (name in NARROW and touched):
+    if eqn.effects or (name in NARROW and (touched or wide == FLOAT64)):
         if name == BITS and not is_float(arrays[0]):  # a number from its bits, in any dtype
             return [widen(out, wide) for out in run(eqn, arrays)]
         return None  # effects must happen only once

@@ -290,7 +290,6 @@ def agreement(
     told = next((leaf for leaf in leaves if leaf.meaning in ("logits", "log_probs")), None)
     worst = max(leaves, key=lambda leaf: (not leaf.agrees, leaf.by_formula, leaf.own.mean))
     shown = told if told and (worst.agrees or not told.agrees) else worst
-    by_formula = any(leaf.by_formula for leaf in leaves)
     partings: list[Parting] = []
     if shown.by_formula:
         partings = _of_formulas(first, second, shown.name)
@@ -298,21 +297,19 @@ def agreement(
         partings = _of_rounding(runs, shown)
     own = shown.own
     return Agreement(
-        *(
-            names,
-            shown.meaning.replace("rows", "values"),
-            own.mean,
-            own.worst,
-            own.worst_at,
-            own.kl,
-            shown.wide.mean,
-        ),
-        *(all(leaf.agrees for leaf in leaves), by_formula, tuple(partings), own.entries),
+        names=names,
+        meaning=shown.meaning.replace("rows", "values"),
+        difference=own.mean,
+        worst=own.worst,
+        worst_at=own.worst_at,
+        **own.figures,
+        in_float32=shown.wide.mean,
+        agrees=all(leaf.agrees for leaf in leaves),
+        by_formula=any(leaf.by_formula for leaf in leaves),
+        partings=tuple(partings),
+        differences=own.entries,
         result=shown.name,
         results={leaf.name: leaf.error for leaf in leaves} | _of_others(first, second),
-        kl_worst=own.kl_worst,
-        ratio=own.ratio,
-        other_argmax=own.other_argmax,
         reference=wide.name,
         **align(first.watcher, second.watcher, names),
     )
@@ -328,12 +325,10 @@ class _Difference:
     worst_at: tuple[int, ...]
     entries: np.ndarray
     error: float  # relative, of the whole array
-    kl: float | None = None
-    kl_worst: float | None = None
-    ratio: float | None = None
-    other_argmax: float | None = None
+    figures: dict[str, Any]  # of probabilities: fields of an `Agreement`
 
 
+@np.errstate(all="ignore")
 def _parting_of(
     meaning: str, first: Any, second: Any, terms: float = 0.0, labels: Any = None
 ) -> _Difference:
@@ -344,7 +339,7 @@ def _parting_of(
     """
     a, b = (np.asarray(x, np.float64) for x in (first, second))
     rows: Any = None
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {"kl": None}
     if meaning == "logits":
         a, b = (x - _log_sum(x) for x in (a, b))
     ratio = gap(a, b)
@@ -357,8 +352,7 @@ def _parting_of(
         figures["ratio"] = float(np.exp(np.max(sizes)))
     elif meaning in ("logits", "rows") and a.ndim and a.shape[-1] > 1:
         p, q = (x - _log_sum(x) for x in (a, b))
-        with np.errstate(invalid="ignore"):  # 0 times infinity
-            rows = np.sum(np.where(p == -np.inf, 0, np.exp(p) * gap(p, q)), -1)
+        rows = np.sum(np.where(np.exp(p) == 0, 0, np.exp(p) * gap(p, q)), -1)
         figures["other_argmax"] = float(np.mean(np.argmax(p, -1) != np.argmax(q, -1)))
         if labels is not None:
             taken = np.take_along_axis(ratio, np.asarray(labels)[..., None], -1)
@@ -370,7 +364,7 @@ def _parting_of(
     at = np.unravel_index(np.argmax(np.nan_to_num(sizes, nan=np.inf)), sizes.shape)
     weights = np.exp(b) if meaning == "logits" else None  # unlikely tokens count less
     mean = float(np.average(np.where(weights == 0, 0, sizes), weights=weights))
-    return _Difference(mean, float(sizes[at]), tuple(map(int, at)), ratio, error, **figures)
+    return _Difference(mean, float(sizes[at]), tuple(map(int, at)), ratio, error, figures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,14 +382,14 @@ class _Leaf:
     def of(cls, runs: Sequence["_Run"], name: str, meaning: str, labels: Any) -> "_Leaf":
         first, second = (run.floats[name] for run in runs)
         alone = len(runs[0].floats) == 1
-        meaning = _meaning(meaning, first, second, alone)
-        if meaning != "logits":
+        meaning, rows = _meaning(meaning, first, second, alone), np.shape(first.array)[:-1]
+        if meaning != "logits" or (np.shape(labels) != rows and not alone):
             labels = None
-        elif labels is not None and np.shape(labels) != np.shape(first.array)[:-1]:
+        elif labels is not None and np.shape(labels) != rows:
             raise ValueError(
                 f"compare: labels have the shape {np.shape(labels)}, but the logits "
                 f"{np.shape(first.array)}: there must be one for each row of logits, of the shape "
-                f"{np.shape(first.array)[:-1]}."
+                f"{rows}."
             )
         own = _parting_of(meaning, first.array, second.array, 0.0, labels)
         wide, noise, terms = _parting_of(meaning, first.shadow, second.shadow), 0.0, 0.0
@@ -419,22 +413,25 @@ class _Leaf:
         return not self.agrees and self.wide.mean > least
 
 
+@np.errstate(all="ignore")
 def _log_sum(x: np.ndarray) -> np.ndarray:
     top = np.max(x, -1, keepdims=True)  # taken out, so that no exponential overflows
     return top + np.log(np.sum(np.exp(x - top), -1, keepdims=True))
 
 
 def _meaning(meaning: str, first: Shadowed, second: Shadowed, alone: bool) -> str:
-    """Returns the meaning of results. Of several, only normalized logits show what they are."""
-    if meaning != "auto":
-        return meaning
+    """Returns the meaning of results. Of several, those have it that may have it."""
     arrays = [np.asarray(x.shadow, np.float64) for x in (first, second)]
+    shape, below = first.array.shape, all(np.all(x <= 0) for x in arrays)
+    may = {"logits": len(shape) > 1 and shape[-1] > 1, "log_probs": below and bool(shape)}
+    if meaning != "auto":
+        return meaning if alone or may.get(meaning) else "values"
     # Rows whose exponentials sum to 1, up to rounding, are the probabilities of all tokens.
-    if all(x.ndim > 1 and x.shape[-1] > 1 and np.all(np.abs(_log_sum(x)) < 1e-3) for x in arrays):
+    if may["logits"] and all(np.all(np.abs(_log_sum(x)) < 1e-3) for x in arrays):
         return "logits"  # log-probabilities of all tokens are logits too
-    if alone and all(np.all(x <= 0) for x in arrays):
+    if alone and may["log_probs"]:
         return "log_probs"
-    return "rows" if alone and first.array.ndim > 1 else "values"
+    return "rows" if alone and may["logits"] else "values"
 
 
 def _names(functions: Sequence[Callable[..., Any]]) -> tuple[str, str]:
