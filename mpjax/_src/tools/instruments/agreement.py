@@ -197,9 +197,9 @@ class Agreement(Report):
             f"{first} and {second}: {what}{of} {self.difference:.2g} "
             f"(at most {self.worst:.2g}{at}){kl}",
             (
-                f"both in {self.reference}: {self.in_float32:.2g}. {self._verdict()}",
                 *filter(None, [self._of_probabilities()]),
                 *self._of_operations(),
+                f"both in {self.reference}: {self.in_float32:.2g}. {self._verdict()}",
             ),
             (
                 Table("Partings", columns, partings, columns[1:], SHOWN),
