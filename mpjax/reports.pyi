@@ -10,6 +10,7 @@ from ._src.tools.hardware.report import CompileReport, MatmulRow
 from ._src.tools.hardware.times import KernelRow
 from ._src.tools.hardware.trials import FitTry
 from ._src.tools.instruments.agreement import Agreement, Parting
+from ._src.tools.instruments.alignment import AlignedRow
 from ._src.tools.instruments.compare import Comparison
 from ._src.tools.instruments.explain import CastReport, Row
 from ._src.tools.instruments.histogram import GradientHistogram, HistogramRow, LossScaleAdvice
@@ -28,6 +29,7 @@ from ._src.tools.watching.stalled import Stalled
 
 __all__ = [
     "Agreement",
+    "AlignedRow",
     "BatchTry",
     "CastReport",
     "CollectiveRow",

@@ -360,6 +360,8 @@ def test_compare_scales_the_loss(folder):
     assert "loss scale 65536" in run(*names).stdout
     assert "loss scale" not in run(*names, "--loss-scale", "none").stdout
     assert as_json(run(*names, "--loss-scale", "8", "--json"))["loss_scale"] == 8
+    wide = as_json(run(*names, "--reference", "float64", "--json"))
+    assert wide["reference"] == "float64" and 0 < max(wide["float32"].values()) < 1e-5
     refused = run(*names, "--loss-scale", "-8")
     assert refused.exit_code == 2 and "loss_scale=-8" in refused.stderr
 

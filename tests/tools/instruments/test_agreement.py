@@ -132,7 +132,9 @@ def test_compare_names_the_line_whose_rounding_parts_two_functions(args, what, h
     assert ratio[report.worst_at] == pytest.approx(
         report.worst * np.sign(ratio[report.worst_at]), 0.01
     )
-    np.testing.assert_allclose(report.kl, np.mean(np.expm1(ratio) - ratio), rtol=0.05)
+    rows = np.exp(ratio) * ratio - np.expm1(ratio)
+    np.testing.assert_allclose([report.kl, report.kl_worst], [rows.mean(), rows.max()], rtol=0.05)
+    np.testing.assert_allclose(report.ratio, np.exp(report.worst), rtol=1e-6)
     assert not report.agrees and not report.by_formula
     first = report.partings[0]
     assert first.source.endswith(line_of(f"# {what}")) and first.primitive == "convert_element_type"
@@ -170,7 +172,7 @@ def test_compare_finds_a_difference_below_the_first_tolerance():
         return jnp.sin(x)
 
     report = mpjax.compare(mine, theirs)(jax.random.normal(jax.random.key(0), (4, 8)))
-    assert report.meaning == "values" and report.by_formula and report.kl is None
+    assert report.meaning == "values" and report.by_formula and 0 < report.kl < 1e-9
     assert [p.primitive for p in report.partings if p.dtypes[0]] == ["mul"]
 
 
@@ -183,12 +185,44 @@ def test_logits_are_compared_as_distributions(args):
     def second(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32) + 3  # a constant says nothing
 
-    report = mpjax.compare(first, second, results="logits")(x)
-    p, q = (np.asarray(jax.nn.log_softmax(f(x)), np.float64) for f in (second, first))
-    np.testing.assert_allclose(report.kl, np.mean(np.sum(np.exp(p) * (p - q), -1)), rtol=0.05)
+    labels = np.arange(5) % 7
+    report = mpjax.compare(first, second, results="logits", labels=labels)(x)
+    p, q = (np.asarray(jax.nn.log_softmax(f(x)), np.float64) for f in (first, second))
+    rows = np.sum(np.exp(p) * (p - q), -1)
+    np.testing.assert_allclose([report.kl, report.kl_worst], [rows.mean(), rows.max()], rtol=0.05)
+    taken = np.abs(p - q)[np.arange(5), labels]
+    np.testing.assert_allclose(report.ratio, np.exp(taken.max()), rtol=1e-3)
+    assert report.other_argmax == np.mean(p.argmax(-1) != q.argmax(-1))
     assert report.meaning == "logits" and not report.by_formula
+    # Without the argument they may be logits too, unless it says that they are not.
+    plain = mpjax.compare(first, second)(x)
+    np.testing.assert_allclose(plain.kl, report.kl)
+    assert plain.meaning == "values" and "Read as logits: mean KL" in str(plain)
+    assert mpjax.compare(first, second, results="values")(x).kl is None
     assert report.partings[0].primitive == "convert_element_type"
     assert mpjax.compare(jax.nn.log_softmax, jax.nn.log_softmax)(x).meaning == "logits"
+
+
+def test_of_several_results_the_logits_are_told(args):
+    def fun(x):
+        return {"loss": -jnp.mean(x), "logits": x, "state": jnp.exp(x[0])}
+
+    halved = lambda x: fun(x.astype(jnp.bfloat16).astype(jnp.float32))  # noqa: E731
+    x, labels = normal(0, 5, 7), np.zeros(5, int)
+    report = mpjax.compare(fun, halved, results="logits", labels=labels)(x)
+    assert report.result == "logits" and report.meaning == "logits" and report.ratio > 1
+    assert report.results.keys() == {"loss", "logits", "state"} and report.kl > 0
+    assert mpjax.compare(fun, halved)(x).kl is None  # nothing says what they are
+    assert mpjax.compare(jnp.mean, jnp.mean)(-x).meaning == "values"  # one number has no tokens
+
+
+def test_impossible_tokens_are_no_error():
+    first = jnp.asarray([[0.0, -jnp.inf, 1.0], [2.0, 1.0, -2000.0]])
+    second = first.at[1, 2].set(-jnp.inf)
+    report = mpjax.compare(lambda a, b: a, lambda a, b: b, results="logits")(first, second)
+    assert report.kl == 0 and report.other_argmax == 0  # the second never takes it, nor the first
+    back = mpjax.compare(lambda a, b: b, lambda a, b: a, results="log_probs")(first - 3, second - 3)
+    assert back.ratio == np.inf and not back.agrees
 
 
 def test_agreement_report_is_text_and_json(args):
@@ -231,10 +265,15 @@ def test_compare_of_two_functions_refuses_bad_arguments(args):
         mpjax.compare(train, train, argnums=1, has_aux=True)
     with pytest.raises(TypeError, match="results='logits' applies only to two functions"):
         mpjax.compare(train, "mixed_bfloat16", results="logits")
-    with pytest.raises(
-        ValueError, match="one floating array.*returned 0: float32.3., 1: float32.3."
-    ):
-        mpjax.compare(lambda x: (x, x), lambda x: (x, x))(jnp.ones(3))
+    with pytest.raises(ValueError, match="must return a floating array.*but returned 0: int32.3."):
+        mpjax.compare(lambda x: (x,), lambda x: (x,))(jnp.arange(3))
+    with pytest.raises(ValueError, match="first returned 0: .*, 1: .*, but second result: float32"):
+        mpjax.compare(lambda x: (x, x), lambda x: x)(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"labels have the shape \(4,\), but the logits \(2, 3\)"):
+        logits = mpjax.compare(lambda x: x, lambda x: x, results="logits", labels=np.arange(4))
+        logits(jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match="labels applies only to two functions"):
+        mpjax.compare(train, "mixed_bfloat16", labels=np.arange(3))
     with pytest.raises(TypeError, match="needs concrete arrays, but was given ShapeDtypeStruct"):
         mpjax.compare(train, train)(*jax.eval_shape(lambda: args))
     with pytest.raises(TypeError, match="concrete"):

@@ -6,6 +6,8 @@ custom rules are run one by one, and so are those in shard_map (`unmapped`); ker
 operation. A value is freed after its last use.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_half
+from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order, turns_of
 from mpjax._src.core.base.progress import advance
 from mpjax._src.core.program.derived import derived_in
@@ -222,22 +224,51 @@ def take(array: jax.Array, index: int) -> jax.Array:
 # Parameters that name the dtype of an operation's result.
 DTYPES = ("preferred_element_type", "new_dtype", "dtype", "half")
 
+# For each dtype that a reference may compute in: the dtypes that are narrower, and what they are
+# in it.
+WIDER: dict[Any, dict[Any, Any]] = {
+    FLOAT32: dict.fromkeys(HALVES, FLOAT32),
+    FLOAT64: {**dict.fromkeys((*HALVES, FLOAT32), FLOAT64), np.dtype("c8"): np.dtype("c16")},
+}
+
+
+def handling(wide: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which JAX computes with arrays of a dtype.
+
+    That of float64 belongs to this thread, and JAX's caches depend on it, so nothing else of the
+    process becomes float64. Only what a program says is run in it: its dtypes, and the bits of its
+    random numbers, are those that it was traced with.
+    """
+    return jax.enable_x64(True) if wide == FLOAT64 else contextlib.nullcontext()
+
 
 def run_in_float32(eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
     """Runs an equation with 16-bit arrays widened to float32, or returns None if it cannot."""
-    if eqn.effects or (eqn.primitive.name in NARROW and touches_half(eqn)):
+    return run_in(FLOAT32, eqn, arrays)
+
+
+def run_in(wide: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
+    """Runs an equation with narrower arrays widened to a dtype, or returns None if it cannot."""
+    name, to = eqn.primitive.name, WIDER[wide]
+    touched = any(dtype_of(v.aval) in to for v in (*eqn.invars, *eqn.outvars))
+    if eqn.effects or (name in NARROW and (touched or wide == FLOAT64)):
+        if name == BITS and not is_float(arrays[0]):  # a number from its bits, in any dtype
+            return [widen(out, wide) for out in run(eqn, arrays)]
         return None  # effects must happen only once
-    wide = {name: FLOAT32 for name in DTYPES if name in eqn.params and eqn.params[name] in HALVES}
-    arrays = [widen(x) for x in arrays]
-    casts = eqn.primitive.name == "convert_element_type" and wide
-    if is_precise(eqn) or (casts and dtype_of(arrays[0]) == FLOAT32):
+    params = {k: to[eqn.params[k]] for k in DTYPES if eqn.params.get(k) in to}
+    arrays = [widen(x, wide) for x in arrays]
+    casts = name == "convert_element_type" and params
+    if is_precise(eqn) or (casts and dtype_of(arrays[0]) == wide):
         return arrays  # no copy: parameters are cast, and large
+    if wide == FLOAT64 and _jax.is_algorithm(eqn.params.get("precision")):
+        params["precision"] = None
     try:
-        return run(eqn, arrays, **wide)
+        return run(eqn, arrays, **params)
     except MISFITS:
-        programs = {name: p for name, p in eqn.params.items() if holds_program(p)}
-    try:  # what sums or maps by a program written for 16 bits
-        return run(eqn, arrays, **wide, **jax.tree.map(_widened, programs, is_leaf=is_program))
+        programs = {k: p for k, p in eqn.params.items() if holds_program(p)}
+    try:  # what sums or maps by a program written for narrower values
+        inside = functools.partial(_widened, wide)
+        return run(eqn, arrays, **params, **jax.tree.map(inside, programs, is_leaf=is_program))
     except MISFITS:
         return None
 
@@ -260,45 +291,57 @@ def holds_program(x: Any) -> bool:
     return is_program(x) or (isinstance(x, tuple) and any(map(is_program, x)))
 
 
-def touches_half(eqn: Any) -> bool:
-    """Returns whether an equation has 16-bit operands or results."""
-    return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
-
-
 # Equations that cannot be widened: kernels, the user's host code, and casts of bits.
-NARROW = frozenset({"bitcast_convert_type", "ffi_call", "pallas_call", "pure_callback"})
+BITS = "bitcast_convert_type"
+NARROW = frozenset({BITS, "ffi_call", "pallas_call", "pure_callback"})
 
 # The errors of JAX for dtypes that do not match. Others (out of memory) are raised.
 MISFITS = (TypeError, ValueError, NotImplementedError)
 
 
 class Wide(Plain):
-    """The watcher that runs a program in float32."""
+    """The watcher that runs a program in a wider dtype, float32 or float64."""
 
-    @staticmethod
-    def operation(eqn, ins, place):
-        outs = run_in_float32(eqn, ins)
+    def __init__(self, wide: Any = FLOAT32):
+        self.wide = wide
+
+    def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
+        with handling(self.wide):
+            outs = run_in(self.wide, eqn, ins)
         if outs is None:
-            raise NotImplementedError(f"{eqn.primitive} has no float32 form.")
+            raise NotImplementedError(f"{eqn.primitive} has no {self.wide} form.")
         return outs
 
-    constant = staticmethod(lambda array: widen(array))
+    def constant(self, array: Any) -> Any:
+        with handling(self.wide):
+            return widen(array, self.wide)
+
+    def slice(self, value: Any, index: int) -> Any:
+        with handling(self.wide):
+            return take(value, index)
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        with handling(self.wide):
+            return jnp.stack(values)
 
 
-def _widened(program: Any) -> Any:
-    """Returns a program with float32 in place of 16 bits."""
+def _widened(wide: Any, program: Any) -> Any:
+    """Returns a program with a wider dtype in place of narrower ones."""
     if not is_program(program):
         return program
-    avals = [_jax.retyped(a, FLOAT32) if is_half(a) else a for a in _jax.in_avals(program)]
-    wide = _jax.trace(lambda *args: interpret(program, list(args), Wide()), avals, "float32")
+    to = WIDER[wide]
+    avals = [_jax.retyped(a, to[a.dtype]) if a.dtype in to else a for a in _jax.in_avals(program)]
+    run = lambda *args: interpret(program, list(args), Wide(wide))  # noqa: E731
+    wider = _jax.trace(run, avals, str(wide))
     if hasattr(program, "jaxpr"):
-        return wide
-    inner, consts = _jax.open_jaxpr(wide)
+        return wider
+    inner, consts = _jax.open_jaxpr(wider)
     if consts:
         raise NotImplementedError("A program with constants is not supported here.")
     return inner
 
 
-def widen(x: Any) -> Any:
-    """Returns a 16-bit array as float32, and anything else as it is."""
-    return jax.lax.convert_element_type(x, FLOAT32) if is_half(x) else x
+def widen(x: Any, wide: Any = FLOAT32) -> Any:
+    """Returns an array of a narrower dtype as one of a wide dtype, and anything else as it is."""
+    to = WIDER[wide].get(dtype_of(x))
+    return x if to is None else jax.lax.convert_element_type(x, to)

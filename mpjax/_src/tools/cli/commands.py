@@ -272,6 +272,13 @@ def _stepping(make: Callable[..., Any], policy: Any) -> tuple[Callable[..., Any]
     default="auto",
     show_default=True,
 )
+@click.option(
+    "--reference",
+    type=click.Choice(["float32", "float64"]),
+    default="float32",
+    show_default=True,
+    help="The dtype that errors are relative to. float64 shows those of float32 too.",
+)
 @options.output(options.plot)
 def compare(
     target: str,
@@ -281,9 +288,10 @@ def compare(
     top: int,
     tolerance: float | None,
     loss_scale: float | str,
+    reference: str,
     output: printing.Output,
 ) -> None:
-    """Compare a function in 16-bit precision with float32.
+    """Compare a function in 16-bit precision with float32, or with float64.
 
     Shows the error that each operation adds, and the error that it inherits. If the function
     returns a scalar loss, its gradient is compared too.
@@ -297,9 +305,11 @@ def compare(
     """
     fun, args = _loaded(target, argnums)
     _check_arrays(target, args)
-    title = f"{target}: {policy} against float32"
+    title = f"{target}: {policy} against {reference}"
     with running(f"comparing {target}"):
-        comparison = mpjax.compare(fun, policy, argnums, has_aux, loss_scale=loss_scale)(*args)
+        comparison = mpjax.compare(
+            fun, policy, argnums, has_aux, loss_scale=loss_scale, reference=reference
+        )(*args)
         # A plot of no rows raises, although a program that rounds nothing is fine.
         output.draw(comparison, title, plots=bool(comparison.rows))
     data = {"target": target, "policy": str(policy), **comparison.to_dict()}

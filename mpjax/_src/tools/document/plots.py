@@ -53,7 +53,7 @@ def plot_compare(comparison: Any, path: str | Path | None = None) -> Any:
     axes.set_yscale("log", base=2)
     axes.set_ylim(bottom=floor)
     axes.set(xlabel="operations, in the order of the program")
-    axes.set(ylabel="relative error against float32")
+    axes.set(ylabel=f"relative error against {comparison.reference}")
     figure.legend(fontsize="small", ncols=3, loc="outside upper center")
     return _saved(figure, path)
 

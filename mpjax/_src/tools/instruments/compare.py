@@ -1,8 +1,8 @@
-"""`compare`: the error that each operation adds to a program, relative to float32.
+"""`compare`: the error that each operation adds to a program, relative to float32 or float64.
 
 Every value of the program under the policy has a shadow: the result of the same operations in
-float32. An operation's own error is its difference from float32 on the same operands; the rest of
-its error is inherited from its operands.
+the reference, float32 or float64. An operation's own error is its difference from the reference on
+the same operands; the rest of its error is inherited from its operands.
 """
 
 import dataclasses
@@ -19,7 +19,14 @@ import jmp
 import numpy as np
 
 from mpjax._src.core.base.contexts import constants_as_casts
-from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.base.dtypes import (
+    FLOAT32,
+    FLOAT64,
+    DTypeLike,
+    canonical,
+    default_device,
+    is_float,
+)
 from mpjax._src.core.base.errors import check_flag, did_you_mean
 from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.progress import progress_bar
@@ -28,7 +35,13 @@ from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
-from mpjax._src.core.program.interpret import OPERATION, interpret, operations_in, root_of
+from mpjax._src.core.program.interpret import (
+    OPERATION,
+    handling,
+    interpret,
+    operations_in,
+    root_of,
+)
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model, plots
 from mpjax._src.tools.document.report import Report
@@ -37,11 +50,11 @@ from mpjax._src.tools.instruments import shadows
 from mpjax._src.tools.instruments.agreement import MEANINGS, Agreement, agreement
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.rows import computed_in, turns_of
-from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed
+from mpjax._src.tools.instruments.shadows import CompareRow, Shadowed, percent
 
 # The columns of the table, and those that hold words.
-COLUMNS = ("added", "error", "inherited", "underflow", "operation", "dtypes", "where")
-WORDS = COLUMNS[4:]
+COLUMNS = ("added", "error", "float32", "inherited", "underflow", "operation", "dtypes", "where")
+WORDS = COLUMNS[5:]
 
 ADDED = model.WORST(
     "added error",
@@ -53,8 +66,11 @@ ERROR = model.WORST(
 )
 BYTES = model.Color("bytes", "The bytes of each operation's operands and result.", unit="bytes")
 
-# The note on a result that is only rounding error in float32 too.
-ZERO = "only rounding error in float32; relative to the terms that cancel"
+# The note on a result that is only rounding error in the reference too.
+ZERO = "only rounding error in {}; relative to the terms that cancel"
+
+# What a program can be compared with.
+REFERENCES = (FLOAT32, FLOAT64)
 
 
 @public("mpjax.reports")
@@ -75,6 +91,10 @@ class Comparison(Report):
             before BatchNorm, which is zero in exact arithmetic.
         unscaled: The relative error of each gradient without a loss scale, by name; empty if there
             is no scale or no gradient.
+        reference: The dtype of the run that errors are relative to. Where this page says float32
+            of that run, it is float64 if the reference is.
+        float32: The relative error of each result in float32, by name, if the reference is
+            float64.
     """
 
     rows: tuple[CompareRow, ...]
@@ -84,6 +104,8 @@ class Comparison(Report):
     order: tuple[int, ...] = ()
     noise: tuple[str, ...] = ()
     unscaled: dict[str, float] = dataclasses.field(default_factory=dict)
+    reference: str = "float32"
+    float32: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def worst_results(self) -> list[tuple[str, float]]:
         """Returns the results by name with their errors, the worst first."""
@@ -91,12 +113,24 @@ class Comparison(Report):
 
     def table(self, count: int | None = 12) -> str:
         """Returns the worst rows as a table of text."""
-        return "\n".join(table(COLUMNS, map(_cells, self.rows[:count]), WORDS))
+        return "\n".join(table(*self._rows(count), WORDS))
 
-    def named(self, count: int | None = 5) -> list[tuple[str, str]]:
-        """Returns the worst results as text: the error, and the name of the result."""
+    def _rows(self, count: int | None) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+        """Returns the columns and the cells of the worst rows."""
+        kept = [name != "float32" or bool(self.float32) for name in COLUMNS]
+        cells = (tuple(itertools.compress(_cells(row), kept)) for row in self.rows[:count])
+        return tuple(itertools.compress(COLUMNS, kept)), tuple(cells)
+
+    def named(self, count: int | None = 5) -> list[tuple[str, ...]]:
+        """Returns the worst results as text: the error, that of float32 if float64 is the
+        reference, and the name of the result."""
+        zero = ZERO.format(self.reference)
         return [
-            (percent(error), f"{name} ({ZERO})" if name in self.noise else name)
+            (
+                percent(error),
+                *([percent(self.float32[name])] if self.float32 else []),
+                f"{name} ({zero})" if name in self.noise else name,
+            )
             for name, error in self.worst_results()[:count]
         ]
 
@@ -133,24 +167,26 @@ class Comparison(Report):
         ]
         lines = [
             *([self._of_scale()] if self.loss_scale != 1 else []),
-            *(f"float32 would have taken another path at {line}" for line in self.diverged),
             *(
-                "no float32 form, so its own error is unknown: "
+                f"{self.reference} would have taken another path at {line}"
+                for line in self.diverged
+            ),
+            *(
+                f"no {self.reference} form, so its own error is unknown: "
                 f"{row.primitive}  {short(row.source)}"
                 for row in self.rows
                 if not row.compared
             ),
         ]
         results = model.Table(
-            "Error of the results, relative to float32",
-            ("error", "result"),
+            f"Error of the results, relative to {self.reference}",
+            ("error", *(["float32"] if self.float32 else []), "result"),
             tuple(self.named(None)),
             ("result",),
             most=8,
         )
-        rows = tuple(map(_cells, self.rows[:most]))
         more = f"and {count - most} more" if count > most else ""
-        worst_rows = model.Table("Operations, worst first", COLUMNS, rows, WORDS, note=more)
+        worst_rows = model.Table("Operations, worst first", *self._rows(most), WORDS, note=more)
         return model.Document(
             "The error that each operation adds",
             " ".join(opening),
@@ -175,7 +211,7 @@ class Comparison(Report):
         order = self.order or range(len(self.rows))
         rows = sorted(zip(order, self.rows, strict=True), key=lambda pair: pair[0])
         return model.Drawing(
-            operations=tuple(_operation(row, n) for n, (_, row) in enumerate(rows)),
+            operations=tuple(_operation(row, n, self.reference) for n, (_, row) in enumerate(rows)),
             colors=(ADDED, ERROR, model.DTYPE, BYTES, model.PASS),
         )
 
@@ -188,6 +224,7 @@ def compare(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | str | float | None = "auto",
+    reference: DTypeLike = "float32",
     progress: bool = True,
 ) -> Callable[..., Comparison]: ...
 @overload
@@ -195,7 +232,9 @@ def compare(
     fun: Callable[..., Any],
     policy: Callable[..., Any],
     *,
+    reference: DTypeLike = "float32",
     results: str = "auto",
+    labels: Any = None,
     progress: bool = True,
 ) -> Callable[..., Agreement]: ...
 @overload
@@ -210,10 +249,12 @@ def compare(
     has_aux: bool = False,
     *,
     loss_scale: LossScale | str | float | None = "auto",
+    reference: DTypeLike = "float32",
     results: str = "auto",
+    labels: Any = None,
     progress: bool = True,
 ) -> Any:
-    """Compares a function under a policy with float32, or with another function.
+    """Compares a function under a policy with float32 or float64, or with another function.
 
     Given a policy, the program that trains (the loss and its gradient) runs once under it, one
     operation at a time. Each operation also runs in float32, on the same operands and on those of a
@@ -221,26 +262,35 @@ def compare(
     branch or leaves a loop at another iteration than float32 would, the float32 run follows it, and
     the report says so.
 
+    With ``reference="float64"``, the parallel run computes the same program in float64, and a third
+    one in float32, so the report shows the errors of float32 itself. Python lines, random bits and
+    integers are those of the program. No setting of JAX changes for other code or threads.
+
     Given a function, the two functions should agree: training and rollout, a model and its port,
-    two versions of a model. Both run as they are, each with a parallel float32 run. If only
-    rounding makes them differ, the results of one line of code after another are replaced by
-    float32 ones; the cause is the line that leaves the least difference. If they differ in float32
-    too, the report names the first operations whose results the other program does not have. All
-    values stay in memory, so use a small batch.
+    two versions of a model. Both run as they are, each with a parallel float32 run. The operations
+    that both have are aligned, whatever their dtypes, loops and layouts, and have the error between
+    the programs. If only rounding makes them differ, the results of one line of code after another
+    are replaced by float32 ones; the cause is the line that leaves the least difference. If they
+    differ in float32 too, the report names the first operations whose results the other program
+    does not have. All values stay in memory, so use a small batch.
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared
             too.
-        policy: A policy or its name; or a function of the same arguments as ``fun``. Two functions
-            must each return one floating array, of the same shape.
+        policy: A policy or its name; or a function of the same arguments as ``fun``, which returns
+            floating arrays of the same shapes. `functools.partial` gives a function arguments of
+            its own.
         argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         loss_scale: The loss scale, as for `build_train_step`. With "auto", float16 uses the scale
             that a dynamic loss scale would reach: its initial one, or the next lower one at which
             the gradients are finite.
+        reference: The dtype of the parallel run, "float32" or "float64".
         results: The meaning of the results of two functions: "log_probs" of given tokens, "logits"
             of all tokens along the last axis, or "values" of any other meaning. "auto" means
             "logits" if they are normalized, "log_probs" if none is positive, and else "values".
+        labels: Of two functions that return logits, the tokens that were taken: an integer for each
+            row of logits.
         progress: Whether to show a progress bar if stderr is a terminal.
 
     Returns:
@@ -250,7 +300,8 @@ def compare(
     Raises:
         TypeError: If ``fun`` is not a function, an array is abstract or being traced, or an option
             does not apply to the kind of comparison.
-        ValueError: If there are no arrays, or nothing to differentiate; if two functions return
+        ValueError: If ``reference`` is another dtype, or float64 on a TPU, which has none; if there
+            are no arrays, or nothing to differentiate; if two functions return
             different shapes, or more than one floating array.
 
     Example:
@@ -267,21 +318,23 @@ def compare(
         ...     return jax.nn.log_softmax((x @ w).astype("bfloat16")).astype("float32")
         >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
         >>> report = mpjax.compare(train, rollout)(w, x)
-        >>> report.by_formula, report.partings[0].left < 0.5
-        (False, True)
+        >>> report.by_formula, report.partings[0].left < 0.5, report.shares
+        (False, True, (1.0, 1.0))
 
     Shadow values come from NSan (Courbet, 2021). Paddle's compare_accuracy compares two dumps. The
     rounding mismatch of training and rollout is studied by Qi et al. 2025, "Defeating the
     Training-Inference Mismatch via FP16".
     """
     check_flag("progress", progress)
+    wide = _checked(reference)
     two = inspect.isroutine(policy) or (callable(policy) and not isinstance(policy, jmp.Policy))
     if two:
         _check_agreement(results, argnums, has_aux, loss_scale)
-    elif results != "auto":
+    elif results != "auto" or labels is not None:
+        name = "labels" if results == "auto" else f"results={results!r}"
         raise TypeError(
-            f"compare: results={results!r} applies only to two functions, but policy={policy!r} is "
-            "a policy. Leave results out."
+            f"compare: {name} applies only to two functions, but policy={policy!r} is a policy. "
+            "Leave it out."
         )
     else:
         policy = get_policy(policy)
@@ -290,14 +343,30 @@ def compare(
     def report(*args, **kwargs):
         if two:
             with progress_bar(progress, "compare", OPERATION):
-                return agreement((fun, policy), results, args, kwargs)
+                return agreement((fun, policy), results, labels, wide, args, kwargs)
         with constants_as_casts():
             program = make_program("compare", fun, policy, args, kwargs, argnums, has_aux)
         scale = training_scale(program, policy, loss_scale)
         with progress_bar(progress, "compare", OPERATION, operations_in(program.jaxpr)):
-            return compare_program(program, scale)
+            return compare_program(program, scale, wide)
 
     return report
+
+
+def _checked(reference: Any) -> Any:
+    """Returns the dtype of a reference, or raises."""
+    wide = canonical(reference, "reference")
+    if wide not in REFERENCES:
+        raise ValueError(
+            f"compare: reference={reference!r} is narrower than float32: the policy says what is "
+            "compared. Choose reference='float32' or 'float64'."
+        )
+    if wide == FLOAT64 and default_device().platform == "tpu":
+        raise ValueError(
+            "compare: reference='float64' needs a CPU or a GPU, because TPUs do not multiply in "
+            "float64: run it under JAX_PLATFORMS=cpu, or with jax.default_device of a CPU."
+        )
+    return wide
 
 
 def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) -> None:
@@ -308,7 +377,11 @@ def _check_agreement(results: Any, argnums: Any, has_aux: Any, loss_scale: Any) 
             f"results={results!r} is unknown. Choose one of "
             f"{valid}.{did_you_mean(results, MEANINGS)}"
         )
-    options = {"argnums": argnums != 0, "has_aux": has_aux, "loss_scale": loss_scale != "auto"}
+    options: dict[str, bool] = {
+        "argnums": argnums != 0,
+        "has_aux": has_aux,
+        "loss_scale": loss_scale != "auto",
+    }
     wrong = [name for name, is_given in options.items() if is_given]
     if wrong:
         raise TypeError(
@@ -326,9 +399,9 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
         *(f"{loop} {i}" for loop, i in row.iteration),
         "zero in exact arithmetic" * row.noise,
     ]
-    errors = (row.added, row.error, row.inherited)
+    errors = (row.added, row.error, row.error if row.float32 is None else row.float32)
     return (
-        *("noise" if row.noise else percent(error) for error in errors),
+        *("noise" if row.noise else percent(error) for error in (*errors, row.inherited)),
         percent(row.underflow) if row.underflow else "",
         row.primitive,
         row.dtypes,
@@ -336,16 +409,17 @@ def _cells(row: CompareRow) -> tuple[str, ...]:
     )
 
 
-def _operation(row: CompareRow, number: int) -> model.Operation:
+def _operation(row: CompareRow, number: int, reference: str) -> model.Operation:
     measured = row.compared and not row.noise
     ran = model.DTYPES[computed_in(row.dtypes)]
     return model.Operation(
         label=row.primitive,
         scope=model.box_of(row.scope, row.source),
         facts=model.facts(
-            why=_why(row),
+            why=_why(row, reference),
             adds=percent(row.added) if measured else "",
             error_of_the_result=percent(row.error) if measured else "",
+            error_of_float32=percent(row.float32) if measured and row.float32 is not None else "",
             inherited=percent(row.inherited) if measured else "",
             error_of_the_operands=percent(row.operands) if measured else "",
             underflow=f"{percent(row.underflow)} of the entries became zero" * bool(row.underflow),
@@ -373,46 +447,55 @@ def _operation(row: CompareRow, number: int) -> model.Operation:
     )
 
 
-def _why(row: CompareRow) -> str:
+def _why(row: CompareRow, reference: str) -> str:
     if not row.compared:
-        return "It has no float32 form, so its own error is unknown."
+        return f"It has no {reference} form, so its own error is unknown."
     if row.noise:
-        return f"{ZERO}."
+        return f"{ZERO.format(reference)}."
     if row.overflow:
-        return "Its result overflows its dtype, but would not overflow float32."
+        return f"Its result overflows its dtype, but would not overflow {reference}."
     if row.new > row.inherited:
         return "Most of its error is its own rounding."
     return "Most of its error comes from its operands."
 
 
-def compare_program(program: Program, scale: float) -> Comparison:
-    """Compares a program with float32, for `compare`."""
+def compare_program(program: Program, scale: float, wide: Any = FLOAT32) -> Comparison:
+    """Compares a program with a wide run, for `compare`."""
     # Counts as a run, of which `tune` has a limited number.
     program.ran()
-    comparer = shadows.Comparer(program.lines)
+    comparer = shadows.Comparer(program.lines, wide)
     args = [
         dataclasses.replace(comparer.constant(x), path=path) for x, path in program.arguments(scale)
     ]
     results = interpret(program.jaxpr, args, comparer, root_of(program.jaxpr))
     rows = [*comparer.rows.values()]
+    if wide == FLOAT64:  # every operation has a row, those too that only move what is exact
+        rows = [row for row in rows if row.error or row.new or row.float32 or not row.compared]
     # Of equally bad rows the first comes first.
     order = sorted(range(len(rows)), key=lambda i: shadows.badness(rows[i]), reverse=True)
     named = {n: v for n, v in program.named(results) if is_float(v.array) and np.size(v.array)}
-    errors = {name: _error(v.array, v.shadow) for name, v in named.items()}
-    terms = _terms_of_noise(program, scale, named, errors)
-    errors |= {n: _error(named[n].array, named[n].shadow, size) for n, size in terms.items()}
     unscaled = {}
     if scale != 1 and any(program.gradients):
         # Compiled as a whole, because only the gradients are read, and no row of an operation.
         gradients = itertools.compress(program.at(1.0), program.gradients)
-        unscaled = {
-            name: _error(out, named[name].shadow, terms.get(name, 0.0))
-            for name, out in gradients
-            if name in named
-        }
+        unscaled = {name: out for name, out in gradients if name in named}
+    terms: dict[str, float] = {}
+
+    def measured(got: dict[str, Any]) -> dict[str, float]:
+        with handling(wide):
+            return {n: _error(x, named[n].shadow, terms.get(n, 0.0)) for n, x in got.items()}
+
+    errors = measured({name: v.array for name, v in named.items()})
+    terms |= _terms_of_noise(program, scale, named, errors, wide)
+    errors |= measured({name: named[name].array for name in terms})
+    singles = {name: v.single for name, v in named.items()}
+    is_same = wide == FLOAT32 or all(x is named[name].array for name, x in singles.items())
+    float32 = {} if is_same else measured(singles)
     return Comparison(
         *(tuple(rows[i] for i in order), errors, scale, tuple(comparer.diverged)),
-        *(tuple(order), tuple(terms), unscaled),
+        *(tuple(order), tuple(terms), measured(unscaled)),
+        reference=wide.name,
+        float32=float32,
     )
 
 
@@ -424,9 +507,13 @@ def _error(got: Any, exact: Any, terms: float = 0.0) -> float:
 
 
 def _terms_of_noise(
-    program: Program, scale: float, named: dict[str, Shadowed], errors: dict[str, float]
+    program: Program,
+    scale: float,
+    named: dict[str, Shadowed],
+    errors: dict[str, float],
+    wide: Any,
 ) -> dict[str, float]:
-    """Returns the size of the canceled terms of each result that is only float32 rounding."""
+    """Returns the size of the canceled terms of each result that is only rounding error."""
     # A result that overflowed is wrong, however its terms cancel.
     suspects = [
         name
@@ -436,18 +523,12 @@ def _terms_of_noise(
     if not suspects:
         return {}
     program.ran()
-    results = shadows.results_of_perturbed(program.jaxpr, program.arrays, jnp.float32(scale))
+    results = shadows.results_of_perturbed(
+        program.jaxpr, program.arrays, jnp.float32(scale), wide=wide
+    )
     if results is None:
         return {}
-    perturbed = dict(program.named(results))
-    sizes = {name: shadows.size_of_terms(named[name].shadow, perturbed[name]) for name in suspects}
+    changed = dict(program.named(results))
+    with handling(wide):
+        sizes = {n: shadows.size_of_terms(named[n].shadow, changed[n], wide) for n in suspects}
     return {name: size for name, size in sizes.items() if size}
-
-
-def percent(share: float) -> str:
-    """Returns a relative error as text."""
-    if share == 0:
-        return "0"
-    if not share < shadows.BROKEN:
-        return "Inf"
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"

@@ -1,4 +1,8 @@
-"""Runs a program one operation at a time with a shadow: the same values in float32.
+"""Runs a program one operation at a time with a shadow: the same values in float32, or in float64.
+
+A shadow in float64 is computed from the traced program too, so no line of the user's runs under
+another setting of JAX: integers, branches and random bits are those of the program. The float64
+arrays exist within `interpret.handling` alone.
 
 Some results are only rounding error in float32: the gradients that are zero in exact arithmetic,
 such as those of a bias before BatchNorm, of the key bias in attention, of a loss whose advantages
@@ -20,17 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import _jax, rules
-from mpjax._src.core.base.dtypes import at_least_float32, is_float, is_half
+from mpjax._src.core.base.dtypes import FLOAT32, at_least_float32, dtype_of, is_float
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import MOVE, rule_of
 from mpjax._src.core.program import interpret
-from mpjax._src.core.program.interpret import run, run_in_float32, take, widen
+from mpjax._src.core.program.interpret import WIDER, handling, run, run_in, take, widen
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.tools.instruments.rows import signature_of, turns_of
 
-# A float32 sum that is smaller than its terms by this factor is only rounding error.
-NOISE = 2.0**-17
+# A sum that is smaller than its terms by this many roundings is only rounding error: in float32 by
+# 2**-17.
+NOISE = 64.0
 
 # An operand with this relative error (four roundings of bfloat16) is already wrong, so the
 # operation is not blamed for the error of its result.
@@ -44,9 +49,6 @@ NATURAL = 2.0**-5
 
 # An overflow counts more than any finite error, unless its operands were already wrong.
 OVERFLOW = 16.0
-
-# The relative rounding error of float32.
-ROUNDING = 2.0**-23
 
 # A value that changes by more than this share with the last bits of the arguments is noise. Zeros
 # change by about their own size; float32 still knows what is only ill-conditioned to a few percent.
@@ -93,6 +95,8 @@ class CompareRow:
             have none, and their errors are given as 0.
         library: "file:line" of the library code that ``source`` calls, or "".
         bytes: The bytes of its operands and its result, in one run.
+        float32: The error of its result in the float32 run, if the reference is float64 and the
+            policy is not float32; else None.
     """
 
     primitive: str
@@ -116,6 +120,7 @@ class CompareRow:
     compared: bool = True
     library: str = ""
     bytes: int = 0
+    float32: float | None = None
 
     _also = ("added", "blame")
 
@@ -138,7 +143,7 @@ class CompareRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shadowed:
-    """An array, its float32 shadow, and the relative distance of the two."""
+    """An array, its shadow, and the relative distance of the two."""
 
     array: Any
     shadow: Any  # the array itself if it is exact
@@ -147,7 +152,8 @@ class Shadowed:
     noise: bool = False  # whether the shadow is only rounding error
     makers: frozenset[Any] = frozenset()  # in a loop, the operations that accumulate it
     given: float = 0.0  # the error before they did
-    steps: frozenset[int] = frozenset()  # the recorded operations that computed it
+    node: int = -1  # its number where an instrument records the values
+    single: Any = None  # beside a float64 shadow: the array of the float32 run
 
     def error_for(self, key: Any) -> float:
         """Returns the error that was there before the operation, not made by it in a loop."""
@@ -159,15 +165,16 @@ class Shadowed:
 
 
 class Comparer(interpret.Watcher):
-    """The watcher that runs every operation under the policy and in float32.
+    """The watcher that runs every operation under the policy and in a wide dtype.
 
     Attributes:
         rows: The operations, in the order in which they first ran.
-        diverged: The lines where float32 would have taken another path.
+        diverged: The lines where the wide run would have taken another path.
     """
 
-    def __init__(self, lines: Callable[[Any, Site], tuple[str, str]]):
+    def __init__(self, lines: Callable[[Any, Site], tuple[str, str]], wide: Any = FLOAT32):
         self._find = lines  # as those of a `Program`
+        self.wide = wide
         self._found: dict[Any, tuple[str, str]] = {}
         self.rows: dict[Any, CompareRow] = {}
         self.diverged: dict[str, None] = {}
@@ -178,36 +185,83 @@ class Comparer(interpret.Watcher):
         outs = run(eqn, arrays)
         traits = rule_of(eqn.primitive.name).traits
         path = ins[0].path if ins and rules.SAME_PARAMETER in traits else ""
-        half = any(map(is_half, (*arrays, *outs)))
-        if not half and all(v.exact for v in ins):  # nothing before it was rounded to 16 bits
-            return [Shadowed(out, out, path=path) for out in outs]
-        local, wanted, compared = _in_float32(eqn, ins, outs, half)
+        singles = self._singles(eqn, ins, outs)
+        narrow = any(dtype_of(x) in WIDER[self.wide] for x in (*arrays, *outs))
+        if not narrow and all(v.exact for v in ins):  # nothing before it was rounded
+            return [Shadowed(out, out, path=path, single=out) for out in outs]
+        with handling(self.wide):
+            return self._measured(eqn, ins, outs, singles, narrow, path, place)
+
+    def _singles(self, eqn: Any, ins: list[Shadowed], outs: list[Any]) -> list[Any]:
+        """Returns the results of the float32 run, if it is neither the one nor the other run."""
+        if self.wide == FLOAT32:
+            return [None] * len(outs)
+        halves = any(dtype_of(v.aval) in WIDER[FLOAT32] for v in (*eqn.invars, *eqn.outvars))
+        if not halves and all(v.single is v.array for v in ins):
+            return outs
+        return run_in(FLOAT32, eqn, [v.single for v in ins]) or [widen(out) for out in outs]
+
+    def _measured(
+        self,
+        eqn: Any,
+        ins: list[Shadowed],
+        outs: list[Any],
+        singles: list[Any],
+        narrow: bool,
+        path: str,
+        place: Site,
+    ) -> list[Shadowed]:
+        """Returns the results of an operation with their shadows, and makes its row."""
+        local, wanted, compared = self._in_wide(eqn, ins, outs, narrow)
         loops = tuple(loop for loop, _ in place.loops)
-        key = (id(eqn), place.scopes, loops, self._lines(eqn, place))  # JAX shares what it traced
+        key = (id(eqn), place.scopes, loops, self.lines(eqn, place))  # JAX shares what it traced
         operands = max((v.error_for(key) for v in ins), default=0.0)
         accumulated: dict[str, Any] = {}
+        traits = rule_of(eqn.primitive.name).traits
         if place.loops and {rules.SAME_PARAMETER, rules.STATE} & traits:
             makers = frozenset({key}).union(*(v.makers for v in ins))
             accumulated = {"makers": makers, "given": operands}
         if paths := _paths_of(ins):
             self._paths.setdefault(_jax.line_key(eqn), paths)
         results = []
-        for out, own, shadow in zip(outs, local, wanted, strict=True):
+        for out, own, shadow, single in zip(outs, local, wanted, singles, strict=True):
             if not (is_float(out) and np.size(out)):
-                results.append(Shadowed(out, shadow, path=path))
+                results.append(Shadowed(out, shadow, path=path, single=single))
                 continue
             stats = dict(zip(STATS, np.asarray(stats_of(out, own, shadow)).tolist(), strict=True))
             error = capped(stats["error"])
             noise = error > SUSPICIOUS and (
-                any(v.noise for v in ins) or _is_noise(eqn, ins, shadow)
+                any(v.noise for v in ins) or is_noise(eqn, ins, shadow, self.wide)
             )
+            if eqn.primitive.name in CHOOSES:  # what it chooses is as wrong as it was
+                error = max(error, operands)
             if not self._is_ours(eqn, place):
                 facts = {"operands": operands, "compared": compared, "noise": noise}
+                if single is not None and single is not out:
+                    facts["float32"] = float(stats_of(single, shadow, shadow)[0])
                 self._record(key, eqn, ins, out, place, stats | facts)
-            results.append(Shadowed(out, shadow, error, path, noise, **accumulated))
+            value = Shadowed(out, shadow, error, path, noise, single=single, **accumulated)
+            results.append(value)
         return results
 
-    def _lines(self, eqn: Any, place: Site) -> tuple[str, str]:
+    def _in_wide(
+        self, eqn: Any, ins: Sequence[Shadowed], outs: list[Any], narrow: bool
+    ) -> tuple[list[Any], list[Any], bool]:
+        """Returns the results of the wide dtype on the operands, and on their shadows; and whether
+        it has any.
+
+        The first tell the operation's own error from what it inherits; the second are what the
+        results should be. Some operations have no wide form: their results count as right.
+        """
+        local = run_in(self.wide, eqn, [v.array for v in ins]) if narrow else outs
+        exact = all(v.exact for v in ins)
+        wanted = local if exact else run_in(self.wide, eqn, [v.shadow for v in ins])
+        if local is None or wanted is None:
+            right = [widen(out, self.wide) for out in outs]
+            return right, right, False
+        return local, wanted, True
+
+    def lines(self, eqn: Any, place: Site) -> tuple[str, str]:
         # Cached, because loops run an equation many times.
         key = (id(eqn), place.op, *map(id, place.callers))
         if key not in self._found:
@@ -220,7 +274,7 @@ class Comparer(interpret.Watcher):
         mpjax adds barriers, roundings for compilers, and the scaling of the loss. What the backward
         pass computes again has the rows of the forward pass.
         """
-        unnamed = place.op is None and not self._lines(eqn, place)[0]
+        unnamed = place.op is None and not self.lines(eqn, place)[0]
         barrier = eqn.primitive.name in rules.BARRIERS
         return unnamed or barrier or interpret.is_precise(eqn) or place.again
 
@@ -228,7 +282,7 @@ class Comparer(interpret.Watcher):
         self, key: Any, eqn: Any, ins: list[Shadowed], out: Any, place: Site, stats: dict[str, Any]
     ) -> None:
         before = self.rows.get(key)
-        source, library = self._lines(eqn, place)
+        source, library = self.lines(eqn, place)
         row = CompareRow(
             primitive=eqn.primitive.name,
             source=source,
@@ -248,48 +302,37 @@ class Comparer(interpret.Watcher):
         self.rows[key] = row
 
     def constant(self, array: Any) -> Shadowed:
-        return Shadowed(array, widen(array))
+        single = None if self.wide == FLOAT32 else widen(array)
+        with handling(self.wide):
+            return Shadowed(array, widen(array, self.wide), single=single)
 
     def decide(self, value: Shadowed, eqn: Any, place: Site) -> int:
         # The shadow follows the path that was taken, where float32 would have taken another.
         if int(value.array) != int(value.shadow):
-            line = where(*self._lines(eqn, place))
+            line = where(*self.lines(eqn, place))
             parts = eqn.primitive.name, line, turns_of(place.loops)
             self.diverged.setdefault("  ".join(filter(None, parts)))
         return int(value.array)
 
     def slice(self, value: Shadowed, index: int) -> Shadowed:
-        array = take(value.array, index)
-        shadow = array if value.exact else take(value.shadow, index)
-        return dataclasses.replace(value, array=array, shadow=shadow)
+        return self._each([value], lambda x: take(x, index), value)
 
     def stack(self, values: Sequence[Shadowed]) -> Shadowed:
-        array = jnp.stack([v.array for v in values])
-        exact = all(v.exact for v in values)
-        return Shadowed(
-            array,
-            array if exact else jnp.stack([v.shadow for v in values]),
-            max(v.error for v in values),
-            values[0].path,
-            steps=frozenset().union(*(v.steps for v in values)),
-        )
+        like = Shadowed(None, None, max(v.error for v in values), values[0].path)
+        return self._each(values, lambda *xs: jnp.stack(xs), like)
 
-
-def _in_float32(
-    eqn: Any, ins: Sequence[Shadowed], outs: list[Any], half: bool
-) -> tuple[list[Any], list[Any], bool]:
-    """Returns the results of float32 on the operands, and on their shadows; and whether it has any.
-
-    The first tell the operation's own error from what it inherits; the second are what the results
-    should be. Some operations have no float32 form: their results count as right.
-    """
-    local = run_in_float32(eqn, [v.array for v in ins]) if half else outs
-    exact = all(v.exact for v in ins)
-    wanted = local if exact else run_in_float32(eqn, [v.shadow for v in ins])
-    if local is None or wanted is None:
-        right = [widen(out) for out in outs]
-        return right, right, False
-    return local, wanted, True
+    def _each(
+        self, values: Sequence[Shadowed], made: Callable[..., Any], like: Shadowed
+    ) -> Shadowed:
+        """Returns a value like another, made alike from the arrays of values and their shadows."""
+        array = made(*(v.array for v in values))
+        single = shadow = array
+        if self.wide != FLOAT32 and not all(v.single is v.array for v in values):
+            single = made(*(v.single for v in values))
+        if not all(v.exact for v in values):
+            with handling(self.wide):
+                shadow = made(*(v.shadow for v in values))
+        return dataclasses.replace(like, array=array, shadow=shadow, single=single)
 
 
 def _paths_of(values: Sequence[Shadowed]) -> str:
@@ -305,8 +348,8 @@ def capped(error: float) -> float:
     return error if error < BROKEN else BROKEN
 
 
-def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
-    """Returns whether the terms of a sum cancel down to float32's rounding error."""
+def is_noise(eqn: Any, ins: Sequence[Any], shadow: Any, wide: Any) -> bool:
+    """Returns whether the terms of a sum cancel down to the rounding error of the wide dtype."""
     name = eqn.primitive.name
     if not (rules.CANCELS in rule_of(name).traits or name in rules.SUMS_OF_TWO):
         return False
@@ -314,8 +357,9 @@ def _is_noise(eqn: Any, ins: Sequence[Shadowed], shadow: Any) -> bool:
     magnitudes = [jnp.abs(v.shadow) for v in ins]
     if name == "sub":
         magnitudes[1] = -magnitudes[1]
-    terms = run_in_float32(eqn, magnitudes)
-    return terms is not None and bool(norm(shadow) < NOISE * norm(terms[0]))
+    terms = run_in(wide, eqn, magnitudes)
+    least = NOISE * jnp.finfo(wide).eps
+    return terms is not None and bool(norm(shadow) < least * norm(terms[0]))
 
 
 STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
@@ -380,81 +424,106 @@ def norm(x):
     return jnp.linalg.norm(x)
 
 
+def percent(share: float) -> str:
+    """Returns a relative error as text."""
+    if share == 0:
+        return "0"
+    if not share < BROKEN:
+        return "Inf"
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.2g}" if share < 1e-4 else f"{share:.2%}"
+
+
 # ---- results that are only rounding error --------------------------------------------------------
 
 
-def perturbed(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def perturbed(arrays: Sequence[jax.Array], wide: Any = FLOAT32) -> list[jax.Array]:
     """Returns arrays whose floating entries are changed in the last bit, up or down at random."""
+    last = float(jnp.finfo(wide).eps)
 
     def changed(x: jax.Array, seed: int) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         # In NumPy, because JAX would compile for each shape.
         up = np.random.default_rng(seed).integers(0, 2, x.shape, bool)
-        factor = np.where(up, 1 + 2 * ROUNDING, 1 - 2 * ROUNDING)
+        factor = np.where(up, 1 + 2 * last, 1 - 2 * last)
         return jnp.asarray((np.asarray(x, np.float64) * factor).astype(x.dtype))
 
     return [changed(x, seed) for seed, x in enumerate(arrays)]
 
 
-def results_of_perturbed(jaxpr: Any, arrays: Sequence[jax.Array], *more: Any) -> list[Any] | None:
-    """Returns the float32 results for `perturbed` arrays, or None without a float32 form."""
+def results_of_perturbed(
+    jaxpr: Any, arrays: Sequence[jax.Array], *more: Any, wide: Any = FLOAT32, last: Any = None
+) -> list[Any] | None:
+    """Returns the wide results for `perturbed` arrays, or None without a wide form.
+
+    ``last`` is the dtype whose last bit changes, by default the wide one.
+    """
+    with handling(wide):
+        changed = perturbed([widen(x, wide) for x in arrays], last or wide)
     try:
-        return interpret.interpret(
-            jaxpr, [*perturbed([widen(x) for x in arrays]), *more], interpret.Wide()
-        )
+        return interpret.interpret(jaxpr, [*changed, *more], interpret.Wide(wide))
     except NotImplementedError:
         return None
 
 
-def size_of_terms(wanted: Any, result: Any) -> float:
+def size_of_terms(wanted: Any, result: Any, wide: Any = FLOAT32) -> float:
     """Returns the size of the terms of a value that is only rounding error, and 0 for any other.
 
-    ``wanted`` is the value in float32, ``result`` that for `perturbed` arguments.
+    ``wanted`` is the value in the wide dtype, ``result`` that for `perturbed` arguments.
     """
     noise, size = (float(jnp.linalg.norm(jnp.ravel(x))) for x in (result - wanted, wanted))
-    return noise / ROUNDING if noise > CHANGES * size else 0.0
+    return noise / float(jnp.finfo(wide).eps) if noise > CHANGES * size else 0.0
 
 
-# ---- lines in float32 ----------------------------------------------------------------------------
+# ---- lines in a wide dtype -----------------------------------------------------------------------
 
 
-class Healed(interpret.Plain):
-    """The watcher that returns the results of some equations in float32, as `heals` selects."""
+class Healed(interpret.Wide):
+    """The watcher that returns results of some equations in a wide dtype, as `heals` selects."""
 
-    def __init__(self, heals: Callable[[Any, Site], bool]):
+    def __init__(self, heals: Callable[[Any, Site], bool], wide: Any = FLOAT32):
+        super().__init__(wide)
         self.heals = heals
 
     def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
-        halves = [is_half(v.aval) for v in eqn.outvars]
-        heals = any(halves) and self.heals(eqn, place)
-        # An operand may be the float32 result of a healed line, where the program has 16 bits.
-        wide = any(
-            is_half(atom.aval) and not is_half(x) for atom, x in zip(eqn.invars, ins, strict=True)
-        )
-        outs = run_in_float32(eqn, ins) if heals or wide else None
-        if outs is None:  # as it is written; also if it has no float32 form
-            outs = run(eqn, [_rounded(x, a.aval) for x, a in zip(ins, eqn.invars, strict=True)])
+        to = WIDER[self.wide]
+        heals = any(dtype_of(v.aval) in to for v in eqn.outvars) and self.heals(eqn, place)
+        # An operand may be the wide result of a healed line, where the program has a narrow one.
+        wider = any(dtype_of(v.aval) != dtype_of(x) for v, x in zip(eqn.invars, ins, strict=True))
+        with handling(self.wide):
+            outs = run_in(self.wide, eqn, ins) if heals or wider else None
+            written = _typed(ins, eqn.invars)
+        if outs is None:  # as it is written; also if it has no wide form
+            outs = run(eqn, written)
         name = eqn.primitive.name
         if heals or rule_of(name).need == MOVE or name in CHOOSES:
             return outs
-        return [_rounded(x, v.aval) for x, v in zip(outs, eqn.outvars, strict=True)]
+        with handling(self.wide):
+            return _typed(outs, eqn.outvars)
 
-    @staticmethod
-    def stack(values: Sequence[Any]) -> Any:
-        wide = jnp.result_type(*values)  # an iteration may be healed, and another not
-        return jnp.stack([x.astype(wide) for x in values])
+    def constant(self, array: Any) -> Any:
+        return array
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        with handling(self.wide):
+            wide = jnp.result_type(*values)  # an iteration may be healed, and another not
+            return jnp.stack([x.astype(wide) for x in values])
 
 
 def run_healed(
-    jaxpr: Any, arrays: Sequence[Any], heals: Callable[[Any, Site], bool] = lambda *_: False
+    jaxpr: Any,
+    arrays: Sequence[Any],
+    heals: Callable[[Any, Site], bool] = lambda *_: False,
+    wide: Any = FLOAT32,
 ) -> list[Any]:
-    """Returns the results of a program in which some lines return float32."""
-    return interpret.interpret(jaxpr, list(arrays), Healed(heals))
+    """Returns the results of a program in which some lines return a wide dtype."""
+    return interpret.interpret(jaxpr, list(arrays), Healed(heals, wide))
 
 
-def _rounded(x: Any, aval: Any) -> Any:
-    """Returns an array in the dtype of the program."""
-    if is_half(aval) and getattr(x, "dtype", aval.dtype) != aval.dtype:
-        return x.astype(aval.dtype)
-    return x
+def _typed(arrays: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    """Returns arrays in the dtypes that the program has."""
+    dtypes = [dtype_of(atom.aval) for atom in atoms]
+    return [
+        x if dtype_of(x) in (to, None) or not is_float(x) else x.astype(to)
+        for x, to in zip(arrays, dtypes, strict=True)
+    ]
