@@ -127,12 +127,13 @@ def _matters(program: Program, op: Op) -> bool:
     jax.grad returns no loss, so what only the loss depends on is not live. Its derivative is, and
     has the same line.
     """
-    return op in program.live or op.source in _differentiated(program)
+    return op in program.live or op.lines in _differentiated(program)
 
 
 @noted
-def _differentiated(program: Program) -> set[str]:
-    return {op.source for op in program.live if program.is_backward(op)}
+def _differentiated(program: Program) -> set[tuple[str, str]]:
+    """Returns the lines, those of libraries too, whose derivatives a result depends on."""
+    return {op.lines for op in program.live if program.is_backward(op)}
 
 
 def _run(program: Program, rules: Sequence[Rule], hits: list[tuple[Rule, Hit]]) -> str:
