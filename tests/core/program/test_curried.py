@@ -41,8 +41,6 @@ TOOLS = {
     "tune": (mpjax.debug.tune, loss, (BF16, 0.5)),
     "passes": (passes, loss, (BF16,)),
 }
-# Those that need no policy.
-DEFAULTS = {"explain", "compare", "find_nonfinite", "lint", "passes"}
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -52,8 +50,6 @@ def test_arguments_come_along_or_in_a_second_call(name):
     direct = tool(fun, *settings, PARAMS, BATCH)
     assert type(direct) is type(curried)
     assert str(direct) == str(curried)
-    if name in DEFAULTS:  # the policy may be left out
-        assert str(tool(fun, PARAMS, BATCH)) == str(tool(fun)(PARAMS, BATCH))
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -123,6 +119,16 @@ def test_what_is_no_policy_raises(name, policy):
         tool(fun, policy, *settings[1:])
 
 
+@pytest.mark.parametrize("name", ["explain", "compare", "find_nonfinite", "tune", "passes"])
+def test_arguments_in_the_place_of_the_policy_raise_with_the_call_to_write(name):
+    tool, fun, _ = TOOLS[name]
+    before = "policy, tolerance" if name == "tune" else "policy"
+    call = re.escape(f"{tool.__name__}(loss, {before})(params, batch).")
+    for values in ((PARAMS, BATCH), (BATCH,), ([BATCH], BATCH)):
+        with pytest.raises(TypeError, match=f"policy=.* must be a policy.*{call}"):
+            tool(fun, *values)
+
+
 def test_tune_names_the_tolerance_that_is_missing():
     with pytest.raises(ValueError, match="tolerance=.* must be a positive number"):
         mpjax.debug.tune(loss, BF16, PARAMS, BATCH)
@@ -157,7 +163,8 @@ def test_a_module_for_the_second_function_or_the_first_argument_raises():
         mpjax.compare(apply, model, BATCH)
     assert mpjax.compare(apply, "mixed_bfloat16", model, BATCH).results
     assert mpjax.compare(model, model)(BATCH).by_formula is False
-    assert mpjax.explain(apply, model, BATCH).half_flops == 1  # has no second function
+    with pytest.raises(TypeError, match=r"explain: policy=.* must be a policy"):
+        mpjax.explain(apply, model, BATCH)  # has no second function
 
 
 def test_policies_of_jmp_and_of_mpjax_are_settings():

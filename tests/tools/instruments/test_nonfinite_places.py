@@ -58,7 +58,7 @@ def in_step(fun, policy, params, batch, optimizer=None, scale=1.0, **settings):
     state = init(params)
     if hasattr(state.loss_scale, "growth_factor"):
         state = dataclasses.replace(state, loss_scale=mpjax.DynamicLossScale(scale))
-    return find_nonfinite(step, state, batch)
+    return find_nonfinite(step, None, state, batch)
 
 
 def of_loss(fun, policy, params, batch, scale=1.0):
@@ -178,7 +178,7 @@ def test_labels_out_of_range_are_named_where_they_make_nan(fun):
         said = "Index -100 is out of range of 8 (labels; 1 of 3 entries): "
         assert said in report.advice and "test_nonfinite_places.py:" in report.advice
         assert not find_nonfinite(fun, policy, W[:3], np.abs(labels) % 8)
-    other = find_nonfinite(lambda x, labels: jnp.log(x[labels] - 1), W, np.array([1, 2]))
+    other = find_nonfinite(lambda x, labels: jnp.log(x[labels] - 1), None, W, np.array([1, 2]))
     assert other.found and "out of range" not in other.advice
 
 

@@ -64,18 +64,23 @@ HELD = {
         ),
         "scale",
     ),
-    "a step": (lambda s: find_nonfinite(step, at(s), BATCH), "state.loss_scale"),
-    "a jitted step": (lambda s: find_nonfinite(jax.jit(step), at(s), BATCH), "state.loss_scale"),
+    "a step": (lambda s: find_nonfinite(step, None, at(s), BATCH), "state.loss_scale"),
+    "a jitted step": (
+        lambda s: find_nonfinite(jax.jit(step), None, at(s), BATCH),
+        "state.loss_scale",
+    ),
     "a step without metrics": (
-        lambda s: find_nonfinite(lambda state, x: step(state, x)[0], at(s), BATCH),
+        lambda s: find_nonfinite(lambda state, x: step(state, x)[0], None, at(s), BATCH),
         "state.loss_scale",
     ),
     "a step that returns the loss first": (
-        lambda s: find_nonfinite(lambda t, x: (step(t, x)[1]["loss"], step(t, x)[0]), at(s), BATCH),
+        lambda s: find_nonfinite(
+            lambda t, x: (step(t, x)[1]["loss"], step(t, x)[0]), None, at(s), BATCH
+        ),
         "t.loss_scale",
     ),
     "a loop of one's own": (
-        lambda s: find_nonfinite(own_step, PARAMS, opt_state_at(s), BATCH),
+        lambda s: find_nonfinite(own_step, None, PARAMS, opt_state_at(s), BATCH),
         "opt_state.loss_scale",
     ),
     "in a dict, passed by name": (
@@ -101,17 +106,17 @@ def test_find_nonfinite_takes_the_loss_scale_of_the_state(name):
 
 
 def test_find_nonfinite_reports_a_step_that_only_counts_what_it_skips():
-    report = find_nonfinite(own_step, PARAMS, opt_state_at(2.0**16), BATCH)
+    report = find_nonfinite(own_step, None, PARAMS, opt_state_at(2.0**16), BATCH)
     assert report.reaches == ("result 1/consecutive_skips",)
     # A skip in the state as it was given is none of this step.
     skipped = opt_state_at(2.0)._replace(consecutive_skips=jnp.int32(3))
-    assert not find_nonfinite(own_step, PARAMS, skipped, BATCH)
+    assert not find_nonfinite(own_step, None, PARAMS, skipped, BATCH)
 
 
 def test_find_nonfinite_says_that_no_loss_scale_helps_a_step_whose_loss_is_bad():
     batch = BATCH.copy()
     batch[0, 0] = 1e20
-    report = find_nonfinite(step, at(2.0), batch)
+    report = find_nonfinite(step, None, at(2.0), batch)
     assert report.curable is False and report.loss_scale_from == "from state.loss_scale"
     assert "Lowering the loss scale does not help" in report.advice
 
@@ -129,7 +134,7 @@ def nnx_step(model, optimizer, x):
 def test_find_nonfinite_takes_the_loss_scale_of_an_nnx_optimizer():
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     held = mpjax.nnx.Optimizer(model, optax.sgd(0.1), F16, wrt=nnx.Param)
-    for fun, args in ((nnx_step, ()), (lambda model, optimizer, x: apply(model, x), (F16,))):
+    for fun, args in ((nnx_step, (None,)), (lambda model, optimizer, x: apply(model, x), (F16,))):
         report = find_nonfinite(fun, *args, model, held, BATCH)
         assert report.found and report.backward and report.curable
         assert report.loss_scale_from == "from optimizer.opt_state.loss_scale"

@@ -15,7 +15,7 @@ import jmp
 import numpy as np
 
 from mpjax._src.core.base.contexts import unchecked
-from mpjax._src.core.base.errors import brief, check_callable, check_flag, did_you_mean
+from mpjax._src.core.base.errors import brief, check_callable, check_flag, did_you_mean, misplaced
 from mpjax._src.core.base.trees import is_array_or_shape
 from mpjax._src.core.program.modules import flat_has_modules
 from mpjax._src.core.program.trace import parameters_of
@@ -46,7 +46,6 @@ def takes_arguments(tool: Callable[P, Callable[..., R_co]], of_two: bool = False
     parameters = inspect.signature(tool).parameters
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     places = [each.name for each in parameters.values() if each.kind is kind][1:]
-    optional = bool(places) and parameters[places[0]].default is not inspect.Parameter.empty
 
     @functools.wraps(tool)
     def asked(*given: Any, **named: Any) -> Any:
@@ -55,7 +54,7 @@ def takes_arguments(tool: Callable[P, Callable[..., R_co]], of_two: bool = False
         check_callable(fun, f"{tool.__name__}: fun")
         call = _Call(tool.__name__, fun, tuple(values), named)
         if any(map(_holds_arrays, values)):
-            call = _split(call, places, optional, of_two)
+            call = _split(call, places, of_two)
         _check(call, places, parameters)
         report = Pending(call, tool(fun, *call.settings, **named))  # type: ignore[call-arg]
         return report(*call.args) if call.args else report
@@ -113,15 +112,20 @@ class Pending:
         raise AttributeError(f"There is no {name!r}, because this is {self._text}.")
 
 
-def _split(call: _Call, places: Sequence[str], optional: bool, of_two: bool) -> _Call:
+def _split(call: _Call, places: Sequence[str], of_two: bool) -> _Call:
     """Returns a call with its arguments apart from the settings before them."""
     values = call.settings
     first, count = values[0], sum(place in LEADING for place in places)
-    if count and optional and _holds_arrays(first):
+    if count and _holds_arrays(first):
         if of_two and callable(first):
             return call if len(values) == 1 else _refuse(call, 0, places)
-        count = 0  # the policy is left out
-    elif len(values) > count and _may_be_setting(values[count]) and count < len(places):
+        before = ", ".join([call.name, *places[:count]])
+        wanted = call._replace(settings=()).text().replace(f"({call.name}", f"({before}", 1)
+        raise TypeError(
+            f"{call.tool}: policy={brief(first)} must be a policy. Arguments of {call.name} come "
+            f"after it, or in a second call: {wanted}.{misplaced(first)}"
+        )
+    if len(values) > count and _may_be_setting(values[count]) and count < len(places):
         _refuse(call, count, places)
     return call._replace(settings=values[:count], args=values[count:])
 
