@@ -1,6 +1,7 @@
 """Every instrument names the user's lines, and tells what is computed again from a gradient."""
 
 import functools
+import inspect
 
 import equinox as eqx
 import flax.linen as nn
@@ -88,6 +89,18 @@ def test_an_overflow_that_is_computed_again_is_of_the_forward_pass():
 
     report = mpjax.find_nonfinite(functools.partial(overflowing, 1e3))(W, X)
     assert (report.primitive, report.backward) == ("exp", False)
+
+
+def test_tensors_of_a_library_in_a_checkpoint_are_at_its_line():
+    half = nn.Sequential(
+        [nn.Dense(8, dtype=jnp.bfloat16), nn.gelu, nn.Dense(4, dtype=jnp.bfloat16)]
+    )
+    params = half.init(KEY, X)
+    loss = lambda params: jnp.sum(jax.checkpoint(half.apply)(params, X))  # noqa: E731
+    line = inspect.currentframe().f_lineno - 1
+    _, report = mpjax.debug.measure_precision(jax.grad(loss))(params)
+    matmuls = [row for row in report.rows if row.op == "dot_general"]
+    assert matmuls and {row.source for row in matmuls} == {f"{__file__}:{line}"}
 
 
 def test_tensors_that_a_rule_computes_again_are_of_the_forward_pass():

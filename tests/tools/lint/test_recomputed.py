@@ -81,6 +81,16 @@ def test_a_librarys_function_has_the_line_of_its_call_and_says_its_own():
     assert finding.source.startswith(f"{__file__}:") and "It is at optax/" in finding.message
 
 
+def test_a_librarys_function_in_a_checkpoint_has_the_line_of_the_checkpoint():
+    def step(tree):
+        loss = lambda tree: jax.checkpoint(optax.tree.norm)(tree) * 2.0  # noqa: E731
+        return jax.grad(loss)(tree)
+
+    half = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float16)}
+    found = mpjax.lint(step, select="half-norm", run=False)(half).findings
+    assert {f.source for f in found} == {f"{__file__}:{step.__code__.co_firstlineno + 1}"}
+
+
 def test_a_comment_silences_it_there():
     step, state = made_by_a_library()
     linted = mpjax.lint(step, select="hidden-nonfinite", run=False)

@@ -369,7 +369,7 @@ def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
         where = f"of row {index}, {origin.primitive}" if origin else "of no row"
         # The derivative has the number of the row too, but is another operation.
         again = origin is not None and site.again and eqn.primitive.name == origin.primitive
-        lines = (origin.source, origin.library) if origin else _jax.source_lines(eqn)
+        lines = (origin.source, origin.library) if origin else site.lines(eqn)
         yield Row(
             eqn.primitive.name,
             origin.scope if origin else "",

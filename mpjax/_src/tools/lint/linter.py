@@ -202,11 +202,12 @@ def _findings(
     """Returns the findings, one for each line and rule, and those that comments silence."""
     groups: dict[tuple[str, str, str], list[tuple[Rule, Hit]]] = collections.defaultdict(list)
     for rule, hit in hits:
-        source = hit.source or (hit.op.source if hit.op else "")
-        more = ""
-        if not (source and _jax.is_users_file(source)) and program.place:
+        source, more = hit.source or (hit.op.source if hit.op else ""), ""
+        if not (source and _jax.is_users_file(source)):
+            found = (hit.op and program.calls.get(_jax.line_key(hit.op.eqn))) or program.place
             # A step that a library made: only the line that calls it is the user's.
-            source, more = program.place, f" It is at {short(source)}." if source else ""
+            more = f" It is at {short(source)}." if found and source else ""
+            source = found or source
         # A line runs many operations, for example in each call of a layer: one finding has them
         # all.
         groups[source, more, rule.name].append((rule, hit))

@@ -113,6 +113,15 @@ class Program:
         return _jax.line_of_caller()
 
     @functools.cached_property
+    def calls(self) -> dict[Any, str]:
+        """The user's lines, by what JAX recorded of equations.
+
+        Of a checkpoint, JAX puts the first run into the program without its call.
+        """
+        lines = ((_jax.line_key(op.eqn), op.source) for op in self.ops)
+        return {key: line for key, line in lines if key and line and _jax.is_users_file(line)}
+
+    @functools.cached_property
     def name(self) -> str:
         fun = inspect.unwrap(self.fun)
         return getattr(fun, "__qualname__", type(fun).__name__).replace("<locals>.", "")

@@ -38,6 +38,15 @@ class Tensor:
     site: Site
     # The matmuls that read it, as texts.
     readers: list[str] = dataclasses.field(default_factory=list)
+    # The equations around its recomputation. Of a checkpoint, JAX puts the first run into the
+    # program without its call.
+    callers: tuple[Any, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """The user's line, and that of the library that it calls there, or ""."""
+        callers = *reversed(self.site.callers), *reversed(self.callers)
+        return _jax.source_lines(self.eqn, *callers)
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -101,6 +110,7 @@ def watch(jaxpr: Any) -> Watch:
     twice = [t for t in watched.tensors if t.again and t.key in first]
     for tensor in twice:  # in the program's order, in which a report names them
         first[tensor.key].readers += tensor.readers
+        first[tensor.key].callers = tensor.site.callers
     return watched.without({*twice})
 
 

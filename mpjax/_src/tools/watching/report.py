@@ -256,7 +256,7 @@ def _scope_and_name(t: Tensor) -> tuple[str, str]:
     """Returns where a tensor is, and its name, which others may have too."""
     # mpjax's marks are scopes too, and say nothing to the user.
     scope = "/".join(s for s in t.scopes if not s.startswith("mpjax."))
-    parts = [scope or short(t.site.lines(t.eqn)[0]), "backward" * t.backward]
+    parts = [scope or short(t.lines[0]), "backward" * t.backward]
     parts += ["cast"] if t.part == "cast" else [t.eqn.primitive.name, t.part]
     return scope, "/".join(filter(None, parts))
 
@@ -271,7 +271,7 @@ def described(tensors: Sequence[Tensor]) -> tuple[WatchedTensor, ...]:
         # Layers without a scope that share their lines have equal names.
         names[name] += 1
         number = f"/{names[name]}" if names[name] > 1 else ""
-        shape, lines = tuple(t.value.aval.shape), t.site.lines(t.eqn)
+        shape, lines = tuple(t.value.aval.shape), t.lines
         watched.append(
             WatchedTensor(
                 *(name + number, t.eqn.primitive.name, t.part, scope, direction, t.half.name),
