@@ -113,9 +113,12 @@ def _half_integer(program: Program, value: Value) -> Value | None:
     arguments = {*program.block.invars}
     for v in filter(is_half, program.back(value, WRAPPED)):
         behind = program.back(v, moves_one)
-        bounds = bounds_of(program, v) or bounds_of(program, value)
+        integer, known = any(map(_is_integer, behind)), bounds_of(program, v)
+        bounds = known or bounds_of(program, value)
         few = bounds is not None and bounds.largest <= stalls_at(dtype_of(v))
-        if not few and any(_is_integer(u) or u in arguments for u in behind):
+        # The cast of an integer of known bounds is a fault itself.
+        found = known is None if integer else not arguments.isdisjoint(behind)
+        if found and not few:
             return v
     return None
 
