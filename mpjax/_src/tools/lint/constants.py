@@ -105,13 +105,18 @@ def _places(program: Program, op: Op) -> Iterator[tuple[Value, int]]:
 
 
 # Operations from an integer to the place that it chooses: it is wrapped if negative, and bounded.
-WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | rules.having(rules.JUMPS) | {rules.JOIN}
+WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | rules.having(rules.JUMPS)
+
+
+def _leads_to_place(op: Op) -> bool:
+    """Returns whether an operation keeps an integer, or joins the coordinates of a place."""
+    return op.name in WRAPPED or (op.name == rules.JOIN and _is_integer(op.outs[0]))
 
 
 def _half_integer(program: Program, value: Value) -> Value | None:
     """Returns the 16-bit argument, or integer in 16 bits, that a place is a cast of, or None."""
     arguments = {*program.block.invars}
-    for v in filter(is_half, program.back(value, WRAPPED)):
+    for v in filter(is_half, program.back(value, _leads_to_place)):
         behind = program.back(v, moves_one)
         integer, known = any(map(_is_integer, behind)), bounds_of(program, v)
         bounds = known or bounds_of(program, value)
