@@ -116,14 +116,16 @@ def _leads_to_place(op: Op) -> bool:
 def _half_integer(program: Program, value: Value) -> Value | None:
     """Returns the 16-bit argument, or integer in 16 bits, that a place is a cast of, or None."""
     arguments = {*program.block.invars}
-    for v in filter(is_half, program.back(value, _leads_to_place)):
-        behind = program.back(v, moves_one)
-        integer, known = any(map(_is_integer, behind)), bounds_of(program, v)
-        bounds = known or bounds_of(program, value)
-        few = bounds is not None and bounds.largest <= stalls_at(dtype_of(v))
+    on_the_way = program.back(value, _leads_to_place)
+    for v in filter(is_half, on_the_way):
+        behind, limit = program.back(v, moves_one), stalls_at(dtype_of(v))
         # The cast of an integer of known bounds is a fault itself.
-        found = known is None if integer else not arguments.isdisjoint(behind)
-        if found and not few:
+        integer = any(map(_is_integer, behind)) and bounds_of(program, v) is None
+        if not integer and arguments.isdisjoint(behind):
+            continue
+        known = ((u, bounds_of(program, u)) for u in on_the_way)
+        few = (u for u, bounds in known if bounds and bounds.largest <= limit)
+        if not any(v in program.back(u, _leads_to_place) for u in few):
             return v
     return None
 
