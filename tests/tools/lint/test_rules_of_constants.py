@@ -188,3 +188,39 @@ def test_one_mask_is_no_overflow():
 
     assert clean(one, f32(4), *BOOLS)
     assert clean(lambda x: x + jnp.where(x > 0, 0, -1e9) + jnp.where(x > 1, 0, -1e9), f32(4))
+
+
+def counted_places(fun, *args):
+    return [f.rule for f in mpjax.lint(fun, run=False)(*args).findings]
+
+
+def test_places_that_a_16_bit_number_cannot_name_are_found():
+    table, ids = jax.ShapeDtypeStruct((258, 4), jnp.float32), jax.ShapeDtypeStruct((3,), "int32")
+    hop = lambda t, i: t[i.astype("bfloat16").astype("float32").astype(int)]  # noqa: E731
+    rounded = lambda t, i: t[jnp.round(wide(i)).astype(int)]  # noqa: E731
+    bounded = lambda t, i: t[jnp.clip(i.astype(int), 0, 255)]  # noqa: E731
+    assert "half-count" in counted_places(hop, table, ids)
+    assert counted_places(rounded, table, bf16(3)) == ["half-count"]
+    assert counted_places(lambda t, i: t.at[i.astype(int)].set(0), table, bf16(3)) == ["half-count"]
+    assert not counted_places(bounded, table, bf16(3)) and not counted_places(
+        rounded, table, f16(3)
+    )
+    assert not counted_places(rounded, jax.ShapeDtypeStruct((257, 4), jnp.float32), bf16(3))
+
+
+def test_places_that_are_computed_from_real_numbers_are_no_fault():
+    def binned(t, x):
+        return t[((x + 1) * 128).astype(int)]
+
+    assert not counted_places(binned, jax.ShapeDtypeStruct((512,), jnp.float32), bf16(3))
+
+
+def test_integers_in_16_bits_are_followed_through_float32_and_sums():
+    half = lambda i: i.astype(jnp.float32).astype(jnp.bfloat16)  # noqa: E731
+    ids = jnp.array([3, 257])
+    assert [f.rule for f in mpjax.lint(half)(ids).findings] == ["rounded-integer"]
+    assert not mpjax.lint(half)(ids - 1).findings
+    assert not mpjax.lint(lambda i, x: half(i / 3) + x)(ids, jnp.ones(2, jnp.bfloat16)).findings
+    next_id = lambda i: (i.astype(jnp.bfloat16) + 1).astype(int)  # noqa: E731
+    assert [f.rule for f in mpjax.lint(next_id)(ids - 1).findings] == ["rounded-integer"]
+    assert not mpjax.lint(next_id)(ids - 2).findings

@@ -60,6 +60,8 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
             bounds = _ranked(op, ins, op.outs.index(value)) if ranks else OPS[op.name](op, ins)
         if bounds is not None and not math.isnan(bounds.low + bounds.high):
             return bounds
+    if op is not None and op.name in ENDS and (clipped := _clipped(program, op, depth)):
+        return clipped
     # The length of the scan bounds a counter. Its sources do not: one of them is computed from it.
     if op is None and (turns := program.counts(value)) is not None:
         return Bounds(*turns, True)
@@ -69,6 +71,23 @@ def _bounds(program: Program, value: Value, depth: int) -> Bounds | None:
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize == 1:
         return Bounds(float(jnp.iinfo(dtype).min), float(jnp.iinfo(dtype).max), True)
     return Bounds(0.0, 1.0, True) if dtype == np.bool_ else None
+
+
+ENDS = rules.CLAMPS - {"clamp"}  # the larger or smaller of two
+
+
+def _clipped(program: Program, op: Op, depth: int) -> Bounds | None:
+    """Returns the bounds of an unknown number that ``jnp.clip`` bounds on both sides."""
+    for limit, value in (op.ins, op.ins[::-1]):
+        outer, inner = bounds_of(program, limit, depth - 1), program.maker(value)
+        if outer is None or inner is None or inner.name not in ENDS or inner.name == op.name:
+            continue
+        known = [b for v in inner.ins if (b := bounds_of(program, v, depth - 1))]
+        if known:
+            both = sorted((outer, known[0]), key=lambda each: each.low)
+            whole = bool(jnp.issubdtype(dtype_of(op.outs[0]), jnp.integer))
+            return Bounds(both[0].low, max(each.high for each in both), whole)
+    return None
 
 
 def _of_array(array: Any) -> Bounds | None:

@@ -106,17 +106,27 @@ def _places(program: Program, op: Op) -> Iterator[tuple[Value, int]]:
 
 
 # Operations from an integer to the place that it chooses: it is wrapped if negative, and bounded.
-WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | rules.having(rules.JUMPS) | {rules.JOIN}
+WRAPPED = CHOSEN | rules.SUMS_OF_TWO | rules.CLAMPS | rules.having(rules.JUMPS)
+
+
+def _leads_to_place(op: Op) -> bool:
+    """Returns whether an operation keeps an integer, or joins the coordinates of a place."""
+    return op.name in WRAPPED or (op.name == rules.JOIN and _is_integer(op.outs[0]))
 
 
 def _half_integer(program: Program, value: Value) -> Value | None:
     """Returns the 16-bit argument, or integer in 16 bits, that a place is a cast of, or None."""
     arguments = {*program.block.invars}
-    for v in filter(is_half, program.back(value, WRAPPED)):
-        behind = program.back(v, moves_one)
-        bounds = bounds_of(program, v) or bounds_of(program, value)
-        few = bounds is not None and bounds.largest <= stalls_at(dtype_of(v))
-        if not few and any(_is_integer(u) or u in arguments for u in behind):
+    on_the_way = program.back(value, _leads_to_place)
+    for v in filter(is_half, on_the_way):
+        behind, limit = program.back(v, moves_one), stalls_at(dtype_of(v))
+        # The cast of an integer of known bounds is a fault itself.
+        integer = any(map(_is_integer, behind)) and bounds_of(program, v) is None
+        if not integer and arguments.isdisjoint(behind):
+            continue
+        known = ((u, bounds_of(program, u)) for u in on_the_way)
+        few = (u for u, bounds in known if bounds and bounds.largest <= limit)
+        if not any(v in program.back(u, _leads_to_place) for u in few):
             return v
     return None
 

@@ -58,8 +58,9 @@ def _error_of(program: Program, value: Value) -> float:
     if value not in errors:
         errors[value] = 0.0  # of what is computed from itself
         bounds = bounds_of(program, value)
+        known = bounds is not None and math.isfinite(bounds.largest)
         # The dtype of a constant was chosen for it.
-        if bounds is not None and program.constant(value) is None:
+        if known and program.constant(value) is None:
             op = program.maker(value)
             origins = op.ins if op else program.sources(value)
             before = [_error_of(program, v) for v in origins]
@@ -87,7 +88,7 @@ def _passed_on(program: Program, op: Op, errors: list[float]) -> float:
 def _rounding(program: Program, op: Op) -> float:
     """Returns half an ulp of the largest result, or 0 if nothing is rounded or known."""
     dtype, bounds = dtype_of(op.outs[0]), bounds_of(program, op.outs[0])
-    if bounds is None or not _may_round(program, op):
+    if bounds is None or not math.isfinite(bounds.largest) or not _may_round(program, op):
         return 0.0
     if bounds.whole and bounds.largest <= stalls_at(dtype):
         return 0.0

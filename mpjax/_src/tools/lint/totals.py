@@ -44,9 +44,9 @@ def half_accumulators(program: Program) -> Iterator[Hit]:
     as those of counts and squares.
     """
     for loop, before, after in carries(program):
-        turns = _turns(program, loop)
         if not is_half(before):
             continue
+        turns = _turns(program, loop)
         share = share_of(program, after, before, products=False)
         op = last_sum(program, after)
         if share is None or share.factor != 1 or not share.terms or op is None:
