@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import thorough_but
 
 import mpjax
 from mpjax import find_nonfinite
@@ -83,7 +84,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", thorough_but(HOW, "lean", "remat", "autocast", "step of all"))
 def test_cast_of_a_parameter_or_argument_names_it_and_what_reads_it(how):
     for params, batch, name in ((BIG, BATCH, "w"), (PARAMS, BIG_BATCH, "x")):
         report = HOW[how](loss, params, batch)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from recomputed import LOSSES, W, X
+from support import thorough_but
 
 import mpjax
 from mpjax._src.core.base import _jax
@@ -40,7 +41,6 @@ PROGRAMS = {
     "linen": (of_linen, LINEN.init(KEY, X)),
     "jitted": (of_a_jitted_library, W),
 }
-each = pytest.mark.parametrize("name", PROGRAMS)
 HALF = "mixed_bfloat16,storage=lean"
 
 
@@ -66,8 +66,13 @@ def searched(loss, w):
     return [report.source for report in reports if report.found]
 
 
-@each
-@pytest.mark.parametrize("instrument", [compared, watched, explained, searched])
+PAIRS = [(tool, name) for tool in (compared, watched, explained, searched) for name in PROGRAMS]
+QUICK = ((compared, "linen"), (watched, "scan"), (watched, "jitted"), (explained, "rule_inside"))
+
+
+@pytest.mark.parametrize(
+    ("instrument", "name"), thorough_but(PAIRS, *QUICK, (searched, "equinox"), (searched, "where"))
+)
 def test_each_row_is_at_a_line_of_the_user(instrument, name):
     sources = instrument(*PROGRAMS[name])
     assert sources and all(map(_jax.is_users_file, sources))
