@@ -146,3 +146,17 @@ def test_a_single_number_is_state_among_others():
 
     assert found(step, bf16(), jax.ShapeDtypeStruct((), "int32"), bf16(8)) == ["half-accumulator"]
     assert not found(lambda loss, x: loss + jnp.mean(x), bf16(), bf16(8))
+
+
+def test_a_table_of_counts_is_a_total():
+    ids = jax.ShapeDtypeStruct((64,), "int32")
+    one_hot = lambda table, i: jax.nn.one_hot(i, len(table), dtype=table.dtype)  # noqa: E731
+    crossed = lambda t, i, j: t + one_hot(t, i).T @ one_hot(t, j)  # noqa: E731
+    binned = lambda t, i: t + jnp.bincount(i, length=10).astype(t.dtype)  # noqa: E731
+    in_place = lambda t, i: t.at[i].add(1)  # noqa: E731
+    assert found(crossed, bf16(10, 10), ids, ids) == ["half-accumulator"]
+    assert found(binned, bf16(10), ids) == found(in_place, bf16(10), ids) == ["half-accumulator"]
+    assert not found(crossed, f32(10, 10), ids, ids) and not found(in_place, f32(10), ids)
+    # Positions and numbers of neighbors are added to features once.
+    assert not found(lambda x, i: x + one_hot(x, i), bf16(64, 64), ids)
+    assert not found(lambda x, y: x + (y > 0).sum(0).astype(x.dtype), bf16(9, 4), bf16(9, 4))
