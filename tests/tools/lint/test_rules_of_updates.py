@@ -87,7 +87,8 @@ def test_steps_in_a_loop_are_looked_at():
     assert finding.rule == "stalled-update"
     assert not mpjax.lint(trained(descended_fast))(HALF, xs).findings
     assert not mpjax.lint(trained(descended))(WIDE, xs).findings
-    assert not mpjax.lint(compensated)(HALF, jnp.zeros_like(HALF["w"]), xs).findings
+    found = mpjax.lint(compensated)(HALF, jnp.zeros_like(HALF["w"]), xs).findings
+    assert "stalled-update" not in {finding.rule for finding in found}
 
 
 POLICIES = [
