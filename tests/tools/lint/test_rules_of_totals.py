@@ -103,6 +103,31 @@ def test_products_that_round_nothing_are_no_fault():
     assert not found(lambda x: jnp.cumprod(x + 1), bf16(256))
 
 
+def test_products_of_complements_lose_digits_as_early_as_sums():
+    """The rounding of 1 - x next to 1 is the same in every factor."""
+
+    def alive(hazards):
+        ones = jnp.ones_like(hazards[:1])
+        return jnp.cumprod(jnp.concatenate([ones, 1 - hazards + 1e-4]), 0)
+
+    def remaining(shares):
+        turn = lambda rest, x: (rest * (1 - x), rest * x)  # noqa: E731
+        return jax.lax.scan(turn, jnp.ones_like(shares[0]), shares)
+
+    scanned = lambda x: jax.lax.associative_scan(jnp.multiply, 1 - x)  # noqa: E731
+    rules = {alive: "half-sum", scanned: "half-sum", remaining: "half-accumulator"}
+    for fun, rule in rules.items():
+        assert found(fun, bf16(17, 4)) == found(fun, f16(46, 4)) == [rule]
+        assert (
+            not found(fun, bf16(15, 4)) and not found(fun, f16(44, 4)) and not found(fun, f32(99))
+        )
+    # A verdict is exact: a kept discount is a factor of any other product.
+    assert not found(alive, jnp.zeros((40, 4), "bfloat16").at[9].set(1))
+    dones = jax.ShapeDtypeStruct((40, 4), "bool")
+    assert not found(lambda done: alive(done.astype("bfloat16")), dones)
+    assert not found(lambda x: jnp.cumprod(0.99 * x, 0), bf16(40, 4))
+
+
 def test_gates_and_loops_around_a_total_hide_nothing():
     def gated(state, x):
         new = {"total": state["total"] + jnp.mean(x)}

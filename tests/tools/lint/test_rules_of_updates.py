@@ -77,7 +77,8 @@ def test_steps_in_a_loop_are_looked_at():
         def turn(carry, x):
             w, rest = carry
             update = rest - 1e-5 * jax.grad(loss)({"w": w}, x)["w"]
-            return (w + update, update - ((w + update) - w)), None
+            total = w + update
+            return (total, update - (total - w)), None
 
         (w, rest), _ = jax.lax.scan(turn, (params["w"], rest), xs)
         return {"w": w}, rest

@@ -23,7 +23,7 @@ from mpjax._src.tools.lint.program import (
 )
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import Carried, alone, carried, is_updated
-from mpjax._src.tools.lint.sums import is_exact_factor, limit_of
+from mpjax._src.tools.lint.sums import limit_of, most_factors
 from mpjax._src.tools.lint.updates import is_compensated, is_rounded_by_bits
 
 ADDED = CHOSEN | rules.SCATTERS | rules.SUMS_OF_TWO
@@ -211,12 +211,12 @@ def _multiplied(program: Program, loop: Op, after: Value, before: Value) -> Iter
     op = next((op for op in program.makers(after, SAME) if op.name in rules.PRODUCTS), None)
     ways = [program.is_from(v, before) for v in op.ins] if op else []
     dtype, turns = dtype_of(before), _turns(program, loop)
-    if op is None or sum(ways) != 1 or not stalls_at(dtype) < turns < math.inf:
+    if op is None or sum(ways) != 1 or not limit_of(dtype, False) < turns < math.inf:
         return
     factor = op.ins[1 - ways.index(True)]
     inside = loop.subs[-1]
     slices = {*inside.program.invars[inside.consts + len(inside.carry) :]}
-    if slices.isdisjoint(program.back(factor, anything)) or is_exact_factor(program, factor):
+    if turns <= most_factors(program, factor) or slices.isdisjoint(program.back(factor, anything)):
         return
     if factor not in program.forward(before, anything):
         yield Hit(
