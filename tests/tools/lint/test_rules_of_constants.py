@@ -208,6 +208,22 @@ def test_places_that_a_16_bit_number_cannot_name_are_found():
     assert not counted_places(rounded, jax.ShapeDtypeStruct((257, 4), jnp.float32), bf16(3))
 
 
+def binned_in_half(table, x):
+    half = x.astype(jnp.bfloat16)  # fault
+    at = jnp.floor(half).astype(int)
+    return table[at] + table[at + 1]
+
+
+def binned_wide(table, x):
+    at = jnp.floor(x).astype(int)
+    return table[at] + table[at + 1]
+
+
+def test_a_place_is_found_where_it_was_rounded():
+    args = f32(302, 4), f32(3)
+    pairs.check(Pair("half-count", binned_in_half, binned_wide, args))
+
+
 def test_places_that_are_computed_from_real_numbers_are_no_fault():
     def binned(t, x):
         return t[((x + 1) * 128).astype(int)]

@@ -60,3 +60,33 @@ def test_a_tree_that_only_looks_like_a_state_does_not_drift():
 
     assert not mpjax.lint(cast)(PARAMS).findings
     assert not mpjax.lint(gradients)(PARAMS, f32(2, 4)).findings
+
+
+def drifts(fun, *args):
+    return [f.rule for f in mpjax.lint(fun)(*args).findings] == ["state-dtype-drift"]
+
+
+def test_of_arguments_of_one_form_the_state_is_what_is_added_to():
+    def decayed(grads, params):
+        return jax.tree.map(lambda g, p: (1 - 1e-4) * p - 0.1 * g, grads, params)
+
+    def descended(grads, params):
+        return jax.tree.map(lambda g, p: p - 0.1 * g, grads, params)
+
+    half = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, "bfloat16"), PARAMS)
+    assert not drifts(descended, half, PARAMS) and not drifts(decayed, half, PARAMS)
+    assert drifts(descended, PARAMS, half)
+    assert drifts(lambda p, g: descended(g, p), half, PARAMS)
+
+
+def test_a_batch_that_is_normalized_does_not_drift():
+    pixels, wide = jax.ShapeDtypeStruct((4, 8, 3), "uint8"), f32(4, 8, 3)
+
+    def normalized(batch, mean, key):
+        image = jnp.where(key > 0, batch["image"], batch["image"][:, ::-1])
+        return {"image": (image / 255 - mean).astype("bfloat16")}
+
+    by_constants = lambda batch: normalized(batch, jnp.array([0.4, 0.5, 0.6]), 1)  # noqa: E731
+    assert not drifts(by_constants, {"image": pixels}) and not drifts(by_constants, {"image": wide})
+    assert not drifts(normalized, {"image": pixels}, f32(3), f32())
+    assert drifts(lambda s: {"n": s["n"] + 1.0}, {"n": jax.ShapeDtypeStruct((), "int32")})

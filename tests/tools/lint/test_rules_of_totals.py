@@ -103,6 +103,31 @@ def test_products_that_round_nothing_are_no_fault():
     assert not found(lambda x: jnp.cumprod(x + 1), bf16(256))
 
 
+def test_products_of_complements_lose_digits_as_early_as_sums():
+    """The rounding of 1 - x next to 1 is the same in every factor."""
+
+    def alive(hazards):
+        ones = jnp.ones_like(hazards[:1])
+        return jnp.cumprod(jnp.concatenate([ones, 1 - hazards + 1e-4]), 0)
+
+    def remaining(shares):
+        turn = lambda rest, x: (rest * (1 - x), rest * x)  # noqa: E731
+        return jax.lax.scan(turn, jnp.ones_like(shares[0]), shares)
+
+    scanned = lambda x: jax.lax.associative_scan(jnp.multiply, 1 - x)  # noqa: E731
+    rules = {alive: "half-sum", scanned: "half-sum", remaining: "half-accumulator"}
+    for fun, rule in rules.items():
+        assert found(fun, bf16(17, 4)) == found(fun, f16(46, 4)) == [rule]
+        assert (
+            not found(fun, bf16(15, 4)) and not found(fun, f16(44, 4)) and not found(fun, f32(99))
+        )
+    # A verdict is exact: a kept discount is a factor of any other product.
+    assert not found(alive, jnp.zeros((40, 4), "bfloat16").at[9].set(1))
+    dones = jax.ShapeDtypeStruct((40, 4), "bool")
+    assert not found(lambda done: alive(done.astype("bfloat16")), dones)
+    assert not found(lambda x: jnp.cumprod(0.99 * x, 0), bf16(40, 4))
+
+
 def test_gates_and_loops_around_a_total_hide_nothing():
     def gated(state, x):
         new = {"total": state["total"] + jnp.mean(x)}
@@ -146,3 +171,17 @@ def test_a_single_number_is_state_among_others():
 
     assert found(step, bf16(), jax.ShapeDtypeStruct((), "int32"), bf16(8)) == ["half-accumulator"]
     assert not found(lambda loss, x: loss + jnp.mean(x), bf16(), bf16(8))
+
+
+def test_a_table_of_counts_is_a_total():
+    ids = jax.ShapeDtypeStruct((64,), "int32")
+    one_hot = lambda table, i: jax.nn.one_hot(i, len(table), dtype=table.dtype)  # noqa: E731
+    crossed = lambda t, i, j: t + one_hot(t, i).T @ one_hot(t, j)  # noqa: E731
+    binned = lambda t, i: t + jnp.bincount(i, length=10).astype(t.dtype)  # noqa: E731
+    in_place = lambda t, i: t.at[i].add(1)  # noqa: E731
+    assert found(crossed, bf16(10, 10), ids, ids) == ["half-accumulator"]
+    assert found(binned, bf16(10), ids) == found(in_place, bf16(10), ids) == ["half-accumulator"]
+    assert not found(crossed, f32(10, 10), ids, ids) and not found(in_place, f32(10), ids)
+    # Positions and numbers of neighbors are added to features once.
+    assert not found(lambda x, i: x + one_hot(x, i), bf16(64, 64), ids)
+    assert not found(lambda x, y: x + (y > 0).sum(0).astype(x.dtype), bf16(9, 4), bf16(9, 4))

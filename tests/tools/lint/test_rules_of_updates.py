@@ -69,6 +69,29 @@ def test_overflowing_static_loss_scale_is_found():
     assert "overflowing-loss-scale" not in {finding.rule for finding in found}  # not by the scale
 
 
+def test_steps_in_a_loop_are_looked_at():
+    def trained(step):
+        return lambda params, xs: jax.lax.scan(lambda p, x: (step(p, x), None), params, xs)[0]
+
+    def compensated(params, rest, xs):
+        def turn(carry, x):
+            w, rest = carry
+            update = rest - 1e-5 * jax.grad(loss)({"w": w}, x)["w"]
+            total = w + update
+            return (total, update - (total - w)), None
+
+        (w, rest), _ = jax.lax.scan(turn, (params["w"], rest), xs)
+        return {"w": w}, rest
+
+    xs = jnp.stack([X] * 3)
+    (finding,) = mpjax.lint(trained(descended))(HALF, xs).findings
+    assert finding.rule == "stalled-update"
+    assert not mpjax.lint(trained(descended_fast))(HALF, xs).findings
+    assert not mpjax.lint(trained(descended))(WIDE, xs).findings
+    found = mpjax.lint(compensated)(HALF, jnp.zeros_like(HALF["w"]), xs).findings
+    assert "stalled-update" not in {finding.rule for finding in found}
+
+
 POLICIES = [
     *("O2:bfloat16", "O2:bfloat16,masters=split", "mixed_float16"),
     *("O3:bfloat16,rounding=stochastic", "O3:float16,rounding=stochastic"),

@@ -74,7 +74,8 @@ def half_counts(program: Program) -> Iterator[Hit]:
                 yield Hit(
                     f"One of {length} places along an axis is chosen by {shown(half)}, which "
                     f"cannot represent every integer beyond {limit}.",
-                    op,
+                    # Where it was rounded, unless the caller did that.
+                    program.maker(half) or op,
                 )
 
 

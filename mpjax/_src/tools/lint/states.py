@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._src.core.base import rules
-from mpjax._src.core.base.dtypes import short_name
+from mpjax._src.core.base.dtypes import dtype_of, is_float, short_name
 from mpjax._src.core.base.higher_order import BRANCH
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.states import children, nodes
@@ -29,7 +29,8 @@ class Carried:
 def carried(program: Program) -> list[Carried]:
     """Returns the state of a step: the trees among its results that match one of its arguments.
 
-    They have the same structure and shapes. If several match, the first is taken.
+    They have the same structure and shapes. If several match, it is the one that is added to or
+    written into, else the one of the same dtypes, else the first.
     """
     call, out = program.call, program.traced.out
     # The name and value of each leaf that is an array.
@@ -45,12 +46,24 @@ def carried(program: Program) -> list[Carried]:
         # A tree inside of one that matched is a part of it.
         if where.start < done or key not in forms or not any(outs[where]):
             continue
-        # Arguments of one form are taken in order; the last may come back several times.
-        place = forms[key].pop(0) if len(forms[key]) > 1 else forms[key][0]
+        # Each of several arguments of one form is taken once; the last may come back several times.
+        places = forms[key]
+        if len(places) > 1:
+            best = min(places, key=functools.partial(_distance, program, ins, outs[where]))
+            places = [places.pop(places.index(best))]
+        (place,) = places
         pairs = zip(ins[place], outs[where], strict=True)
         states += [Carried(a[0], a[1], b[1]) for a, b in pairs if a and b]
         done = where.stop
     return states
+
+
+def _distance(program: Program, ins: Any, after: Any, place: slice) -> tuple[bool, bool]:
+    """Returns what says less that an argument is the state of some results: less is nearer."""
+    pairs = [(a[1], b[1]) for a, b in zip(ins[place], after, strict=True) if a and b]
+    # What is multiplied first, such as a gradient by a rate, is added, and not added to.
+    direct = any(a in program.back(b, CHOSEN | WRITES) for a, b in pairs)
+    return not direct, any(a.aval.dtype != b.aval.dtype for a, b in pairs)
 
 
 def alone(program: Program) -> Iterator[Carried]:
@@ -86,10 +99,28 @@ WRITES = rules.having(rules.STATE) - rules.PRODUCTS - {"neg"}
 def is_updated(program: Program, each: Carried) -> bool:
     """Returns whether a tree is state, and not only shaped like it (a gradient, cast parameters).
 
-    The new value of state is its old value with something added or written into it.
+    The new value of state is its old value with something added or written into it. An array to
+    which only constants are added is normalized, and so are bytes that become fractions.
     """
-    makers = {op.name for op in program.makers(each.after, KEEPS)}
-    return each.before in program.back(each.after, KEEPS) and not makers.isdisjoint(WRITES)
+    if each.before not in program.back(each.after, KEEPS):
+        return False
+    pixels = dtype_of(each.before) == jnp.uint8 and is_float(each.after)
+    ways = WRITES - CHOSEN - rules.SUMS_OF_TWO if pixels else WRITES
+    makers = program.makers(each.after, KEEPS)
+    return any(op.name in ways and _adds(program, each, op) for op in makers)
+
+
+def _adds(program: Program, each: Carried, op: Op) -> bool:
+    """Returns whether an operation adds to an array, or selects, what comes from elsewhere."""
+    if op.name in rules.SUMS_OF_TWO:
+        return each.before.is_one or _given(program).issuperset(op.ins)
+    return not cases(op) or any(each.before not in program.back(v, KEEPS) for v in cases(op))
+
+
+@noted
+def _given(program: Program) -> set[Value]:
+    """Returns the arguments and all that is computed of them; all else is constant."""
+    return {*program.ahead(program.block.invars, anything)}
 
 
 def drifting(program: Program) -> Iterator[Hit]:

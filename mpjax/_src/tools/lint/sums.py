@@ -4,11 +4,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_half, short_name, shown, stalls_at
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.program import SAME, Program
+from mpjax._src.tools.lint.program import CHOSEN, SAME, Program
 from mpjax._src.tools.lint.rule import Hit
 
 # Reductions with a program of their own, which may compute anything.
@@ -22,31 +24,34 @@ def half_sums(program: Program) -> Iterator[Hit]:
 
     A running sum of n equal terms stops growing at n = 2**digits: 256 in bfloat16, 2048 in float16.
     A product of n factors is rounded n - 1 times, in any order, each time by up to half an ulp: at
-    the same n, no digit is certain. Factors of 0, 1, -1 and powers of two round nothing. Scans that
-    `jax.lax.associative_scan` writes out count as well. Sums that JAX derives for a broadcast (the
-    gradient of a bias) are not written by the user, and compilers compute them in at least two
-    levels, so their limit is the square of that.
+    the same n, no digit is certain. `most_factors` has those of which fewer, or any number, may be
+    multiplied. Scans that `jax.lax.associative_scan` writes out count as well. Sums that JAX
+    derives for a broadcast (the gradient of a bias) are not written by the user, and compilers
+    compute them in at least two levels, so their limit is the square of that.
     """
     for op in program.named(*SUMS, *rules.PRODUCTS_OF_MANY):
         value, by = op.ins[0], _joins(op)
         if not (is_half(value) and is_half(op.outs[0]) and by):
             continue
-        limit = stalls_at(dtype_of(value)) ** (2 if program.is_backward(op) else 1)
-        yield from _joined(program, op, op.name, by, _terms(op), value, limit)
+        yield from _joined(program, op, op.name, by, _terms(op), value)
     for source, by, count, op in _scans(program):
-        yield from _joined(program, op, "A scan", by, count, source, stalls_at(dtype_of(source)))
+        yield from _joined(program, op, "A scan", by, count, source)
 
 
 def _joined(
-    program: Program, op: Op, what: str, by: str, count: int, value: Value, limit: int
+    program: Program, op: Op, what: str, by: str, count: int, value: Value
 ) -> Iterator[Hit]:
-    """Finds a sum or product of more entries of a value than a limit."""
+    """Finds a sum or product of more entries of a value than it may have."""
     dtype, most = short_name(dtype_of(value)), stalls_at(dtype_of(value))
-    if count <= limit or (by == MULTIPLIES and is_exact_factor(program, value)):
+    limit = most if by == ADDS else most_factors(program, value)
+    if count <= (max(limit, most**2) if program.is_backward(op) else limit):
         return
     if by == ADDS:
         words = f"terms of {shown(value)} in {dtype}, where a running sum of equal terms stops "
         words += f"growing after {most}."
+    elif limit < most:
+        words = f"factors 1 - x of {shown(value)}, each rounded next to 1: what x has below an ulp "
+        words += f"of 1 is lost in every factor, and {limit:.0f} of them leave half of the digits."
     else:
         words = f"factors of {shown(value)} in {dtype}, where {most} roundings leave no digit."
     yield Hit(f"{what} {by} {count} {words}", op)
@@ -64,12 +69,35 @@ def _joins(op: Op) -> str:
     return ADDS if name in rules.ADDITIONS else MULTIPLIES if name == rules.MUL else ""
 
 
-def is_exact_factor(program: Program, value: Value) -> bool:
-    """Returns whether products with a value round nothing: by 0, 1, -1, or a power of two."""
-    number, bounds = program.number(value), bounds_of(program, value)
-    if number is not None:
-        return math.frexp(number)[0] in (0, 0.5, -0.5)
-    return bounds is not None and bounds.whole and bounds.largest <= 1
+# What is done to a complement on its way to a product, such as with an epsilon or a first factor.
+COMPLEMENTED = CHOSEN | rules.ADDITIONS | {rules.JOIN}
+
+
+def most_factors(program: Program, value: Value) -> float:
+    """Returns how many entries of a value may be multiplied in its dtype.
+
+    The roundings of a product's factors differ, and most cancel. Those of survival probabilities,
+    ``1 - x``, do not: a small x is rounded to the same ulp of 1 again and again, so n factors have
+    n times that error, and half of the digits are lost as early as in sums. A verdict x is exact.
+    """
+    number = program.number(value)
+    power = number is not None and math.frexp(number)[0] in (0, 0.5, -0.5)
+    if power or _are_verdicts(program, value):
+        return math.inf
+    subs = (op for op in program.makers(value, COMPLEMENTED) if op.name == rules.SUB)
+    near = (op.ins[1] for op in subs if program.number(op.ins[0]) == 1)
+    return limit_of(dtype_of(value), all(_are_verdicts(program, x) for x in near))
+
+
+def _are_verdicts(program: Program, value: Value) -> bool:
+    """Returns whether a value is 0, 1 or -1: by its bounds, or as an argument in this call."""
+    bounds = bounds_of(program, value)
+    if bounds is not None:
+        return bounds.whole and bounds.largest <= 1
+    arrays = dict(zip(program.block.invars, program.call.arrays, strict=True))
+    given = [arrays[v] for v in program.back(value, SAME) if v in arrays]
+    known = bool(given) and not program.is_abstract
+    return known and all(np.isin(np.asarray(x, np.float32), (-1, 0, 1)).all() for x in given)
 
 
 def _terms(op: Op) -> int:

@@ -22,11 +22,12 @@ from mpjax._src.tools.lint.program import (
     walked,
 )
 from mpjax._src.tools.lint.rule import Hit
-from mpjax._src.tools.lint.states import alone, carried, is_updated
-from mpjax._src.tools.lint.sums import is_exact_factor, limit_of
+from mpjax._src.tools.lint.states import Carried, alone, carried, is_updated
+from mpjax._src.tools.lint.sums import limit_of, most_factors
 from mpjax._src.tools.lint.updates import is_compensated, is_rounded_by_bits
 
 ADDED = CHOSEN | rules.SCATTERS | rules.SUMS_OF_TWO
+SUM = "reduce_sum"
 
 
 def half_accumulators(program: Program) -> Iterator[Hit]:
@@ -84,7 +85,10 @@ def _over_calls(program: Program) -> Iterator[Hit]:
     if numbers and not states:
         updated = {each.before for each in alone(program) if is_updated(program, each)}
         numbers = numbers if len(updated) > 1 else []
-    states = [*states, *numbers]
+    known = {each.before for each in states}
+    arrays = (each for each in alone(program) if is_half(each.before) and not each.before.is_one)
+    tables = (each for each in arrays if each.before not in known and _tallies(program, each))
+    states = [*states, *numbers, *tables]
     of_arrays = {_root(each.name)[0] for each in states if not each.before.is_one}
     for each in states:
         before, dtype = each.before, dtype_of(each.before)
@@ -108,6 +112,23 @@ def _over_calls(program: Program) -> Iterator[Hit]:
                 "term.",
                 op,
             )
+
+
+def _tallies(program: Program, each: Carried) -> bool:
+    """Returns whether an array gets counts of its own shape: sums of ones, or scattered ones.
+
+    Few functions but that of a total add them, so this tells an array that is state without others.
+    """
+    op = last_sum(program, each.after)
+    if op is None or each.before not in program.back(each.after, ADDED):
+        return False
+    counting = {SUM, rules.DOT, *rules.SCATTERS}
+    tallies = [op, *(m for v in op.ins for m in program.makers(v, SAME))]
+    size = each.before.size
+    made = [m for m in tallies if m.name in counting and m.outs[0].size == size]
+    terms = [m.ins[2:] if m.name in rules.SCATTERS else m.ins for m in made]
+    bounds = [[bounds_of(program, v) for v in each] for each in terms]
+    return any(all(b and b.whole and b.low >= 0 for b in each) for each in bounds)
 
 
 def _root(name: str) -> tuple[str, str]:
@@ -146,11 +167,11 @@ def _sign(program: Program, value: Value, depth: int = 20) -> int:
         return 1
     entries = op.ins[::2] if op.name in rules.SCATTERS else cases(op) or op.ins
     signs = [_sign(program, v, depth - 1) for v in entries]
-    if op.name in rules.PRODUCTS:
+    if op.name in rules.PRODUCTS | {rules.DOT}:
         return signs[0] * signs[1]
     if op.name in rules.ADDITIONS | {rules.SCATTER_ADD} or cases(op):
         return signs[0] if len({*signs}) == 1 else 0
-    moves = SAME | rules.ALL_SUMS | {"reduce_sum"}
+    moves = SAME | rules.ALL_SUMS | {SUM}
     return signs[0] if op.name in moves else 0
 
 
@@ -190,12 +211,12 @@ def _multiplied(program: Program, loop: Op, after: Value, before: Value) -> Iter
     op = next((op for op in program.makers(after, SAME) if op.name in rules.PRODUCTS), None)
     ways = [program.is_from(v, before) for v in op.ins] if op else []
     dtype, turns = dtype_of(before), _turns(program, loop)
-    if op is None or sum(ways) != 1 or not stalls_at(dtype) < turns < math.inf:
+    if op is None or sum(ways) != 1 or not limit_of(dtype, False) < turns < math.inf:
         return
     factor = op.ins[1 - ways.index(True)]
     inside = loop.subs[-1]
     slices = {*inside.program.invars[inside.consts + len(inside.carry) :]}
-    if slices.isdisjoint(program.back(factor, anything)) or is_exact_factor(program, factor):
+    if turns <= most_factors(program, factor) or slices.isdisjoint(program.back(factor, anything)):
         return
     if factor not in program.forward(before, anything):
         yield Hit(

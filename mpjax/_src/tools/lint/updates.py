@@ -81,9 +81,11 @@ def _weights(program: Program) -> dict[Op, tuple[int, Carried]]:
 
 def is_compensated(program: Program, op: Op, before: Value) -> bool:
     """Returns whether the old value is subtracted from a sum again, which keeps its error."""
-    sums = program.forward(op.outs[0], SAME | {"reduce_precision"})
-    reads = [reader for v in sums for reader in program.readers(v) if reader.name == "sub"]
-    return any(program.is_from(v, before) for each in reads for v in each.ins)
+    sums = {*program.forward(op.outs[0], SAME | {"reduce_precision"})}
+    reads = [reader for v in sums for reader in program.readers(v) if reader.name == rules.SUB]
+    # In a loop, the next turn subtracts its update from the sum: that is no compensation.
+    pairs = (pair for each in reads for pair in (each.ins, each.ins[::-1]))
+    return any(a in sums and program.is_from(b, before) for a, b in pairs)
 
 
 def is_rounded_by_bits(program: Program, op: Op, after: Value) -> bool:
