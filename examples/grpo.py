@@ -68,7 +68,7 @@ def heads(x, w):
 
 def attend(q, k, v, mask):
     scores = jnp.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e30))
+    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
     return jnp.einsum("bhij,bjhd->bihd", weights, v).reshape(*q.shape[:2], -1)
 
 

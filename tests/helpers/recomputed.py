@@ -71,6 +71,13 @@ def scanned(act, wrap):
     return loss
 
 
+def carried(w, x):
+    """Keeps a state that a barrier of the planner passes on together with its cotangent."""
+    step = jax.checkpoint(lambda c, row: (jnp.logaddexp(c, jnp.roll(c, 1)) + row, None))
+    rows = jax.nn.log_softmax(jnp.tanh(x @ w))
+    return -jnp.mean(jax.lax.scan(step, jnp.zeros(x.shape[-1:]), rows)[0])
+
+
 def eqx_scanned(w, x):
     step = lambda h, _: (jax.nn.softplus(guarded(h @ w)), None)  # noqa: E731
     return jnp.mean(eqxi.scan(step, x, jnp.arange(4), kind="checkpointed", checkpoints=2)[0])
@@ -126,6 +133,7 @@ BUILT = {
     "half": (layers(jax.nn.softplus, lambda f: f), "mixed_bfloat16,storage=0.5"),
     "8bit": (layers(jax.nn.mish, lambda f: f), "mixed_bfloat16,storage=8bit"),
     "lean_scan": (scanned(jax.nn.softplus, lambda f: f), "mixed_bfloat16,storage=lean"),
+    "lean_carry": (carried, "mixed_bfloat16,storage=lean"),
     "float16_remat": (layers(jax.nn.softplus, jax.checkpoint), "mixed_float16"),
     "lean_rule": (ruled_and_more, "mixed_bfloat16,storage=lean"),
 }

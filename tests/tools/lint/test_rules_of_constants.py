@@ -150,6 +150,23 @@ def test_constants_that_half_has_or_only_rounds_are_no_fault():
     assert clean(decayed, f32(4), f32(4)) and clean(divided, f32(4)) and clean(masked, f32(4))
 
 
+def test_what_replaces_the_infinities_of_a_bounded_value_is_no_fault():
+    def weighted(x, w, seen):  # a row without entries is NaN, which becomes 0
+        return jnp.nan_to_num(jax.nn.softmax(jnp.where(seen, x @ w, -jnp.inf))) @ w
+
+    def gated(x, w, seen):
+        return jnp.nan_to_num(jnp.where(seen, jax.nn.sigmoid(x @ w), 0.5)) @ w
+
+    def unbounded(x, w, seen):
+        return jnp.nan_to_num(jnp.where(seen, jnp.exp(x @ w), 0.5)) @ w
+
+    args = f32(64, 64), f32(64, 64), jax.ShapeDtypeStruct((64, 64), bool)
+    for fun in (weighted, gated, unbounded):
+        cast = mpjax.autocast(fun, "mixed_bfloat16")
+        found = mpjax.lint(cast, select="lost-constant")(*args).findings
+        assert len(found) == (fun is unbounded), fun
+
+
 def test_lint_sees_constants_of_a_function_traced_before():
     jitted = jax.jit(decayed)
     jitted(jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.bfloat16))

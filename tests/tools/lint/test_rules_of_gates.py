@@ -111,6 +111,38 @@ def test_apply_if_finite_of_optax_has_no_finding():
     assert not mpjax.lint(step)(PARAMS, state, f32(2, 4)).findings
 
 
+SKIPPING = mpjax.optim.skip_nonfinite(OPTIMIZER)  # it asks again whether gradients are finite
+
+
+def playing(gated):
+    """Returns a step that plays a game by the weights, and averages activations."""
+
+    def valued(params, x):
+        hidden = jnp.tanh(x @ params["w"] + params["b"])
+        return jnp.mean(hidden**2), (hidden.mean(0), hidden.var(0))
+
+    def step(params, opt_state, game, averages, x):
+        places, ages = game
+        push = jnp.where(jnp.argmax(places @ params["w"], -1) > 0, 1.0, -1.0)
+        places = places + 0.1 * push[:, None]
+        grads, means = jax.grad(valued, has_aux=True)(params, x + places.mean())
+        updates, opt_state = SKIPPING.update(grads, opt_state, params)
+        fresh = jax.tree.map(lambda old, mean: 0.9 * old + 0.1 * mean, averages, means)
+        averages = mpjax.select(mpjax.all_finite(grads), fresh, averages) if gated else fresh
+        return optax.apply_updates(params, updates), opt_state, (places, ages + 1), averages
+
+    return step
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_averages_of_activations_need_a_gate_but_not_what_is_computed_of_choices(gated):
+    state = jax.eval_shape(SKIPPING.init, PARAMS)
+    args = PARAMS, state, (f32(3, 4), f32(3)), (f32(4), f32(4)), f32(2, 4)
+    messages = [f.message for f in mpjax.lint(playing(gated), run=False)(*args).findings]
+    assert len(messages) == (not gated), messages
+    assert all(m.endswith("not for averages[0], averages[1].") for m in messages), messages
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_mended_gates_have_no_finding(name):
     pair = CASES[name]

@@ -164,6 +164,28 @@ def test_float32_that_was_asked_for_is_no_fault():
     assert clean(head, bf16(4, 8), f32(8, 8)) and clean(promoted, f32(4, 8), f32(8, 8))
 
 
+def test_a_matmul_that_autocast_plans_is_no_mixed_one():
+    def adapted(x, w, a, b):
+        return jnp.tanh(x @ w) @ w + (x @ a) @ b  # w is frozen in 16 bits, a and b are trained
+
+    args = f32(4, 8), bf16(8, 8), f32(8, 2), f32(2, 8)
+    cast = mpjax.autocast(adapted, "mixed_bfloat16")
+    assert not mpjax.lint(cast)(*args).findings
+    faults = mpjax.lint(lambda x, w: jax.lax.dot(x, w))(args[0], args[1]).findings
+    assert [f.rule for f in faults] == ["mixed-matmul"]
+
+
+def test_what_is_multiplied_again_for_a_constant_is_no_backward_matmul():
+    @jax.checkpoint
+    def distilled(w, x, teacher):
+        half = jnp.tanh(x.astype(jnp.float16) @ teacher.astype(jnp.float16))
+        target = jax.lax.stop_gradient(wide(half))
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w) * target))
+
+    args = f32(8, 8), f32(4, 8), f32(8, 8)
+    assert not mpjax.lint(distilled, argnums=0, select="narrow-backward")(*args).findings
+
+
 def test_backward_pass_as_wide_as_the_forward_pass_is_no_fault():
     def loss(x, w):
         return wide(jnp.tanh(x @ w) @ w).sum() + (wide(x) @ wide(w)).sum()

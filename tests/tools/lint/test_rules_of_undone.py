@@ -180,3 +180,16 @@ def test_cast_deleted_finds_casts_for_a_gpu():
     found = mpjax.lint(there_and_back, select="cast-deleted", target="h100")(f32(64))
     assert found.ran and found.findings
     assert not mpjax.lint(residual_that_stays, target="h100")(f32(64)).findings
+
+
+def test_casts_of_master_weights_in_an_optimizer_are_no_fault():
+    optimizer = mpjax.optim.with_master_weights(optax.adamw(1e-3))
+    params = {"w": bf16(8, 8), "v": bf16(8, 8)}
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["v"]).astype(WIDE).sum())(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(optimizer.init, params)
+    assert not mpjax.lint(step)(params, state, bf16(4, 8)).findings

@@ -11,7 +11,7 @@ from mpjax._src.tools.lint.program import CASTS, SAME, Program
 from mpjax._src.tools.lint.rule import Compiled, Hit
 
 # A barrier forces a rounding, because compilers do not optimize across it.
-UNFIXED = SAME - {"optimization_barrier"}
+UNFIXED = SAME - rules.BARRIERS
 
 
 def rounds(program: Program, op: Op) -> bool:

@@ -11,7 +11,9 @@ from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import dtype_of, is_float, is_half, short_name, shown, stalls_at
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import Bounds, bounds_of
-from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program, moves_one, noted
+from mpjax._src.tools.lint.guards import asks_infinite
+from mpjax._src.tools.lint.probabilities import shares
+from mpjax._src.tools.lint.program import CASTS, CHOSEN, SAME, Program, cases, moves_one, noted
 from mpjax._src.tools.lint.rule import Hit
 
 
@@ -20,7 +22,8 @@ def lost_constants(program: Program) -> Iterator[Hit]:
 
     Other roundings are accepted, because the dtype was chosen for them. An infinite mask that a
     library selects in place of entries works as well as a finite one; it is found only if
-    arithmetic reads it, which may give NaN.
+    arithmetic reads it, which may give NaN. What replaces infinities of a bounded value is never
+    read.
     """
     for op in program.named(*CASTS):
         if not (is_half(op.outs[0]) and is_float(op.ins[0])):
@@ -28,7 +31,7 @@ def lost_constants(program: Program) -> Iterator[Hit]:
         dtype = dtype_of(op.outs[0])
         for v in program.back(op.ins[0], CHOSEN - CASTS):
             value = program.constant(v)
-            if value is None or np.size(value) != 1:
+            if value is None or np.size(value) != 1 or v in _never_chosen(program):
                 continue
             number = float(np.reshape(value, ()))
             with np.errstate(over="ignore", under="ignore"):
@@ -39,6 +42,30 @@ def lost_constants(program: Program) -> Iterator[Hit]:
             if not (infinite and _is_librarys_mask(program, op)):
                 yield Hit(f"The constant {number:.6g} is {result:g} in {short_name(dtype)}.", op)
                 break
+
+
+@noted
+def _never_chosen(program: Program) -> set[Value]:
+    """Returns the constants in place of infinities, as by `jnp.nan_to_num`, of bounded values."""
+    found: set[Value] = set()
+    for op in program.named("select_n"):
+        for value in cases(op):
+            same, tests = {*program.back(value, SAME)}, program.makers(op.ins[0])
+            asks = any(asks_infinite(program, test, same) for test in tests)
+            if asks and _is_bounded(program, value):
+                found |= {v for case in cases(op) if case is not value for v in program.back(case)}
+    return found
+
+
+def _is_bounded(program: Program, value: Value) -> bool:
+    """Returns whether the entries of a value are within bounds or NaN."""
+    if bounds_of(program, value) is not None:
+        return True
+    op = program.maker(value)
+    if op is None or op in shares(program):
+        return op is not None
+    sources = cases(op) or (op.ins[:1] if op.name in SAME else ())
+    return bool(sources) and all(_is_bounded(program, v) for v in sources)
 
 
 def _is_librarys_mask(program: Program, op: Op) -> bool:

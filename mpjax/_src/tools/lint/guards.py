@@ -41,16 +41,23 @@ def hidden_nonfinite(program: Program) -> Iterator[Hit]:
 
 def _asks_finite(program: Program, test: Op, same: set[Value]) -> bool:
     """Returns whether an operation tests each entry for being finite, NaN or infinite."""
-    behind = program.back(test.ins[0], SAME | {"abs"}) if test.name in FINITE else ()
-    if same.isdisjoint(behind):
+    if not _asks_about(program, test, same):
         return False
-    if test.name == "is_finite":
+    if test.name == "is_finite" or asks_infinite(program, test, same):
         return True
-    # |x| == Inf asks for infinities, and x != x for NaN.
-    number = program.number(test.ins[1])
-    if number is not None:
-        return not np.isfinite(number)
+    # x != x asks for NaN.
     return not same.isdisjoint(program.back(test.ins[1], SAME))
+
+
+def asks_infinite(program: Program, test: Op, same: set[Value]) -> bool:
+    """Returns whether an operation compares the entries of a value, or |x|, with an infinity."""
+    about = test.name in rules.EQUALITIES and _asks_about(program, test, same)
+    number = program.number(test.ins[1]) if about else None
+    return number is not None and not np.isfinite(number)
+
+
+def _asks_about(program: Program, test: Op, same: set[Value]) -> bool:
+    return test.name in FINITE and not same.isdisjoint(program.back(test.ins[0], SAME | {"abs"}))
 
 
 def is_gradient(program: Program, value: Value) -> bool:
@@ -58,11 +65,10 @@ def is_gradient(program: Program, value: Value) -> bool:
 
     After a cast, only products are followed: the sums of an optimizer hold gradients of old steps.
     """
-    origins = dict.fromkeys(
-        v for cast in program.back(value, SCALED) for v in program.back(cast, _entry_by_entry)
-    )
+    origins = program.behind(program.back(value, SCALED), _entry_by_entry)
     makers = filter(None, map(program.maker, origins))
-    return any(map(program.is_backward, makers))
+    # A barrier makes nothing: it passes residuals on together with cotangents.
+    return any(program.is_backward(op) for op in makers if op.name not in rules.BARRIERS)
 
 
 def _entry_by_entry(op: Op) -> bool:

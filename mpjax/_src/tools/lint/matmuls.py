@@ -156,7 +156,7 @@ def narrow_backward(program: Program) -> Iterator[Hit]:
         for value in program.back(operand)
     }
     for op in program.named(*rules.MATMULS):
-        if not program.runs_backward(op) or PLANNED in op.scopes:
+        if not program.is_backward(op) or PLANNED in op.scopes:
             continue
         for operand in filter(is_half, op.ins[:2]):
             forward = next((wide[v] for v in program.back(operand, SAME) if v in wide), None)
@@ -182,8 +182,9 @@ def mixed_matmuls(program: Program) -> Iterator[Hit]:
         half, wide = (left, right) if is_half(left) else (right, left)
         if not (is_half(half) and dtype_of(wide) == FLOAT32 and _is_matmul(op)):
             continue
+        # What autocast plans is no fault of the program: it runs short sums in float32.
         derived = program.is_backward(op)
-        if isinstance(op.params["precision"], CHOSEN):
+        if isinstance(op.params["precision"], CHOSEN) or PLANNED in op.scopes:
             continue
         if derived and not _jax.is_called_directly(op.eqn):
             continue

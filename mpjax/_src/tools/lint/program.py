@@ -29,7 +29,7 @@ from mpjax._src.core.program.trace import Flat, Traced, parameters_of, trace
 
 # Operations that return the entries of their first operand, or a part of them, in its dtype.
 CASTS = frozenset({"convert_element_type"})
-MOVES = rules.having(rules.SAME_PARAMETER) - CASTS | {"pcast", "pad", "name"}
+MOVES = rules.having(rules.SAME_PARAMETER) - CASTS | rules.BARRIERS | {"pcast", "pad", "name"}
 SAME = MOVES | CASTS  # the same entries, in another place or dtype
 CHOSEN = SAME | {"select_n"}  # and those that are chosen from several arrays
 

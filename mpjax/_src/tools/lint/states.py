@@ -162,13 +162,14 @@ def ungated_states(program: Program) -> Iterator[Hit]:
         return
     asked = dict.fromkeys(_asked(program, gate) for gate in gates)
     tests = [*dict.fromkeys(op for value in asked for op in _tests(program, value))]
-    checked = program.behind([op.ins[0] for op in tests], anything)
+    checked = {*program.behind([op.ins[0] for op in tests], anything)}
     gated = _depends(program, [op.outs[0] for op in tests])
-    arguments = {*program.block.invars}
-    # What is computed of the arguments alone, such as of the batch, says nothing of a state: it has
-    # to come from something that was computed, and then checked.
-    computed = [v for v in checked if v not in arguments and program.maker(v) is not None]
-    made = {*all_reached(computed, functools.partial(_entries_after, program))}
+    # What is computed of other arguments alone, such as of a batch or of a game that is played,
+    # says nothing of a state: it has to come from what a gated state led to, and then was checked.
+    following = functools.partial(_entries_after, program)
+    led = all_reached([each.before for each in states if each.after in gated], following)
+    computed = [v for v in led if v in checked and program.maker(v) is not None]
+    made = {*all_reached(computed, following)}
     missed = [
         each
         for each in states
@@ -214,8 +215,11 @@ def _depends(program: Program, tests: list[Value]) -> set[Value]:
 
 
 def _entries_after(program: Program, value: Value) -> Iterator[Value]:
-    """Yields what is computed of a value in one step, but not what it only chooses."""
-    return program.after(value, lambda op: not cases(op) or value in cases(op))
+    """Yields what is computed of a value in one step and may be Inf or NaN because it is.
+
+    That is not what the value only chooses, nor integers.
+    """
+    return filter(is_float, program.after(value, lambda op: not cases(op) or value in cases(op)))
 
 
 def _asked(program: Program, gate: Op) -> Value:

@@ -9,10 +9,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from support import equations
 
+import mpjax
 from mpjax._src.core.base import _jax
 
 HALF, WIDE = jnp.bfloat16, jnp.float32
@@ -20,6 +22,7 @@ X = jax.ShapeDtypeStruct((4, 4), WIDE)
 H = jax.ShapeDtypeStruct((4, 4), HALF)
 
 
+MASTERS = mpjax.optim.with_master_weights(optax.sgd(0.1))
 NORM = nn.LayerNorm(dtype=HALF, use_bias=False, use_scale=False)
 
 
@@ -38,6 +41,7 @@ WRITTEN = {
     "a dtype that is called": (lambda x: HALF(x), X),
     "lax": (lambda x: jax.lax.convert_element_type(x, HALF), X),
     "a tree": (in_a_tree, X),
+    "mpjax.cast": (lambda x: mpjax.cast({"w": x}, HALF), X),
     "within jit": (jax.jit(lambda x: x.astype(HALF)), X),
     "a derivative": (jax.grad(lambda h: jnp.vdot(h.astype(WIDE), jnp.ones((4, 4)))), H),
 }
@@ -45,6 +49,7 @@ NOT_WRITTEN = {
     "a mean": (jnp.mean, H),
     "a softmax": (jax.nn.softmax, H),
     "promotion": (lambda h, x: h * x, H, X),
+    "an optimizer": (lambda h: MASTERS.update(h, MASTERS.init(h), h), H),
     "a layer": (lambda x: NORM.apply({}, x), X),
 }
 
