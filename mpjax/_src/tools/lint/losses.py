@@ -11,7 +11,7 @@ from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, is_half, shown
 from mpjax._src.core.program.affine import terms, total
 from mpjax._src.core.program.graph import AGAIN, Op, Value
-from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.casts import ROUND, narrows
 from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, cases
 from mpjax._src.tools.lint.rule import Hit
 
@@ -123,16 +123,19 @@ ROUNDS = (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, jax.lax.DotAlgorithmPreset.F
 DEEP, MOST = 24, 8
 
 
-def weights(program: Program, value: Value, depth: int = DEEP) -> dict[Value, float]:
+def weights(
+    program: Program, value: Value, depth: int = DEEP, of: frozenset[Op] = frozenset()
+) -> dict[Value, float]:
     """Returns the values that a value is the sum of, entry by entry or reduced, and their weights.
 
-    A select with one case that is no number counts as that case.
+    A select with one case that is no number counts as that case. What some operations return
+    (``of``) is not taken apart.
     """
-    known: dict[Value, dict[Value, float]] = program.notes.setdefault("weights", {})
+    known: dict[Value, dict[Value, float]] = program.notes.setdefault(("weights", of), {})
     if value not in known:
         known[value] = {value: 1.0}  # computed from itself
-        parts = _terms(program, value) if depth else ()
-        form = total((weights(program, v, depth - 1), by) for v, by in parts)
+        parts = _terms(program, value) if depth and program.maker(value) not in of else ()
+        form = total((weights(program, v, depth - 1, of), by) for v, by in parts)
         if parts and len(form) <= MOST:
             known[value] = form
     return known[value]
@@ -142,7 +145,7 @@ def _terms(program: Program, value: Value) -> list[tuple[Value, float]]:
     op, sources = program.maker(value), program.sources(value)
     if op is None:
         return [(sources[0], 1.0)] if len(sources) == 1 else []
-    if op.name in WHOLE or op.name in ADDS:
+    if op.name in WHOLE | ADDS | {ROUND}:
         return [(op.ins[0], 1.0)]
     chosen = [v for v in cases(op) if program.number(v) is None]
     if cases(op):

@@ -13,11 +13,12 @@ from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, digits, dtype_of, is_float, is_half, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.casts import ROUND, narrows
 from mpjax._src.tools.lint.losses import (
     ADDS,
     AVERAGED,
     DIVIDES,
+    EXPONENTIALS,
     SIGMOIDS,
     SUMMED,
     WHOLE,
@@ -41,7 +42,7 @@ SHIFTS = SAME | rules.ADDITIONS | LIMITS | {"neg"}
 JUDGED = AVERAGED | LIMITS | rules.EXTREMES | rules.SQUARES | rules.ROOTS | rules.LOGARITHMS
 RANKS = rules.having(rules.RANKS) | {"approx_top_k"}
 SUMS = frozenset({"cumsum"})
-NOISE = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | LIMITS | {"neg"}
+NOISE = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | LIMITS | {"neg", ROUND}
 
 Behind = Callable[[Value], list[Op]]
 
@@ -142,6 +143,9 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
             what = f"probabilities that were rounded to {shown(found.outs[0])}"
             yield Hit(f"{op.name} reads {what}: {lost}.", op)
     yield from _differences(program, of | log_shares(program))
+    yield from _normalizers(program)
+    yield from _expectations(program, of)
+    yield from _extrapolations(program, frozenset(of | log_shares(program)))
     yield from _ratios(program)
     yield from _orders(program, of | {op for op in program.ops if op.name in SQUASHES})
 
@@ -243,6 +247,99 @@ def _differences(program: Program, of: Set[Op]) -> Iterator[Hit]:
         if found is not None and _is_judged(program, op):
             what = "A ratio less 1" if ratio else "A difference of probabilities"
             yield Hit(f"{what} is computed from {shown(found.outs[0])}, and then averaged.", op)
+
+
+def _normalizers(program: Program) -> Iterator[Hit]:
+    """Finds logs of sums of exponentials that are rounded before logits are subtracted.
+
+    Both are as large as the logits. Of logits less their maximum, the logarithm is small.
+    """
+    for op in log_shares(program):
+        if program.is_backward(op):
+            continue
+        for cast in (m for v in op.ins for m in program.makers(v, SHIFTS) if narrows(m)):
+            behind = program.makers(cast.ins[0], SHIFTS)
+            logs = [m for m in behind if m.name in rules.LOGARITHMS and not is_half(m.outs[0])]
+            sums = [m for log in logs for m in program.makers(log.ins[0], SUMMED | EXPONENTIALS)]
+            shifted = any(m.name in rules.EXTREMES for m in sums)
+            if logs and (not shifted or any(m.name in rules.ADDITIONS for m in behind)):
+                what = f"rounded to {shown(cast.outs[0])} before logits are subtracted"
+                yield Hit(f"The log of a sum of exponentials is {what}.", op)
+                break
+
+
+def _expectations(program: Program, of: Set[Op]) -> Iterator[Hit]:
+    """Finds means of logits under rounded probabilities, less the log of the sum of exponentials.
+
+    This is an entropy, which any number that is added to all logits leaves as it is. Rounded
+    probabilities do not sum to 1, so the error is 2**-9 of the logits in bfloat16. Logits less
+    their maximum are small where it matters, and are not found.
+    """
+    through = SUMMED | rules.EXPONENTIALS | {"neg"}
+    for op in program.named(*DIFFERENCES):
+        if program.is_backward(op) or not of:
+            continue
+        for one, other in (op.ins, op.ins[::-1]):
+            logs = [m for m in program.makers(one, SHIFTS | CHOSEN) if m.name in LOGS]
+            logits = {v for log in logs for v in program.back(log.ins[0], through)}
+            means = program.makers(other, SAME | ADDS | {"neg"}) if logs else []
+            for mean in means:
+                found = _weighs(program, mean, logits, of)
+                if found is not None:
+                    yield Hit(
+                        f"The log of a sum of exponentials is combined with the mean of logits "
+                        f"under probabilities that were rounded to {shown(found.outs[0])}: those "
+                        "do not sum to 1.",
+                        op,
+                    )
+
+
+def _weighs(program: Program, op: Op, logits: Set[Value], of: Set[Op]) -> Op | None:
+    """Returns what rounded the probabilities of some logits that an operation multiplies by them."""
+    if op.name not in rules.PRODUCTS - DIVIDES | rules.MATMULS:
+        return None
+    for share, value in (op.ins[:2], op.ins[1::-1]):
+        moved = program.back(value, SAME)
+        shifts = [m for m in program.makers(value, SAME) if m.name in DIFFERENCES]
+        less = [m.name for each in shifts for m in program.makers(each.ins[1], SAME)]
+        if logits.isdisjoint(moved) or not rules.EXTREMES.isdisjoint(less):
+            continue
+        found = _rounded(_through(program, SAME), share, of)
+        if found is not None:
+            return found
+    return None
+
+
+def _extrapolations(program: Program, of: frozenset[Op]) -> Iterator[Hit]:
+    """Finds weighted differences of probabilities with a weight above 1, as in guidance.
+
+    The terms are larger than what is left of them, and so are their rounding errors.
+    """
+    told: set[Op] = set()
+    for op in program.named(*rules.SUMS_OF_TWO):
+        if program.is_backward(op) or not is_float(op.outs[0]):
+            continue
+        form = weights(program, op.outs[0], of=of)
+        by = {v: n for v, n in form.items() if not of.isdisjoint(program.makers(v, SAME))}
+        if len(by) < 2 or min(by.values()) >= 0 or max(by.values()) <= 1:
+            continue
+        found = next(filter(None, (_rounded(_through(program, NOISE), v, of) for v in op.ins)), None)
+        if found is not None and found not in told and _is_read(program, op):
+            told.add(found)
+            yield Hit(
+                f"A difference of {max(by.values()):g} and {-min(by.values()):g} times "
+                f"probabilities is computed from {shown(found.outs[0])}.",
+                op,
+            )
+
+
+def _is_read(program: Program, op: Op) -> bool:
+    """Returns whether values are returned in float32, drawn from, or divided by their sum."""
+    ahead = program.forward(op.outs[0], NOISE | LOGS)
+    if any(not is_half(v) for v in ahead if v in {*program.block.outvars}):
+        return True
+    read = {each.name for v in ahead for each in program.readers(v)}
+    return bool(read & (RANKS | LOGS | ADDS | EXPONENTIALS)) or _is_averaged(program, op)
 
 
 def _are_same(program: Program, one: Value, other: Value) -> bool:
