@@ -15,13 +15,14 @@ from mpjax._src.tools.lint.casts import ROUND, narrows
 from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, cases
 from mpjax._src.tools.lint.rule import Hit
 
+ABS = "abs"
 SIGMOIDS = frozenset({"logistic"})
 EXPONENTIALS = rules.EXPONENTIALS | SIGMOIDS | {"expm1"}
 ADDS = rules.ALL_SUMS | {"reduce_sum"}
 # What makes probabilities of exponentials.
 DIVIDES = rules.PRODUCTS & rules.having(rules.POLE) | SIGMOIDS
 # Operations between the exponentials of a softmax and the logarithm of their sum.
-SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | DIVIDES - SIGMOIDS | {"abs"}
+SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | DIVIDES - SIGMOIDS | {ABS}
 # Operations between the loss of each example and the mean loss; none mixes features.
 AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | ADDS | {"neg", "max"}
 

@@ -15,6 +15,7 @@ from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
 from mpjax._src.tools.lint.casts import ROUND, narrows
 from mpjax._src.tools.lint.losses import (
+    ABS,
     ADDS,
     AVERAGED,
     DIVIDES,
@@ -535,42 +536,86 @@ def half_saturations(program: Program) -> Iterator[Hit]:
         if at_bound:
             where = f"was computed in {shown(found.outs[0])}"
             yield Hit(f"{op.name} reads the distance of a value to its bound, which {where}.", op)
+    bounds = dict.fromkeys(of, 1.0) | _quotients(program)
     told: set[Op] = set()
-    for op in program.named(*rules.EXPONENTIALS):
-        if is_half(op.outs[0]) or program.is_backward(op):
+    for op in program.ops:
+        judge = "softmax" if op.name in rules.EXPONENTIALS else "sum of squares"
+        if not (op.name in rules.EXPONENTIALS or squares(op)):
             continue
-        if not any(each.name in ADDS for each in program.final_readers(op.outs[0], SAME)):
+        if is_half(op.outs[0]) or program.is_backward(op) or not _is_totaled(program, op):
             continue
-        for value, weight in weights(program, op.ins[0]).items():
-            squash, cap = _cap(program, value, weight)
-            if squash is None or squash not in of:
-                continue
-            rounding = _rounded(_through(program, NOISE), op.ins[0], {squash})
-            if rounding is None or rounding in told:
+        for value, weight in _summands(program, op.ins[0]):
+            squash, cap = _cap(program, value, weight, bounds)
+            rounding = _rounded(_through(program, NOISE), op.ins[0], {squash} & {*bounds})
+            if squash is None or rounding is None or rounding in told:
                 continue
             if cap * 2.0 ** -digits(dtype_of(rounding.outs[0])) > LARGEST_ERROR:
                 told.add(rounding)
                 yield Hit(
-                    f"{squash.name} saturates in {shown(rounding.outs[0])}, and a softmax reads it "
+                    f"{squash.name} saturates in {shown(rounding.outs[0])}, and a {judge} reads it "
                     f"{f'times {cap:g}' if cap < CAP else 'times a cap'} in float32.",
                     rounding,
                 )
 
 
+def _is_totaled(program: Program, op: Op) -> bool:
+    """Returns whether exponentials are added up, or squares averaged."""
+    if squares(op):
+        return _is_averaged(program, op)
+    return any(each.name in ADDS for each in program.final_readers(op.outs[0], SAME))
+
+
+def _summands(program: Program, value: Value) -> Iterator[tuple[Value, float]]:
+    """Yields the terms of a sum, also of one that an array multiplies, and their weights."""
+    for v, weight in weights(program, value).items():
+        yield v, weight
+        op = program.maker(v)
+        if op is not None and op.name in rules.PRODUCTS:
+            for part, by in weights(program, op.ins[0]).items():
+                yield part, weight * by
+
+
+def _quotients(program: Program) -> dict[Op, float]:
+    """Returns the quotients that saturate, x / (1 + |x|) and those of exponentials, and bounds."""
+
+    def sizes(value: Value) -> dict[Value | None, float]:
+        found: dict[Value | None, float] = {}
+        for v, weight in weights(program, value).items():
+            op, number = program.maker(v), program.number(v)
+            if number is not None:
+                found[None] = found.get(None, 0.0) + weight * number
+            elif op is not None and op.name == ABS:
+                root, factor = root_of(program, op.ins[0])
+                found[root] = abs(weight * factor)
+            else:
+                found[v] = weight if op is not None and op.name in rules.EXPONENTIALS else 0.0
+        return found
+
+    bounds = {}
+    for op in program.named(*DIVIDES - SIGMOIDS):
+        below, (root, factor) = sizes(op.ins[1]), root_of(program, op.ins[0])
+        above = {root: factor} if root in below else sizes(op.ins[0])
+        if len(below) > 1 and min(below.values()) > 0 and above.keys() <= below.keys():
+            bounds[op] = max(abs(n) / below[v] for v, n in above.items())
+    return bounds
+
+
 CAP = float("inf")  # a cap that the program takes as an argument
 
 
-def _cap(program: Program, value: Value, weight: float) -> tuple[Op | None, float]:
-    """Returns the saturating function that a term is a multiple of, and the multiple."""
+def _cap(
+    program: Program, value: Value, weight: float, bounds: dict[Op, float]
+) -> tuple[Op | None, float]:
+    """Returns the saturating function that a term is a multiple of, and the bound of the term."""
     op = program.maker(value)
-    if op is not None and op.name in SQUASHES:
-        return op, abs(weight)
+    if op in bounds:
+        return op, abs(weight) * bounds[op]
     if op is None or op.name not in rules.PRODUCTS:
         return None, 0.0
     for factor, cap in (op.ins, op.ins[::-1]):
         for squash in program.makers(factor, SAME):
             # c tanh(x / c): the same value divides.
-            scaled = program.makers(squash.ins[0], SAME) if squash.name in SQUASHES else []
+            scaled = program.makers(squash.ins[0], SAME) if squash in bounds else []
             same = {v for v in program.back(cap, SAME) if not v.literal}
             if any(not same.isdisjoint(program.back(by, SAME)) for m in scaled for by in m.ins[1:]):
                 return squash, CAP
