@@ -28,9 +28,13 @@ from mpjax._src.tools.lint.losses import (
     squares,
     weights,
 )
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, all_reached, cases, noted
+from mpjax._src.tools.lint.program import CHOSEN as SELECTED
+from mpjax._src.tools.lint.program import SAME as MOVED
+from mpjax._src.tools.lint.program import Program, all_reached, cases, noted
 from mpjax._src.tools.lint.rule import Hit
 
+# What an op list or a region makes 16-bit is rounded once more, so that no compiler widens it.
+SAME, CHOSEN = MOVED | {ROUND}, SELECTED | {ROUND}
 SQUASHES = frozenset(
     rules.names_where(lambda r: (r.span, r.gain) == (rules.BOUNDED, rules.ONE) and not r.linear)
 )
@@ -43,7 +47,7 @@ SHIFTS = SAME | rules.ADDITIONS | LIMITS | {"neg"}
 JUDGED = AVERAGED | LIMITS | rules.EXTREMES | rules.SQUARES | rules.ROOTS | rules.LOGARITHMS
 RANKS = rules.having(rules.RANKS) | {"approx_top_k"}
 SUMS = frozenset({"cumsum"})
-NOISE = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | LIMITS | {"neg", ROUND}
+NOISE = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | LIMITS | {"neg"}
 
 Behind = Callable[[Value], list[Op]]
 
@@ -296,7 +300,7 @@ def _expectations(program: Program, of: Set[Op]) -> Iterator[Hit]:
 
 
 def _weighs(program: Program, op: Op, logits: Set[Value], of: Set[Op]) -> Op | None:
-    """Returns what rounded the probabilities of some logits that an operation multiplies by them."""
+    """Returns what rounded the probabilities that an operation multiplies some logits by."""
     if op.name not in rules.PRODUCTS - DIVIDES | rules.MATMULS:
         return None
     for share, value in (op.ins[:2], op.ins[1::-1]):
@@ -324,14 +328,20 @@ def _extrapolations(program: Program, of: frozenset[Op]) -> Iterator[Hit]:
         by = {v: n for v, n in form.items() if not of.isdisjoint(program.makers(v, SAME))}
         if len(by) < 2 or min(by.values()) >= 0 or max(by.values()) <= 1:
             continue
-        found = next(filter(None, (_rounded(_through(program, NOISE), v, of) for v in op.ins)), None)
-        if found is not None and found not in told and _is_read(program, op):
+        behind, most = _through(program, NOISE), sum(map(abs, by.values()))
+        found = next(filter(None, (_rounded(behind, v, of) for v in op.ins)), None)
+        if found is None or found in told:
+            continue
+        if most >= LOST or _is_read(program, op):
             told.add(found)
             yield Hit(
                 f"A difference of {max(by.values()):g} and {-min(by.values()):g} times "
                 f"probabilities is computed from {shown(found.outs[0])}.",
                 op,
             )
+
+
+LOST = 16.0  # four digits fewer than the dtype has: a fault whatever reads the result
 
 
 def _is_read(program: Program, op: Op) -> bool:
