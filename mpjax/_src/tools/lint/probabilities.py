@@ -448,8 +448,11 @@ def _gives_places(program: Program, op: Op) -> bool:
 
 
 def _is_compared(program: Program, op: Op) -> bool:
-    ahead = program.forward(op.outs[0], CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS)
-    return any(each.spec.need == rules.COMPARE for v in ahead for each in program.readers(v))
+    """Returns whether sums are compared, or sorted together with what is looked up in them."""
+    through = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | {rules.JOIN}
+    readers = [each for v in program.forward(op.outs[0], through) for each in program.readers(v)]
+    compared = any(each.spec.need == rules.COMPARE for each in readers)
+    return compared or any(each.name in RANKS and _gives_places(program, each) for each in readers)
 
 
 def _in_order(program: Program, value: Value) -> list[Op]:
@@ -556,8 +559,10 @@ def half_saturations(program: Program) -> Iterator[Hit]:
             continue
         for value, weight in _summands(program, op.ins[0]):
             squash, cap = _cap(program, value, weight, bounds)
-            rounding = _rounded(_through(program, NOISE), op.ins[0], {squash} & {*bounds})
-            if squash is None or rounding is None or rounding in told:
+            if squash is None:
+                continue
+            rounding = _rounded(_through(program, NOISE), op.ins[0], {squash})
+            if rounding is None or rounding in told:
                 continue
             if cap * 2.0 ** -digits(dtype_of(rounding.outs[0])) > LARGEST_ERROR:
                 told.add(rounding)
