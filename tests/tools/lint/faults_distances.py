@@ -138,6 +138,17 @@ class ExactCodes(Codes):
         return jnp.argmin(squares(self.codes - row))
 
 
+def of_means(shots, x):
+    """The logits of a linear head whose rows are twice the means of classes."""
+    means = shots.mean(1)
+    head, bias = 2 * means, -squares(means)
+    return jax.nn.log_softmax(wide(x @ head.T + bias))  # <- here: means
+
+
+def of_means_wide(shots, x):
+    return jax.nn.log_softmax(-apart(wide(x), wide(shots).mean(1)))
+
+
 RULE = "half-distance"
 CANCELS = "A distance is the difference of terms as large as the norms, one of them in 16 bits."
 
@@ -178,5 +189,9 @@ FAULTS = (
         lambda codes, x: jax.vmap(Codes(codes))(x),
         lambda codes, x: jax.vmap(ExactCodes(codes))(x),
         lambda: two(F32)()[::-1],
+    ),
+    Fault(
+        *("means", MEMBER, CANCELS, RULE, of_means, of_means_wide),
+        lambda: (normal(CODES, 5, WIDTH, dtype=BF16), normal(ROWS, WIDTH, dtype=BF16)),
     ),
 )

@@ -92,6 +92,15 @@ def multinomial_wide(logits, draws):
     return jax.vmap(jnp.searchsorted)(sums, draws)
 
 
+def merged(logits, draws):
+    sums = jnp.cumsum(jax.nn.softmax(logits))  # <- here: sorted draws
+    return jnp.searchsorted(wide(sums), draws, method="sort")
+
+
+def merged_wide(logits, draws):
+    return merged(wide(logits), draws)
+
+
 def nucleus(logits):
     logits = jnp.sort(logits, descending=True)
     shares = jax.nn.softmax(logits)
@@ -181,6 +190,10 @@ FAULTS = (
         *("lmdeploy#1239", "InternLM/lmdeploy/pull/1239", EDGES, RULE),
         *(multinomial, multinomial_wide),
         lambda: (normal(ROWS, WORDS, dtype=BF16), jnp.linspace(0, 1, ROWS)),
+    ),
+    Fault(
+        *("sorted draws", MEMBER, EDGES, RULE, merged, merged_wide),
+        lambda: (normal(WORDS, dtype=BF16), jnp.linspace(0, 1, 9)[1:-1]),
     ),
     Fault(
         *("mlx-lm#1912", "ml-explore/mlx-lm/pull/1912", EDGES, RULE, nucleus, nucleus_wide),

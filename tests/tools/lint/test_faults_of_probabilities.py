@@ -4,6 +4,7 @@ The programs come from public reports, or are members of the same class as one t
 """
 
 import faults_distances
+import faults_expectations
 import faults_orders
 import faults_probabilities
 import faults_saturation
@@ -13,7 +14,10 @@ import pytest
 import mpjax
 from mpjax._src.tools.lint.table import RULES
 
-TABLES = faults_probabilities, faults_orders, faults_saturation, faults_distances, faults_scales
+TABLES = (
+    *(faults_probabilities, faults_expectations, faults_orders, faults_saturation),
+    *(faults_distances, faults_scales),
+)
 FAULTS = tuple(fault for table in TABLES for fault in table.FAULTS)
 
 each = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

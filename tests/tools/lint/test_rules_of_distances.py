@@ -58,6 +58,13 @@ def by_algorithm(x, y):
 
 
 @mpjax.autocast(policy="mixed_bfloat16")
+def rounded_once_more(x, y):
+    with mpjax.precision("bfloat16"):
+        inner = 2 * x @ y.T
+    return jnp.exp(inner - norms(x)[:, None] - norms(y))  # fault
+
+
+@mpjax.autocast(policy="mixed_bfloat16")
 def planned(x, y):
     return jax.lax.top_k(2 * x @ y.T - norms(x)[:, None] - norms(y), 3)  # fault
 
@@ -78,14 +85,24 @@ def test_rules_of_distances_find_the_faulty_program_and_not_the_mended_one(name)
     pairs.check(CASES[name])
 
 
-def test_what_autocast_plans_is_looked_at():
-    (found,) = mpjax.lint(planned)(f32(8, 8), f32(8, 8)).findings
-    assert found.rule == RULE and found.source == pairs.marked_lines(planned)[0]
+@pytest.mark.parametrize("fun", [planned, rounded_once_more])
+def test_what_autocast_plans_is_looked_at(fun):
+    (found,) = mpjax.lint(fun)(f32(8, 8), f32(8, 8)).findings
+    assert found.rule == RULE and found.source == pairs.marked_lines(fun)[0]
 
 
 def rounded_points(x, y):
     inner = jnp.dot(x, y.T, preferred_element_type=jnp.float32)
     return norms(wide(x))[:, None] + norms(wide(y)) - 2 * inner
+
+
+@mpjax.autocast(policy="mixed_bfloat16")
+def diagonal(x, y):
+    """The norms are sums of the same products, in float32."""
+    points = jnp.concatenate([wide(x), wide(y)])
+    products = points @ points.T
+    own = jnp.diag(products)
+    return own[:, None] + own - 2 * products
 
 
 def differences(x, y):
@@ -106,7 +123,9 @@ def similar(x, y):
     return 1 - wide(x @ y.T) + jnp.sum(wide(y) ** 2, -1)
 
 
-@pytest.mark.parametrize("fun", [rounded_points, differences, regularized, factorized, similar])
+@pytest.mark.parametrize(
+    "fun", [rounded_points, diagonal, differences, regularized, factorized, similar]
+)
 def test_sums_that_do_not_cancel_or_are_exact_are_no_fault(fun):
     report = mpjax.lint(fun)(bf16(8, 8), bf16(8, 8))
     assert not report.findings, str(report)

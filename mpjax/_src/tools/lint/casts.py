@@ -10,6 +10,7 @@ from mpjax._src.tools.lint.guards import is_gradient
 from mpjax._src.tools.lint.program import CASTS, SAME, Program
 from mpjax._src.tools.lint.rule import Compiled, Hit
 
+ROUND = "reduce_precision"  # rounds, and keeps the dtype
 # A barrier forces a rounding, because compilers do not optimize across it.
 UNFIXED = SAME - rules.BARRIERS
 
@@ -20,7 +21,7 @@ def rounds(program: Program, op: Op) -> bool:
         return False
     mantissa = digits(dtype_of(op.outs[0])) - 1
     return not any(
-        maker.name == "reduce_precision" and maker.params["mantissa_bits"] <= mantissa
+        maker.name == ROUND and maker.params["mantissa_bits"] <= mantissa
         for maker in program.makers(op.ins[0], rules.VIEWS)
     )
 

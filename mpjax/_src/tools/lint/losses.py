@@ -11,17 +11,18 @@ from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT16, dtype_of, is_float, is_half, shown
 from mpjax._src.core.program.affine import terms, total
 from mpjax._src.core.program.graph import AGAIN, Op, Value
-from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.casts import ROUND, narrows
 from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, cases
 from mpjax._src.tools.lint.rule import Hit
 
+ABS = "abs"
 SIGMOIDS = frozenset({"logistic"})
 EXPONENTIALS = rules.EXPONENTIALS | SIGMOIDS | {"expm1"}
 ADDS = rules.ALL_SUMS | {"reduce_sum"}
 # What makes probabilities of exponentials.
 DIVIDES = rules.PRODUCTS & rules.having(rules.POLE) | SIGMOIDS
 # Operations between the exponentials of a softmax and the logarithm of their sum.
-SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | DIVIDES - SIGMOIDS | {"abs"}
+SUMMED = SAME | rules.SUMS_OF_TWO | ADDS | DIVIDES - SIGMOIDS | {ABS}
 # Operations between the loss of each example and the mean loss; none mixes features.
 AVERAGED = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | ADDS | {"neg", "max"}
 
@@ -123,16 +124,19 @@ ROUNDS = (jax.lax.DotAlgorithmPreset.BF16_BF16_F32, jax.lax.DotAlgorithmPreset.F
 DEEP, MOST = 24, 8
 
 
-def weights(program: Program, value: Value, depth: int = DEEP) -> dict[Value, float]:
+def weights(
+    program: Program, value: Value, depth: int = DEEP, of: frozenset[Op] = frozenset()
+) -> dict[Value, float]:
     """Returns the values that a value is the sum of, entry by entry or reduced, and their weights.
 
-    A select with one case that is no number counts as that case.
+    A select with one case that is no number counts as that case. What some operations return
+    (``of``) is not taken apart.
     """
-    known: dict[Value, dict[Value, float]] = program.notes.setdefault("weights", {})
+    known: dict[Value, dict[Value, float]] = program.notes.setdefault(("weights", of), {})
     if value not in known:
         known[value] = {value: 1.0}  # computed from itself
-        parts = _terms(program, value) if depth else ()
-        form = total((weights(program, v, depth - 1), by) for v, by in parts)
+        parts = _terms(program, value) if depth and program.maker(value) not in of else ()
+        form = total((weights(program, v, depth - 1, of), by) for v, by in parts)
         if parts and len(form) <= MOST:
             known[value] = form
     return known[value]
@@ -142,7 +146,7 @@ def _terms(program: Program, value: Value) -> list[tuple[Value, float]]:
     op, sources = program.maker(value), program.sources(value)
     if op is None:
         return [(sources[0], 1.0)] if len(sources) == 1 else []
-    if op.name in WHOLE or op.name in ADDS:
+    if op.name in WHOLE | ADDS | {ROUND}:
         return [(op.ins[0], 1.0)]
     chosen = [v for v in cases(op) if program.number(v) is None]
     if cases(op):
@@ -185,20 +189,23 @@ def _cancels(program: Program, dot: Op, weight: float, value: Value, by: float) 
     norm = _norm(program, value, dot)
     if norm is None:
         return False
-    root, base, times = norm
+    root, square, factor = norm
     (x, a), (y, b) = (root_of(program, v) for v in dot.ins[:2])
+    if root not in (x, y):
+        return False
     # Of points with themselves, both norms may be one term, broadcast in two ways.
     ratios = (-2.0, -1.0) if x is y else (-2.0,)
-    ratio = weight * a * b / (by * times)
-    near = any(math.isclose(ratio, each, rel_tol=1e-3) for each in ratios)
-    return near and root in (x, y) and _is_rounded_product(program, dot, base)
+    # The points are what is squared, or what that is a multiple of, as a mean is of a sum.
+    found = (weight * a * b / (by * each) for each in (factor, factor * factor))
+    near = any(math.isclose(r, each, rel_tol=1e-3) for r in found for each in ratios)
+    return near and _is_rounded_product(program, dot, square)
 
 
-def _is_rounded_product(program: Program, dot: Op, base: Value) -> bool:
+def _is_rounded_product(program: Program, dot: Op, square: Op) -> bool:
     """Returns whether a product is rounded, or its operands are while those of a norm are not."""
     narrowed = [any(map(narrows, program.makers(v, SAME | rules.PRODUCTS))) for v in dot.ins[:2]]
-    exact = not any(map(narrows, program.makers(base, SAME | rules.PRODUCTS)))
-    rounds = any(narrowed) or dot.params.get("precision") in ROUNDS or is_half(base)
+    exact = not any(map(narrows, program.makers(square.ins[0], SAME | rules.PRODUCTS)))
+    rounds = any(narrowed) or dot.params.get("precision") in ROUNDS or is_half(square.outs[0])
     return is_half(dot.outs[0]) or (exact and rounds)
 
 
@@ -214,24 +221,23 @@ def root_of(program: Program, value: Value) -> tuple[Value, float]:
     return value, factor
 
 
-def _norm(program: Program, value: Value, dot: Op) -> tuple[Value, Value, float] | None:
-    """Returns whose squared norm a term is, the value that is squared, and the norm's factor."""
+def _norm(program: Program, value: Value, dot: Op) -> tuple[Value, Op, float] | None:
+    """Returns whose squared norm a term is, what squares, and the multiple that it squares."""
     op = program.maker(value)
-    base = None
     if op is not None and squares(op):
-        base = op.ins[0]
-        roots = [each for each in program.makers(base, WHOLE) if each.name in rules.ROOTS]
+        roots = [each for each in program.makers(op.ins[0], WHOLE) if each.name in rules.ROOTS]
         if roots:  # the square of a norm
             (inner, _), *_ = weights(program, roots[0].ins[0]).items()
             return _norm(program, inner, dot)
     elif op is not None and op.name in rules.MATMULS:
-        base = op.ins[0] if is_square(program, op) else None
-    elif is_square(program, dot) and dot in program.makers(value, SAME | rules.PRODUCTS | ADDS):
-        base = dot.ins[0]  # the diagonal of all products
-    if base is None:
+        op = op if is_square(program, op) else None
+    else:  # the diagonal of all products
+        diagonal = dot in program.makers(value, SAME | rules.PRODUCTS | ADDS)
+        op = dot if diagonal and is_square(program, dot) else None
+    if op is None:
         return None
-    root, factor = root_of(program, base)
-    return root, base, factor * factor
+    root, factor = root_of(program, op.ins[0])
+    return root, op, factor
 
 
 def is_square(program: Program, dot: Op) -> bool:

@@ -13,11 +13,13 @@ from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import FLOAT16, digits, dtype_of, is_float, is_half, shown
 from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.tools.lint.bounds import bounds_of
-from mpjax._src.tools.lint.casts import narrows
+from mpjax._src.tools.lint.casts import ROUND, narrows
 from mpjax._src.tools.lint.losses import (
+    ABS,
     ADDS,
     AVERAGED,
     DIVIDES,
+    EXPONENTIALS,
     SIGMOIDS,
     SUMMED,
     WHOLE,
@@ -26,9 +28,13 @@ from mpjax._src.tools.lint.losses import (
     squares,
     weights,
 )
-from mpjax._src.tools.lint.program import CHOSEN, SAME, Program, all_reached, cases, noted
+from mpjax._src.tools.lint.program import CHOSEN as SELECTED
+from mpjax._src.tools.lint.program import SAME as MOVED
+from mpjax._src.tools.lint.program import Program, all_reached, cases, noted
 from mpjax._src.tools.lint.rule import Hit
 
+# What an op list or a region makes 16-bit is rounded once more, so that no compiler widens it.
+SAME, CHOSEN = MOVED | {ROUND}, SELECTED | {ROUND}
 SQUASHES = frozenset(
     rules.names_where(lambda r: (r.span, r.gain) == (rules.BOUNDED, rules.ONE) and not r.linear)
 )
@@ -142,6 +148,9 @@ def rounded_probabilities(program: Program) -> Iterator[Hit]:
             what = f"probabilities that were rounded to {shown(found.outs[0])}"
             yield Hit(f"{op.name} reads {what}: {lost}.", op)
     yield from _differences(program, of | log_shares(program))
+    yield from _normalizers(program)
+    yield from _expectations(program, of)
+    yield from _extrapolations(program, frozenset(of | log_shares(program)))
     yield from _ratios(program)
     yield from _orders(program, of | {op for op in program.ops if op.name in SQUASHES})
 
@@ -245,6 +254,105 @@ def _differences(program: Program, of: Set[Op]) -> Iterator[Hit]:
             yield Hit(f"{what} is computed from {shown(found.outs[0])}, and then averaged.", op)
 
 
+def _normalizers(program: Program) -> Iterator[Hit]:
+    """Finds logs of sums of exponentials that are rounded before logits are subtracted.
+
+    Both are as large as the logits. Of logits less their maximum, the logarithm is small.
+    """
+    for op in log_shares(program):
+        if program.is_backward(op):
+            continue
+        for cast in (m for v in op.ins for m in program.makers(v, SHIFTS) if narrows(m)):
+            behind = program.makers(cast.ins[0], SHIFTS)
+            logs = [m for m in behind if m.name in rules.LOGARITHMS and not is_half(m.outs[0])]
+            sums = [m for log in logs for m in program.makers(log.ins[0], SUMMED | EXPONENTIALS)]
+            shifted = any(m.name in rules.EXTREMES for m in sums)
+            if logs and (not shifted or any(m.name in rules.ADDITIONS for m in behind)):
+                what = f"rounded to {shown(cast.outs[0])} before logits are subtracted"
+                yield Hit(f"The log of a sum of exponentials is {what}.", op)
+                break
+
+
+def _expectations(program: Program, of: Set[Op]) -> Iterator[Hit]:
+    """Finds means of logits under rounded probabilities, less the log of the sum of exponentials.
+
+    This is an entropy, which any number that is added to all logits leaves as it is. Rounded
+    probabilities do not sum to 1, so the error is 2**-9 of the logits in bfloat16. Logits less
+    their maximum are small where it matters, and are not found.
+    """
+    through = SUMMED | rules.EXPONENTIALS | {"neg"}
+    for op in program.named(*DIFFERENCES):
+        if program.is_backward(op) or not of:
+            continue
+        for one, other in (op.ins, op.ins[::-1]):
+            logs = [m for m in program.makers(one, SHIFTS | CHOSEN) if m.name in LOGS]
+            logits = {v for log in logs for v in program.back(log.ins[0], through)}
+            means = program.makers(other, SAME | ADDS | {"neg"}) if logs else []
+            for mean in means:
+                found = _weighs(program, mean, logits, of)
+                if found is not None:
+                    yield Hit(
+                        f"The log of a sum of exponentials is combined with the mean of logits "
+                        f"under probabilities that were rounded to {shown(found.outs[0])}: those "
+                        "do not sum to 1.",
+                        op,
+                    )
+
+
+def _weighs(program: Program, op: Op, logits: Set[Value], of: Set[Op]) -> Op | None:
+    """Returns what rounded the probabilities that an operation multiplies some logits by."""
+    if op.name not in rules.PRODUCTS - DIVIDES | rules.MATMULS:
+        return None
+    for share, value in (op.ins[:2], op.ins[1::-1]):
+        moved = program.back(value, SAME)
+        shifts = [m for m in program.makers(value, SAME) if m.name in DIFFERENCES]
+        less = [m.name for each in shifts for m in program.makers(each.ins[1], SAME)]
+        if logits.isdisjoint(moved) or not rules.EXTREMES.isdisjoint(less):
+            continue
+        found = _rounded(_through(program, SAME), share, of)
+        if found is not None:
+            return found
+    return None
+
+
+def _extrapolations(program: Program, of: frozenset[Op]) -> Iterator[Hit]:
+    """Finds weighted differences of probabilities with a weight above 1, as in guidance.
+
+    The terms are larger than what is left of them, and so are their rounding errors.
+    """
+    told: set[Op] = set()
+    for op in program.named(*rules.SUMS_OF_TWO):
+        if program.is_backward(op) or not is_float(op.outs[0]):
+            continue
+        form = weights(program, op.outs[0], of=of)
+        by = {v: n for v, n in form.items() if not of.isdisjoint(program.makers(v, SAME))}
+        if len(by) < 2 or min(by.values()) >= 0 or max(by.values()) <= 1:
+            continue
+        behind, most = _through(program, NOISE), sum(map(abs, by.values()))
+        found = next(filter(None, (_rounded(behind, v, of) for v in op.ins)), None)
+        if found is None or found in told:
+            continue
+        if most >= LOST or _is_read(program, op):
+            told.add(found)
+            yield Hit(
+                f"A difference of {max(by.values()):g} and {-min(by.values()):g} times "
+                f"probabilities is computed from {shown(found.outs[0])}.",
+                op,
+            )
+
+
+LOST = 16.0  # four digits fewer than the dtype has: a fault whatever reads the result
+
+
+def _is_read(program: Program, op: Op) -> bool:
+    """Returns whether values are returned in float32, drawn from, or divided by their sum."""
+    ahead = program.forward(op.outs[0], NOISE | LOGS)
+    if any(not is_half(v) for v in ahead if v in {*program.block.outvars}):
+        return True
+    read = {each.name for v in ahead for each in program.readers(v)}
+    return bool(read & (RANKS | LOGS | ADDS | EXPONENTIALS)) or _is_averaged(program, op)
+
+
 def _are_same(program: Program, one: Value, other: Value) -> bool:
     """Returns whether two values have the same entries, as in x - stop_gradient(x)."""
     return not {*program.back(one, WHOLE)}.isdisjoint(program.back(other, WHOLE))
@@ -340,8 +448,11 @@ def _gives_places(program: Program, op: Op) -> bool:
 
 
 def _is_compared(program: Program, op: Op) -> bool:
-    ahead = program.forward(op.outs[0], CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS)
-    return any(each.spec.need == rules.COMPARE for v in ahead for each in program.readers(v))
+    """Returns whether sums are compared, or sorted together with what is looked up in them."""
+    through = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | {rules.JOIN}
+    readers = [each for v in program.forward(op.outs[0], through) for each in program.readers(v)]
+    compared = any(each.spec.need == rules.COMPARE for each in readers)
+    return compared or any(each.name in RANKS and _gives_places(program, each) for each in readers)
 
 
 def _in_order(program: Program, value: Value) -> list[Op]:
@@ -438,15 +549,17 @@ def half_saturations(program: Program) -> Iterator[Hit]:
         if at_bound:
             where = f"was computed in {shown(found.outs[0])}"
             yield Hit(f"{op.name} reads the distance of a value to its bound, which {where}.", op)
+    bounds = dict.fromkeys(of, 1.0) | _quotients(program)
     told: set[Op] = set()
-    for op in program.named(*rules.EXPONENTIALS):
-        if is_half(op.outs[0]) or program.is_backward(op):
+    for op in program.ops:
+        judge = "softmax" if op.name in rules.EXPONENTIALS else "sum of squares"
+        if not (op.name in rules.EXPONENTIALS or squares(op)):
             continue
-        if not any(each.name in ADDS for each in program.final_readers(op.outs[0], SAME)):
+        if is_half(op.outs[0]) or program.is_backward(op) or not _is_totaled(program, op):
             continue
-        for value, weight in weights(program, op.ins[0]).items():
-            squash, cap = _cap(program, value, weight)
-            if squash is None or squash not in of:
+        for value, weight in _summands(program, op.ins[0]):
+            squash, cap = _cap(program, value, weight, bounds)
+            if squash is None:
                 continue
             rounding = _rounded(_through(program, NOISE), op.ins[0], {squash})
             if rounding is None or rounding in told:
@@ -454,26 +567,70 @@ def half_saturations(program: Program) -> Iterator[Hit]:
             if cap * 2.0 ** -digits(dtype_of(rounding.outs[0])) > LARGEST_ERROR:
                 told.add(rounding)
                 yield Hit(
-                    f"{squash.name} saturates in {shown(rounding.outs[0])}, and a softmax reads it "
+                    f"{squash.name} saturates in {shown(rounding.outs[0])}, and a {judge} reads it "
                     f"{f'times {cap:g}' if cap < CAP else 'times a cap'} in float32.",
                     rounding,
                 )
 
 
+def _is_totaled(program: Program, op: Op) -> bool:
+    """Returns whether exponentials are added up, or squares averaged."""
+    if squares(op):
+        return _is_averaged(program, op)
+    return any(each.name in ADDS for each in program.final_readers(op.outs[0], SAME))
+
+
+def _summands(program: Program, value: Value) -> Iterator[tuple[Value, float]]:
+    """Yields the terms of a sum, also of one that an array multiplies, and their weights."""
+    for v, weight in weights(program, value).items():
+        yield v, weight
+        op = program.maker(v)
+        if op is not None and op.name in rules.PRODUCTS:
+            for part, by in weights(program, op.ins[0]).items():
+                yield part, weight * by
+
+
+def _quotients(program: Program) -> dict[Op, float]:
+    """Returns the quotients that saturate, x / (1 + |x|) and those of exponentials, and bounds."""
+
+    def sizes(value: Value) -> dict[Value | None, float]:
+        found: dict[Value | None, float] = {}
+        for v, weight in weights(program, value).items():
+            op, number = program.maker(v), program.number(v)
+            if number is not None:
+                found[None] = found.get(None, 0.0) + weight * number
+            elif op is not None and op.name == ABS:
+                root, factor = root_of(program, op.ins[0])
+                found[root] = abs(weight * factor)
+            else:
+                found[v] = weight if op is not None and op.name in rules.EXPONENTIALS else 0.0
+        return found
+
+    bounds = {}
+    for op in program.named(*DIVIDES - SIGMOIDS):
+        below, (root, factor) = sizes(op.ins[1]), root_of(program, op.ins[0])
+        above = {root: factor} if root in below else sizes(op.ins[0])
+        if len(below) > 1 and min(below.values()) > 0 and above.keys() <= below.keys():
+            bounds[op] = max(abs(n) / below[v] for v, n in above.items())
+    return bounds
+
+
 CAP = float("inf")  # a cap that the program takes as an argument
 
 
-def _cap(program: Program, value: Value, weight: float) -> tuple[Op | None, float]:
-    """Returns the saturating function that a term is a multiple of, and the multiple."""
+def _cap(
+    program: Program, value: Value, weight: float, bounds: dict[Op, float]
+) -> tuple[Op | None, float]:
+    """Returns the saturating function that a term is a multiple of, and the bound of the term."""
     op = program.maker(value)
-    if op is not None and op.name in SQUASHES:
-        return op, abs(weight)
+    if op in bounds:
+        return op, abs(weight) * bounds[op]
     if op is None or op.name not in rules.PRODUCTS:
         return None, 0.0
     for factor, cap in (op.ins, op.ins[::-1]):
         for squash in program.makers(factor, SAME):
             # c tanh(x / c): the same value divides.
-            scaled = program.makers(squash.ins[0], SAME) if squash.name in SQUASHES else []
+            scaled = program.makers(squash.ins[0], SAME) if squash in bounds else []
             same = {v for v in program.back(cap, SAME) if not v.literal}
             if any(not same.isdisjoint(program.back(by, SAME)) for m in scaled for by in m.ins[1:]):
                 return squash, CAP
