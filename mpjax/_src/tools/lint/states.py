@@ -100,20 +100,25 @@ def is_updated(program: Program, each: Carried) -> bool:
     """Returns whether a tree is state, and not only shaped like it (a gradient, cast parameters).
 
     The new value of state is its old value with something added or written into it. An array to
-    which only constants are added is normalized, and so are bytes that become fractions.
+    which only constants are added, and that is scaled too, is normalized, and so are bytes that
+    become fractions.
     """
     if each.before not in program.back(each.after, KEEPS):
         return False
     pixels = dtype_of(each.before) == jnp.uint8 and is_float(each.after)
     ways = WRITES - CHOSEN - rules.SUMS_OF_TWO if pixels else WRITES
     makers = program.makers(each.after, KEEPS)
-    return any(op.name in ways and _adds(program, each, op) for op in makers)
+    fixed = each.before.is_one or not any(op.name in rules.PRODUCTS for op in makers)
+    return any(op.name in ways and _adds(program, each, op, fixed) for op in makers)
 
 
-def _adds(program: Program, each: Carried, op: Op) -> bool:
-    """Returns whether an operation adds to an array, or selects, what comes from elsewhere."""
+def _adds(program: Program, each: Carried, op: Op, fixed: bool) -> bool:
+    """Returns whether an operation adds to an array, or selects, what comes from elsewhere.
+
+    With ``fixed``, constants count too.
+    """
     if op.name in rules.SUMS_OF_TWO:
-        return each.before.is_one or _given(program).issuperset(op.ins)
+        return fixed or _given(program).issuperset(op.ins)
     return not cases(op) or any(each.before not in program.back(v, KEEPS) for v in cases(op))
 
 

@@ -138,3 +138,15 @@ def test_a_call_is_told_by_its_place_in_a_line():
     jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.sin(x))(1.0)
     first, second, _ = map(_jax.call_of, jaxpr.eqns)
     assert first != second and len(first) == 1
+
+
+@pytest.mark.parametrize("policy", ["float32", "O3:bfloat16"])
+def test_a_function_that_autocast_runs_as_written_has_its_own_lines(policy):
+    def fun(x):
+        return jnp.sin(x)
+
+    line = fun.__code__.co_firstlineno + 1
+    jaxpr = jax.make_jaxpr(mpjax.autocast(fun, policy))(jnp.ones(5))
+    calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    found = [_jax.source_lines(eqn, call)[0] for call in calls for eqn in call.params["jaxpr"].eqns]
+    assert {*found} == {f"{__file__}:{line}"}

@@ -81,7 +81,7 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
 
 def _calls_jax(eqn: Any) -> bool:
     """Returns whether an equation is a jit of a function of JAX."""
-    return eqn.primitive is jit_p and not is_users(eqn.params["jaxpr"].jaxpr)
+    return eqn.primitive is jit_p and file_of(eqn.params["jaxpr"].jaxpr).startswith(JAX)
 
 
 def source_line(*eqns: Any) -> str:
@@ -184,12 +184,6 @@ def _callers(eqn: Any) -> tuple[list[Any], list[Any]]:
     own = (i for i, f in enumerate(frames) if not f.file_name.startswith((JAX, OURS)))
     start = next(own, len(frames))
     return frames[:start], frames[start:]
-
-
-def is_users(jaxpr: Any) -> bool:
-    """Returns whether a user wrote the function of an open jaxpr, so that its lines say more than
-    the line that calls it."""
-    return not file_of(jaxpr).startswith((JAX, OURS))
 
 
 def file_of(fun: Any) -> str:
