@@ -163,3 +163,27 @@ def test_an_overflow_of_the_step_is_found_where_it_is(name):
     assert max(row.overflow for row in compared.rows) == 1
     for way in (mpjax.autocast(loss, policy), lambda p, b: step(init(p), b)[1]["loss"]):
         assert not np.isfinite(way(*args))
+
+
+def test_advice_on_an_overflow_names_the_casting_that_makes_it():
+    params = {"w": jnp.zeros((8, 4)), "b": jnp.full(4, 12.0)}
+    init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "p=f32,c=f16,o=f32")
+    for report in (
+        mpjax.find_nonfinite(loss, "p=f32,c=f16,o=f32")(params, OVERFLOWS),
+        mpjax.find_nonfinite(step)(init(params), OVERFLOWS),
+    ):
+        assert "casting=op" in report.advice and "The function itself casts" not in report.advice
+
+
+TABLE = np.linspace(0, 1, 4).astype(np.float32)
+
+
+@pytest.mark.parametrize("way", ["autocast", "step"])
+def test_lint_looks_at_what_runs_where_arguments_are_cast(way):
+    def promoting(params, batch):
+        return jnp.mean(((batch[0] @ params["w"]) * TABLE) @ params["w"].T)
+
+    init, step = mpjax.build_train_step(promoting, optax.sgd(0.1), "p=f32,c=bf16,o=f32")
+    args = (init(PARAMS), BATCH) if way == "step" else (PARAMS, BATCH)
+    fun = step if way == "step" else mpjax.autocast(promoting, "p=f32,c=bf16,o=f32")
+    assert "promoted-matmul" in {f.rule for f in mpjax.lint(fun, run=False)(*args).findings}

@@ -220,3 +220,20 @@ def test_a_region_has_no_effect_and_a_warning():
 
     with pytest.warns(PrecisionWarning, match="mpjax.precision has no effect"):
         fun(PARAMS, X)
+
+
+def test_an_autocast_around_it_leaves_it_alone():
+    inner = mpjax.autocast(product, POLICY)
+    outer = mpjax.autocast(lambda params, x: inner(params, x) @ W, "mixed_float16")
+
+    def exponentials(fun):
+        jaxpr = jax.make_jaxpr(fun)(PARAMS, X)
+        return [e.invars[0].aval.dtype for e in equations(jaxpr) if e.primitive.name == "exp"]
+
+    assert exponentials(outer) == exponentials(inner) == [BF16]
+    found = {
+        tuple(v.aval.dtype.name for v in e.invars)
+        for e in equations(jax.make_jaxpr(outer)(PARAMS, X))
+        if e.primitive.name == "dot_general"
+    }
+    assert found == {("bfloat16", "bfloat16"), ("float16", "float16")}

@@ -5,10 +5,13 @@ the dtypes that JAX gives them. States are not cast, because an average in 16 bi
 `kept`.
 """
 
+import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.contexts import PLANNED_FOR
@@ -17,7 +20,7 @@ from mpjax._src.core.base.errors import PrecisionWarning, warn_user
 from mpjax._src.core.planner.exceptions import regions
 from mpjax._src.core.policy.fields import OP_LISTS
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.core.program.graph import Block, Op, Value, build
+from mpjax._src.core.program.graph import ARGUMENTS, PLANNED, Block, Op, Value, build
 from mpjax._src.core.program.modules import leaves_trained
 from mpjax._src.core.program.states import Leaves, next_states
 from mpjax._src.core.program.trace import Flat, Traced
@@ -40,6 +43,22 @@ def casts_arguments(policy: Policy) -> bool:
     A policy that computes in float32 casts neither.
     """
     return policy.casting == BOUNDARY and policy.compute_dtype != FLOAT32
+
+
+@contextlib.contextmanager
+def scopes(policy: Policy) -> Iterator[None]:
+    """Puts what a function runs under a policy into its scopes.
+
+    An autocast around it leaves alone what is planned. Where arguments alone are cast nothing is,
+    and without an autocast around it the linter takes its operations for the user's.
+    """
+    once = casts_arguments(policy)
+    with contextlib.ExitStack() as stack:
+        if once:
+            stack.enter_context(jax.named_scope(ARGUMENTS))
+        if not once or PLANNED_FOR.value is not None:
+            stack.enter_context(jax.named_scope(PLANNED))
+        yield
 
 
 def of_operations(policy: Policy) -> Policy:

@@ -35,7 +35,6 @@ from mpjax._src.core.planner.replaced import replaced
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program import trace as programs
-from mpjax._src.core.program.graph import PLANNED
 from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.core.program.respellings import Respellings
 from mpjax._src.core.program.site import with_rows
@@ -445,8 +444,7 @@ def call(traced: Traced, arrays: Sequence[Any], rows: bool = False) -> list[Any]
     """
     traced = traced.with_rows if rows else traced
     arrays = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in arrays]
-    # An autocast around this one leaves alone what is planned.
-    with jax.named_scope(PLANNED):
+    with boundary.scopes(traced.policy):
         run = _run_as_written if traced.as_written else _run_program
         results = run(traced, arrays)
         if FLOAT16 in traced.computes_in and not rows:

@@ -23,6 +23,7 @@ CONSTANT_LIMIT = 1 << 16
 # The names of scopes that mpjax uses as marks.
 REGION = "mpjax.precision="
 PLANNED = "mpjax.autocast"
+ARGUMENTS = "mpjax.arguments"  # around a function whose arguments autocast casts, and no operation
 KERNEL = "mpjax.kernel="
 ATTENTION = "mpjax.attention="
 LOSS = "mpjax.loss="

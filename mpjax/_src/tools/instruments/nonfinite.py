@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.autocast.boundary import casts_arguments
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, is_half
 from mpjax._src.core.base.lines import short, where
@@ -19,7 +20,7 @@ from mpjax._src.core.base.rules import rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.curried import takes_arguments
-from mpjax._src.core.program.graph import PLANNED
+from mpjax._src.core.program.graph import ARGUMENTS, PLANNED
 from mpjax._src.core.program.interpret import Watcher, interpret, root_of, run, run_in_float32, take
 from mpjax._src.core.program.modules import changed_by, has_modules
 from mpjax._src.core.program.site import Site, shown
@@ -374,7 +375,7 @@ class _Finder(Watcher):
         paths = self._parameters(ins) or own or [v.path for v in ins if v.path]
         lines, result = self._lines_of(eqn, place), range_of(out)
         inserted = not lines[0] or (
-            PLANNED in place.scopes
+            not {PLANNED, ARGUMENTS}.isdisjoint(place.scopes)
             and eqn.primitive.name == rules.CAST
             and not _jax.is_written_cast(eqn)
         )
@@ -529,7 +530,8 @@ def _advised(
             places, overrides = Places(program.plan), dict.fromkeys(tried, FLOAT32.name)
             flops = places.flops(frozenset().union(*(places.place(each).ops for each in tried)))
             event = dataclasses.replace(event, overrides=overrides, float32_flops=flops)
-    advice = _advice(event, gradients, own, tried, _least(program))
+    once = casts_arguments(policy) or (op is not None and ARGUMENTS in op.scopes)
+    advice = _advice(event, gradients, own, once, tried, _least(program))
     return dataclasses.replace(event, advice="\n".join(advice))
 
 
@@ -579,7 +581,12 @@ def _moved_to_float32(
 
 
 def _advice(
-    event: NonfiniteReport, gradients: set[str], own: bool, tried: Sequence[str], least: int
+    event: NonfiniteReport,
+    gradients: set[str],
+    own: bool,
+    once: bool,
+    tried: Sequence[str],
+    least: int,
 ) -> Iterator[str]:
     if event.kind == "argument":
         yield "Lowering the loss scale does not help: the argument itself is NaN or Inf."
@@ -614,14 +621,20 @@ def _advice(
                 "row computes inf - inf = NaN. Use a large finite number such as -1e9, or check "
                 "the data."
             )
-        yield from _against(event, own, tried)
+        yield from _against(event, own, once, tried)
 
 
-def _against(event: NonfiniteReport, own: bool, tried: Sequence[str]) -> Iterator[str]:
-    """Yields what helps in the function itself."""
+def _against(event: NonfiniteReport, own: bool, once: bool, tried: Sequence[str]) -> Iterator[str]:
+    """Yields what helps in the function itself; ``once`` says that its arguments are cast once."""
     # How to avoid the point where a derivative is non-finite.
     guard = event.derivative_of and INFINITE_DERIVATIVE.get(event.derivative_of, GUARD)
-    if event.kind == "overflow" and own:
+    if event.kind == "overflow" and own and once:
+        yield (
+            "The policy casts the arguments of the function once, so that its operations run in 16 "
+            "bits. Add casting=op to the policy, which runs this one in float32, cast to float32 "
+            "before it, or use bfloat16, which has float32's range."
+        )
+    elif event.kind == "overflow" and own:
         yield (
             "The function itself casts to 16 bits here, and a policy cannot undo that. Remove the "
             "cast, so that the policy decides, or cast to bfloat16, which has float32's range."
