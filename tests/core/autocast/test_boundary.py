@@ -196,6 +196,41 @@ def test_a_function_that_refuses_16_bits_is_cast_by_operation_and_told():
     assert report.calls()["dot_general"]["bf16"] == 1
 
 
+def loss(params, x):
+    return jnp.mean(product(params, x) ** 2)
+
+
+def trained(params, x):
+    grads = jax.grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 1e-4 * g, params, grads)
+
+
+def several(params, x):
+    return lax.scan(lambda p, _: (trained(p, x), None), params, None, length=2)[0]
+
+
+@pytest.mark.parametrize("step", [trained, jax.jit(trained), several])
+def test_a_function_that_updates_its_parameters_is_cast_by_operation(step):
+    """In bfloat16, an update of 1e-4 would leave most weights as they are."""
+    with pytest.warns(PrecisionWarning, match="it adds gradients to b itself"):
+        new = mpjax.autocast(step, POLICY)(PARAMS, X)
+    want = mpjax.autocast(step, f"{POLICY},casting=op")(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, new, want)
+    assert np.all(np.asarray(new["w"]) != np.asarray(PARAMS["w"]))
+
+
+def test_gradients_alone_are_those_of_cast_arguments():
+    def regularized(params, x):
+        return (
+            loss(params, x) + 0.5 * jnp.sum(params["w"] ** 2) + jnp.vdot(params["b"], params["b"])
+        )
+
+    for fun in (loss, regularized):
+        grads = mpjax.autocast(jax.grad(fun), POLICY)(PARAMS, X)
+        want = by_hand(jax.grad(fun), BF16, F32)(PARAMS, X)
+        assert_near(grads, want, 0.05)
+
+
 def test_an_error_of_the_function_itself_is_raised():
     def broken(params, x):
         raise ValueError("mine")

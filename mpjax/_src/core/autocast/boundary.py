@@ -7,8 +7,9 @@ the dtypes that JAX gives them. States are not cast, because an average in 16 bi
 
 import contextlib
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from mpjax._src.core.policy.fields import OP_LISTS
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import ARGUMENTS, PLANNED, Block, Op, Value, build
 from mpjax._src.core.program.modules import leaves_trained
+from mpjax._src.core.program.site import equations
 from mpjax._src.core.program.states import Leaves, next_states
 from mpjax._src.core.program.trace import Flat, Traced
 
@@ -113,10 +115,10 @@ def warn_of_refusal(policy: Policy, fun: Any, refused: Exception) -> None:
     reason = next(iter(str(refused).strip().splitlines()), "")
     warn_user(
         f"policy={str(policy)!r} casts the arguments of a function once, but "
-        f"{getattr(fun, '__name__', 'it')} cannot be traced with {policy.compute_dtype.name} "
-        f"arguments ({type(refused).__name__}: {reason}), so each of its operations is cast by its "
-        "rule, as under casting=op. Add casting=op to the policy if you mean that. Otherwise "
-        "create the function's own constants and initial carries in the dtype of its arguments.",
+        f"{getattr(fun, '__name__', 'it')} does not run on {policy.compute_dtype.name} arguments "
+        f"({type(refused).__name__}: {reason}), so each of its operations is cast by its rule, as "
+        "under casting=op. Add casting=op to the policy if you mean that. Otherwise pass the loss "
+        "alone, and create its constants and initial carries in the dtype of its arguments.",
         PrecisionWarning,
     )
 
@@ -156,17 +158,19 @@ def _continued(call: Flat, seen: Sequence[Any], program: Traced) -> set[int]:
     and a tree of which a matmul reads an array, which is what a policy casts.
     """
     jaxpr, consts = _jax.open_jaxpr(program.jaxpr)
-    found: list[set[int]] = []
+    flow = _Flow(functools.cache(functools.partial(build, jaxpr, consts)))
+    if any(site.backward for _, site, _ in equations(jaxpr)) and flow.updated:
+        name = call.paths[min(flow.updated)]
+        raise ValueError(
+            f"it adds gradients to {name or 'an argument'} itself, which 16 bits would round away"
+        )
 
     def is_state(arguments: Leaves, results: Leaves) -> bool:
-        if not found:  # few functions return such a tree
-            found.extend(_told(build(jaxpr, consts)))
-        multiplied, differentiated = found
         pairs = [(i, o) for i, o in zip(arguments, results, strict=True) if i is not None]
         return (
             any(jaxpr.invars[i] is not jaxpr.outvars[o] for i, o in pairs)
-            and multiplied.isdisjoint(arguments)
-            and differentiated.isdisjoint(results)
+            and flow.multiplied.isdisjoint(arguments)
+            and flow.differentiated.isdisjoint(results)
         )
 
     results = [v.aval for v in jaxpr.outvars]
@@ -174,43 +178,75 @@ def _continued(call: Flat, seen: Sequence[Any], program: Traced) -> set[int]:
     return {i for arguments, _ in pairs for i in arguments if i is not None}
 
 
-def _told(block: Block) -> tuple[set[int], set[int]]:
-    """Returns the arguments that matmuls read, and the results that a backward pass makes."""
-    read = _read_by_matmuls(block)
-    made: set[Value] = set()
-    for op in block.ops:
-        inside = (each for sub in op.subs for each in sub.program.walk())
-        if not made.isdisjoint(op.ins) or any(map(_is_transposed, (op, *inside))):
-            made.update(op.outs)
-    arguments, results = enumerate(block.invars), enumerate(block.outvars)
-    return {i for i, v in arguments if v in read}, {i for i, v in results if v in made}
-
-
 def _is_transposed(op: Op) -> bool:
     return "transpose" in _jax.transforms(op.stack)
 
 
-def _read_by_matmuls(block: Block) -> set[Value]:
-    """Returns the values that matmuls read, moved or cast at most, in loops and branches too."""
-    sources: dict[Value, list[Value]] = defaultdict(list)
-    reached: list[Value] = []
-    for op in block.walk():
-        if op.spec.need == rules.HALF:
-            reached += op.ins
-        if rules.SAME_PARAMETER in op.spec.traits:
-            sources[op.outs[0]].append(op.ins[0])
-        for sub in op.subs:
-            inner = sub.program
-            for value, place in zip(inner.invars, sub.ins, strict=True):
-                sources[value].append(op.ins[place])
-            for value, place in zip(inner.outvars, sub.outs, strict=True):
-                sources[value if place is None else op.outs[place]].append(value)
-            for result, argument in sub.carry:
-                sources[inner.invars[argument]].append(inner.outvars[result])
-    read: set[Value] = set()
-    while reached:
-        value = reached.pop()
-        if value not in read:
-            read.add(value)
-            reached += sources[value]
-    return read
+class _Flow:
+    """What a program makes of its arguments. They and its results are named by their places.
+
+    It is asked of few functions, so the graph is made when it is.
+    """
+
+    def __init__(self, block: Callable[[], Block]) -> None:
+        self._block = block
+
+    @functools.cached_property
+    def multiplied(self) -> set[int]:
+        """The arguments that matmuls read, moved or cast at most, in loops and branches too."""
+        matmuls = (op for op in self._block().walk() if op.spec.need == rules.HALF)
+        return self._arguments(v for op in matmuls for v in op.ins)
+
+    @functools.cached_property
+    def differentiated(self) -> set[int]:
+        """The results that depend on a backward pass."""
+        made: set[Value] = set()
+        for op in self._block().ops:
+            inside = (each for sub in op.subs for each in sub.program.walk())
+            if not made.isdisjoint(op.ins) or any(map(_is_transposed, (op, *inside))):
+                made.update(op.outs)
+        return {i for i, v in enumerate(self._block().outvars) if v in made}
+
+    @functools.cached_property
+    def updated(self) -> set[int]:
+        """The arguments to which a result adds what a backward pass makes."""
+        results = [self._block().outvars[i] for i in self.differentiated]
+        sums = {
+            op.outs[0]: op
+            for op in self._block().walk()
+            if op.name in rules.SUMS_OF_TWO and not _is_transposed(op)
+        }
+        added = (sums[v] for v in self._behind(results) if v in sums)
+        return self._arguments(v for op in added for v in op.ins)
+
+    @functools.cached_property
+    def _sources(self) -> dict[Value, list[Value]]:
+        """Of each value those that it is, moved or cast."""
+        sources: dict[Value, list[Value]] = defaultdict(list)
+        for op in self._block().walk():
+            if rules.SAME_PARAMETER in op.spec.traits:
+                sources[op.outs[0]].append(op.ins[0])
+            for sub in op.subs:
+                inner = sub.program
+                for value, place in zip(inner.invars, sub.ins, strict=True):
+                    sources[value].append(op.ins[place])
+                for value, place in zip(inner.outvars, sub.outs, strict=True):
+                    sources[value if place is None else op.outs[place]].append(value)
+                for result, argument in sub.carry:
+                    sources[inner.invars[argument]].append(inner.outvars[result])
+        return sources
+
+    def _behind(self, values: Iterable[Value]) -> set[Value]:
+        """Returns some values and all that they are, moved or cast."""
+        seen: set[Value] = set()
+        waiting = [*values]
+        while waiting:
+            value = waiting.pop()
+            if value not in seen:
+                seen.add(value)
+                waiting += self._sources[value]
+        return seen
+
+    def _arguments(self, values: Iterable[Value]) -> set[int]:
+        behind = self._behind(values)
+        return {i for i, v in enumerate(self._block().invars) if v in behind}

@@ -152,8 +152,8 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
 
     A policy with ``casting="boundary"`` (O3, "bf16", jmp strings) chooses no dtypes: the floating
     arguments are cast once to its compute dtype, except for states, and the results to its output
-    dtype. A function that cannot be traced with such arguments runs as under ``casting="op"``, and
-    a `PrecisionWarning` says so.
+    dtype. A function that refuses such arguments, or adds gradients to them, runs as under
+    ``casting="op"``, and a `PrecisionWarning` says so.
 
     The function may use any JAX transformation, and any of them may be applied to the result.
     Outside of transformations:
