@@ -54,6 +54,8 @@ ALIASES = {
     "flax.nnx.transforms.autodiff.": "flax.nnx.",
     "~P": "...",
 }
+# Types that are Any to type checkers, and so have no page.
+PLAIN = ("DTypeLike", "LossScale")
 # Types without a page of their own, and the function that describes their values.
 DESCRIBED_BY = {"PolicyLike": "mpjax.get_policy"}
 COLON = "\ue000"  # a private-use character that stands for a colon
@@ -93,7 +95,7 @@ def find_public(app, env, node, content):
     """Resolves a signature's reference to the public name. Type variables and jmp have no page."""
     target = node.get("reftarget", "")
     node["reftarget"] = name = DESCRIBED_BY.get(target) or public(target)
-    if re.fullmatch("[A-Z]", name) or name.startswith("jmp."):
+    if re.fullmatch("[A-Z]", name) or name in PLAIN or name.startswith("jmp."):
         return content
     if name.startswith("mpjax.") and name != target:
         to, page = env.get_domain("py"), node["refdoc"]

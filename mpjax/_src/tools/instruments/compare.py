@@ -278,7 +278,7 @@ def compare(
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient is compared
             too.
         policy: A policy or its name; or a function of the same arguments as ``fun``, which returns
-            floating arrays of the same shapes. `functools.partial` gives a function arguments of
+            floating arrays of the same shapes. ``functools.partial`` gives a function arguments of
             its own.
         argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.

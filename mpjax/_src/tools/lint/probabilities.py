@@ -451,7 +451,12 @@ def _is_compared(program: Program, op: Op) -> bool:
     """Returns whether sums are compared, or sorted together with what is looked up in them."""
     through = CHOSEN | rules.SUMS_OF_TWO | rules.PRODUCTS | {rules.JOIN}
     readers = [each for v in program.forward(op.outs[0], through) for each in program.readers(v)]
-    compared = any(each.spec.need == rules.COMPARE for each in readers)
+    # What reads several floating arrays and returns none compares them, as JAX's own searchsorted.
+    compared = any(
+        each.spec.need == rules.COMPARE
+        or (sum(map(is_float, each.ins)) > 1 and not any(map(is_float, each.outs)))
+        for each in readers
+    )
     return compared or any(each.name in RANKS and _gives_places(program, each) for each in readers)
 
 
