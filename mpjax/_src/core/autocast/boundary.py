@@ -1,8 +1,8 @@
 """Casts at the boundary of a function: of its arguments before it runs, and of its results.
 
 That is what a policy with ``casting="boundary"`` makes of a function. Its operations then run in
-the dtypes that JAX gives them. States are not cast, because an average in 16 bits stands still: see
-`kept`.
+the dtypes that JAX gives them. States are not cast (`_declared`, `_continued`), because an average
+in 16 bits stands still.
 """
 
 import contextlib
@@ -21,7 +21,16 @@ from mpjax._src.core.base.errors import PrecisionWarning, warn_user
 from mpjax._src.core.planner.exceptions import regions
 from mpjax._src.core.policy.fields import OP_LISTS
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.core.program.graph import ARGUMENTS, PLANNED, Block, Op, Value, build
+from mpjax._src.core.program.graph import (
+    ARGUMENTS,
+    PLANNED,
+    Block,
+    Op,
+    Value,
+    build,
+    walked,
+    wires,
+)
 from mpjax._src.core.program.modules import leaves_trained
 from mpjax._src.core.program.site import equations
 from mpjax._src.core.program.states import Leaves, next_states
@@ -226,26 +235,13 @@ class _Flow:
         for op in self._block().walk():
             if rules.SAME_PARAMETER in op.spec.traits:
                 sources[op.outs[0]].append(op.ins[0])
-            for sub in op.subs:
-                inner = sub.program
-                for value, place in zip(inner.invars, sub.ins, strict=True):
-                    sources[value].append(op.ins[place])
-                for value, place in zip(inner.outvars, sub.outs, strict=True):
-                    sources[value if place is None else op.outs[place]].append(value)
-                for result, argument in sub.carry:
-                    sources[inner.invars[argument]].append(inner.outvars[result])
+            for source, value in wires(op):
+                sources[value].append(source)
         return sources
 
     def _behind(self, values: Iterable[Value]) -> set[Value]:
         """Returns some values and all that they are, moved or cast."""
-        seen: set[Value] = set()
-        waiting = [*values]
-        while waiting:
-            value = waiting.pop()
-            if value not in seen:
-                seen.add(value)
-                waiting += self._sources[value]
-        return seen
+        return {*walked(values, self._sources.__getitem__)}
 
     def _arguments(self, values: Iterable[Value]) -> set[int]:
         behind = self._behind(values)

@@ -17,7 +17,7 @@ import numpy as np
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import is_float
 from mpjax._src.core.base.higher_order import MAP, Inside, higher_order
-from mpjax._src.core.program.graph import AGAIN
+from mpjax._src.core.program.graph import AGAIN, walked
 
 # What of a program an equation is, as its name stack says.
 OTHER, FORWARD, BACKWARD, REPEATED = "", "forward", "backward", "repeated"
@@ -140,10 +140,10 @@ class _Graph:
         if not backward:
             return frozenset()
         seeds = [op for op in backward if op.part == BACKWARD and self._reads_seed(op)]
-        ends = self._reached([n for op in seeds for n in op.outs], self._computed)
+        ends = {*walked([n for op in seeds for n in op.outs], self._computed)}
         found = {op for op in backward if not ends.isdisjoint(op.ins)} | {*seeds}
         # What leads to nothing of this has a cotangent that is not known, such as a constant.
-        used = self._reached([n for op in found for n in op.ins], self._read)
+        used = {*walked([n for op in found for n in op.ins], self._read)}
         others = (op for op in backward if op.part == BACKWARD and used.isdisjoint(op.outs))
         found |= {op for op in others if any(self.floats[n] for n in op.outs)}
         return frozenset(op.key for op in found)
@@ -170,19 +170,19 @@ class _Graph:
     @functools.cached_property
     def _one(self) -> set[int]:
         """The values that may be the number 1."""
-        return self._reached(self.ones, self.ahead.__getitem__)
+        return {*walked(self.ones, self.ahead.__getitem__)}
 
     @functools.cached_property
     def _given(self) -> set[int]:
         """The floating values from outside that the forward pass neither makes nor reads."""
         forward = (op for op in self.ops if op.part == FORWARD and not op.hands_on)
-        read = self._reached([n for op in forward for n in op.ins], self.behind.__getitem__)
+        read = {*walked([n for op in forward for n in op.ins], self.behind.__getitem__)}
         roots = [n for n, behind in enumerate(self.behind) if not behind]
         kept = {n for n in roots if n in read or self.made[n] == FORWARD}
         others = (n for n in roots if self.floats[n] and self.made[n] in (None, OTHER))
         outside = [n for n in others if n not in kept and n not in self.constants]
         ahead = self.ahead.__getitem__
-        return self._reached(outside, ahead) - self._reached(kept, ahead)
+        return {*walked(outside, ahead)} - {*walked(kept, ahead)}
 
     @functools.cached_property
     def _calls_of_numbers(self) -> set[Any]:
@@ -213,15 +213,6 @@ class _Graph:
         yield from self.behind[number]
         if number in self._makers:
             yield from self._makers[number].ins
-
-    @staticmethod
-    def _reached(starts: Iterable[int], following: Callable[[int], Iterable[int]]) -> set[int]:
-        seen, waiting = {*starts}, [*starts]
-        while waiting:
-            fresh = {*following(waiting.pop())} - seen
-            seen |= fresh
-            waiting += fresh
-        return seen
 
 
 def _part(stack: Any, around: str) -> str:

@@ -5,9 +5,10 @@ cond) are separate blocks. `higher_order` describes how they connect to the oute
 analysis needs no rule per control-flow primitive. This module makes no decisions.
 """
 
+import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.higher_order import HigherOrder, Inside, higher_order
 from mpjax._src.core.base.rules import Rule, rule_of
+
+T = TypeVar("T")
 
 # The planner does not read the entries of larger constants.
 CONSTANT_LIMIT = 1 << 16
@@ -248,6 +251,32 @@ def _constant(aval, value) -> Value:
     if not constant.is_f32 or traced or constant.size > CONSTANT_LIMIT:
         return constant
     return dataclasses.replace(constant, const=np.asarray(value))
+
+
+def wires(op: Op) -> Iterator[tuple[Value, Value]]:
+    """Yields the pairs of values that are one, where programs inside an op begin, turn and end."""
+    for sub in op.subs:
+        inner = sub.program
+        for place, value in zip(sub.ins, inner.invars, strict=True):
+            yield op.ins[place], value
+        for value, out in zip(inner.outvars, sub.outs, strict=True):
+            if out is not None:
+                yield value, op.outs[out]
+        for result, argument in sub.carry:
+            yield inner.outvars[result], inner.invars[argument]
+
+
+def walked(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields some nodes of a graph and all that follow, the nearest first."""
+    waiting = collections.deque(dict.fromkeys(starts))
+    seen = {*waiting}
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for each in following(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
 
 
 def is_float(value: Value) -> bool:

@@ -23,7 +23,7 @@ from mpjax._src.core.base.higher_order import BRANCH, SCAN, turns_of
 from mpjax._src.core.base.trees import is_key
 from mpjax._src.core.program.derived import derived_in, key_of
 from mpjax._src.core.program.gradient import check_loss, differentiated, pull_back
-from mpjax._src.core.program.graph import CONSTANT_LIMIT, Block, Op, Value, build
+from mpjax._src.core.program.graph import CONSTANT_LIMIT, Block, Op, Value, build, walked, wires
 from mpjax._src.core.program.modules import call_on_arrays, has_modules, on_arrays
 from mpjax._src.core.program.trace import Flat, Traced, parameters_of, trace
 
@@ -81,22 +81,13 @@ class Program:
                 for operand, value in zip(op.ins, op.outs, strict=True):
                     self._passed[value] = operand
                     self._passing.setdefault((op, operand), []).append(value)
+            for pair in wires(op):
+                self._connect(*pair)
             for sub in op.subs:
-                self._wire(op, sub)
+                # The condition of a loop returns its verdict to the loop itself.
+                ends = zip(sub.program.outvars, sub.outs, strict=True)
+                self._tests += [value for value, place in ends if place is None]
                 self._enter(sub.program, (*around, op))
-
-    def _wire(self, op: Op, sub: Any) -> None:
-        """Joins what an inner program reads and returns with what is the same outside of it."""
-        inner = sub.program
-        for value, place in zip(inner.invars, sub.ins, strict=True):
-            self._connect(op.ins[place], value)
-        for value, out in zip(inner.outvars, sub.outs, strict=True):
-            if out is not None:
-                self._connect(value, op.outs[out])
-            else:  # the condition of a loop returns its verdict to the loop itself
-                self._tests.append(value)
-        for result, argument in sub.carry:
-            self._connect(inner.outvars[result], inner.invars[argument])
 
     def _connect(self, source: Value, target: Value) -> None:
         self._from[target].append(source)
@@ -323,19 +314,6 @@ def anything(op: Op) -> bool:
 def all_reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> list[T]:
     """Returns some nodes of a graph and all that follow, the nearest first."""
     return [*walked(starts, following)]
-
-
-def walked(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """Yields some nodes of a graph and all that follow, the nearest first."""
-    waiting = collections.deque(dict.fromkeys(starts))
-    seen = {*waiting}
-    while waiting:
-        node = waiting.popleft()
-        yield node
-        for each in following(node):
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
 
 
 # ---- tracing ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import digits, dtype_of, is_half, short_name, shown, stalls_at
 from mpjax._src.core.base.higher_order import SCAN, turns_of
-from mpjax._src.core.program.graph import Op, Value
+from mpjax._src.core.program.graph import Op, Value, walked
 from mpjax._src.tools.lint.bounds import bounds_of
 from mpjax._src.tools.lint.program import (
     CHOSEN,
@@ -19,7 +19,6 @@ from mpjax._src.tools.lint.program import (
     anything,
     cases,
     moves_one,
-    walked,
 )
 from mpjax._src.tools.lint.rule import Hit
 from mpjax._src.tools.lint.states import Carried, alone, carried, is_updated
