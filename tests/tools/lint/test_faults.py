@@ -3,8 +3,19 @@
 from pathlib import Path
 
 import faults_devices
+import faults_distances
+import faults_expectations
+import faults_integers
 import faults_matmuls
+import faults_orders
+import faults_phases
+import faults_probabilities
+import faults_products
+import faults_rounding
+import faults_saturation
+import faults_scales
 import faults_states
+import faults_totals
 import pytest
 
 import mpjax
@@ -18,15 +29,26 @@ NAMED = (
     *("jax#30337", "jax#7368", "optax#1405", "optax#1444", "optax#1552", "flax#2547"),
     *("maxtext#3721", "maxtext#5039", "maxtext#1350", "xla#26371", "axlearn#1214"),
 )
+# Of numbers (counts, angles, totals, products, norms), and of probabilities, distances and scales:
+# public ones, and members of the same classes.
+NUMBERS = (faults_phases, faults_integers, faults_totals, faults_products, faults_rounding)
+PROBABILITIES = (
+    *(faults_probabilities, faults_expectations, faults_orders, faults_saturation),
+    *(faults_distances, faults_scales),
+)
+OF_NUMBERS = tuple(fault for table in NUMBERS for fault in table.FAULTS)
+OF_PROBABILITIES = tuple(fault for table in PROBABILITIES for fault in table.FAULTS)
+EVERY = (*FAULTS, *OF_NUMBERS, *OF_PROBABILITIES)
+CORRECT = [each for table in (faults_totals, faults_products) for each in table.CORRECT]
 PAGE = Path(__file__).parents[3] / "docs" / "lint_rules.md"
 
-each = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+each = pytest.mark.parametrize("fault", EVERY, ids=lambda fault: fault.name)
 
 
 def lint(fault, fun):
     """Lints a program, and runs it if the rule of its fault looks at values."""
     needs = {rule.name: rule.needs for rule in RULES}[fault.rule]
-    return mpjax.lint(fun, target=fault.target, run=needs == VALUES)
+    return mpjax.lint(fun, fault.argnums, target=fault.target, run=needs == VALUES)
 
 
 @each
@@ -46,8 +68,27 @@ def test_lint_finds_nothing_in_the_mended_program(fault):
 @each
 def test_rules_of_values_find_nothing_in_the_mended_program(fault):
     args = (fault.mended_args or fault.args)()
-    report = mpjax.lint(fault.mended, target=fault.target)(*args)
+    report = mpjax.lint(fault.mended, fault.argnums, target=fault.target)(*args)
     assert fault.rule in report.ran and not report.findings, str(report)
+
+
+@pytest.mark.parametrize("name, fun, args", CORRECT, ids=[name for name, *_ in CORRECT])
+def test_lint_finds_nothing_in_correct_programs_of_numbers(name, fun, args):
+    report = mpjax.lint(fun)(*args())
+    assert not report.findings, str(report)
+
+
+def test_rows_of_public_faults_name_their_pages():
+    public = [fault for fault in OF_NUMBERS if fault.where]
+    assert len(OF_NUMBERS) >= 32 and len(public) >= 16
+    assert all(fault.name == "#".join(fault.where.split("/")[1::2]) for fault in public)
+
+
+def test_the_tables_have_thirty_faults_of_which_reports_tell_and_members_of_their_class():
+    names = [fault.name for fault in OF_PROBABILITIES]
+    told = [fault for fault in OF_PROBABILITIES if "#" in fault.name]
+    assert len(names) == len({*names}) >= 30 and len(told) >= 10
+    assert all(fault.where.split("/")[-1] == fault.name.split("#")[1] for fault in told)
 
 
 def test_every_named_fault_is_in_the_table():
@@ -57,7 +98,7 @@ def test_every_named_fault_is_in_the_table():
 
 def test_lint_has_at_least_twenty_rules():
     assert len({rule.name for rule in RULES}) >= 20
-    assert {fault.rule for fault in FAULTS} <= {rule.name for rule in RULES}
+    assert {fault.rule for fault in EVERY} <= {rule.name for rule in RULES}
 
 
 def test_lint_page_lists_the_faults():

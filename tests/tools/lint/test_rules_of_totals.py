@@ -1,6 +1,6 @@
 """Sums that a loop carries or a step keeps, products, and scans that are written out: their limits.
 
-`test_faults_of_numbers` has the programs that real ones are like.
+`test_faults` has the programs that real ones are like.
 """
 
 import jax
