@@ -153,6 +153,17 @@ def test_a_state_is_not_cast_but_gradients_and_what_matmuls_read_are():
     assert dtypes[-1] == BF16
 
 
+def test_the_gradients_of_a_part_that_no_matmul_reads_are_no_state():
+    def gradients(params, x):
+        dtypes.append(params["norm"]["scale"].dtype)
+        loss = lambda p: jnp.mean((x @ p["w"]) * p["norm"]["scale"])  # noqa: E731
+        return jax.grad(loss)(params)
+
+    dtypes = []
+    mpjax.autocast(gradients, POLICY)({"w": W, "norm": {"scale": PARAMS["b"]}}, X)
+    assert dtypes[-1] == BF16
+
+
 def test_what_is_passed_as_model_state_is_no_parameter():
     seen = seen_by(POLICY, PARAMS, model_state=jnp.float32(2))
     assert seen == ["bfloat16", "bfloat16", "float32"]
