@@ -4,6 +4,7 @@ from . import checkpoint as checkpoint
 from . import debug as debug
 from . import errors as errors
 from . import hardware as hardware
+from . import jmp as jmp
 from . import linen as linen
 from . import nnx as nnx
 from . import optim as optim

@@ -54,7 +54,7 @@ def test_every_package_has_its_place():
         "_src",
         "py",
         *("checkpoint", "debug", "errors", "hardware", "optim", "reports"),
-        *("keras", "linen", "nnx"),
+        *("jmp", "keras", "linen", "nnx"),
     }
 
 

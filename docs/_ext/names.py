@@ -27,7 +27,8 @@ from sphinx.util.typing import stringify_annotation
 MODULES = (
     *("mpjax.optim", "mpjax.debug", "mpjax.hardware", "mpjax.reports", "mpjax.errors"),
     *("mpjax.checkpoint", "mpjax"),  # it still finds old names, which are in those above
-    *("mpjax.nnx", "mpjax.linen", "mpjax.keras"),  # the last three have names that it has too
+    # These have names that it has too.
+    *("mpjax.nnx", "mpjax.linen", "mpjax.keras", "mpjax.jmp"),
 )
 PUBLIC = {
     id(getattr(module, name)): f"{module.__name__}.{name}"

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import typing
 
 import mpjax
 
@@ -10,5 +11,6 @@ NAMES = [
     *(f"mpjax.{m.name}" for m in pkgutil.iter_modules(mpjax.__path__) if m.name[0] != "_"),
 ]
 MODULES = [importlib.import_module(name) for name in NAMES]
-# Every public object, by its whole name.
-PUBLIC = {f"{m.__name__}.{name}": getattr(m, name) for m in MODULES for name in m.__all__}
+# Every public object, by its whole name. What is an alias of other types is none.
+NAMED = {f"{m.__name__}.{name}": getattr(m, name) for m in MODULES for name in m.__all__}
+PUBLIC = {name: thing for name, thing in NAMED.items() if not typing.get_args(thing)}

@@ -14,7 +14,7 @@ import mpjax
 from mpjax._src.core.base.absent import INSTEAD, missing, public_names
 
 MODULES = ["mpjax", *(f"mpjax.{name}" for name in ("checkpoint", "debug", "errors", "hardware"))]
-MODULES += [f"mpjax.{name}" for name in ("keras", "linen", "nnx", "optim", "reports")]
+MODULES += [f"mpjax.{name}" for name in ("jmp", "keras", "linen", "nnx", "optim", "reports")]
 # Some of what users of other libraries write, and words of the answer.
 TRIED = {
     "GradScaler": "mpjax.mixed_precision.*mpjax.DynamicLossScale",

@@ -211,9 +211,14 @@ def all_finite(tree: Any) -> jax.Array:
         if (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
         or isinstance(leaf, (float, complex))
     ]
+    return finite_together(floats)
+
+
+def finite_together(leaves: Sequence[Any]) -> jax.Array:
+    """Returns whether all entries of all leaves are finite: a bool array of shape ()."""
     verdicts = [
         jnp.all(functools.reduce(jnp.logical_and, map(jnp.isfinite, group)))
-        for group in reduced_together(floats)
+        for group in reduced_together(leaves)
     ]
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
 
@@ -253,7 +258,7 @@ def stays_finite(new: Any, old: Any) -> jax.Array:
     return functools.reduce(jnp.logical_and, verdicts, jnp.array(True))
 
 
-def _in_common(pred: Any, leaves: Sequence[Any]) -> Callable[[Any], Any]:
+def in_common(pred: Any, leaves: Sequence[Any]) -> Callable[[Any], Any]:
     """Returns a function from a leaf to ``pred``, broadcast for a small leaf with several like it.
 
     XLA:GPU updates each parameter in a kernel of its own, unless the updates of arrays of one shape
@@ -325,7 +330,7 @@ def select(pred: Any, on_true: T, on_false: T) -> T:
         )
 
     _check_same_structure(on_true, on_false)
-    of = _in_common(pred, jax.tree.leaves(on_false))
+    of = in_common(pred, jax.tree.leaves(on_false))
 
     def choose(keys, a, b):
         where = f"leaf {path_of(keys)!r}"

@@ -325,11 +325,20 @@ def get_loss_scale(
     return resolve_loss_scale(loss_scale, get_policy(policy).needs_loss_scaling)
 
 
-def _of_jmp(loss_scale: Any) -> LossScale:
-    """Returns the loss scale of ours that does what one of jmp does."""
-    if type(loss_scale) is jmp.NoOpLossScale:
+def _class_of_jmp(loss_scale: Any) -> type | None:
+    """Returns the class of jmp that does what a loss scale does, or None."""
+    cls: Any = type(loss_scale)
+    cls = cls.__base__ if cls.__module__ == "mpjax.jmp" else cls
+    # Not by isinstance: a subclass may adjust otherwise, and is used as it is.
+    known = (jmp.NoOpLossScale, jmp.StaticLossScale, jmp.DynamicLossScale)
+    return cls if cls in known else None
+
+
+def _of_jmp(loss_scale: Any, cls: type) -> LossScale:
+    """Returns the loss scale of ours that does what one of a class of jmp does."""
+    if cls is jmp.NoOpLossScale:
         return NoOpLossScale()
-    if type(loss_scale) is jmp.StaticLossScale:
+    if cls is jmp.StaticLossScale:
         return StaticLossScale(loss_scale.loss_scale)
     scale = _check_scale("loss_scale", loss_scale.loss_scale)
     return DynamicLossScale(
@@ -376,9 +385,8 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
         }
         if name in names:
             return names[name]()
-    # Not by isinstance: a subclass may adjust otherwise, and is used as it is.
-    elif type(loss_scale) in (jmp.NoOpLossScale, jmp.StaticLossScale, jmp.DynamicLossScale):
-        return _of_jmp(loss_scale)
+    elif cls := _class_of_jmp(loss_scale):
+        return _of_jmp(loss_scale, cls)
     elif errors.is_number(loss_scale):
         return StaticLossScale(jnp.float32(_check_scale("loss_scale", loss_scale)))
     elif has_protocol(loss_scale):
