@@ -136,7 +136,7 @@ docker:
 
 LOCK := $(VENV)-build/bin/uv pip compile --quiet --upgrade --python-version 3.13 \
 	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate --no-emit-index-url
-EXTRAS := --extra html --extra checkpoint --extra safetensors
+EXTRAS := --extra cli --extra html --extra checkpoint --extra safetensors
 
 docker-locks: $(VENV)-build/ready
 	$(LOCK) $(EXTRAS) pyproject.toml --output-file docker/requirements-cpu.txt

@@ -1,6 +1,6 @@
 """``python -m mpjax``: the command line."""
 
-from mpjax._src.tools.cli.commands import main
+from mpjax._src.tools.cli.start import main
 
 if __name__ == "__main__":
     main()

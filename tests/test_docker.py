@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docker"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = "html", "checkpoint", "safetensors"
+EXTRAS = "cli", "html", "checkpoint", "safetensors"
 LOCKS = sorted(FOLDER.glob("requirements-*.txt"))
 TARGETS = "cpu", "cuda"
 

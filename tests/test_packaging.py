@@ -1,7 +1,9 @@
 """The wheel and the sdist contain all files that they need, and no others."""
 
+import itertools
 import re
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -65,7 +67,7 @@ def test_the_metadata_says_what_the_project_says(wheel):
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
     assert metadata["Description-Content-Type"] == "text/markdown"
     script = wheel.read(f"{NAME}.dist-info/entry_points.txt").decode()
-    assert "mpjax = mpjax._src.tools.cli.commands:main" in script
+    assert "mpjax = mpjax._src.tools.cli.start:main" in script
 
 
 def test_the_sdist_is_what_git_tracks_but_for_the_code_host(sdist, tracked):
@@ -86,8 +88,22 @@ def test_every_dependency_is_imported():
     assert needed <= imported
 
 
+def test_every_import_is_of_a_dependency_or_of_an_extra():
+    """What a user has not installed is imported in a function, which says how to install it."""
+    lines = itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    listed = {re.match(r"[\w-]+", line)[0].lower().replace("-", "_") for line in lines}
+    renamed = {"orbax": "orbax_checkpoint"}
+    with_jax = {"jaxlib", "numpy", "ml_dtypes"}
+    with_orbax = {"tensorstore"}
+    known = {"mpjax", *listed, *with_jax, *with_orbax, *sys.stdlib_module_names}
+    for path in (ROOT / "mpjax").rglob("*.py"):
+        for name in imports(path):
+            root = name.partition(".")[0]
+            assert renamed.get(root, root) in known, f"{path} imports {name}"
+
+
 def test_every_dependency_has_a_floor():
     floored = [*PROJECT["dependencies"]]
-    for extra in ("plot", "html", "checkpoint", "safetensors", "keras"):
+    for extra in ("cli", "plot", "html", "checkpoint", "safetensors", "keras"):
         floored += PROJECT["optional-dependencies"][extra]
     assert all(">=" in requirement for requirement in floored)

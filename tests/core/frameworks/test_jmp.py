@@ -338,7 +338,7 @@ def test_programs_reports_and_steps_take_its_policies():
     assert reports[0] == reports[1]
     compared = mpjax.compare(loss, policies[1], progress=False)(PARAMS, BATCH)
     assert "bf16->bf16" in str(compared)
-    assert mpjax.find_nonfinite(loss, policies[1])(PARAMS, BATCH) is None
+    assert not mpjax.find_nonfinite(loss, policies[1])(PARAMS, BATCH).found
 
 
 SCALES = {

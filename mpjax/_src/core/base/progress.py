@@ -22,7 +22,11 @@ def progress_bar(progress: bool, title: str, unit: str, total: int | None = None
     if not (progress and sys.stderr is not None and sys.stderr.isatty()):
         yield
         return
-    from tqdm import tqdm
+    try:
+        from tqdm import tqdm
+    except ImportError:  # of the extra `cli`, which no result needs
+        yield
+        return
 
     # An instrument may call another one that has its own bar.
     before = getattr(_SHOWN, "bar", None)
