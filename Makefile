@@ -15,6 +15,8 @@
 #   make bench        the benchmarks' cpu suite          make page     rewrites the pages of results
 #   make bench-aot    the aot suite (an hour; resumes)   make quality  the cpu suite's long case
 #   make build        builds and checks the wheel and the sdist in dist/
+#   make release-check  builds the wheel and the site, and tries the wheel in an empty environment:
+#                     all of a release but the tag and the upload
 #   make docker       builds the images mpjax:cpu and mpjax:cuda (needs a Docker daemon)
 #   make docker-locks rewrites docker/requirements-*.txt from pyproject.toml
 #   make flaky        the quick tier on fresh seeds under each instruction set of this processor
@@ -51,7 +53,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 EVERYTHING := -m "thorough or not thorough"
 KINDS := unit sound docs processes
 
-.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build docker docker-locks soak flaky strangers strangers-part mutants mutants-all mutants-sample clean
+.PHONY: demo test test-all test-part $(KINDS:%=test-%) test-newest newest-python $(RIVALS:%=test-%) test-aot lint canary gate docs bench bench-aot page quality build release-check docker docker-locks soak flaky strangers strangers-part mutants mutants-all mutants-sample clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python examples/demo.py
@@ -122,6 +124,9 @@ build: $(VENV)-build/ready
 	rm -rf dist
 	$(VENV)-build/bin/python -m build
 	$(VENV)-build/bin/twine check --strict dist/*
+
+release-check: build docs
+	$(VENV)-build/bin/python tests/helpers/release.py
 
 $(VENV)-build/ready:
 	$(PYTHON) -m venv $(VENV)-build

@@ -9,5 +9,5 @@ from ._src.core.base.lazy import create_contexts as _create_contexts
 
 _create_contexts()
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 __getattr__, __dir__, __all__ = _attach(__name__, __file__)

@@ -5,8 +5,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import release
 import surface
 import yaml
+from packaging.version import Version
 
 import mpjax
 
@@ -70,3 +72,28 @@ def test_release_page_has_the_versions_of_python():
     named = [int(c.removeprefix(prefix)) for c in PROJECT["classifiers"] if c.startswith(prefix)]
     assert PROJECT["requires-python"] == f">=3.{min(named)}"
     assert f"| Python | 3.{min(named)} | 3.{max(named)} |" in PAGE
+
+
+def test_the_dry_run_knows_what_is_left_before_a_tag(monkeypatch, tmp_path):
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [1.2.3] - unreleased\n")
+    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.2\n")
+    left = release.undone("1.2.3")
+    assert [each.split()[0] for each in left] == ["CHANGELOG.md", "CITATION.cff", "CITATION.cff"]
+    assert "begins with 1.2.3, not with 1.2.4" in release.undone("1.2.4")[0]
+    (tmp_path / "CHANGELOG.md").write_text("## [1.2.3] - 2026-12-01\n")
+    (tmp_path / "CITATION.cff").write_text("x: 1\nversion: 1.2.3\ndate-released: 2026-12-01\n")
+    assert not release.undone("1.2.3")
+
+
+def test_the_dry_run_runs_the_program_of_the_readme_and_names_this_version():
+    assert "mpjax.autocast(" in release.program() and release.program() in README
+    assert release.version() == mpjax.__version__
+    assert str(Version(mpjax.__version__)) == mpjax.__version__  # as PyPI writes it
+
+
+@pytest.mark.parametrize("tag", ["v0.0.1", mpjax.__version__])
+def test_a_tag_that_is_not_the_version_is_refused(tag, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["release.py", "--tag", tag])
+    with pytest.raises(SystemExit, match=f"the tag {re.escape(tag)} is not v"):
+        release.main()

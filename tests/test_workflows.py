@@ -132,5 +132,8 @@ def test_jobs_run_the_commands_they_are_for():
     assert "--pre jax jaxlib" in said["nightly"] and "make canary" in said["nightly"]
     assert "schedule" in FLOWS["nightly"][True]  # YAML reads the key `on` as true
     assert FLOWS["release"][True] == {"push": {"tags": ["v*"]}}
+    for name in ("ci", "release"):
+        assert "make build" in said[name] and "tests/helpers/release.py" in said[name]
+    assert '--tag "$GITHUB_REF_NAME"' in said["release"]
     assert "make build" in said["release"] and "--trusted-publishing always" in said["release"]
     assert FLOWS["release"]["jobs"]["publish"]["needs"] == "build"
