@@ -49,13 +49,14 @@ def undone(named: str) -> list[str]:
     entry, when = re.findall(r"^## \[(.*)\] - (.*)$", changelog, re.MULTILINE)[0]
     if entry != named:
         left.append(f"CHANGELOG.md begins with {entry}, not with {named}")
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", when):
+    dated = re.fullmatch(r"\d{4}-\d\d-\d\d", when)
+    if not dated:
         left.append(f"CHANGELOG.md says {when!r} where the date of {entry} belongs")
     citation = (ROOT / "CITATION.cff").read_text()
     if f"\nversion: {named}\n" not in citation:
         left.append(f"CITATION.cff does not name version {named}")
-    if f"\ndate-released: {when}\n" not in citation:
-        left.append(f"CITATION.cff lacks date-released: {when}")
+    if not dated or f"\ndate-released: {when}\n" not in citation:
+        left.append(f"CITATION.cff lacks date-released: {when if dated else 'YYYY-MM-DD'}")
     return left
 
 

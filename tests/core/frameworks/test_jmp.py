@@ -364,6 +364,31 @@ def test_loss_scales_are_translated_as_jmps_are(name):
     assert pickled == make() and type(pickled).__module__ == "mpjax.jmp"
 
 
+def test_objects_of_jmp_are_instances_too():
+    """Of a library, or of a pickle; programs skip steps if their scale is such an instance."""
+    for name, arguments in {
+        "Policy": [np.float32] * 3,
+        "NoOpLossScale": [],
+        "StaticLossScale": [2.0],
+        "DynamicLossScale": [2.0],
+    }.items():
+        cls, theirs = getattr(drop_in, name), getattr(jmp, name)(*arguments)
+        assert isinstance(theirs, cls) and not isinstance(theirs, type("Mine", (cls,), {}))
+        assert not isinstance(mpjax.get_policy("bf16"), cls) and not isinstance(2.0, cls)
+    assert isinstance(jmp.StaticLossScale(2), drop_in.LossScale)
+
+
+def test_haiku_takes_its_policies():
+    hk = pytest.importorskip("haiku")
+
+    class Layer(hk.Linear):
+        pass
+
+    hk.mixed_precision.set_policy(Layer, drop_in.get_policy("p=f32,c=bf16,o=f32"))
+    program = jax.make_jaxpr(hk.transform(lambda x: Layer(4)(x)).init)(KEY, BATCH)
+    assert "bf16" in str(program)
+
+
 def test_a_subclass_is_used_as_it_is():
     @jax.tree_util.register_pytree_node_class
     class Mine(drop_in.DynamicLossScale):

@@ -58,8 +58,23 @@ def _cast(tree: T, dtype: Any) -> T:
     return jax.tree.map(convert, tree)
 
 
+class AlsoTheirs(type):
+    """The class of the classes here, whose instances jmp's own objects are too.
+
+    A library or a pickle may have made them, and programs ask ``isinstance(scale,
+    jmp.DynamicLossScale)`` to know whether to skip a step.
+    """
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return issubclass(type(x), cls)
+
+    def __subclasscheck__(cls, kind: type) -> bool:  # unions ask it
+        here = cls.__module__ == "mpjax.jmp"  # not a subclass of a user
+        return super().__subclasscheck__(kind) or (here and kind is cls.__base__)
+
+
 @public("mpjax.jmp")
-class Policy(jmp.Policy):
+class Policy(jmp.Policy, metaclass=AlsoTheirs):
     """The dtypes of parameters, computation and results: ``jmp.Policy``.
 
     All of `mpjax` takes it. `mpjax.get_policy` converts it to a policy with further settings.
@@ -211,7 +226,7 @@ def _times(tree: T, factor: Any) -> T:
 
 
 @public("mpjax.jmp")
-class NoOpLossScale(jmp.NoOpLossScale):
+class NoOpLossScale(jmp.NoOpLossScale, metaclass=AlsoTheirs):
     """A loss scale of 1 that changes nothing: ``jmp.NoOpLossScale``.
 
     Example:
@@ -239,7 +254,7 @@ class NoOpLossScale(jmp.NoOpLossScale):
 
 
 @public("mpjax.jmp")
-class StaticLossScale(jmp.StaticLossScale):
+class StaticLossScale(jmp.StaticLossScale, metaclass=AlsoTheirs):
     """A fixed loss scale: ``jmp.StaticLossScale``.
 
     It is a pytree without leaves, so a scale that is an array cannot be an argument of a jitted
@@ -268,7 +283,7 @@ class StaticLossScale(jmp.StaticLossScale):
 
 
 @public("mpjax.jmp")
-class DynamicLossScale(jmp.DynamicLossScale):
+class DynamicLossScale(jmp.DynamicLossScale, metaclass=AlsoTheirs):
     """A loss scale that grows while gradients are finite: ``jmp.DynamicLossScale``.
 
     The scale and the counter are its leaves. As in jmp, ``min_loss_scale`` is 1 again after a
