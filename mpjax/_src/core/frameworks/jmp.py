@@ -77,7 +77,7 @@ class AlsoTheirs(type):
 class Policy(jmp.Policy, metaclass=AlsoTheirs):
     """The dtypes of parameters, computation and results: ``jmp.Policy``.
 
-    All of `mpjax` takes it. `mpjax.get_policy` converts it to a policy with further settings.
+    All of mpjax takes it. `mpjax.get_policy` converts it to a policy with further settings.
 
     Attributes:
         param_dtype: The dtype of parameters.
