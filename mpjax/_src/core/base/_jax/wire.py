@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import dispatch
-from jax._src.lax import lax as lax_s
 from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.cpu_matmuls import has_kernel
 from mpjax._src.core.base._jax.matmuls import is_local, marked
 from mpjax._src.core.base._jax.programs import eval_closed, open_jaxpr, retyped, trace
@@ -57,7 +57,7 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
     """
 
     primitive = Primitive(name)
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, _lowering(run))
     return primitive
@@ -173,7 +173,7 @@ def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, 
         return values
 
     params["preferred_element_type"] = preferred_element_type
-    out, dim = lax_s._dot_batch_rule(pair, pair, multiply, axis_data, args, dims, **params)
+    out, dim = internals.dot_batch_rule(pair, pair, multiply, axis_data, args, dims, **params)
     if order is None or dim is None:
         return _in_order(out, order), dim
     return jax.lax.transpose(out, (dim, *(d + (d >= dim) for d in order))), 0
@@ -245,7 +245,7 @@ def _batch_by_devices(args, dims, *, one, several):
 
 _by_devices_p = Primitive("by_devices")
 _by_devices_p.multiple_results = True
-_by_devices_p.def_impl(functools.partial(dispatch.apply_primitive, _by_devices_p))
+_by_devices_p.def_impl(functools.partial(apply_primitive, _by_devices_p))
 _by_devices_p.def_abstract_eval(lambda *_, one, **__: [v.aval for v in open_jaxpr(one)[0].outvars])
 mlir.register_lowering(_by_devices_p, _lower_by_devices)
 batching.primitive_batchers[_by_devices_p] = _batch_by_devices
