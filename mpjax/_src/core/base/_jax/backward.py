@@ -80,6 +80,4 @@ def _is_large(x: Any) -> bool:
 
 def is_transposable(primitive: Any) -> bool:
     """Returns whether a primitive is linear in some of its operands."""
-    return primitive in ad.primitive_transposes or primitive in internals.offered(
-        "fancy_transposes", ()
-    )
+    return primitive in ad.primitive_transposes or primitive in internals.fancy_transposes

@@ -44,11 +44,13 @@ def linearized_once(jaxpr: Any, line: Any = None) -> Callable[..., list[Any]]:
 
     What comes from ``line``, a traceback, comes from the line of the call.
     """
+    internals.ready()
     return functools.partial(_inlined_p.bind, jaxpr=jaxpr, line=line)
 
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr; equal equations, which repeat, are linearized once."""
+    internals.ready()
     info, programs = open_jaxpr(jaxpr)[0].debug_info, dict[Any, Any]()
 
     def run(eqn, values):

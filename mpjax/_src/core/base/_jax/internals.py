@@ -83,9 +83,8 @@ CONTRACTS = (
     Contract(
         ("backward",),
         (f"{_AD}.fancy_transposes",),
-        "explain and autocast: of some primitives it is not known that they are linear",
+        "reports: of some primitives it is not known that they are linear",
         "this table in `jax.interpreters.ad`, beside `primitive_transposes`",
-        optional=True,
     ),
     Contract(
         ("building",),
@@ -184,6 +183,13 @@ CONTRACTS = (
         ),
         "compile_for on several devices, of functions with custom_partitioning",
         "`jax.experimental.custom_partitioning` that serves another process",
+    ),
+    Contract(
+        ("programs",),
+        ("jax._src.core.eval_trace",),
+        "autocast: comparisons of traced arrays in the metadata of trees stay in the program",
+        "`jax.ensure_compile_time_eval` that leaves tracers alone",
+        optional=True,
     ),
     Contract(
         ("programs",),

@@ -34,7 +34,7 @@ def ask_elsewhere(ask: Ask) -> None:
         infer_sharding_from_operands=internals.custom_partitioning_infer_sharding_from_operands,
         can_side_effecting_have_replicated_sharding=True,
     )
-    callbacks = internals.plugin_callbacks  # the first to register counts
+    callbacks = getattr(*internals.home_of("plugin_callbacks"))  # the first to register counts
     callbacks[:] = [c for c in callbacks if getattr(c, "keywords", {}).get("name") != name] + [ours]
 
 

@@ -14,7 +14,7 @@ from jax.api_util import debug_info, shaped_abstractify
 from jax.experimental.jet import JetTracer
 from jax.extend import linear_util as lu
 from jax.extend.backend import register_backend_cache
-from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params, set_current_trace
 from jax.extend.core.primitives import convert_element_type_p, jit_p
 from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
@@ -88,10 +88,16 @@ class Structure:
         if not isinstance(other, Structure):
             return False
         try:
-            with jax.ensure_compile_time_eval():
+            with _no_trace():
                 return bool(self.tree == other.tree)
         except Exception:  # any that the metadata raises
             return False
+
+
+def _no_trace() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which nothing is traced, or no arrays with values at least."""
+    outermost = internals.offered("eval_trace", None)
+    return set_current_trace(outermost) if outermost else jax.ensure_compile_time_eval()
 
 
 def equation_key(eqn: Any) -> Any:

@@ -21,6 +21,7 @@ from jax.extend.source_info_util import (
 )
 
 from mpjax._src.core.base._jax import internals
+from mpjax._src.core.base.errors import UnsupportedJaxError
 from mpjax._src.core.base.lines import is_library
 
 JAX = f"{Path(jax.__file__).parent}{os.sep}"
@@ -224,7 +225,10 @@ AT = "The operation is at "
 
 def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
     """Adds the line of an equation, or of the calls around it, to an error that names none."""
-    line, library = source_lines(*eqns)
+    try:
+        line, library = source_lines(*eqns)
+    except UnsupportedJaxError:  # an error of the user's program says more
+        return error
     if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
     return error
