@@ -40,6 +40,7 @@ PUBLIC = {
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
     "rounded": "autocast: streams would be float32",
+    "wire": "autocast over several devices: matmuls that send half precision, and vmap of them",
 }
 
 

@@ -238,12 +238,6 @@ CONTRACTS = (
         "autocast on GPUs: what the backward pass keeps of a loop is filled with zeros first",
         "`jax.lax.scan` that is given the arrays to stack in",
     ),
-    Contract(
-        ("wire",),
-        ("jax._src.lax.lax._dot_batch_rule",),
-        "jax.vmap of autocast and of linear_cross_entropy: matmuls are not batched",
-        "`jax.interpreters.batching.fancy_primitive_batchers`, of another primitive",
-    ),
 )
 
 PLACES = {
@@ -418,12 +412,22 @@ def ready(needed: bool = True) -> None:
         failed = _register()
         if failed and needed:
             raise failed
-    if needed and not _WARNED and not is_tested():
+    if needed and jax.__version__ not in _WARNED:
         _WARNED.add(jax.__version__)
+        _warn()
+
+
+def _warn() -> None:
+    """Warns of an untested JAX, and of what the installed one lacks and plans do without."""
+    optional = (name for name, (_, row) in PLACES.items() if row.optional)
+    lacking = [PLACES[name] for name in optional if offered(name, None) is None]
+    said = [untested()] if untested() else []
+    said += [f"JAX {jax.__version__} has no {place} ({row.breaks})" for place, row in lacking]
+    if said:
         warn_user(
-            f"{untested()}. What it plans may be wrong or slow. Compare a few steps with float32 "
-            "(mpjax.compare), or install an older JAX. `mpjax doctor` says which internals of "
-            "JAX are missing, and in a checkout of mpjax, `make canary` which behave otherwise.",
+            f"{'. '.join(said)}. What is planned may be wrong or slow. Compare a few steps with "
+            "float32 (mpjax.compare), or install an older JAX. `mpjax doctor` says which internals "
+            "of JAX are missing and, in a checkout, `make canary` which behave otherwise.",
             PrecisionWarning,
         )
 
