@@ -3,18 +3,18 @@
     python tests/helpers/canary.py                  # names first, then tests/core/base/_jax
     python tests/helpers/canary.py -k tracing_key   # further arguments go to pytest
 
-First, each name of JAX in `mpjax/_src/core/base/_jax` is looked up, without importing mpjax, so
-that one missing name does not hide the others. Then the contract tests run, which check what the
-names do. The exit status is 1 if anything is broken.
+First, each name of JAX is looked up that `mpjax/_src/core/base/_jax` uses: the private ones of its
+table (`internals.CONTRACTS`), then the public ones in its code. Then the contract tests run, which
+check what the names do. The exit status is 1 if anything is broken.
 """
 
 import ast
 import importlib
-import re
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,148 +22,16 @@ ROOT = Path(__file__).parents[2]
 INSIDE = ROOT / "mpjax" / "_src" / "core" / "base" / "_jax"
 
 
-class Contract(NamedTuple):
-    """What users lose if some private names of JAX change.
-
-    Attributes:
-        module: The module of `mpjax/_src/core/base/_jax` that uses the names.
-        names: Private names. Each covers the names in it too.
-        breaks: What no longer works.
-    """
-
-    module: str
-    names: tuple[str, ...]
-    breaks: str
+def table() -> Any:
+    """Returns the module of private names by itself: a public one may stop that of the others."""
+    spec = importlib.util.spec_from_file_location("internals", INSIDE / "internals.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-CONTRACTS = (
-    Contract(
-        "aot",
-        ("jax._src.lib._jax", "jax._src.lib.xla_client.DeviceList"),
-        "compile_for, largest_batch, `mpjax compile`: nothing compiles for absent devices",
-    ),
-    Contract(
-        "aot",
-        ("jax._src.cudnn.fused_attention_stablehlo",),
-        "compile_for of programs that call dot_product_attention: cuDNN's is not traced",
-    ),
-    Contract(
-        "backward",
-        ("jax._src.interpreters.ad",),
-        "autocast in float16: gradients without a loss scale are not warned of",
-    ),
-    Contract(
-        "building",
-        ("jax._src",),
-        "autocast: its programs cannot be put together",
-    ),
-    Contract(
-        "held",
-        ("jax._src.interpreters", "jax._src.core.mem_kind_to_space"),
-        "autocast: JAX cannot transform its programs",
-    ),
-    Contract(
-        "calls",
-        ("jax._src.core.set_current_trace", "jax._src.interpreters"),
-        "gradients of autocast: what is called several times is differentiated as a whole",
-    ),
-    Contract(
-        "cpu_matmuls",
-        ("jax.interpreters.mlir._platform_specific_lowerings",),
-        "autocast on CPUs: bfloat16 is slower than float32, and some matmuls fail",
-    ),
-    Contract(
-        "gpu_matmuls",
-        ("jax.interpreters.mlir._lowerings",),
-        "autocast on GPUs: matmuls with an odd axis are slow",
-    ),
-    Contract(
-        "jits",
-        ("jax._src.named_sharding.UNSPECIFIED", "Traced._params", "Traced._consts"),
-        "watch_precision: a jitted step cannot be taken apart",
-    ),
-    Contract(
-        "literals",
-        (
-            "jax._src.interpreters.partial_eval.const_fold_rules",
-            "jax._src.lax.lax",
-            "jax._src.numpy.array_constructors",
-        ),
-        "lint: constants that half precision rounds away are not seen",
-    ),
-    Contract(
-        "partitioning",
-        (
-            "jax._src.custom_partitioning",
-            "jax._src.xla_bridge._plugin_callbacks",
-            "jax._src.lib.xla_client",
-        ),
-        "compile_for on several devices, of functions with custom_partitioning",
-    ),
-    Contract(
-        "programs",
-        ("jax._src.config.trace_context",),
-        "autocast: a plan is reused although a setting of JAX changed",
-    ),
-    Contract(
-        "programs",
-        ("jax._src.core.eval_trace", "jax._src.core.set_current_trace"),
-        "autocast: arguments with arrays in their metadata raise within a trace",
-    ),
-    Contract(
-        "programs",
-        ("jax._src.util.register_cache",),
-        "jax.clear_caches() does not clear the plans of autocast",
-    ),
-    Contract(
-        "programs",
-        (
-            "jax._src.interpreters.partial_eval.convert_constvars_jaxpr",
-            "jax._src.named_sharding.UnspecifiedValue",
-        ),
-        "autocast: programs with constants, and calls of jitted functions, cannot be read",
-    ),
-    Contract(
-        "programs",
-        ("jax._src.interpreters.partial_eval.lower_jaxpr2",),
-        "autocast from JAX 0.12 on: programs with jnp.nonzero, searchsorted, frexp or ldexp",
-    ),
-    Contract(
-        "programs",
-        ("jax._src.lax.lax.canonicalize_precision",),
-        "autocast: matmuls under jax.default_matmul_precision are misread",
-    ),
-    Contract(
-        "programs",
-        ("jax.interpreters.mlir._lowerings", "jax.interpreters.mlir._platform_specific_lowerings"),
-        "policies: the names of operations in lists and overrides cannot be checked",
-    ),
-    Contract(
-        "programs",
-        ("_DimExpr._evaluate", "_DimExpr._get_vars"),
-        "autocast of programs that are exported with symbolic shapes",
-    ),
-    Contract(
-        "sources",
-        ("jax._src.api_util.InternalFloatingPointError",),
-        "autocast under jax_debug_nans: the error names no line",
-    ),
-    Contract(
-        "sources",
-        ("jax._src.source_info_util",),
-        "explain, find_nonfinite, compare and lint: lines, scopes and names of layers are lost",
-    ),
-    Contract(
-        "stacks",
-        ("jax._src.lax.control_flow.loops",),
-        "autocast on GPUs: what the backward pass keeps of a loop is filled with zeros first",
-    ),
-    Contract(
-        "wire",
-        ("jax._src.dispatch.apply_primitive", "jax._src.lax.lax._dot_batch_rule"),
-        "autocast over several devices: matmuls that send half precision, and vmap of them",
-    ),
-)
+internals = table()
+
 # The features that tests of public extension points protect.
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
@@ -172,6 +40,7 @@ PUBLIC = {
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
     "rounded": "autocast: streams would be float32",
+    "wire": "autocast over several devices: matmuls that send half precision, and vmap of them",
 }
 
 
@@ -222,28 +91,8 @@ def uses(path: Path) -> Iterator[Use]:
             yield Use(name, f"{path.name}:{line}", stops)
 
 
-def private_attributes(path: Path) -> set[str]:
-    """Returns the private attributes of JAX's objects that a module uses."""
-    tree = ast.parse(path.read_text())
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
-    }
-
-
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
-
-
-def contract_of(module: str, name: str) -> Contract | None:
-    """Returns the contract that covers a private name in a module of `core/base/_jax`."""
-    for contract in CONTRACTS:
-        covers = any(f"{name}.".startswith(f"{prefix}.") for prefix in contract.names)
-        modules = any(f"{prefix}.".startswith(f"{name}.") for prefix in contract.names)
-        if contract.module == module and (covers or modules):
-            return contract
-    return None
 
 
 def is_there(name: str) -> bool:
@@ -264,12 +113,19 @@ def is_there(name: str) -> bool:
 def missing_names() -> list[str]:
     """Returns a paragraph for each name that the installed JAX lacks."""
     told = []
+    for place, contract in internals.missing():
+        files = ", ".join(f"mpjax/_src/core/base/_jax/{m}.py" for m in contract.modules)
+        told.append(
+            f"{place} is missing\n"
+            f"  used in        {files}\n"
+            f"  what breaks    {contract.breaks}\n"
+            f"  public then?   {contract.instead}"
+        )
     for path in sorted(INSIDE.glob("*.py")):
         for use in uses(path):
             if is_there(use.name):
                 continue
-            contract = contract_of(path.stem, use.name)
-            breaks = contract.breaks if contract else PUBLIC.get(path.stem, "")
+            breaks = PUBLIC.get(path.stem, "")
             if use.stops_import:
                 breaks = f"mpjax.autocast cannot be imported. It serves {breaks}" if breaks else ""
             told.append(
@@ -302,7 +158,7 @@ class Broken:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = (crash.message if crash else str(report.longrepr)).strip().splitlines()
         modules = sorted(modules_of(ROOT / path, test.partition("[")[0]))
-        rows = [c.breaks for c in CONTRACTS if c.module in modules]
+        rows = [c.breaks for c in internals.CONTRACTS if modules & {*c.modules}]
         rows += [PUBLIC[m] for m in modules if m in PUBLIC]
         used = ", ".join(f"mpjax/_src/core/base/_jax/{m}.py" for m in modules)
         self.told.append(

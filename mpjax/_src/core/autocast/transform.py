@@ -22,7 +22,7 @@ from mpjax._src.core.autocast.unplanned import (
 )
 from mpjax._src.core.autocast.unscaled import watched
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base._jax import held
+from mpjax._src.core.base._jax import held, internals
 from mpjax._src.core.base.called import CALLED, CASTS
 from mpjax._src.core.base.dtypes import FLOAT16, FLOAT32, HALVES
 from mpjax._src.core.base.errors import brief, check_callable, did_you_mean
@@ -257,10 +257,14 @@ class Autocast(Wrapped):
             fun, args = getattr(fun, "__func__", type(fun).__call__), (owner, *args)
         if self.returning is not None:
             fun = _watched(fun, self.returning)
-        if not has_modules((args, kwargs)):
-            return self._run(fun, args, kwargs)
-        pure = on_arrays(fun)
-        return call_on_arrays(lambda *args, **kwargs: self._run(pure, args, kwargs), args, kwargs)
+        try:
+            if not has_modules((args, kwargs)):
+                return self._run(fun, args, kwargs)
+            run = functools.partial(self._run, on_arrays(fun))
+            return call_on_arrays(lambda *args, **kwargs: run(args, kwargs), args, kwargs)
+        except Exception as error:
+            internals.explain(error)
+            raise
 
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         flat = Flat.of((args, kwargs))

@@ -38,6 +38,15 @@ class OutOfMemoryError(CompileError):
     """The compiler of a target reported that a program does not fit the target's memory."""
 
 
+@public("mpjax.errors")
+class UnsupportedJaxError(RuntimeError):
+    """The installed JAX lacks an internal that plans or reports need, or it behaves otherwise.
+
+    What uses the public functions of JAX alone still works: policies that cast arguments once,
+    optimizers with loss scales and skipped steps, and checkpoints.
+    """
+
+
 @public("mpjax.checkpoint")
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged, cannot be written, or is being written by another process."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base._jax import building
+from mpjax._src.core.base._jax import building, internals
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of
 from mpjax._src.core.planner.equations import CUSTOM
 from mpjax._src.core.planner.exceptions import Exceptions
@@ -63,6 +63,7 @@ def program_of(
             known=known,
         )
 
+    internals.ready()
     known = _known(jaxpr)
     try:
         same = _jax.program_key(jaxpr), _jax.rules_key(jaxpr), _jax.tracing_key()

@@ -14,6 +14,7 @@ import jax
 import jmp
 import numpy as np
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.errors import brief, check_callable, check_flag, did_you_mean, misplaced
 from mpjax._src.core.base.trees import is_array_or_shape
@@ -98,7 +99,11 @@ class Pending:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with unchecked():
-            return self._report(*args, **kwargs)
+            try:
+                return self._report(*args, **kwargs)
+            except Exception as error:
+                internals.explain(error)
+                raise
 
     def __repr__(self) -> str:
         return f"<{self._text}>"

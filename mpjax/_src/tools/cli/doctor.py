@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import mpjax
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base.devices import DeviceFacts
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.policy.recommend import recommend_policy
@@ -58,7 +59,7 @@ def examine(platforms: Sequence[str] = ()) -> dict[str, Any]:
         "versions": versions(),
         "platforms": list(counts),
         "devices": [dataclasses.asdict(facts) for facts in devices],
-        "problems": list(advice.problems(list(counts), versions())),
+        "problems": [*advice.problems(list(counts), versions()), *problems_of_jax()],
         "flags": list(advice.flags(counts, os.environ)),
         "policy": str(recommend_policy()),
         "matmul_times": {
@@ -79,6 +80,18 @@ def versions() -> dict[str, str]:
             if name in PACKAGES:
                 installed[name] = "not installed"
     return {**installed, "mpjax": mpjax.__version__}
+
+
+def problems_of_jax() -> Iterator[dict[str, str]]:
+    """Yields what plans and reports lack in the installed JAX, as known problems are told."""
+    told = {"package": f"jax {jax.__version__}", "source": "docs/release.md#internals-of-jax"}
+    if said := internals.untested():
+        advice = "compare a few steps with float32 (mpjax.compare), or install an older JAX"
+        yield {**told, "what": said, "advice": advice}
+    for place, row in internals.missing():
+        otherwise = "policies that cast arguments once, such as O3:bfloat16, need none of it"
+        advice = "nothing else is affected" if row.optional else otherwise
+        yield {**told, "what": f"it has no {place} ({row.breaks})", "advice": advice}
 
 
 def run(check: Callable[[np.dtype], Check], dtype: np.dtype) -> Check:

@@ -1,7 +1,8 @@
 """The only package that uses JAX's internals or depends on differences between its versions.
 
-It offers what these modules define, and `building` and `held` apart. It imports nothing of mpjax
-but `lines`. tests/core/base/_jax has a test for each assumption about JAX that is computed here.
+`internals` names them, and says what the rest does without each. The package offers what its other
+modules define, and `building` and `held` apart. It imports nothing of mpjax but `lines` and
+`errors`. tests/core/base/_jax has a test for each assumption about JAX that is computed here.
 """
 
 from jax.core import Tracer

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.lib import _jax as jaxlib_module
-from jax._src.lib import xla_client
 from jax.extend.backend import get_compile_options
 from jax.interpreters import mlir
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.programs import patched
 
 
@@ -44,7 +43,7 @@ def compile_only(
     is partitioned over ``count`` of them.
     """
     devices = _absent_devices(platform, topology, config, count)
-    before = jaxlib_module.mlir.mlir_module_to_xla_computation(program)
+    before = internals.mlir_module_to_xla_computation(program)
     left_out = ""
     try:
         executable = _executable(devices, program, options)
@@ -73,7 +72,7 @@ def _executable(devices: tuple[Any, ...], program: bytes, options: dict[str, Any
     with mlir.make_ir_context():
         module = mlir.ir.Module.parse(program)
         return devices[0].client.compile(
-            module, executable_devices=xla_client.DeviceList(devices), compile_options=settings
+            module, executable_devices=internals.DeviceList(devices), compile_options=settings
         )
 
 
@@ -93,7 +92,7 @@ def _costs_of(module: Any) -> dict[str, float]:
     """Returns what XLA counts in a module of HLO, whatever device it was compiled for."""
     # The analysis needs some client. Of the target there is none, but every machine has a CPU.
     cpu = jax.devices("cpu")[0].client
-    costs = jaxlib_module.hlo_module_cost_analysis(cpu, module)
+    costs = internals.hlo_module_cost_analysis(cpu, module)
     return {
         name: costs[name]
         for name in ("flops", "bytes accessed", "transcendentals")
@@ -110,7 +109,6 @@ def as_if_on_gpu(capability: str) -> contextlib.AbstractContextManager[None]:
     JAX checks them while `jax.nn.dot_product_attention` is traced for cuDNN. Inside the context it
     sees a GPU of the given compute capability; "" changes nothing.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     def version(text):
         return tuple(map(int, text.split(".")))
@@ -120,4 +118,4 @@ def as_if_on_gpu(capability: str) -> contextlib.AbstractContextManager[None]:
         "check_compute_capability": lambda least: version(capability) >= version(least),
         "is_cuda_compute_capability_equal": lambda same: version(capability) == version(same),
     }
-    return patched(*((cudnn, name, answer) for name, answer in answers.items() if capability))
+    return patched(*((name, answer) for name, answer in answers.items() if capability))

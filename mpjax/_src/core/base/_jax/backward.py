@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.interpreters import ad
 from jax.extend.core import Literal
+from jax.interpreters import ad
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.programs import open_jaxpr
+from mpjax._src.core.base.errors import UnsupportedJaxError
 
 
 def is_scaled() -> bool:
@@ -24,7 +26,7 @@ def is_scaled() -> bool:
     """
     try:
         return any(map(_is_large, _factors_so_far()))
-    except (AttributeError, KeyError):
+    except (AttributeError, KeyError, UnsupportedJaxError):
         return True
 
 
@@ -32,8 +34,9 @@ def _factors_so_far() -> list[Any]:
     # A transpose rule sees its own cotangent alone. What was multiplied into it before is known to
     # the frames of JAX's loop over the linear equations, which runs them in reverse order.
     frame, factors, first = inspect.currentframe(), list[Any](), ()
+    loop = internals.backward_pass3.__code__
     while frame is not None:
-        if frame.f_code is ad.backward_pass3.__code__:
+        if frame.f_code is loop:
             here = frame.f_locals
             until = functools.partial(operator.is_not, here["eqn"])
             done = itertools.takewhile(until, reversed(here["lin_eqns"]))
@@ -77,4 +80,4 @@ def _is_large(x: Any) -> bool:
 
 def is_transposable(primitive: Any) -> bool:
     """Returns whether a primitive is linear in some of its operands."""
-    return primitive in ad.primitive_transposes or primitive in ad.fancy_transposes
+    return primitive in ad.primitive_transposes or primitive in internals.fancy_transposes

@@ -6,31 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import config
-from jax._src.core import (
-    InternalMutableArrayEffect,
-    NamedAxisEffect,
-    new_jaxpr_eqn,
-    no_effects,
-    remove_named_axis_effects,
-    unshard_aval,
-)
-from jax._src.core import unmapped_leading_aval as stacked_aval  # the type of a stack of arrays
-from jax._src.interpreters.ad import jvp_jaxpr
-from jax._src.interpreters.batching import batch_jaxpr
-from jax._src.lax.lax import optimization_barrier_p as barrier_p
-from jax._src.shard_map import (
-    _all_newly_manual_mesh_names,
-    _as_manual_mesh,
-    _extend_axis_env,
-    use_abstract_mesh,
-)
-from jax._src.state.discharge import discharge_state
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, Var, new_jaxpr_eqn, no_effects, unmapped_aval
 from jax.extend.source_info_util import NameStack
-from jax.sharding import PartitionSpec
+from jax.lax import optimization_barrier_p as barrier_p
+from jax.sharding import PartitionSpec, use_abstract_mesh
 
-from mpjax._src.core.base._jax import matmuls, stacks
+from mpjax._src.core.base._jax import internals, matmuls, stacks
 from mpjax._src.core.base._jax.programs import (
     close,
     eval_closed,
@@ -54,11 +35,17 @@ WHOLE = PartitionSpec()  # what each device of a shard_map has whole
 __all__ = ["Var", "barrier_p"]
 
 
+def stacked_aval(size: int, aval: Any) -> Any:
+    """Returns the type of a stack of arrays."""
+    return unmapped_aval(size, aval.leading_axis_spec(), aval)
+
+
 def acts(effects: Any) -> bool:
     """Returns whether an equation with these effects does something besides its results."""
-    return bool(effects) and any(
-        not isinstance(e, NamedAxisEffect | InternalMutableArrayEffect) for e in effects
-    )
+    if not effects:
+        return False
+    silent = internals.NamedAxisEffect, internals.InternalMutableArrayEffect
+    return any(not isinstance(e, silent) for e in effects)
 
 
 def varying(aval: Any) -> Any:
@@ -119,8 +106,10 @@ def as_closed(jaxpr: Any) -> Any:
 def without_refs(jaxpr: Any) -> Any:
     """Returns a closed jaxpr whose own Refs are values: a Ref has no derivative in two parts."""
     effects = open_jaxpr(jaxpr)[0].effects
-    has_refs = any(isinstance(e, InternalMutableArrayEffect) for e in effects)
-    return discharge_state(jaxpr) if has_refs else jaxpr
+    if not effects:
+        return jaxpr
+    has_refs = any(isinstance(e, internals.InternalMutableArrayEffect) for e in effects)
+    return internals.discharge_state(jaxpr) if has_refs else jaxpr
 
 
 def anonymous(jaxpr: Any) -> Any:
@@ -146,12 +135,12 @@ def at_call(call: Any, program: Any) -> Callable[[Any], Any] | None:
 
 def forward_mode(jaxpr: Any, moving: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
     """Returns the closed jaxpr of arguments and moving tangents, and which results have one."""
-    return jvp_jaxpr(jaxpr, moving, False)
+    return internals.jvp_jaxpr(jaxpr, moving, False)
 
 
 def batched(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
     """Returns the closed jaxpr of batched arguments, and which results are batched."""
-    return batch_jaxpr(jaxpr, axis, which, False)
+    return internals.batch_jaxpr(jaxpr, axis, which, False)
 
 
 def one_by_one(jaxpr: Any, axis: Any, which: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
@@ -187,22 +176,28 @@ def scan_of(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int
 def on_each_device(params: dict[str, Any]) -> Iterator[None]:
     """Enters the body of a shard_map with these parameters."""
     mesh, axes = params["mesh"], manual_axes(params)
-    manual = use_abstract_mesh(_as_manual_mesh(mesh, axes))
-    with _extend_axis_env(mesh, axes), manual, config._check_vma(params["check_vma"]):
+    manual = use_abstract_mesh(internals.as_manual_mesh(mesh, axes))
+    checked = internals.check_vma(params["check_vma"])
+    with internals.extend_axis_env(mesh, axes), manual, checked:
         yield
 
 
 def spread_specs(params: dict[str, Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the specs by which a shard_map hands out what its devices keep for themselves."""
-    names = _all_newly_manual_mesh_names(params["mesh"], manual_axes(params))
+    names = internals.all_newly_manual_mesh_names(params["mesh"], manual_axes(params))
     return [aval.nospec(params["mesh"], params["check_vma"], names) for aval in avals]
 
 
 def whole_aval(params: dict[str, Any], spec: Any, aval: Any) -> Any:
     """Returns the type of an array of which each device of a shard_map has a part."""
-    return unshard_aval(params["mesh"], params["check_vma"], spec, aval)
+    return internals.unshard_aval(params["mesh"], params["check_vma"], spec, aval)
 
 
 def as_body(params: dict[str, Any], jaxpr: Any) -> Any:
     """Returns an open jaxpr as the body of a shard_map."""
-    return remove_named_axis_effects(open_jaxpr(jaxpr)[0], params["mesh"].axis_names)
+    inner, names = open_jaxpr(jaxpr)[0], params["mesh"].axis_names
+    if not inner.effects:
+        return inner
+    named = internals.NamedAxisEffect
+    kept = (e for e in inner.effects if not (isinstance(e, named) and e.name in names))
+    return inner.replace(effects=frozenset(kept))

@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.core import set_current_trace
-from jax._src.interpreters.ad import LinearizeTrace, linearize_jaxpr, primitive_linearizations
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
-from jax.extend.core import Jaxpr, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, Literal, Primitive, Var, set_current_trace
 from jax.extend.source_info_util import NameStack, current, current_name_stack, user_context
 from jax.interpreters import ad
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.keys import call_key
 from mpjax._src.core.base._jax.programs import bind, close, eval_closed, evaluate, open_jaxpr
 
@@ -28,9 +27,9 @@ class _Inlined(Primitive):
     def bind_with_trace(self, trace, args, avals, params, /):
         inner, consts = open_jaxpr(params["jaxpr"])
         if not inner.effects and not any(isinstance(c, jax.core.Tracer) for c in consts):
-            if isinstance(trace, LinearizeTrace):
+            if isinstance(trace, internals.LinearizeTrace):
                 return trace.process_primitive(self, args, params)
-            if isinstance(trace, DynamicJaxprTrace):
+            if isinstance(trace, internals.DynamicJaxprTrace):
                 # All types are known, so a copy evaluates no equation abstractly.
                 return _copy(trace, inner, consts, args, params.get("line"))
         with set_current_trace(trace):
@@ -45,11 +44,13 @@ def linearized_once(jaxpr: Any, line: Any = None) -> Callable[..., list[Any]]:
 
     What comes from ``line``, a traceback, comes from the line of the call.
     """
+    internals.ready()
     return functools.partial(_inlined_p.bind, jaxpr=jaxpr, line=line)
 
 
 def eval_once(jaxpr: Any, *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr; equal equations, which repeat, are linearized once."""
+    internals.ready()
     info, programs = open_jaxpr(jaxpr)[0].debug_info, dict[Any, Any]()
 
     def run(eqn, values):
@@ -114,7 +115,9 @@ def _copy(trace, jaxpr, consts, args, line):
 
 
 def _linearize(is_vjp, nonzero, *primals, jaxpr, line=None):
-    forward, described, moving, places, tangent = linearize_jaxpr(jaxpr, nonzero, is_vjp=is_vjp)
+    forward, described, moving, places, tangent = internals.linearize_jaxpr(
+        jaxpr, nonzero, is_vjp=is_vjp
+    )
     results = linearized_once(forward, line)(*primals)
     computed = iter(results[len(moving) :])
     operands = [*open_jaxpr(jaxpr)[1], *primals]
@@ -135,4 +138,6 @@ def _linearize(is_vjp, nonzero, *primals, jaxpr, line=None):
     return results[: len(moving)], moving, residuals, structured, linearized
 
 
-primitive_linearizations[_inlined_p] = _linearize
+@internals.at_first_plan
+def _register() -> None:
+    internals.primitive_linearizations[_inlined_p] = internals.guarded(_linearize)

@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import mlir
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.matmuls import (
     BFLOAT16,
     HALVES,
@@ -159,8 +160,12 @@ def _last(x: Any, count: int) -> tuple[int, ...]:
     return tuple(range(x.ndim - count, x.ndim))
 
 
-_OWN = mlir._platform_specific_lowerings["cpu"][dot_general_p].rule
-mlir.register_lowering(dot_general_p, _lowering(_OWN), platform="cpu")
+@internals.at_first_plan
+def _register() -> None:
+    own = internals.platform_specific_lowerings["cpu"]
+    for primitive, lowering in (dot_general_p, _lowering), (conv_p, _lowering_of_convolutions):
+        rule = internals.guarded(lowering(own[primitive].rule))
+        mlir.register_lowering(primitive, rule, platform="cpu")
 
 
 # ---- convolutions as matmuls ---------------------------------------------------------------------
@@ -245,7 +250,3 @@ def _convolve(x, kernel, window_strides, padding, rhs_dilation, dimension_number
     out = out.reshape(x.shape[0], *places, count)
     order = np.argsort((out_spec[0], *out_spec[2:], out_spec[1]))
     return jax.lax.convert_element_type(jax.lax.transpose(out, order), dtype)
-
-
-_OWN_OF_CONVOLUTIONS = mlir._platform_specific_lowerings["cpu"][conv_p].rule
-mlir.register_lowering(conv_p, _lowering_of_convolutions(_OWN_OF_CONVOLUTIONS), platform="cpu")

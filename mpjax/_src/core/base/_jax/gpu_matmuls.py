@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.matmuls import HALVES, STORED, free_axes, is_local, is_marked, marked
 
 dot_general_p = jax.lax.dot_general_p
@@ -138,5 +139,7 @@ def _may_be_divided(ctx: Any, size: int) -> bool:
     return any(count > 1 and size % count == 0 for count in mesh.axis_sizes)
 
 
-_OWN = mlir._lowerings[dot_general_p].rule
-mlir.register_lowering(dot_general_p, _lowering(_OWN), platform="cuda")
+@internals.at_first_plan
+def _register() -> None:
+    rule = internals.guarded(_lowering(internals.lowerings[dot_general_p].rule))
+    mlir.register_lowering(dot_general_p, rule, platform="cuda")

@@ -11,23 +11,17 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax._src.core import mem_kind_to_space
-from jax._src.interpreters.ad import primitive_linearizations
-from jax._src.interpreters.batching import fancy_primitive_batchers, moveaxis
-from jax._src.interpreters.mlir import ir_consts, jaxpr_subcomp
-from jax._src.interpreters.partial_eval import (
-    Offloadable,
-    RecomputeType,
-    custom_partial_eval_rules,
-    custom_staging_rules,
-    ensure_enum,
-    partial_eval_jaxpr_custom_rules,
-)
+from jax.ad_checkpoint import Offloadable
 from jax.experimental import jet
 from jax.extend.core import Primitive, Var
 from jax.extend.core.primitives import reduce_precision_p
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import (
+    custom_partial_eval_rules,
+    partial_eval_jaxpr_custom_rules,
+)
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.building import barrier_p
 from mpjax._src.core.base._jax.programs import eval_apart, eval_closed, lowered, open_jaxpr
 
@@ -114,12 +108,12 @@ def _holding(name: str, program: Callable[..., Held], *, shown: bool = True) -> 
 
     def lower(ctx, *args, jaxpr=None, **params):
         inner, consts = open_jaxpr(lowered(program(**params).written))
-        outs, tokens = jaxpr_subcomp(
+        outs, tokens = mlir.jaxpr_subcomp(
             ctx.module_context,
             inner,
             ctx.name_stack,
             ctx.tokens_in,
-            ir_consts(consts, [v.aval for v in inner.constvars]),
+            internals.ir_consts(consts, [v.aval for v in inner.constvars]),
             *args,
             dim_var_values=ctx.dim_var_values,
             const_lowering=ctx.const_lowering,
@@ -128,10 +122,23 @@ def _holding(name: str, program: Callable[..., Held], *, shown: bool = True) -> 
         ctx.set_tokens_out(tokens)
         return outs
 
-    if shown:
-        custom_staging_rules[primitive] = stage
-    mlir.register_lowering(primitive, lower)
+    @internals.at_first_plan
+    def register() -> None:
+        if shown:
+            internals.custom_staging_rules[primitive] = internals.guarded(stage)
+        mlir.register_lowering(primitive, internals.guarded(lower))
+
     return primitive
+
+
+def _transformed(primitive: Primitive, jvp: Any, linearize: Any, batch: Any) -> None:
+    """Tells JAX how a primitive is transformed."""
+
+    @internals.at_first_plan
+    def register() -> None:
+        internals.primitive_linearizations[primitive] = internals.guarded(linearize)
+        ad.primitive_jvps[primitive] = internals.guarded(jvp)
+        batching.fancy_primitive_batchers[primitive] = internals.guarded(batch)
 
 
 # ---- a program on its arguments -----------------------------------------------------------------
@@ -207,7 +214,7 @@ def _transposed(cts, *args, program, jaxpr=None):
 
 def _batch(axis, args, dims, *, program, jaxpr=None):
     pairs = zip(args, dims, strict=True)
-    args = [x if d is None else moveaxis(x, d, 0) for x, d in pairs]
+    args = [x if d is None else batching.bdim_at_front(x, d, axis.size) for x, d in pairs]
     new, which = program.batched(axis, tuple(d is not None for d in dims))
     return call_held(new, *args), [0 if w else None for w in which]
 
@@ -227,10 +234,8 @@ call_p.def_impl(_run_now)
 call_p.def_effectful_abstract_eval(
     lambda *args, program, jaxpr=None: (program.out_avals, program.effects)
 )
-ad.primitive_jvps[call_p] = _jvp
-ad.primitive_transposes[call_p] = _transposed
-primitive_linearizations[call_p] = _linearize
-fancy_primitive_batchers[call_p] = _batch
+ad.primitive_transposes[call_p] = internals.guarded(_transposed)
+_transformed(call_p, _jvp, _linearize, _batch)
 jet.jet_rules[call_p] = _taylor  # type: ignore[assignment]
 # What written programs contain besides what the function does.
 jet.deflinear(reduce_precision_p)
@@ -315,10 +320,12 @@ def _where(saveable):
     """Returns in which memory a policy saves the results of an equation, or None."""
 
     def where(primitive, avals, params):
-        answer = ensure_enum(saveable(primitive, *avals, **params))
+        answer, space = saveable(primitive, *avals, **params), jax.memory.Space
         if isinstance(answer, Offloadable):
-            return mem_kind_to_space(answer.dst)
-        return None if isinstance(answer, RecomputeType) else jax.memory.Space.Device
+            return space.Host if answer.dst == "pinned_host" else space.Device
+        if isinstance(answer, bool):
+            return space.Device if answer else None
+        return None if isinstance(answer, internals.RecomputeType) else space.Device
 
     return where
 
@@ -327,11 +334,9 @@ jvp_p.def_impl(_through(_run, _pushed))
 jvp_p.def_effectful_abstract_eval(
     lambda *args, program, moving, jaxpr=None: (_pushed(program, moving).out_avals, program.effects)
 )
-ad.primitive_jvps[jvp_p] = _through(_jvp, _pushed)
-primitive_linearizations[jvp_p] = _through(_linearize, _pushed)
-fancy_primitive_batchers[jvp_p] = _through(_batch, _pushed)
-custom_partial_eval_rules[jvp_p] = _jvp_known
-partial_eval_jaxpr_custom_rules[jvp_p] = _jvp_again
+_transformed(jvp_p, *(_through(rule, _pushed) for rule in (_jvp, _linearize, _batch)))
+custom_partial_eval_rules[jvp_p] = internals.guarded(_jvp_known)
+partial_eval_jaxpr_custom_rules[jvp_p] = internals.guarded(_jvp_again)
 
 # ---- the linear part of a derivative ------------------------------------------------------------
 
@@ -358,7 +363,5 @@ def _transpose(cts, *args, cut):
 
 linear_p.def_impl(_through(_run, _tangent))
 linear_p.def_abstract_eval(lambda *args, cut: [a.to_tangent_aval() for a in cut.moved_avals])
-ad.primitive_jvps[linear_p] = _through(_jvp, _tangent)
-primitive_linearizations[linear_p] = _through(_linearize, _tangent)
-fancy_primitive_batchers[linear_p] = _through(_batch, _tangent)
-ad.primitive_transposes[linear_p] = _transpose
+_transformed(linear_p, *(_through(rule, _tangent) for rule in (_jvp, _linearize, _batch)))
+ad.primitive_transposes[linear_p] = internals.guarded(_transpose)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 
-from mpjax._src.core.base._jax.programs import close, hoisted, open_jaxpr
+from mpjax._src.core.base._jax import internals
+from mpjax._src.core.base._jax.programs import close, hoisted, jit_params, open_jaxpr, unspecified
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +44,16 @@ def jit_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> JitCall | None:
     leaves, tree = jax.tree.flatten((args, kwargs))
     if tree != traced.in_tree:
         return None
-    params = traced._params
-    return JitCall(params["jaxpr"], params, [*traced._consts, *leaves], traced.out_tree, traced)
+    params, consts = (slot.__get__(traced) for slot in (internals.params, internals.consts))
+    return JitCall(params["jaxpr"], params, [*consts, *leaves], traced.out_tree, traced)
 
 
 def jit_of(jaxpr: Any, params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of a jit for a replaced program with more results."""
     more = len(open_jaxpr(jaxpr)[0].outvars) - len(params["out_shardings"])
-    free = {"out_shardings": UNSPECIFIED, "out_layouts": None}
+    free = {"out_shardings": unspecified(), "out_layouts": None}
     longer = {name: (*params[name], *[value] * more) for name, value in free.items()}
     return {**params, "jaxpr": jaxpr, **longer}
-
-
-_nothing = jax.jit(lambda: ())
 
 
 def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
@@ -67,8 +64,11 @@ def call_as_jit(jaxpr: Any, *args: Any) -> list[Any]:
         inner, consts = hoisted(jaxpr)
         jaxpr, args = close(inner, ()), (*consts, *args)
     # JAX's versions differ in the parameters of a jit, so those of an empty one are completed.
-    params = dict(_nothing.trace()._params)  # in the context around
+    params = jit_params()
     for side, count in (("in", len(args)), ("out", len(inner.outvars))):
-        params |= {f"{side}_shardings": (UNSPECIFIED,) * count, f"{side}_layouts": (None,) * count}
+        params |= {
+            f"{side}_shardings": (unspecified(),) * count,
+            f"{side}_layouts": (None,) * count,
+        }
     own = {"jaxpr": jaxpr, "name": inner.debug_info.func_name}
     return jit_p.bind(*args, **{**params, **own, "donated_invars": (False,) * len(args)})

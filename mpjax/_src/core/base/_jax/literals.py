@@ -11,14 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.interpreters import partial_eval
-from jax._src.lax import lax
-from jax._src.numpy import array_constructors
+from jax.lax import convert_element_type_p
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.programs import patched
-
-# The places where JAX makes arrays of numbers: `jnp.full` and lax operations; `jnp.asarray`.
-_PLACES = ((lax, "_convert_element_type"), (array_constructors, "array"), (jnp, "array"))
 
 
 def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
@@ -29,7 +25,7 @@ def _showing(convert: Callable[..., Any], thread: int) -> Callable[..., Any]:
         if threading.get_ident() == thread and _is_number(x) and _is_half(dtype):
             weak = bool(more[0]) if more else bool(kwargs.get("weak_type", False))
             params = {"new_dtype": np.dtype(dtype), "weak_type": weak, "sharding": None}
-            return lax.convert_element_type_p.bind(np.float32(x), **params)
+            return convert_element_type_p.bind(np.float32(x), **params)
         return convert(x, *args, **kwargs)
 
     return cast
@@ -41,18 +37,20 @@ def casts_of_numbers() -> Iterator[None]:
 
     Cached traces of a jit are used again, unless the context of the trace is new.
     """
-    thread, rules = threading.get_ident(), partial_eval.const_fold_rules
-    fold = rules[lax.convert_element_type_p]
+    thread, (folder, name) = threading.get_ident(), internals.home_of("const_fold_rules")
+    rules = getattr(folder, name)
+    fold = rules[convert_element_type_p]
 
     def unfolded(constants, params, avals):
         mine = threading.get_ident() == thread
         return None if mine and _is_half(params["new_dtype"]) else fold(constants, params, avals)
 
-    shown = [(module, name, _showing(getattr(module, name), thread)) for module, name in _PLACES]
-    unfolding = {**rules, lax.convert_element_type_p: unfolded}
-    folding = partial_eval, "const_fold_rules", unfolding
+    # Where JAX makes arrays of numbers: `jnp.full` and lax operations; `jnp.asarray`.
+    places = (*map(internals.home_of, ("convert_element_type", "array")), (jnp, "array"))
+    shown = [(place, _showing(getattr(*place), thread)) for place in places]
+    unfolding = {**rules, convert_element_type_p: unfolded}
     # An array may contain -1e9, which overflows in float16.
-    with patched(*shown, folding), np.errstate(over="ignore"):
+    with patched(*shown, ((folder, name), unfolding)), np.errstate(over="ignore"):
         yield
 
 

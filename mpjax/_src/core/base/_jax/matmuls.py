@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from mpjax._src.core.base._jax import internals
+
 BFLOAT16 = np.dtype(jnp.bfloat16)
 HALVES = (BFLOAT16, np.dtype(np.float16))
 MARK, STORED = "mpjax_matmul", "mpjax_stored"
@@ -22,6 +24,7 @@ def marked() -> Any:
     The mark is metadata that no compiler reads. Unlike the name of a scope, it is on the operations
     of the transposed program too.
     """
+    internals.ready(needed=False)  # their lowering
     return set_xla_metadata(**{MARK: 1})
 
 

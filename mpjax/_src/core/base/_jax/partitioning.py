@@ -11,15 +11,13 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from jax._src.lib import xla_client
+from mpjax._src.core.base._jax import internals
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def ask_elsewhere(ask: Ask) -> None:
     """Makes compilers that are loaded afterwards ask another process how to partition."""
-    from jax._src import custom_partitioning as jax_s
-    from jax._src import xla_bridge
 
     def partition(*question):
         answer = ask({"pickled": _to_text(question)})
@@ -27,25 +25,23 @@ def ask_elsewhere(ask: Ask) -> None:
             raise RuntimeError(answer["error"])
         return _of_text(answer["pickled"])
 
-    name = jax_s._CUSTOM_PARTITIONING_CALL_NAME
+    name = internals.CUSTOM_PARTITIONING_CALL_NAME
     ours = functools.partial(
-        xla_client.register_custom_call_partitioner,
+        internals.register_custom_call_partitioner,
         name=name,
-        prop_user_sharding=jax_s._custom_partitioning_propagate_user_sharding,
+        prop_user_sharding=internals.custom_partitioning_propagate_user_sharding,
         partition=partition,
-        infer_sharding_from_operands=jax_s._custom_partitioning_infer_sharding_from_operands,
+        infer_sharding_from_operands=internals.custom_partitioning_infer_sharding_from_operands,
         can_side_effecting_have_replicated_sharding=True,
     )
-    callbacks = xla_bridge._plugin_callbacks  # the first to register counts
+    callbacks = getattr(*internals.home_of("plugin_callbacks"))  # the first to register counts
     callbacks[:] = [c for c in callbacks if getattr(c, "keywords", {}).get("name") != name] + [ours]
 
 
 def answer_partitioning(question: dict[str, Any]) -> dict[str, Any]:
     """Answers the questions of `ask_elsewhere`, in the process that traced the program."""
-    from jax._src import custom_partitioning as jax_s
-
     try:
-        answer = jax_s._custom_partitioning_partition(*_of_text(question["pickled"]))
+        answer = internals.custom_partitioning_partition(*_of_text(question["pickled"]))
     except Exception as error:
         # The process that compiles waits for an answer, and raises this one there.
         return {"error": f"{type(error).__name__}: {error}"}
@@ -54,6 +50,9 @@ def answer_partitioning(question: dict[str, Any]) -> dict[str, Any]:
 
 def _to_text(x: Any) -> str:
     """Returns what a question or an answer consists of as text, which JSON can contain."""
+    # How what XLA hands over is pickled.
+    copyreg.pickle(internals.Shape, _pickle_shape)
+    copyreg.pickle(internals.HloSharding, _pickle_sharding)
     return base64.b64encode(pickle.dumps(x)).decode()
 
 
@@ -62,13 +61,14 @@ def _of_text(text: str) -> Any:
 
 
 def _sharding_of(proto: bytes) -> Any:
-    message = xla_client.OpSharding()
+    message = internals.OpSharding()
     message.ParseFromString(proto)
-    return xla_client.HloSharding.from_proto(message)
+    return internals.HloSharding.from_proto(message)
 
 
-# How what XLA hands over is pickled.
-copyreg.pickle(xla_client.Shape, lambda shape: (xla_client.Shape, (str(shape),)))
-copyreg.pickle(
-    xla_client.HloSharding, lambda x: (_sharding_of, (x.to_proto().SerializeToString(),))
-)
+def _pickle_shape(shape: Any) -> Any:
+    return type(shape), (str(shape),)
+
+
+def _pickle_sharding(sharding: Any) -> Any:
+    return _sharding_of, (sharding.to_proto().SerializeToString(),)

@@ -1,6 +1,7 @@
 """Jaxprs: reading, evaluating, tracing and rebuilding them, and their rules by other authors."""
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,44 +10,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config, util
-from jax._src.core import eval_trace, set_current_trace
-from jax._src.interpreters import partial_eval
-from jax._src.lax.lax import canonicalize_precision
-from jax._src.named_sharding import UnspecifiedValue
 from jax.api_util import debug_info, shaped_abstractify
 from jax.experimental.jet import JetTracer
 from jax.extend import linear_util as lu
-from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.backend import register_backend_cache
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params, set_current_trace
 from jax.extend.core.primitives import convert_element_type_p, jit_p
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.sources import location, own_lines
 
 _PATCHING = threading.RLock()
 
 
 @contextlib.contextmanager
-def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    """Returns a context in which attributes of JAX's modules are others: (module, name, value)."""
+def patched(*changes: tuple[Any, Any]) -> Iterator[None]:
+    """Returns a context in which attributes of JAX's modules are others.
+
+    Each change is a place, (module, name) or the name of an internal, and a value.
+    """
     # They are for all threads, and two would restore each other's.
     with _PATCHING:
-        before = [(module, name, getattr(module, name)) for module, name, _ in places]
+        found = [internals.home_of(at) if isinstance(at, str) else at for at, _ in changes]
+        before = [getattr(*place) for place in found]
         try:
-            for place in places:
-                setattr(*place)
+            for (module, name), (_, value) in zip(found, changes, strict=True):
+                setattr(module, name, value)
             yield
         finally:
-            for place in before:
-                setattr(*place)
+            for (module, name), value in zip(found, before, strict=True):
+                setattr(module, name, value)
 
 
 def primitive_names() -> frozenset[str]:
     """Returns the names of every primitive that JAX can lower or differentiate."""
-    of_platforms = mlir._platform_specific_lowerings.values()
-    everywhere: tuple[Any, ...] = (mlir._lowerings, ad.primitive_jvps, ad.primitive_transposes)
-    tables = (*everywhere, *of_platforms)
+    # Without these tables, no name is known that has neither a derivative nor a batched form.
+    of_platforms = internals.offered("platform_specific_lowerings", {}).values()
+    everywhere: tuple[Any, ...] = (internals.offered("lowerings", ()), ad.primitive_jvps)
+    more = ad.primitive_transposes, batching.fancy_primitive_batchers
+    tables = (*everywhere, *more, *of_platforms)
     return frozenset(primitive.name for table in tables for primitive in table)
 
 
@@ -84,10 +88,16 @@ class Structure:
         if not isinstance(other, Structure):
             return False
         try:
-            with set_current_trace(eval_trace):
+            with _no_trace():
                 return bool(self.tree == other.tree)
         except Exception:  # any that the metadata raises
             return False
+
+
+def _no_trace() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which nothing is traced, or no arrays with values at least."""
+    outermost = internals.offered("eval_trace", None)
+    return set_current_trace(outermost) if outermost else jax.ensure_compile_time_eval()
 
 
 def equation_key(eqn: Any) -> Any:
@@ -101,6 +111,25 @@ def equation_key(eqn: Any) -> Any:
 
 # Calls without any meaning beyond the program that they call.
 _CALLS = ("closed_call", "call", "eval_jaxpr")
+
+_nothing = jax.jit(lambda: ())
+
+
+def jit_params() -> dict[str, Any]:
+    """Returns the parameters of a jit without arguments and results, in the context around."""
+    return dict(_equation_of(_nothing).params)
+
+
+@functools.cache
+def unspecified() -> Any:
+    """Returns what stands in the parameters of a jit for a sharding that nobody chose."""
+    return _equation_of(jax.jit(lambda x: x), 0).params["in_shardings"][0]
+
+
+def _equation_of(jitted: Callable[..., Any], *args: Any) -> Any:
+    """Returns the equation of a call of a jitted function."""
+    with jax.disable_jit(False):
+        return open_jaxpr(jax.make_jaxpr(jitted)(*args))[0].eqns[0]
 
 
 def inlined(eqn: Any) -> Any:
@@ -116,7 +145,8 @@ def inlined(eqn: Any) -> Any:
     shardings, layouts = (
         (*p[f"in_{each}"], *p[f"out_{each}"]) for each in ("shardings", "layouts")
     )
-    placed = not all(isinstance(sharding, UnspecifiedValue) for sharding in shardings)
+    nobodys = type(unspecified())
+    placed = not all(isinstance(sharding, nobodys) for sharding in shardings)
     asks = placed or any(p["donated_invars"]) or any(layout is not None for layout in layouts)
     return None if asks else p["jaxpr"]
 
@@ -209,11 +239,12 @@ def size_of(shape: Sequence[Any]) -> int:
     size = math.prod(shape)
     if isinstance(size, int):
         return size
-    numbers = (
-        d if isinstance(d, int) else d._evaluate(dict.fromkeys(d._get_vars(), SYMBOL))
-        for d in shape
-    )
-    return math.prod(map(int, numbers))
+    return math.prod(d if isinstance(d, int) else _evaluated(d) for d in shape)
+
+
+def _evaluated(dimension: Any) -> int:
+    symbols = dict.fromkeys(internals.get_vars(dimension), SYMBOL)
+    return int(internals.evaluate(dimension, symbols))
 
 
 def bytes_of(aval: Any, dtype: np.dtype | None = None) -> int:
@@ -314,7 +345,7 @@ def own_precision(params: dict[str, Any]) -> Any:
 
 def default_precision() -> Any:
     """Returns the precision that JAX writes into matmuls without one, or None."""
-    return canonicalize_precision(None)
+    return internals.canonicalize_precision(None)
 
 
 def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any], name: str) -> Any:
@@ -335,7 +366,7 @@ def lowered(jaxpr: Any) -> Any:
 
     They have derivatives of their own, so they stay until a program is compiled.
     """
-    return partial_eval.lower_jaxpr2(jaxpr) if open_jaxpr(jaxpr)[0].is_high else jaxpr
+    return internals.lower_jaxpr2(jaxpr) if open_jaxpr(jaxpr)[0].is_high else jaxpr
 
 
 def with_results(jaxpr: Any, outvars: Sequence[Any]) -> Any:
@@ -355,17 +386,28 @@ def hoisted(jaxpr: Any) -> tuple[Any, list[Any]]:
     inner, consts = open_jaxpr(jaxpr)
     if not consts:
         return inner, []
-    return partial_eval.convert_constvars_jaxpr(inner), list(consts)
+    return _hoisted(inner), list(consts)
+
+
+def _hoisted(inner: Any) -> Any:
+    with_consts = getattr(inner, "with_consts", None)
+    if with_consts:  # from 0.12 on it has constants
+        return with_consts(())
+    info, count = inner.debug_info, len(inner.constvars)
+    if info.arg_names is not None:
+        info = info._replace(arg_names=("",) * count + (*info.arg_names,))
+    return inner.replace(constvars=(), invars=inner.constvars + inner.invars, debug_info=info)
 
 
 def cleared_with_jax(cache: Any) -> None:
     """Registers a `functools.lru_cache` to be cleared by `jax.clear_caches`."""
-    util.register_cache(cache, "mpjax")
+    register_backend_cache(cache, "mpjax")
 
 
 def tracing_key() -> Any:
     """Returns the settings of JAX that a trace depends on, besides the arguments."""
-    return config.trace_context()
+    # JAX traces a function again if one of them changed, and only then.
+    return _nothing.trace().jaxpr
 
 
 def abstract(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import source_info_util
-from jax._src.api_util import InternalFloatingPointError
 from jax.extend.core.primitives import jit_p
 from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import (
+    NameStack,
     SourceInfo,
     current_name_stack,
     register_exclusion,
     user_context,
 )
 
+from mpjax._src.core.base._jax import internals
+from mpjax._src.core.base.errors import UnsupportedJaxError
 from mpjax._src.core.base.lines import is_library
 
 JAX = f"{Path(jax.__file__).parent}{os.sep}"
@@ -30,17 +31,20 @@ register_exclusion(str(Path(__file__).parents[3]))
 HERE = f"{Path(__file__).parent}{os.sep}"
 OURS = f"{Path(__file__).parents[3]}{os.sep}"
 PACKAGE = f"{Path(__file__).parents[4]}{os.sep}"
+# The classes of what is in a name stack.
+SCOPE = type(NameStack().extend("scope").stack[0])
+TRANSFORM = type(NameStack().transform("jvp").stack[0])
 SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
 
 
 def scope_names(stack: Any) -> tuple[str, ...]:
     """Returns the names of a name stack's scopes, without transformations."""
-    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Scope))
+    return tuple(s.name for s in stack.stack if isinstance(s, SCOPE))
 
 
 def transforms(stack: Any) -> tuple[str, ...]:
     """Returns the names of a name stack's transformations, such as "jvp" and "transpose"."""
-    return tuple(s.name for s in stack.stack if isinstance(s, source_info_util.Transform))
+    return tuple(s.name for s in stack.stack if isinstance(s, TRANSFORM))
 
 
 def scopes_named(stack: Any, start: str) -> tuple[list[str], bool]:
@@ -51,7 +55,7 @@ def scopes_named(stack: Any, start: str) -> tuple[list[str], bool]:
         if name.startswith(start):
             names.append(name)
         elif name == "transpose":
-            transposed |= isinstance(entry, source_info_util.Transform)
+            transposed |= isinstance(entry, TRANSFORM)
     return names, transposed
 
 
@@ -67,7 +71,7 @@ def source_lines(*eqns: Any) -> tuple[str, str]:
         # JAX keeps what it traced of its own functions, with the line of another call perhaps.
         if caller is not None and _calls_jax(caller):
             continue
-        frames = source_info_util.user_frames(eqn.source_info.traceback)
+        frames = internals.user_frames(eqn.source_info.traceback)
         innermost = own = next(frames, None)
         if innermost is None:
             continue
@@ -208,7 +212,7 @@ def location(eqn: Any, stack: Any, callers: Callable[[], Sequence[Any]] = tuple)
     with user_context(traceback, name_stack=stack), eqn.ctx.manager:
         try:
             yield
-        except InternalFloatingPointError as error:
+        except internals.offered("InternalFloatingPointError", ()) as error:
             what = f"invalid value ({error.ty}) encountered in {eqn.primitive.name}"
             raise _at_line(FloatingPointError(what), eqn, *callers()) from None
         except FloatingPointError as error:
@@ -221,7 +225,10 @@ AT = "The operation is at "
 
 def _at_line(error: FloatingPointError, *eqns: Any) -> FloatingPointError:
     """Adds the line of an equation, or of the calls around it, to an error that names none."""
-    line, library = source_lines(*eqns)
+    try:
+        line, library = source_lines(*eqns)
+    except UnsupportedJaxError:  # an error of the user's program says more
+        return error
     if line and not any(note.startswith(AT) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{AT}{line}" + f", in {library}" * bool(library))
     return error
@@ -237,7 +244,9 @@ def own_lines(rule: Any) -> Any:
 
 @transformation2
 def _own_lines(fun: Callable[..., Any], *args: Any) -> Any:
-    context = source_info_util._source_info_context
+    context = internals.offered("source_info_context", None)
+    if context is None:
+        return fun(*args)
     before = context.context
     # Where the context has no traceback, JAX records that of each equation.
     context.context = SourceInfo(None, before.name_stack)

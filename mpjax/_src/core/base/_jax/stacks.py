@@ -9,12 +9,12 @@ import types
 from typing import Any
 
 import jax
-from jax._src.lax.control_flow import loops
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Literal
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import name_p, scan_p
 from jax.interpreters import mlir
 
+from mpjax._src.core.base._jax import internals
 from mpjax._src.core.base._jax.barriers import GPUS, may_be_partitioned
 from mpjax._src.core.base._jax.matmuls import is_marked
 from mpjax._src.core.base._jax.programs import open_jaxpr, scan_counts
@@ -43,8 +43,9 @@ def _scan(*args: Any, **params: Any) -> Any:
         return started[id(value)]
 
     # JAX's scan takes no arrays to stack in, so its own code runs with another `_empty_array`.
-    code, names = loops._scan_impl.__code__, {**vars(loops), "_empty_array": start}
-    return types.FunctionType(code, names)(*args, **params)
+    own, (_, name) = internals.scan_impl, internals.home_of("empty_array")
+    names = {**own.__globals__, name: start}
+    return types.FunctionType(own.__code__, names)(*args, **params)
 
 
 def _same(jaxpr: Any) -> dict[Any, Any]:
@@ -75,7 +76,7 @@ def _empty(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
     explicit = not (mesh.empty or mesh.are_all_axes_auto or mesh.are_all_axes_manual)
     special = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
     if special or explicit or aval.memory_space != jax.memory.Space.Device:
-        return loops._empty_array(prefix, length_spec, aval)
+        return internals.empty_array(prefix, length_spec, aval)
     empty = jax.lax.empty((*prefix, *aval.shape), aval.dtype)
     # In a shard_map, the type of what is stacked says over which axes it varies.
     return jax.lax.pcast(empty, axes, to="varying") if axes else empty
@@ -83,9 +84,12 @@ def _empty(prefix: tuple[int, ...], length_spec: Any, aval: Any) -> Any:
 
 def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     alone = is_marked(ctx, MARK) and not may_be_partitioned(ctx)
-    run = _scan if alone else loops._scan_impl
+    run = _scan if alone else internals.scan_impl
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args, **params)
 
 
-for _platform in GPUS:
-    mlir.register_lowering(loops.scan_p, _lower, platform=_platform)
+@internals.at_first_plan
+def _register() -> None:
+    internals.scan_impl, internals.empty_array  # noqa: B018  (missing ones leave JAX's own rule)
+    for platform in GPUS:
+        mlir.register_lowering(scan_p, internals.guarded(_lower), platform=platform)

@@ -12,16 +12,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import dispatch
-from jax._src.lax import lax as lax_s
 from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax._src.core.base._jax.cpu_matmuls import has_kernel
 from mpjax._src.core.base._jax.matmuls import is_local, marked
-from mpjax._src.core.base._jax.programs import eval_closed, open_jaxpr, retyped, trace
+from mpjax._src.core.base._jax.programs import (
+    bind,
+    eval_closed,
+    evaluate,
+    open_jaxpr,
+    retyped,
+    trace,
+)
 
 dot_general_p, gather_p = jax.lax.dot_general_p, jax.lax.gather_p
 
@@ -57,7 +63,7 @@ def primitive_of(name: str, run: Callable[..., Any], abstract_eval: Callable[...
     """
 
     primitive = Primitive(name)
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, _lowering(run))
     return primitive
@@ -165,15 +171,23 @@ def _transpose(place, ct, x, y, *, half, order, sums, preferred_element_type, **
 
 
 def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, **params):
-    def multiply(x, y, dimension_numbers, preferred_element_type, **params):
-        more = {"dimension_numbers": dimension_numbers, **params}
-        return _half_dot(x, y, half, preferred_element_type, None, sums, **more)
+    """Batches a matmul as JAX does: the program of JAX's rule, with this matmul in it."""
+    places: list[Any] = []
 
-    def pair(values):
-        return values
+    def rule(*operands):
+        batched = batching.fancy_primitive_batchers[dot_general_p]
+        out, dim = batched(axis_data, operands, dims, preferred_element_type=None, **params)
+        places.append(dim)
+        return [out]
 
-    params["preferred_element_type"] = preferred_element_type
-    out, dim = lax_s._dot_batch_rule(pair, pair, multiply, axis_data, args, dims, **params)
+    def run(eqn, ins):
+        if eqn.primitive is not dot_general_p:
+            return bind(eqn, ins)
+        changed = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
+        return [_half_dot(*ins, half, preferred_element_type, None, sums, **params | changed)]
+
+    program = trace(rule, [retyped(jax.typeof(x), half) for x in args], "batched")
+    (out,), (dim,) = evaluate(program, args, run), places
     if order is None or dim is None:
         return _in_order(out, order), dim
     return jax.lax.transpose(out, (dim, *(d + (d >= dim) for d in order))), 0
@@ -245,7 +259,7 @@ def _batch_by_devices(args, dims, *, one, several):
 
 _by_devices_p = Primitive("by_devices")
 _by_devices_p.multiple_results = True
-_by_devices_p.def_impl(functools.partial(dispatch.apply_primitive, _by_devices_p))
+_by_devices_p.def_impl(functools.partial(apply_primitive, _by_devices_p))
 _by_devices_p.def_abstract_eval(lambda *_, one, **__: [v.aval for v in open_jaxpr(one)[0].outvars])
 mlir.register_lowering(_by_devices_p, _lower_by_devices)
 batching.primitive_batchers[_by_devices_p] = _batch_by_devices
