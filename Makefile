@@ -104,8 +104,9 @@ gate: $(AOT)/ready
 	    | xargs -n 5 -P 2 $(AOT)/bin/python -m benchmarks --suite gate
 
 # A warning fails the build: a page in no table of contents, or a name or link without a target.
+# -E: pages of an earlier build would not get the words that users search for.
 docs: $(DOCS)/ready
-	$(DOCS)/bin/sphinx-build -W -n -j 2 -b html docs docs_out/html
+	$(DOCS)/bin/sphinx-build -E -W -n -j 2 -b html docs docs_out/html
 	SITE=docs_out/html $(DOCS)/bin/python -m pytest -q --confcutdir tests/site tests/site/test_browse.py
 
 bench: $(VENV)/bench

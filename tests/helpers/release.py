@@ -128,7 +128,8 @@ def main() -> None:
         sys.exit(f"dist/ has {len(wheels)} wheels of mpjax {named}: run make build first.")
     with tempfile.TemporaryDirectory() as folder:
         check(wheels[0], named, Path(folder))
-    print(*(f"to do before the tag: {each}" for each in left), sep="\n")
+    for each in left:
+        print(f"to do before the tag: {each}")
     print(f"The wheel works. The tag of this version is v{named}.")
 
 

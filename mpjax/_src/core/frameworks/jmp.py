@@ -1,7 +1,7 @@
 """The names of jmp 0.0.4 with jmp's results, for programs that replace ``import jmp``.
 
 Where a class or function of `mpjax` differs from jmp's of that name, these do as jmp does: they
-multiply in the dtype of each leaf, cast float64, and store a policy's dtypes as they were given.
+multiply without widening, cast float64, and store a policy's dtypes as they were given.
 The classes are subclasses of jmp's, so whatever takes jmp's objects takes these, Haiku and all of
 `mpjax` included.
 """
@@ -219,7 +219,7 @@ def half_dtype() -> Any:
 
 
 def _times(tree: T, factor: Any) -> T:
-    """Multiplies all leaves, which keep their dtypes if the factor has one that allows it."""
+    """Multiplies all leaves, as JAX promotes them."""
     # The warning that no loss was scaled asks for this fact about the process.
     called.CALLED.add(called.SCALES)
     return jax.tree.map(lambda leaf: leaf * factor, tree)
