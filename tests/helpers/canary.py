@@ -158,7 +158,7 @@ class Broken:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = (crash.message if crash else str(report.longrepr)).strip().splitlines()
         modules = sorted(modules_of(ROOT / path, test.partition("[")[0]))
-        rows = [c.breaks for c in internals.CONTRACTS if modules & {*c.modules}]
+        rows = [c.breaks for c in internals.CONTRACTS if {*modules} & {*c.modules}]
         rows += [PUBLIC[m] for m in modules if m in PUBLIC]
         used = ", ".join(f"mpjax/_src/core/base/_jax/{m}.py" for m in modules)
         self.told.append(

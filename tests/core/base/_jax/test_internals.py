@@ -263,3 +263,61 @@ def test_what_plans_nothing_needs_public_functions_alone():
     assert len(refused) == 5
     for line in refused:
         assert " has no jax." in line and "is tested with JAX up to" in line, line
+
+
+EACH = (
+    PRELUDE
+    + """
+from mpjax._src.core.planner import kept
+import mpjax._src.core.autocast.transform
+every, found = [*internals._WAITING], internals._found
+x = jnp.ones((4, 8))
+
+def loss(p, x):
+    h = jax.checkpoint(lambda h: jnp.tanh(h @ p["w"]))(x)
+    h, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ p["w"]), None), h, None, length=2)
+    return jnp.mean(jax.jit(lambda h: h @ p["w"])(h) ** 2)
+
+class Without:
+    def __init__(self, home, last):
+        self.home, self.last = home, last
+    def __getattr__(self, name):
+        if name == self.last:
+            raise AttributeError(name)
+        return getattr(self.home, name)
+
+def programs():
+    init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "O3:bfloat16")
+    once = str(jax.make_jaxpr(step)(init({"w": jnp.ones((8, 8))}), x))
+    kept._kept.cache_clear()
+    internals._WAITING[:] = every
+    try:
+        return once, str(jax.make_jaxpr(jax.grad(mpjax.autocast(loss)))({"w": x.T @ x}, x))
+    except UnsupportedJaxError as error:
+        return once, error
+
+before, refused = programs(), []
+for name, (place, row) in internals.PLACES.items():
+    outer, _, last = place.rpartition(".")
+    internals._found = lambda p: Without(found(p), last) if p == outer else found(p)
+    for cached in internals.PLACES:
+        vars(internals).pop(cached, None)
+    once, planned = programs()
+    assert once == before[0], name
+    if isinstance(planned, UnsupportedJaxError):
+        assert place in str(planned), (name, planned)
+        refused.append(name)
+    else:
+        assert planned == before[1], name
+print(*refused)
+"""
+)
+
+
+@pytest.mark.thorough
+def test_each_missing_name_is_refused_or_changes_nothing():
+    (refused,) = told(EACH, "")
+    always = {"primitive_linearizations", "custom_staging_rules", "lowerings", "scan_impl"}
+    assert always <= {*refused.split()}
+    aside = {"DeviceList", "user_frames", "const_fold_rules", "plugin_callbacks", "params"}
+    assert not aside & {*refused.split()}

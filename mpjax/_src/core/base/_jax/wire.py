@@ -184,7 +184,8 @@ def _batch(axis_data, args, dims, *, half, order, sums, preferred_element_type, 
         if eqn.primitive is not dot_general_p:
             return bind(eqn, ins)
         changed = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
-        return [_half_dot(*ins, half, preferred_element_type, None, sums, **params | changed)]
+        x, y = ins
+        return [_half_dot(x, y, half, preferred_element_type, None, sums, **params | changed)]
 
     program = trace(rule, [retyped(jax.typeof(x), half) for x in args], "batched")
     (out,), (dim,) = evaluate(program, args, run), places
