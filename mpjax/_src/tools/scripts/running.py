@@ -87,11 +87,14 @@ class Run:
                 print(f"mpjax: the report could not be written: {error}", file=sys.stderr)
 
     def summary(self) -> str:
-        if self.report is None:
-            return "mpjax: JAX was not imported, so nothing was planned."
-        text: str = self.report.summary()
+        text = "mpjax: JAX was not imported, so nothing was planned."
+        if self.report is not None:
+            text = self.report.summary()
         if self.children:
-            text += f"\nmpjax: {self.children} child processes planned too, and are not counted"
+            text += (
+                f"\nmpjax: multiprocessing started {self.children} processes, which plan as this "
+                "one and are not counted here"
+            )
         return text
 
 
