@@ -66,17 +66,23 @@ def ran(*args, **env):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
 
 
-def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
+@pytest.mark.thorough
+def test_a_script_under_float32_prints_what_it_prints_alone(folder):
     plain = ran("train.py", "--fail", "-x")
-    half = ran("-m", "mpjax", "run", "--report", "seen.json", "train.py", "--fail", "-x")
     same = ran("-m", "mpjax", "run", "train.py", "--fail", "-x", MPJAX_POLICY="float32")
-    assert plain.returncode == half.returncode == same.returncode == 1
-    assert same.stdout == plain.stdout != half.stdout
+    assert plain.returncode == same.returncode == 1 and same.stdout == plain.stdout
+    assert same.stderr.startswith(plain.stderr.strip())
+
+
+def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
+    half = ran("-m", "mpjax", "run", "--report", "seen.json", "train.py", "--fail", "-x")
+    assert half.returncode == 1
     assert half.stdout.count("['--fail', '-x'] float32") == 3
     # The traceback is the script's own, and the summary comes last.
-    assert half.stderr.startswith(plain.stderr.strip())
-    last = half.stderr.removeprefix(plain.stderr.strip()).strip().splitlines()
-    assert last == ["mpjax: 1 function differentiated, 1 planned; 100% of matmul FLOPs in bfloat16"]
+    first, *_, error, last = half.stderr.splitlines()
+    assert first == "Traceback (most recent call last):" and error == "RuntimeError: own"
+    assert last == "mpjax: 1 function differentiated, 1 planned; 100% of matmul FLOPs in bfloat16"
+    assert half.stderr.count("File ") == 1
     report = json.loads((folder / "seen.json").read_text())
     assert report["half_flops"] == 1 and report["rows"][0]["name"] == "loss"
 

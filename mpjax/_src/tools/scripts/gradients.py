@@ -211,15 +211,24 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
             out = _Planned(fun, report.policy, seen, finished)(*args, **kwargs)
             seen.calls += 1
             return out
-        except CONCRETE:
+        except Exception as error:
             if finished:
                 raise
-        # Outside of jit JAX differentiates at values, which plans do without.
-        report._drop(site)
-        report._of(site, "it reads values of its arrays").calls += 1
-        return fun(*args, **kwargs)
+            failed = error
+        # Outside of jit JAX differentiates at values, which plans do without. An error of the
+        # function itself is raised again, as it would be without a plan.
+        out = fun(*args, **kwargs)
+        reads = isinstance(failed, CONCRETE)
+        what = "reads values of its arrays" if reads else f"cannot be traced: {_line(failed)}"
+        report._of(site, f"it {what}").calls += 1
+        return out
 
     return run
+
+
+def _line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _left(report: GradientsReport, reason: str, site: Site) -> None:
