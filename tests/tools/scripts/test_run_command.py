@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from multiprocessing import spawn
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import mpjax.scripts
 from mpjax._src.tools.cli.commands import main
 from mpjax._src.tools.scripts.launch import restored
+from mpjax._src.tools.scripts.running import Run
 
 TRAIN = """
 import atexit, os, sys, threading
@@ -85,6 +87,32 @@ def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
     assert half.stderr.count("File ") == 1
     report = json.loads((folder / "seen.json").read_text())
     assert report["half_flops"] == 1 and report["rows"][0]["name"] == "loss"
+
+
+def test_float16_is_refused_with_the_lines_to_change(folder, monkeypatch, capsys):
+    source = """
+import jax, jax.numpy as jnp, optax
+def penalty(w): return jnp.sum(w**2)
+def loss(w, x): return jnp.mean((x @ w) ** 2) + jnp.sum(jax.grad(penalty)(w) ** 2)
+optimizer = optax.adam(1e-2)
+def step(w, opt_state, x):
+    grads = jax.grad(loss)(w, x)
+    updates, opt_state = optimizer.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+"""
+    (folder / "loop.py").write_text(source)
+    subprocess.run(["git", "init", "-q", "."], check=True)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    sys.modules["__main__"].__file__ = str(folder / "loop.py")
+    with pytest.raises(SystemExit) as end:
+        Run("mixed_float16").begin()
+    said = capsys.readouterr()
+    assert end.value.code == 2 and "need a loss scale" in said.err
+    subprocess.run(["git", "apply"], input=said.out, text=True, check=True)
+    changed = (folder / "loop.py").read_text()
+    assert 'mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")' in changed
+    # What is differentiated inside of a loss stays as it is.
+    assert "jax.grad(penalty)" in changed and "jax.grad(loss)" not in changed
 
 
 @pytest.mark.thorough

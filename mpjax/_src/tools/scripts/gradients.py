@@ -172,8 +172,9 @@ def allowed(policy: Policy) -> Policy:
     if FLOAT16 in (*dtypes, policy.param_dtype):
         raise NeedsLossScale(
             f"policy={brief(str(policy))} computes in float16, whose gradients need a loss scale. "
-            "That lives in the training loop: change its lines as in docs/frameworks.md, or choose "
-            '"mixed_bfloat16", which needs none.'
+            "That lives in the training loop, whose lines have to change (docs/frameworks.md; "
+            '`mpjax run` with this policy prints a diff of them). Or choose "mixed_bfloat16", '
+            "which needs none."
         )
     kept = {"stores parameters": policy.param_dtype, "returns results": policy.output_dtype}
     for what, dtype in kept.items():
