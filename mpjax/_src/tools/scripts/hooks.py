@@ -9,10 +9,12 @@ hook is traced again inside, and the other way round. It is set for all threads.
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +30,8 @@ TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")
 FORWARD = ("jvp", "jacfwd")
 WITH_ARGNUMS = ("grad", "value_and_grad", "jacrev", "jacfwd", "hessian")
 # The frames below a script's own.
-LAUNCHING = ("mpjax._src.tools.scripts.", "mpjax._src.tools.cli.", "mpjax.__main__")
+HERE = Path(__file__).parent
+LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
 
 
 class Site(NamedTuple):
@@ -177,7 +180,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         within = _is_within(name, "mpjax")
-        if within and f"{name}.".startswith(LAUNCHING):
+        if within and frame.f_code.co_filename.startswith(LAUNCHING):
             frame = None
             break
         ours |= within
