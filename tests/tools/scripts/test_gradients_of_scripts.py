@@ -44,6 +44,12 @@ sharded = functools.partial(
     jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data")
 )
 
+
+def _both_ways(forward, backward):
+    out, kept = forward(W, X)
+    return backward(kept, jnp.ones_like(out))
+
+
 # Each takes a function that plans, which is the identity where a hook does it.
 PROGRAMS = {
     "grad": lambda a: jax.grad(a(loss))(W, X),
@@ -53,6 +59,7 @@ PROGRAMS = {
     "partial": lambda a: functools.partial(jax.grad, argnums=1)(a(loss))(W, X),
     "vjp": lambda a: jax.vjp(a(loss), W, X)[1](1.0),
     "vjp_aux": lambda a: jax.vjp(a(with_aux), W, X, has_aux=True)[1](1.0),
+    "fwd_and_bwd": lambda a: _both_ways(*jax.fwd_and_bwd(a(loss), argnums=(0, 1))),
     "linearize": lambda a: jax.linearize(a(loss), W, X)[1](W, X),
     "jacrev": lambda a: jax.jacrev(a(lambda w: jnp.tanh(X @ w).sum(0)))(W),
     "hessian": lambda a: jax.hessian(a(lambda s: loss(W * s[0], X)))(jnp.ones(2)),

@@ -26,9 +26,9 @@ from mpjax._src.tools.scripts.missed import holders_of, name_of
 
 # What is differentiated is replaced in these. In those of forward mode it is only noted: who asks
 # for a tangent may look at its tracers.
-TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")
+TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian", "fwd_and_bwd")
 FORWARD = ("jvp", "jacfwd")
-WITH_ARGNUMS = ("grad", "value_and_grad", "jacrev", "jacfwd", "hessian")
+WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
 # The frames below a script's own.
 HERE = Path(__file__).parent
 LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
