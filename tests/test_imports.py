@@ -20,7 +20,7 @@ INSIDE = PACKAGE / "_src"
 # From the bottom up: a package imports only what stands before. So the core imports none of the
 # leaves, and neither imports the tools.
 IN_CORE = ("base", "program", "policy", "planner", "autocast", "training", "frameworks")
-TOOLS = ("document", "hardware", "watching", "lint", "instruments", "cli")
+TOOLS = ("document", "hardware", "watching", "lint", "instruments", "scripts", "cli")
 ORDER = (*(f"core/{room}" for room in IN_CORE), *LEAVES, *(f"tools/{room}" for room in TOOLS))
 # What the core imports when a policy or an argument asks for it.
 ASKED_FOR = {
@@ -54,7 +54,7 @@ def test_every_package_has_its_place():
         "__main__",
         "_src",
         "py",
-        *("checkpoint", "debug", "errors", "hardware", "optim", "reports"),
+        *("checkpoint", "debug", "errors", "hardware", "optim", "reports", "scripts"),
         *("jmp", "keras", "linen", "nnx"),
     }
 
