@@ -120,6 +120,9 @@ def test_lazy_imports_compile_nothing_again():
         "import jax, mpjax;"
         "f = jax.jit(lambda x: x + 1); f(1.0);"
         "[getattr(m, name) for m in (mpjax, mpjax.optim, mpjax.debug) for name in m.__all__];"
+        "f(1.0); assert f._cache_size() == 1, 'compiled again';"
+        # Nor does what JAX is told before the first plan.
+        "jax.make_jaxpr(mpjax.autocast(lambda x: x @ x))(jax.numpy.ones((8, 8)));"
         "f(1.0); assert f._cache_size() == 1, 'compiled again'"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import pytest
 from click.testing import CliRunner
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import internals
 from mpjax._src.tools.cli import doctor
 from mpjax._src.tools.cli.commands import cli
 
@@ -41,3 +43,15 @@ def test_matmul_time_that_cannot_be_taken_is_a_failed_doctor_check(monkeypatch):
     result = run()
     assert result.exit_code == 1 and "RuntimeError: no kernel" in result.stdout
     assert "A matmul just took" not in result.stdout
+
+
+def test_doctor_says_what_plans_lack_in_the_installed_jax(monkeypatch):
+    assert [*doctor.problems_of_jax()] == []
+    monkeypatch.setattr(jax, "__version__", "0.99.0")
+    (told,) = doctor.problems_of_jax()
+    assert told["package"] == "jax 0.99.0" and "is newer than the newest version" in told["what"]
+    monkeypatch.setattr(internals, "_found", lambda place: object())
+    lacking = [*doctor.problems_of_jax()][1:]
+    assert len(lacking) == len(internals.PLACES)
+    assert any("primitive_linearizations (autocast: " in each["what"] for each in lacking)
+    assert {"what", "advice", "source", "package"} == {*lacking[0]}

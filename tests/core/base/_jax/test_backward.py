@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import internals
 
 X = jnp.ones(3)
 
@@ -50,4 +51,5 @@ def test_what_is_told_of_a_cotangent_knows_whether_the_loss_was_scaled():
 
 def test_no_backward_pass_is_followed_in_a_jax_without_its_function(monkeypatch):
     monkeypatch.delattr(jax._src.interpreters.ad, "backward_pass3")
+    monkeypatch.delitem(vars(internals), "backward_pass3", raising=False)
     assert _jax.is_scaled()

@@ -148,6 +148,7 @@ call_p = _holding("planned", lambda program: program)
 
 def call_held(program: Held, *args: Any) -> list[Any]:
     """Runs a program on flat arguments."""
+    internals.ready()
     return call_p.bind(*args, program=program)
 
 
