@@ -84,7 +84,8 @@ class GradientsReport(Report):
 
     def _of(self, site: Site, reason: str = "") -> "Seen":
         with self._lock:
-            key = site._replace(argnums=None), reason
+            # The message of an error may name an object, and be another one at each call.
+            key = site._replace(argnums=None), reason.partition(":")[0]
             return self._seen.setdefault(key, Seen(key[0], reason))
 
     @property
