@@ -46,11 +46,13 @@ class Calls(NamedTuple):
         nodes: The calls.
         kept: The expression that is assigned to a name; None if it is called where it is made.
         jitted: Whether it is jitted in between.
+        alone: Whether the name has no other values, as in the branches of an ``if``.
     """
 
     nodes: Sequence[ast.Call]
     kept: Any = None
     jitted: bool = False
+    alone: bool = True
 
 
 def through_optimizer(
@@ -77,6 +79,8 @@ def through_optimizer(
     edits = created(source, update.kind, update.optimizer, name, policy, seen)
     edits |= _taken(source, gradient, calls, update, name)
     if gradient.transform == "grad":
+        if not calls.alone:
+            raise Unknown(f"the name of what it returns has other values too. See {LOOP}.")
         for call in calls.nodes:
             edits |= _without_value(source, gradient, call)
     aux = gradient.option("has_aux") or gradient.args[1:]
@@ -134,10 +138,10 @@ def _calls(source: Source, gradient: Gradient) -> Calls:
         targets: Any = getattr(parent, "targets", None) or [getattr(parent, "target", None)]
         target: Any = targets[0]
         bound = source.values(target) if isinstance(target, ast.Name) else ()
-        if len(targets) > 1 or len(bound) != 1:
+        if len(targets) > 1 or not bound:
             raise passed
         scope, _ = source.resolve(target.id, target)
-        return Calls(_called(source, target, scope, passed), gradient.node, jitted)
+        return Calls(_called(source, target, scope, passed), gradient.node, jitted, len(bound) == 1)
     raise passed
 
 
@@ -176,6 +180,8 @@ def _taken(
     kept = calls.kept
     if kept is None or all(_reaches(source, kept, each, update) for each in calls.nodes):
         return _replaced(source, gradient, function, state, "", "")
+    if not calls.alone:
+        raise Unknown(f"the name of what it returns has other values too. See {LOOP}.")
     optimizer = _root(update.state if update.kind == "linen" else update.optimizer)
     mine = update.state if update.kind == "nnx" else None
     here = source.resolve(optimizer.id, gradient.node)[0]
@@ -269,9 +275,8 @@ def _update(source: Source, gradient: Gradient, call: ast.Call) -> Update:
     """Returns the update that reads the gradients which a call returns."""
     of_nnx = gradient.name.startswith("flax.nnx")
     for i, scope in enumerate(scopes := source.function_of(call)):
-        # A function that is made outside of the loop may be jitted with the first state.
         inner = scopes[i - 1] if i > 0 else None
-        if inner and (isinstance(scope, ast.Module) or source.loop_of(inner) is not scope):
+        if isinstance(scope, ast.Module) and inner:
             break
         names = _reading(source, scope, call, getattr(inner, "name", ""))
         found = []
@@ -284,6 +289,9 @@ def _update(source: Source, gradient: Gradient, call: ast.Call) -> Update:
                         found.append(update)
         if len(found) > 1:
             raise Unknown(f"its gradients go to several updates. See {SEVERAL}.")
+        # A function that is made outside of the loop may be jitted with the first state.
+        if inner and any(source.loop_of(inner) is not source.loop_of(u.node) for u in found):
+            break
         if found:
             _check_state(source, call, found[0])
             return found[0]
