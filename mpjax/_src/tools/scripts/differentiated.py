@@ -13,6 +13,7 @@ TRANSFORMATIONS = {
     **{name: name for name in ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")},
     **{f"filter_{name}": name for name in ("grad", "value_and_grad", "vjp", "jacrev", "hessian")},
     "jacobian": "jacrev",
+    "fwd_and_bwd": "fwd_and_bwd",
     "value_and_grad_from_state": "value_and_grad",
 }
 FIRST = ("fun", "f", "fn", "func")  # keywords of what is differentiated

@@ -15,6 +15,7 @@ from mpjax._src.tools.scripts.source import Edit, Source, dotted, insertion
 
 LOOP = "docs/frameworks.md#change-your-loop"
 SEVERAL = "docs/optimizers.md#several-optimizers"
+ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 JITS = ("jit", "filter_jit")
 ACCEPTED = {"argnums", "has_aux", "axis_name"}  # options that ours have too
 
@@ -141,7 +142,12 @@ def _calls(source: Source, gradient: Gradient) -> Calls:
         if len(targets) > 1 or not bound:
             raise passed
         scope, _ = source.resolve(target.id, target)
-        return Calls(_called(source, target, scope, passed), gradient.node, jitted, len(bound) == 1)
+        calls = _called(source, target, scope, passed)
+        if len(bound) > 1:  # of the branches of an `if`, this one
+            block = source.parents[source.statement(parent)]
+            near = [each for each in calls if source.parents[source.statement(each)] == block]
+            calls = near or calls
+        return Calls(calls, gradient.node, jitted, len(bound) == 1)
     raise passed
 
 
@@ -278,15 +284,7 @@ def _update(source: Source, gradient: Gradient, call: ast.Call) -> Update:
         inner = scopes[i - 1] if i > 0 else None
         if isinstance(scope, ast.Module) and inner:
             break
-        names = _reading(source, scope, call, getattr(inner, "name", ""))
-        found = []
-        for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and source.scope_of(node) is scope:
-                for update, grads in _as_update(node, of_nnx):
-                    inside = {*ast.walk(grads)}
-                    read = {n.id for n in inside if isinstance(n, ast.Name)} & names
-                    if call in inside or read:
-                        found.append(update)
+        found = _reading(source, scope, call, getattr(inner, "name", ""), of_nnx)
         if len(found) > 1:
             raise Unknown(f"its gradients go to several updates. See {SEVERAL}.")
         # A function that is made outside of the loop may be jitted with the first state.
@@ -304,27 +302,38 @@ def _update(source: Source, gradient: Gradient, call: ast.Call) -> Update:
     )
 
 
-def _reading(source: Source, scope: ast.AST, call: ast.Call, inner: str) -> set[str]:
-    """Returns the names of a scope that hold what a call, or an inner function, computed."""
-    names = {inner}
-    statements: list[Any] = [
-        node
-        for node in ast.walk(scope)
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr))
-        and node.value
-        and source.scope_of(node) is scope
+def _reading(
+    source: Source, scope: ast.AST, call: ast.Call, inner: str, of_nnx: bool
+) -> list[Update]:
+    """Returns the updates in a scope that read what a call, or an inner function, computed.
+
+    The nearest are returned: a name such as ``updates`` may be used again for others.
+    """
+    nodes: list[Any] = [node for node in ast.walk(scope) if source.scope_of(node) is scope]
+    updates = [
+        each for node in nodes if isinstance(node, ast.Call) for each in _as_update(node, of_nnx)
     ]
+    statements = [node for node in nodes if isinstance(node, ASSIGNMENTS) and node.value]
+    names = {inner}
+
+    def reads(value: Any) -> bool:
+        inside = {*ast.walk(value)}
+        return call in inside or any(getattr(node, "id", None) in names for node in inside)
+
     count = -1
     while count != len(names):
+        if found := [update for update, grads in updates if reads(grads)]:
+            return found
         count = len(names)
-        for statement in statements:
-            inside = {*ast.walk(statement.value)}
-            read = {n.id for n in inside if isinstance(n, ast.Name)} & names
-            if call in inside or read:
-                targets = getattr(statement, "targets", None) or [statement.target]
-                for node in (node for target in targets for node in ast.walk(target)):
-                    names |= {node.id} if isinstance(node, ast.Name) else set()
-    return names
+        targets = [
+            target
+            for each in statements
+            if reads(each.value)
+            for target in getattr(each, "targets", None) or [getattr(each, "target", None)]
+        ]
+        found_names = (node for target in targets for node in ast.walk(target))
+        names |= {node.id for node in found_names if isinstance(node, ast.Name)}
+    return []
 
 
 def _as_update(node: ast.Call, of_nnx: bool) -> Iterator[tuple[Update, Any]]:
