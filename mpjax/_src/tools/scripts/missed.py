@@ -22,6 +22,13 @@ def holders_of(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tu
         transforms: Functions of JAX.
         swept: The variables of modules, where they are found.
     """
+    if found := _holders(transforms, swept):
+        gc.collect()  # some of it may be garbage, and nobody calls that
+        found = _holders(transforms, swept)
+    return found
+
+
+def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     names = {id(t): t.__name__ for t in transforms}
     known = {id(space) for space in swept} | {id(transforms)}
     known |= {id(vars(m)) for m in _modules()}
@@ -94,9 +101,7 @@ def _variable(holder: Any, names: Mapping[int, str]) -> str:
 
 def _made(transforms: Sequence[Any]) -> Iterator[str]:
     """Yields the derivatives of the user's functions that transformations have made."""
-    for transform in transforms:
-        for fun in _jax.gradients_of(transform):
-            code = getattr(inspect.unwrap(fun), "__code__", None)
-            if code and _jax.is_users_file(code.co_filename):
-                place = f"{code.co_filename}:{code.co_firstlineno}"
-                yield f"the derivative of {name_of(fun)} ({place})"
+    for fun in _jax.gradients_of(transforms):
+        code = getattr(inspect.unwrap(fun), "__code__", None)
+        if code and _jax.is_users_file(code.co_filename):
+            yield f"the derivative of {name_of(fun)} ({code.co_filename}:{code.co_firstlineno})"
