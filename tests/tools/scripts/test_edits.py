@@ -329,13 +329,14 @@ def test_policies_and_files_that_are_not_edited(folder):
     uses = [Use(library, 1, "grad", "f"), Use(str(folder / "x.ipynb"), 2, "grad", "f")]
     latin = written(folder, "# coding: latin-1\n# ü\n".encode("latin-1"), "latin.py")
     uses += [Use(str(latin), 1, "grad", "f"), Use("<stdin>", 3, "grad", "f")]
-    uses.append(Use(str(path), 20, "grad", "f"))
+    uses += [Use(str(path), 20, "grad", "f"), Use(str(path), 1, "grad", "solved")]
     proposal = proposed(uses, "mixed_bfloat16")
     assert len(added(proposal)) == 1
-    installed, notebook, latin, typed = proposal.missing
+    installed, notebook, latin, typed, solved = proposal.missing
     assert "numpy/__init__.py:1: grad is called in an installed" in installed
     assert "docs/libraries.md" in installed and "no file of Python code" in notebook
     assert "latin.py:1: " in latin and "UTF-8" in latin and "<stdin>:3: " in typed
+    assert "of solved. If a library" in solved and "docs/libraries.md" in solved
 
 
 def test_moments_in_8_bits_need_the_optimizer(folder):

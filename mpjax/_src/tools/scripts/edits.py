@@ -154,8 +154,8 @@ def _gradients(source: Source, use: Use) -> list[Gradient]:
     if not found:
         raise Unknown(
             f"no call of {use.transform} is written here"
-            f"{f', of {use.fun}' if use.fun else ''}. Wrap the function where it is passed on: "
-            f"{LOOP}."
+            f"{f', of {use.fun}' if use.fun else ''}. If a library takes the gradient, pass it a "
+            f"function under {MINE}.autocast: {LIBRARIES}. See also {LOOP}."
         )
     for each in found:
         if is_planned(source, each.fun) or _is_mine(source, each):
