@@ -222,6 +222,7 @@ def test_a_policy_keeps_its_settings(folder):
         ("jax.value_and_grad(loss_fn)(params, x, y)", "jax.vjp(loss_fn, params, x, y)", "no loss"),
         ("jax.value_and_grad(loss_fn)", "scale.value_and_grad(loss_fn)", "a method, perhaps of a"),
         ("jax.value_and_grad(loss_fn)", "jax.value_and_grad(loss_fn, holomorphic=True)", "option"),
+        ("value_and_grad(loss_fn)", "value_and_grad(loss_fn, **more)", r"the option \*\*,"),
         ("= optax.adamw(1e-2)", "= elsewhere(1e-2)", "optimizer.init"),
         ("    updates", "    opt_state = new(opt_state)\n    updates", "changes before the update"),
         ("losses = []", "rate = opt_state.hyperparams", "opt_state.inner_state of a wrapped"),

@@ -107,7 +107,7 @@ def _check(source: Source, gradient: Gradient) -> None:
         )
     options = {each.arg for each in gradient.keywords} - ACCEPTED
     if options or any(isinstance(each, ast.Starred) for each in gradient.args):
-        shown = ", ".join(sorted(str(each) for each in options)) or "a starred argument"
+        shown = ", ".join(sorted(each or "**" for each in options)) or "a starred argument"
         raise Unknown(f"{last} has the option {shown}, which the optimizer's has not. See {LOOP}.")
 
 
