@@ -11,11 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mpjax._src.core.base import _jax
 from mpjax._src.core.base.trees import is_key
+from mpjax._src.tools.instruments.explain import matmul_flops
 from mpjax._src.tools.scripts.steps import Call, Noting
 
-# Which multiples of a size are tried before the size itself.
+SIZES = 4  # how many sizes are tried along an axis
+# How many divisors of a size are tried, for what sizes have to be multiples of.
 TRIES = 6
+GROWTH = 1.5  # of the matmuls' FLOPs, at least, where a batch doubles
 
 
 class Batch(NamedTuple):
@@ -36,17 +40,20 @@ class Batch(NamedTuple):
         return call.flat.filled(self.arrays(call, size))
 
 
-def batch_of(call: Call, noting: Noting, results: Sequence[Any]) -> Batch | None:
+def batch_of(
+    call: Call, noting: Noting, results: Sequence[Any], flops: float
+) -> Batch | None:
     """Returns the batch of a step, or None if none is found.
 
     Args:
         call: A call of the step.
         noting: What it differentiates.
         results: The abstract values of the step's results.
+        flops: The FLOPs of its matmuls.
     """
     for size, axes in _candidates(call.flat.arrays, results):
         batch = Batch(size, axes, size)
-        if _reaches_loss(call, noting, batch):
+        if _reaches_loss(call, noting, batch, flops):
             return batch._replace(multiple_of=_multiple(call, batch))
     return None
 
@@ -79,7 +86,7 @@ def _candidates(
         for i in data:
             if np.ndim(arrays[i]) > axis and arrays[i].shape[axis] > 1:
                 sizes[arrays[i].shape[axis]] += 1 + int(np.size(arrays[i]) > 4096)
-        for size, _ in sizes.most_common(2):
+        for size, _ in sizes.most_common(SIZES):
             of_size = [i for i, x in enumerate(arrays) if np.ndim(x) > axis]
             of_size = [i for i in of_size if arrays[i].shape[axis] == size]
             yield size, {i: axis for i in of_size if i in data}
@@ -104,11 +111,14 @@ def _data(arrays: Sequence[Any], results: Sequence[Any]) -> list[int]:
     return data
 
 
-def _reaches_loss(call: Call, noting: Noting, batch: Batch) -> bool:
-    """Returns whether a larger batch traces, and makes what is differentiated larger."""
+def _reaches_loss(call: Call, noting: Noting, batch: Batch, flops: float) -> bool:
+    """Returns whether a larger batch traces, reaches what is differentiated, and takes longer."""
     try:
-        larger, _ = call.noted(batch.arrays(call, 2 * batch.size))
+        larger, program = call.noted(batch.arrays(call, 2 * batch.size))
     except Exception:  # whatever the step raises for shapes that it does not expect
+        return False
+    # A table of a frozen model may have more rows too, and takes no longer.
+    if matmul_flops(_jax.open_jaxpr(program.jaxpr)[0])[1] < GROWTH * flops:
         return False
     if len(larger.losses) != len(noting.losses):
         return False

@@ -17,9 +17,8 @@ from mpjax._src.tools.hardware.report import CompileReport, report_of
 from mpjax._src.tools.hardware.targets import Target, find_target, room_of
 from mpjax._src.tools.scripts.batches import Batch
 from mpjax._src.tools.scripts.steps import Call, Jitted
-from mpjax._src.tools.scripts.surveyed import SurveyedProgram
+from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
 
-LIMIT = 2**20  # the largest batch that is looked for
 TRY = "compiled"
 
 
@@ -73,9 +72,11 @@ class Compiling:
         """Returns the largest batch of a step that fits a target; 0 if none does."""
         _, available = room_of(self._targets[target], None)
         unit = batch.multiple_of
-        sizes: dict[float, float] = {}
-        if batch.size % unit == 0 and known.total_bytes is not None:
-            sizes[batch.size // unit] = known.total_bytes
+        units, limit = batch.size // unit, max(1, MOST_BATCH // unit)
+        assert known.total_bytes is not None
+        sizes: dict[float, float] = {units: known.total_bytes}
+        if units >= limit and known.total_bytes <= available:
+            return batch.size
 
         def measure(units: int) -> float:
             advance(TRY, f"a batch of {units * unit} on {target}")
@@ -87,7 +88,10 @@ class Compiling:
             assert isinstance(report, CompileReport)
             return report.total_bytes
 
-        found: Found = largest(measure, available, max(1, LIMIT // unit), sizes)
+        # What grows no faster than the batch fits at the limit: one compilation shows it.
+        if known.total_bytes * limit <= available * units:
+            sizes[limit] = measure(limit)
+        found: Found = largest(measure, available, limit, sizes)
         return found.most * unit
 
     def _report(self, target: str, jitted: Jitted, args: Any) -> CompileReport | SurveyedProgram:

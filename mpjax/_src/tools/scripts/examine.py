@@ -52,11 +52,9 @@ class Plan:
     """What a survey looks at."""
 
     policies: tuple[Policy, ...]  # empty for the default ones
-    targets: tuple[str, ...]
-    run: bool  # whether steps run for the errors of their gradients, and for lint
+    run: bool  # whether steps run one by one, for the errors of their gradients and for lint
     time: bool
-    batches: bool
-    timeout: float
+    batches: bool  # whether the largest batch is looked for
 
 
 @dataclasses.dataclass
@@ -150,7 +148,7 @@ class Examined:
             with self._noted("", row.notes):
                 row.program = self.call.program(under(row.policy))
                 self.traces += 1
-                total, half = matmul_flops(_jax.open_jaxpr(row.program.jaxpr)[0])
+                half, total = matmul_flops(_jax.open_jaxpr(row.program.jaxpr)[0])
                 row.figures["half_flops"] = half / total if total else 0.0
                 if row.policy is None:
                     self.flops = total
@@ -253,11 +251,11 @@ class Examined:
 
     def _batches(self, plan: Plan, compiling: Compiling) -> None:
         written = self.rows[0].program
-        if written is None or not (plan.batches or plan.targets):
+        if written is None:
             return
         advance(STAGE, "looking for the batch")
         results = [v.aval for v in _jax.open_jaxpr(written.jaxpr)[0].outvars]
-        self.batch = batch_of(self.call, self.noting, results)
+        self.batch = batch_of(self.call, self.noting, results, self.flops)
         if self.batch is None:
             self.notes.append(
                 "no batch axis was found, so no largest batch: no axis of the arguments that the "

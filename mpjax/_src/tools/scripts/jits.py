@@ -7,14 +7,18 @@ made of them. The wrapper calls what JAX made, so results are JAX's own.
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.lines import short
 from mpjax._src.tools.scripts import hooks
 
 # What is replaced, in `jax` and where it was imported before.
@@ -57,6 +61,19 @@ class Watch:
     def __init__(self, watcher: Watcher) -> None:
         self.watcher: Watcher | None = watcher
         self._inside = threading.local()
+        self._made: weakref.WeakSet[Jitted] = weakref.WeakSet()
+
+    def wrapped(self, jitted: Callable[..., Any]) -> "Jitted":
+        made = Jitted(jitted, self)
+        self._made.add(made)
+        return made
+
+    def idle(self) -> Iterator[str]:
+        """Yields the user's jitted functions that were never called, each with its line."""
+        for each in [*self._made]:
+            code = getattr(inspect.unwrap(each), "__code__", None)
+            if not each.called and code and _jax.is_users_file(code.co_filename):
+                yield f"{code.co_qualname} ({short(f'{code.co_filename}:{code.co_firstlineno}')})"
 
     @property
     def is_inside(self) -> bool:
@@ -87,13 +104,13 @@ def _watched_maker(maker: Callable[..., Any], watch: Watch) -> Callable[..., Any
         if any(hooks._is_within(name, package) for package in ("jax", "mpjax")):
             return made
         # `jax.jit(static_argnums=0)` returns a decorator.
-        return Jitted(made, watch) if args or "fun" in kwargs else _decorator(made, watch)
+        return watch.wrapped(made) if args or "fun" in kwargs else _decorator(made, watch)
 
     return wrapped
 
 
 def _decorator(made: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
-    return lambda fun: Jitted(made(fun), watch)
+    return lambda fun: watch.wrapped(made(fun))
 
 
 class Jitted:
@@ -101,9 +118,10 @@ class Jitted:
 
     def __init__(self, jitted: Callable[..., Any], watch: Watch) -> None:
         functools.update_wrapper(self, jitted, updated=())
-        self.jitted, self._watch = jitted, watch
+        self.jitted, self._watch, self.called = jitted, watch, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         watcher = self._watch.told(args, kwargs)
         if watcher is None:
             return self.jitted(*args, **kwargs)
@@ -120,6 +138,7 @@ class Jitted:
         return self._staged("trace", args, kwargs)
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
+        self.called = True
         watcher, made = self._watch.told(args, kwargs), None
         if watcher is not None:
             with self._watch.within():

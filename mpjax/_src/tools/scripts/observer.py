@@ -1,25 +1,30 @@
 """Watches a script: finds its training steps, has each examined once, and ends the script."""
 
-import _thread
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from mpjax._src.core.base import _jax
-from mpjax._src.core.base.contexts import HOOKED
+from mpjax._src.core.base.dtypes import HALVES
+from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.base.lines import short
+from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.compiled import Compiling
-from mpjax._src.tools.scripts.examine import Examined, Plan, reason_of
+from mpjax._src.tools.scripts.differentiated import Use
+from mpjax._src.tools.scripts.edits import proposed
+from mpjax._src.tools.scripts.ending import quiet_threads, stop
+from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
 from mpjax._src.tools.scripts.steps import Call, Gradient
+
+NAMED = 4  # how many functions a sentence names
 
 # What stands in for a step that no watched jit is around.
 UNSEEN = (
@@ -28,8 +33,14 @@ UNSEEN = (
 )
 
 
-class Stop(BaseException):
-    """Ends a script whose steps were seen. No `except Exception` of the script catches it."""
+def plan_of(options: Any) -> tuple[Plan, Compiling]:
+    """Returns what a survey looks at, and what it compiles for; raises for invalid names."""
+    policies = tuple(map(get_policy, options.policies))
+    timed = options.time
+    if timed is None:
+        timed = jax.default_backend() != "cpu"
+    plan = Plan(policies, options.run, timed, options.batches)
+    return plan, Compiling(options.targets, options.timeout)
 
 
 class Observer:
@@ -38,12 +49,15 @@ class Observer:
     Attributes:
         steps: The steps that were found, in the order of their first calls.
         not_covered: What is differentiated and was not looked at, each a sentence.
-        stopped: Whether it has ended the script, or is about to.
+        stopped: Whether it has ended the script.
         interrupted: Whether Ctrl-C ended an examination.
     """
 
-    def __init__(self, plan: Plan, compiling: Compiling, count: int | None) -> None:
+    def __init__(
+        self, plan: Plan, compiling: Compiling, count: int | None, progress: bool = True
+    ) -> None:
         self.plan, self.compiling, self.count = plan, compiling, count
+        self.progress = progress
         self.steps: list[Examined] = []
         self.not_covered: dict[str, None] = {}
         self.stopped = self.interrupted = False
@@ -58,10 +72,10 @@ class Observer:
     def observing(self) -> Iterator["Observer"]:
         """Observes what runs inside."""
         with hooked(self.around, key=("survey",), forward=self._ran_forward) as hook:
-            with watching(self) as self._watch, _quiet_threads():
+            with watching(self) as self._watch, quiet_threads():
                 yield self
             for phrase in hook.missed:
-                self.not_covered[f"not seen: {phrase}, made before the survey began"] = None
+                self.not_covered[f"not seen, because it was made before: {phrase}"] = None
         lines = {site.source for step in self.steps for site in _sites(step)}
         for site in self._forward:
             if site.source not in lines:
@@ -86,7 +100,7 @@ class Observer:
         with self._lock:
             if self.stopped or (self.count is not None and what.calls >= self.count):
                 self.stopped = True
-                self._end()
+                stop()
             what.calls += 1
 
     def _examined(self, call: Call, jitted: Jitted) -> Examined | None:
@@ -109,10 +123,11 @@ class Observer:
             return known
         self.steps.append(step)
         try:
-            step.examine(self.plan, self.compiling)
+            with progress_bar(self.progress, f"survey {step.place[0]}", STAGE):
+                step.examine(self.plan, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True
-            raise Stop from None  # the script would take it for its own
+            stop()  # the script would take the interrupt for its own
         finally:
             step.forget()
         return step
@@ -158,10 +173,34 @@ class Observer:
     def _ran_forward(self, site: Site) -> None:
         self._forward[site] = None
 
-    def _end(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            _thread.interrupt_main()  # which may wait for this thread
-        raise Stop
+    # ---- what is told at the end -----------------------------------------------------------------
+
+    def ending(self, ended: str) -> str:
+        """Returns how the run ended, of which a script may not have told."""
+        if self.interrupted:
+            return "interrupted"
+        return "stopped" if self.stopped else ended
+
+    def notes(self) -> Iterator[str]:
+        """Yields what was not looked at, and why."""
+        yield from self.compiling.notes
+        yield from self.not_covered
+        idle = [each for each in self._watch.idle()] if self._watch and self.stopped else []
+        if idle:
+            yield (
+                f"jitted, and not called before the script was ended: {first_of(idle, NAMED)}. "
+                "With --steps N or --whole the script goes on."
+            )
+
+    def proposal(self) -> Any:
+        """Returns the changes of the script for the first policy that computes in 16 bits."""
+        rows = [row for step in self.steps for row in step.rows if row.policy]
+        policy = next((r.name for r in rows if r.policy.compute_dtype in HALVES), None)
+        if policy is None:
+            return None
+        sites = dict.fromkeys(site for step in self.steps for site in _sites(step))
+        uses = [Use(site.file, site.line, site.transform, site.fun or None) for site in sites]
+        return proposed(uses, policy)
 
 
 # ---- inside --------------------------------------------------------------------------------------
@@ -189,19 +228,3 @@ def _hashed(value: Any) -> Any:
     except TypeError:
         return type(value)
     return value
-
-
-@contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
-    """Lets a thread of the script that is stopped end without a traceback."""
-    before = threading.excepthook
-
-    def hook(args: Any) -> None:
-        if not issubclass(args.exc_type, Stop):
-            before(args)
-
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = before

@@ -19,6 +19,8 @@ COSTS = (
 )
 WORDS = ("policy", "bound by", "note")
 
+MOST_BATCH = 2**16  # which is the largest batch that is looked for, whatever the step
+
 
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,8 @@ class SurveyedProgram:
         roofline_ms: The lower bound on its time; None where the device's peaks are not known.
         bound: The longest part of the roofline: "compute", "memory" or "host".
         fits: Whether ``total_bytes`` is at most the memory of the device; None if not known.
-        largest_batch: The largest batch that fits; None if it was not looked for, or not found.
+        largest_batch: The largest batch that fits, up to 65,536; None if it was not looked for, or
+            not found.
         refused: Why something is missing; "" if nothing is.
     """
 
@@ -263,6 +266,11 @@ def _cells(row: SurveyRow) -> tuple[str, ...]:
     )
 
 
+def _of_batch(size: int | None) -> str:
+    more = " or more" * (size is not None and size >= MOST_BATCH)
+    return "" if size is None else f"{size:,}{more}"
+
+
 def _of_program(p: SurveyedProgram) -> tuple[str, ...]:
     missing = "-"
     return (
@@ -271,6 +279,6 @@ def _of_program(p: SurveyedProgram) -> tuple[str, ...]:
         missing if p.bytes_accessed is None else figure(p.bytes_accessed / 1e9),
         missing if p.roofline_ms is None else figure(p.roofline_ms),
         p.bound,
-        "" if p.largest_batch is None else f"{p.largest_batch:,}",
+        _of_batch(p.largest_batch),
         "; ".join(filter(None, ["does not fit" if p.fits is False else "", p.refused])),
     )
