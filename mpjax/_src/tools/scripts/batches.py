@@ -40,9 +40,7 @@ class Batch(NamedTuple):
         return call.flat.filled(self.arrays(call, size))
 
 
-def batch_of(
-    call: Call, noting: Noting, results: Sequence[Any], flops: float
-) -> Batch | None:
+def batch_of(call: Call, noting: Noting, results: Sequence[Any], flops: float) -> Batch | None:
     """Returns the batch of a step, or None if none is found.
 
     Args:
@@ -97,8 +95,9 @@ def _candidates(
 
 def _data(arrays: Sequence[Any], results: Sequence[Any]) -> list[int]:
     """Returns the numbers of the arrays that a step does not return with new values."""
-    left = collections.Counter((tuple(r.shape), np.dtype(r.dtype).name) for r in results
-                               if not is_key(r))
+    left = collections.Counter(
+        (tuple(r.shape), np.dtype(r.dtype).name) for r in results if not is_key(r)
+    )
     data = []
     for i, x in enumerate(arrays):
         if is_key(x):
@@ -140,4 +139,3 @@ def _multiple(call: Call, batch: Batch) -> int:
             continue
         return divisor
     return batch.size
-

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,12 +37,16 @@ class Compiling:
                 self._targets[target.name] = target
             except ImportError as error:
                 self.notes.append(f"{error} The table shows this machine instead.")
-        self._here = not self._targets
 
     @functools.cached_property
     def targets(self) -> tuple[str, ...]:
         """The names of what is compiled for."""
         return (*self._targets,) or (here(),)
+
+    def chips(self) -> Iterator[tuple[str, str]]:
+        """Yields each name with that of its chip, "" for this machine."""
+        for name in self.targets:
+            yield name, self._targets[name].chip if name in self._targets else ""
 
     def is_target(self, name: str) -> bool:
         return name in self._targets
@@ -99,7 +104,8 @@ class Compiling:
         found = self._targets.get(target)
         if found is None:
             return _compiled_here(target, jitted, args)
-        return compile_program(Job(found, self.timeout, {}), lower(found, jitted, args))
+        step: Any = jitted
+        return compile_program(Job(found, self.timeout, {}), lower(found, step, args))
 
 
 # ---- this machine --------------------------------------------------------------------------------

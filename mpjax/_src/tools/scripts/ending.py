@@ -40,7 +40,7 @@ def quiet_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
-    """Leaves the process as it was: a script changes its arguments, its path and its main module."""
+    """Leaves the process as it was before a script: its arguments, path and main module."""
     argv, path, main, shown = [*sys.argv], [*sys.path], sys.modules["__main__"], sys.excepthook
     try:
         yield

@@ -13,6 +13,7 @@ import jax
 from mpjax._src.core.autocast.transform import trace
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
+from mpjax._src.core.base.devices import traced_for
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.progress import advance
 from mpjax._src.core.policy.grammar import get_policy
@@ -20,13 +21,14 @@ from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.gradient import is_loss
 from mpjax._src.core.program.interpret import operations_in
+from mpjax._src.core.training.loss_scale import has_protocol
 from mpjax._src.tools.instruments.compare import compare
 from mpjax._src.tools.instruments.explain import CastReport, explain, matmul_flops
 from mpjax._src.tools.lint.linter import lint
 from mpjax._src.tools.lint.report import LintReport
-from mpjax._src.tools.scripts.batches import Batch, batch_of
+from mpjax._src.tools.scripts.batches import batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
-from mpjax._src.tools.scripts.steps import Call, Loss, NoValues, Noting, under, values_of
+from mpjax._src.tools.scripts.steps import Call, Loss, Noting, NoValues, under, values_of
 from mpjax._src.tools.scripts.surveyed import (
     SurveyedLoss,
     SurveyedProgram,
@@ -44,6 +46,7 @@ FUSED = "mixed_bfloat16,fused_attention=true"  # where the step has attention
 MOST_OPERATIONS = 30_000
 
 WRITTEN = "as written"
+SCALES = ("DynamicScale",)  # of other libraries than jmp: Flax's
 SECONDS, LEAST, MOST_ROUNDS = 2.0, 3, 30  # of timing
 
 
@@ -67,6 +70,14 @@ class Row:
     compiled: dict[str, SurveyedProgram] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     program: programs.Traced | None = None
+
+    @property
+    def computes_in_half(self) -> bool:
+        """Whether its program, or its policy, has anything in 16 bits."""
+        if self.policy is None:
+            return bool(self.figures.get("half_flops"))
+        dtypes = (self.policy.compute_dtype, *(dtype for _, dtype in self.policy.overrides))
+        return any(dtype in HALVES for dtype in dtypes)
 
     def result(self) -> SurveyRow:
         return SurveyRow(
@@ -140,7 +151,10 @@ class Examined:
 
     def _trace(self, plan: Plan) -> None:
         self.rows.append(Row(None, "float32"))
-        policies = plan.policies or tuple(map(get_policy, (*POLICIES, *self._fused())))
+        default = tuple(map(get_policy, POLICIES))
+        if not plan.policies and self._attentions(get_policy(FUSED)):
+            default += (get_policy(FUSED),)
+        policies = plan.policies or default
         names = [str(p) for p in plan.policies] or [*POLICIES, FUSED]
         self.rows += [Row(p, n) for p, n in zip(policies, names, strict=False)]
         for row in self.rows:
@@ -153,21 +167,45 @@ class Examined:
                 if row.policy is None:
                     self.flops = total
                     row.name = WRITTEN if half else row.name
+        if scales := self._own_scales():
+            self.notes.append(
+                f"scales its loss itself ({', '.join(scales)}); the tables are without the scale"
+            )
         if not self.flops:
             self.notes.append("The step has no matmuls, which are what runs faster in 16 bits.")
 
-    def _fused(self) -> list[str]:
-        """Returns the policy with fused attention, if there is attention."""
-        policy = get_policy(FUSED)
+    def _own_scales(self) -> list[str]:
+        """Returns the kinds of loss scales among the arguments of the step, and of libraries."""
+
+        def is_scale(x: Any) -> bool:
+            return has_protocol(x) or type(x).__name__ in SCALES
+
+        leaves = jax.tree.leaves((self.call.args, self.call.kwargs), is_leaf=is_scale)
+        found = [type(x).__name__ for x in leaves if is_scale(x)]
+        lines = [loss.site.library.replace("\\", "/") for loss in self.losses]
+        found += [SCALES[0] for line in lines if "/dynamic_scale.py" in line]
+        return [*dict.fromkeys(found)]
+
+    def _attentions(self, policy: Policy, chip: str = "") -> list[str]:
+        """Returns the kernel of each attention on a chip, or why it has none."""
+        found: dict[str, None] = {}
         for loss in self.losses:
-            with contextlib.suppress(Exception):
-                args, kwargs = loss.arguments()
-                if trace(loss.fun, policy, args, kwargs, True).replaced.attention:
-                    return [FUSED]
-        return []
+            args, kwargs = loss.arguments()
+            with contextlib.suppress(Exception), traced_for(chip) if chip else unchecked():
+                traced = trace(loss.fun, policy, args, kwargs, True)
+                found |= dict.fromkeys(traced.replaced.attention.values())
+        return [*found]
+
+    def _tell_of_attention(self, row: Row, compiling: Compiling) -> None:
+        if row.policy is None or not row.policy.fused_attention:
+            return
+        for target, chip in compiling.chips():
+            kernels = self._attentions(row.policy, chip) or ["none is found"]
+            row.notes.append(f"attention on {target}: {'; '.join(kernels)}")
 
     def _compile(self, plan: Plan, compiling: Compiling) -> None:
         for row in self.rows:
+            self._tell_of_attention(row, compiling)
             for target in compiling.targets:
                 if row.program is None:
                     continue
@@ -191,7 +229,7 @@ class Examined:
             self.lint = linted(*self.call.args, **self.call.kwargs)
 
     def _compare(self, plan: Plan) -> None:
-        halves = [row for row in self.rows if row.policy and row.policy.compute_dtype in HALVES]
+        halves = [row for row in self.rows if row.computes_in_half]
         if not (plan.run and halves):
             return
         advance(STAGE, "running up to the gradient")
@@ -218,14 +256,14 @@ class Examined:
         known: dict[str, dict[str, Any]] = {}
         args, kwargs = loss.arguments(given)
         for row in rows:
-            assert row.policy is not None
-            # Storing and computing again are exact.
-            same = str(row.policy.replace(storage="fast"))
+            # As written, the casts are its own. Storing and computing again are exact.
+            policy = (row.policy or get_policy("float32")).replace(storage="fast")
+            same = str(policy)
             if same not in known:
                 advance(STAGE, f"the gradient's error under {row.name}")
                 with self._noted(f"no error of {loss.site.fun}", row.notes):
                     found = compare(
-                        loss.fun, row.policy, loss.argnums, loss.site.has_aux, progress=False
+                        loss.fun, policy, loss.argnums, loss.site.has_aux, progress=False
                     )(*args, **kwargs)
                     results = [pair for pair in found.worst_results() if "gradient" in pair[0]]
                     name, error = (results or found.worst_results())[0]
@@ -239,8 +277,7 @@ class Examined:
                 row.figures |= new
 
     def _explain(self) -> None:
-        halves = (r.policy for r in self.rows if r.policy and r.policy.compute_dtype in HALVES)
-        policy = next(halves, None)
+        policy = next((r.policy for r in self.rows if r.policy and r.computes_in_half), None)
         if policy is None:
             return
         loss = self.losses[0]
@@ -278,7 +315,7 @@ class Examined:
         if not plan.time:
             return
         if self.call.is_abstract:
-            self.notes.append("not timed: the script compiles the step for shapes")
+            self.notes.append(f"not timed: {self.call.why_abstract}")
             return
         runs: dict[int, Callable[[], Any]] = {}
         for i, row in enumerate(self.rows):

@@ -139,12 +139,13 @@ class Jitted:
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         self.called = True
-        watcher, made = self._watch.told(args, kwargs), None
-        if watcher is not None:
-            with self._watch.within():
-                made = watcher.met(self, args, kwargs)
-        stage = getattr(self.jitted, name)(*args, **kwargs)
-        return stage if made is None else Staged(stage, self._watch, made)
+        watcher, stage = self._watch.told(args, kwargs), getattr(self.jitted, name)
+        if watcher is None:
+            return stage(*args, **kwargs)
+        with self._watch.within():
+            made = watcher.met(self, args, kwargs)
+            found = stage(*args, **kwargs)
+        return found if made is None else Staged(found, self._watch, made)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else types.MethodType(self, owner)
@@ -183,7 +184,7 @@ class Staged:
         return self._stage(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_stage":
+        if name == "_stage":  # of a copy that has nothing yet
             raise AttributeError(name)
         return getattr(self._stage, name)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.progress import progress_bar
@@ -20,7 +19,7 @@ from mpjax._src.tools.scripts.differentiated import Use
 from mpjax._src.tools.scripts.edits import proposed
 from mpjax._src.tools.scripts.ending import quiet_threads, stop
 from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
-from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
+from mpjax._src.tools.scripts.hooks import Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
 from mpjax._src.tools.scripts.steps import Call, Gradient
 
@@ -185,7 +184,7 @@ class Observer:
         """Yields what was not looked at, and why."""
         yield from self.compiling.notes
         yield from self.not_covered
-        idle = [each for each in self._watch.idle()] if self._watch and self.stopped else []
+        idle = list(self._watch.idle()) if self._watch and self.stopped else []
         if idle:
             yield (
                 f"jitted, and not called before the script was ended: {first_of(idle, NAMED)}. "
@@ -195,7 +194,7 @@ class Observer:
     def proposal(self) -> Any:
         """Returns the changes of the script for the first policy that computes in 16 bits."""
         rows = [row for step in self.steps for row in step.rows if row.policy]
-        policy = next((r.name for r in rows if r.policy.compute_dtype in HALVES), None)
+        policy = next((row.name for row in rows if row.computes_in_half), None)
         if policy is None:
             return None
         sites = dict.fromkeys(site for step in self.steps for site in _sites(step))

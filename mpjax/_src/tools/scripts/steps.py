@@ -94,7 +94,7 @@ class Loss:
         """The abstract values of the floating arrays that it is differentiated with respect to."""
         args, _ = self.call.filled(self.call.arrays)
         leaves = [x for i in self.argnums for x in jax.tree.leaves(args[i])]
-        return [x for x in leaves if jnp.issubdtype(getattr(x, "dtype", None), jnp.inexact)]
+        return [x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 # ---- what is put around a differentiated function ------------------------------------------------
@@ -168,6 +168,8 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 class Call:
     """A call of a jitted function, which is traced under any hook."""
 
+    why_abstract = "the script compiles the step for shapes, so no batch is known"
+
     def __init__(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.jitted, self.args, self.kwargs = jitted, args, kwargs
 
@@ -201,6 +203,8 @@ class Call:
 
 class Gradient(Call):
     """A function that is differentiated outside of jit, as a step."""
+
+    why_abstract = "it is traced by what is around it, so its values are not known"
 
     def __init__(self, fun: Callable[..., Any], site: Site, args: Any, kwargs: Any) -> None:
         super().__init__(_derivative(fun, site), args, kwargs)
@@ -291,7 +295,7 @@ def values_of(call: Call, noting: Noting, program: programs.Traced) -> list[Sequ
         NoValues: If it cannot be run so.
     """
     if call.is_abstract:
-        raise NoValues("the script compiles the step for shapes, so no batch is known")
+        raise NoValues(call.why_abstract)
     until = _Until(noting.losses)
     # A new list, because `interpret` empties the one that it is given.
     with contextlib.suppress(_Reached):

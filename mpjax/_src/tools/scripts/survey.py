@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 RUNNERS = ("pytest", "py.test", "unittest")
 
 NOTHING = (
-    "no function was differentiated by jax.grad, value_and_grad, vjp, linearize, jacrev or hessian, "
-    "so there is no training step to look at"
+    "no function was differentiated by jax.grad, value_and_grad, vjp, linearize, jacrev or "
+    "hessian, so there is no training step to look at"
 )
 NO_JAX = "JAX was not imported, so nothing was looked at"
 
@@ -182,7 +182,7 @@ class Running:
             self._stack.close()
 
     def _check(self) -> Any:
-        """Returns the plan. An error in what was asked for is one of the command, not the script's."""
+        """Returns the plan; raises for an invalid policy or target."""
         from mpjax._src.tools.scripts.observer import plan_of
 
         return plan_of(self.options)

@@ -171,9 +171,7 @@ class SurveyedStep(Report):
         notes = list(self.notes)
         if self.lint is not None:
             lint = self.lint.document()
-            found = self.lint.findings
             notes += [f"lint: {lint.notes[0]}", *(f.replace("\n", " ") for f in lint.lines)]
-            notes += [] if found else []
         return Document(
             f"{self.name} under each policy",
             sentence,
@@ -249,8 +247,10 @@ class Survey(Report):
 
 
 def _count(number: int, thing: str) -> str:
-    return f"{number or 'no'} {thing}{'s' * (number != 1)}" if number < 1000 else (
-        f"{number:,} {thing}s"
+    return (
+        f"{number or 'no'} {thing}{'s' * (number != 1)}"
+        if number < 1000
+        else (f"{number:,} {thing}s")
     )
 
 
