@@ -26,7 +26,7 @@ from mpjax._src.tools.instruments.compare import compare
 from mpjax._src.tools.instruments.explain import CastReport, explain, matmul_flops
 from mpjax._src.tools.lint.linter import lint
 from mpjax._src.tools.lint.report import LintReport
-from mpjax._src.tools.scripts.batches import batch_of
+from mpjax._src.tools.scripts.batches import Batch, batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.steps import Call, Loss, Noting, NoValues, under, values_of
 from mpjax._src.tools.scripts.surveyed import (
