@@ -10,6 +10,7 @@ import click
 
 from mpjax._src.tools.cli import printing
 from mpjax._src.tools.scripts.ending import end_process
+from mpjax._src.tools.scripts.launch import LaunchError
 from mpjax._src.tools.scripts.survey import Options, surveyed
 
 INTERRUPTED, WRONG = 1, 2
@@ -29,7 +30,7 @@ def show_survey(
     try:
         with quiet:
             survey = surveyed(options, script, args, module)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, LaunchError) as error:
         click.echo(f"Error: {error}", err=True)
         end_process(WRONG)
     if as_json:

@@ -121,12 +121,19 @@ def _reaches_loss(call: Call, noting: Noting, batch: Batch, flops: float) -> boo
         return False
     if len(larger.losses) != len(noting.losses):
         return False
-    pairs = zip(larger.losses, noting.losses, strict=True)
+    pairs = [*zip(larger.losses, noting.losses, strict=True)]
+    # More classes are no larger batch: they change the parameters.
+    if any(_of(one.parameters) != _of(other.parameters) for one, other in pairs):
+        return False
     return any(_shapes(one) != _shapes(other) for one, other in pairs)
 
 
 def _shapes(loss: Any) -> list[Any]:
-    return [x.shape for x in (*loss.call.arrays, *loss.closed_over)]
+    return _of((*loss.call.arrays, *loss.closed_over))
+
+
+def _of(arrays: Sequence[Any]) -> list[Any]:
+    return [x.shape for x in arrays]
 
 
 def _multiple(call: Call, batch: Batch) -> int:

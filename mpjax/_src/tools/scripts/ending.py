@@ -38,17 +38,6 @@ def quiet_threads() -> Iterator[None]:
         threading.excepthook = before
 
 
-@contextlib.contextmanager
-def as_before() -> Iterator[None]:
-    """Leaves the process as it was before a script: its arguments, path and main module."""
-    argv, path, main, shown = [*sys.argv], [*sys.path], sys.modules["__main__"], sys.excepthook
-    try:
-        yield
-    finally:
-        sys.argv[:], sys.path[:], sys.excepthook = argv, path, shown
-        sys.modules["__main__"] = main
-
-
 def end_process(status: int) -> NoReturn:
     """Ends the process, also if the script left threads or processes that would keep it."""
     if "multiprocessing" in sys.modules:

@@ -94,7 +94,8 @@ class Examined:
         self.rows: list[Row] = []
         self.lint: LintReport | None = None
         self.notes: list[str] = []
-        self.flops, self.batch = 0, None  # type: int, Batch | None
+        self.flops = 0
+        self.batch: Batch | None = None
         self.explained: CastReport | None = None
 
     @property

@@ -8,6 +8,7 @@ made of them. The wrapper calls what JAX made, so results are JAX's own.
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
@@ -156,7 +157,12 @@ class Jitted:
         return getattr(self.jitted, name)
 
     def __reduce__(self) -> Any:
-        return _itself, (self.jitted,)
+        place, name = getattr(self, "__module__", ""), getattr(self, "__qualname__", "")
+        try:
+            named = operator.attrgetter(name)(sys.modules[place]) is self
+        except (AttributeError, KeyError):
+            named = False
+        return name if named else (_itself, (self.jitted,))
 
     def __deepcopy__(self, memo: Any) -> "Jitted":
         return self  # as functions do

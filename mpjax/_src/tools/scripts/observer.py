@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from mpjax._src.core.base.contexts import HOOKED
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.progress import progress_bar
@@ -70,7 +71,8 @@ class Observer:
     @contextlib.contextmanager
     def observing(self) -> Iterator["Observer"]:
         """Observes what runs inside."""
-        with hooked(self.around, key=("survey",), forward=self._ran_forward) as hook:
+        hooks = hooked(self.around, ("survey",), self._ran_forward, self._ran_own)
+        with hooks as hook:
             with watching(self) as self._watch, quiet_threads():
                 yield self
             for phrase in hook.missed:
@@ -122,7 +124,7 @@ class Observer:
             return known
         self.steps.append(step)
         try:
-            with progress_bar(self.progress, f"survey {step.place[0]}", STAGE):
+            with HOOKED(None), progress_bar(self.progress, f"survey {step.place[0]}", STAGE):
                 step.examine(self.plan, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True
@@ -168,6 +170,12 @@ class Observer:
             return None
         name = f"gradient of {site.fun}"
         return self._step(Examined(gradient, noting, program, (name, site.file, site.line)))
+
+    def _ran_own(self, site: Site) -> None:
+        self.not_covered[
+            f"{site.fun} at {short(site.source)} is differentiated by mpjax, under a policy that "
+            "the script chooses: mpjax.explain and mpjax.compile_for report on it"
+        ] = None
 
     def _ran_forward(self, site: Site) -> None:
         self._forward[site] = None

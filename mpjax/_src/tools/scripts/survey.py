@@ -4,14 +4,15 @@ JAX is imported by the script, which may set its environment before.
 """
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpjax._src.core.base.lazy import with_jax
-from mpjax._src.tools.scripts.ending import Commands, Stop, as_before
-from mpjax._src.tools.scripts.launch import LaunchError, launch
+from mpjax._src.tools.scripts.ending import Commands, Stop
+from mpjax._src.tools.scripts.launch import LaunchError, launch, restored
 
 if TYPE_CHECKING:
     from mpjax._src.tools.scripts.surveyed import Survey
@@ -27,8 +28,8 @@ NO_JAX = "JAX was not imported, so nothing was looked at"
 
 
 def survey(
-    script: str,
-    *args: str,
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
     policies: Any = (),
     targets: Any = (),
     steps: int | None = 1,
@@ -52,7 +53,7 @@ def survey(
 
     Args:
         script: The path of a script or of a notebook, or the name of a module.
-        *args: Its arguments.
+        args: Its arguments.
         policies: Policies for the rows of the tables, or one; by default mixed_bfloat16,
             mixed_float16, and mixed_bfloat16 with ``storage=lean`` and, for steps with attention,
             with ``fused_attention=true``.
@@ -72,20 +73,18 @@ def survey(
         A `mpjax.reports.Survey`. It is false if there is no step.
 
     Raises:
-        ValueError: If there is no such script, or a policy, a target or a number is invalid.
+        ValueError: If a policy, a target or a number is invalid.
+        LookupError: If there is nothing of this name to run.
 
     Example:
         >>> import mpjax.scripts
-        >>> report = mpjax.scripts.survey("train.py", "--epochs", "1")  # doctest: +SKIP
+        >>> report = mpjax.scripts.survey("train.py", ["--epochs", "1"])  # doctest: +SKIP
         >>> print(report.steps[0].rows[1].half_flops)  # doctest: +SKIP
         1.0
     """
     options = Options(policies, targets, steps, run, batches, time, timeout, progress)
-    with as_before():
-        try:
-            return surveyed(options, script, args, module)
-        except LaunchError as error:
-            raise ValueError(str(error)) from None
+    with restored():
+        return surveyed(options, os.fspath(script), [*map(str, args)], module)
 
 
 class Options:
