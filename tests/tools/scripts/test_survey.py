@@ -273,3 +273,26 @@ def test_the_command(gan, capsys, monkeypatch):
         commands.main(["survey", "--policy", "mixed_bfloat61", "gan.py"])
     assert end.value.code == 2 and "mixed_bfloat61" in capsys.readouterr().err
     jax.clear_caches()
+
+
+OWN = """
+import jax, jax.numpy as jnp, optax, mpjax
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+init, step = mpjax.build_train_step(loss, optax.sgd(0.1), "mixed_bfloat16")
+step, state = jax.jit(step), init(jnp.ones((8, 8)))
+for _ in range(3):
+    state, metrics = step(state, jnp.ones((4, 8)))
+"""
+
+
+def test_a_step_of_mpjax_has_one_row(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    report = surveyed(tmp_path, "own.py")
+    (step,) = report.steps
+    assert step.source == f"{tmp_path}/own.py:10" and step.batch == 4 and step.calls == 1
+    (row,) = step.rows
+    assert row.policy == "as written" and row.half_flops == 1 and not report.diff
+    assert "mpjax computes the gradient" in step.notes[0] and "already in 16 bits" in str(report)
