@@ -157,8 +157,7 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         fun = args[0] if args else kwargs.get("fun")
-        name = frame.f_globals.get("__name__", "")
-        if not callable(fun) or _is_within(name, "jax"):
+        if not callable(fun) or frame.f_code.co_filename.startswith(_jax.JAX):
             return transform(*args, **kwargs)
         site, ours = _site(frame, transform, fun, args, kwargs)
         if ours:
@@ -178,13 +177,12 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
     """Returns the site of a call, by its frame, and whether mpjax itself makes the call."""
     first, ours = frame, False
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        within = _is_within(name, "mpjax")
-        if within and frame.f_code.co_filename.startswith(LAUNCHING):
+        file = frame.f_code.co_filename
+        if file.startswith(LAUNCHING):
             frame = None
             break
-        ours |= within
-        if not within and _jax.is_users_file(frame.f_code.co_filename):
+        ours |= file.startswith(_jax.PACKAGE)
+        if _jax.is_users_file(file):
             break
         frame = frame.f_back
     library = "" if frame is first else f"{first.f_code.co_filename}:{first.f_lineno}"
