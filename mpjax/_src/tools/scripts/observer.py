@@ -31,17 +31,15 @@ NAMED = 4  # how many functions a sentence names
 # What stands in for a step that no watched jit is around.
 UNSEEN = (
     "{} at {} is differentiated inside a jit, scan or vmap that the survey does not see: the table "
-    "is of its gradient alone"
+    "is of its gradient alone, whose calls are not counted"
 )
 
 
 def plan_of(options: Any) -> tuple[Plan, Compiling]:
     """Returns what a survey looks at, and what it compiles for; raises for invalid names."""
+    # Nothing here may start a backend: the script may set it up after its import of JAX.
     policies = tuple(map(get_policy, options.policies))
-    timed = options.time
-    if timed is None:
-        timed = jax.default_backend() != "cpu"
-    plan = Plan(policies, options.run, timed, options.batches)
+    plan = Plan(policies, options.run, options.time, options.batches)
     return plan, Compiling(options.targets, options.timeout)
 
 
@@ -128,7 +126,7 @@ class Observer:
         self.steps.append(step)
         try:
             bar = progress_bar(self.progress, f"survey {step.place[0]}", STAGE)
-            with HOOKED(None), muted(), bar:
+            with HOOKED(None), muted(), jax.transfer_guard("allow"), bar:
                 step.examine(self.plan, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True

@@ -19,11 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src.core.autocast.transform import autocast
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import HOOKED, unchecked
-from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.base.trees import is_array, is_key
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.interpret import Plain, interpret
@@ -396,11 +397,11 @@ class _Until(Plain):
 
 
 def _one(x: Any, shape: tuple[int, ...]) -> Any:
-    """Returns an array of a shape: of several that a vmap around makes, the first."""
+    """Returns an array of a shape, on one device: of several that a vmap makes, the first."""
+    if len(getattr(x, "devices", set)()) > 1 and not is_key(x):
+        x = np.asarray(x)
     while x.ndim > len(shape):
-        axis = next(
-            (i for i in range(x.ndim) if x.shape[:i] + x.shape[i + 1 :] == shape),
-            0,
-        )
-        x = jnp.take(x, 0, axis=axis)
-    return x
+        kept = (i for i in range(x.ndim) if x.shape[:i] + x.shape[i + 1 :] == shape)
+        axis = next(kept, 0)
+        x = x[(slice(None),) * axis + (0,)]
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
