@@ -168,7 +168,7 @@ class _Wrapped:
             return
         if isinstance(value, (ast.Name, ast.Attribute)):
             return self.expression(value)
-        if not self._is_optimizer(value):
+        if not (self._is_optimizer(value) or self._is_init(node)):
             raise self._unknown(node)
         start, end = self.source.span(value)
         self.edits |= {
@@ -180,19 +180,22 @@ class _Wrapped:
         """Wraps a part of a tuple in a line of its own."""
         statement = bound.node
         alone = isinstance(node, ast.Name) and isinstance(statement, ast.Assign)
-        if not alone or not self._is_optimizer(statement.value) or not self._ends(statement):
+        if not alone or not self._ends(statement):
             raise self._unknown(node)
-        source, end = self.source, self.source.span(statement)[1]
-        indent = source.indent(statement.lineno)
-        text = f"{node.id} = {self.name}.mixed_precision({node.id}, {self.policy})"
-        self.edits.add(insertion(end, f"{source.newline}{indent}{text}"))
+        if not (self._is_optimizer(statement.value) or self._is_init(node)):
+            raise self._unknown(node)
+        source = self.source
+        end, indent = source.after(statement.end_lineno), source.indent(statement.lineno)
+        text = f"{indent}{node.id} = {self.name}.mixed_precision({node.id}, {self.policy})"
+        self.edits.add(insertion(end, f"{text}{source.newline}"))
 
     def _ends(self, statement: ast.stmt) -> bool:
-        """Returns whether a line holds nothing but a statement."""
+        """Returns whether lines hold nothing but a statement, and end."""
         source, (start, end) = self.source, self.source.span(statement)
-        rest = source.text[end:].split("\n", 1)[0]
+        line = source.text[end : source.after(statement.end_lineno)]
         first = source.starts[statement.lineno - 1]
-        return not source.text[first:start].strip() and not rest.strip()
+        rest = line.split("#")[0].strip()
+        return not source.text[first:start].strip() and not rest and line.endswith("\n")
 
     def _is_optimizer(self, value: Any, depth: int = 3) -> bool:
         """Returns whether an expression makes optax optimizers, itself or in a function."""
@@ -207,6 +210,11 @@ class _Wrapped:
                     if bound.kind in ("value", "def") and self._is_optimizer(inner, depth - 1):
                         return True
         return False
+
+    def _is_init(self, node: Any) -> bool:
+        """Returns whether the script makes a state with an expression, as ``tx.init(params)``."""
+        read = map(dotted, ast.walk(self.source.tree))
+        return bool(dotted(node)) and f"{dotted(node)}.init" in read
 
     def _arguments(self, node: Any, bound: Binding) -> None:
         """Follows a parameter to what the script passes for it."""

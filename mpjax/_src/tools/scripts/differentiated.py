@@ -1,6 +1,7 @@
 """Finds in a script's source the calls of transformations that were seen while it ran."""
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ TRANSFORMATIONS = {
     **{name: name for name in ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")},
     **{f"filter_{name}": name for name in ("grad", "value_and_grad", "vjp", "jacrev", "hessian")},
     "jacobian": "jacrev",
+    "fwd_and_bwd": "fwd_and_bwd",
     "value_and_grad_from_state": "value_and_grad",
 }
 FIRST = ("fun", "f", "fn", "func")  # keywords of what is differentiated
@@ -66,7 +68,8 @@ class Gradient(NamedTuple):
         return next((each.value for each in self.keywords if each.arg == name), None)
 
 
-def gradients(source: Source) -> list[Gradient]:
+@functools.lru_cache(maxsize=16)
+def gradients(source: Source) -> Sequence[Gradient]:
     """Returns all transformations that a script applies to a function."""
     found = []
     for node in ast.walk(source.tree):

@@ -154,8 +154,8 @@ def _gradients(source: Source, use: Use) -> list[Gradient]:
     if not found:
         raise Unknown(
             f"no call of {use.transform} is written here"
-            f"{f', of {use.fun}' if use.fun else ''}. Wrap the function where it is passed on: "
-            f"{LOOP}."
+            f"{f', of {use.fun}' if use.fun else ''}. If a library takes the gradient, pass it a "
+            f"function under {MINE}.autocast: {LIBRARIES}. See also {LOOP}."
         )
     for each in found:
         if is_planned(source, each.fun) or _is_mine(source, each):
@@ -165,6 +165,8 @@ def _gradients(source: Source, use: Use) -> list[Gradient]:
                 f"{each.name} differentiates a function that changes modules. Use autocast on the "
                 f"whole loss: {LOOP}."
             )
+        if any(isinstance(at, ast.JoinedStr) for at, _ in source.around(each.node)):
+            raise Unknown(f"{use.transform} is called inside of an f-string. See {LOOP}.")
         if isinstance(each.fun, ast.Starred):
             raise Unknown(f"the function is in {source.code(each.fun)}. See {LOOP}.")
     return found
@@ -189,7 +191,8 @@ def _name_of_mpjax(source: Source) -> str:
         for each in bound:
             if each.value == MINE and each.node in source.tree.body:
                 return name
-    other = any(MINE in names for names in source.bindings.values())
+    every = (each for names in source.bindings.values() for each in names.get(MINE, ()))
+    other = any(each.value != MINE for each in every)
     return f"{MINE}_" if other else MINE
 
 
@@ -210,7 +213,7 @@ def _place_of_import(source: Source, before: int) -> int:
     imports = [
         node
         for node in source.tree.body
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and source.span(node)[1] < before
+        if isinstance(node, IMPORTS) and source.span(node)[1] < before
     ]
     imports = [node for node in imports if _alone(source, node)]
     of_jax = [node for node in imports if _module(node).split(".")[0] in BESIDE]
@@ -228,6 +231,7 @@ def _place_of_import(source: Source, before: int) -> int:
     return source.after(block[0].end_lineno) if future else source.offset(block[0].lineno, 0)
 
 
+IMPORTS = (ast.Import, ast.ImportFrom)
 BESIDE = ("jax", "flax", "optax", "equinox", "haiku", "numpy", "jaxlib", "chex")
 
 
@@ -236,8 +240,8 @@ def _module(node: ast.Import | ast.ImportFrom) -> str:
 
 
 def _alone(source: Source, node: Any) -> bool:
-    """Returns whether a statement shares none of its lines with others."""
-    others = (each for each in source.tree.body if each is not node)
+    """Returns whether a statement shares its lines with imports at most."""
+    others = (each for each in source.tree.body if not isinstance(each, IMPORTS))
     return not any(
         each.lineno <= node.end_lineno and node.lineno <= each.end_lineno for each in others
     )
@@ -246,10 +250,12 @@ def _alone(source: Source, node: Any) -> bool:
 def _top(source: Source) -> int:
     """Returns the place after the docstring and imports from ``__future__``."""
     first = 0
-    for node in source.tree.body:
+    for i, node in enumerate(source.tree.body):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
-        if not ((is_text and not first) or future) or not _alone(source, node):
+        # Lines that a statement shares with code belong to that.
+        shared = any(each.lineno == node.end_lineno for each in source.tree.body[i + 1 :])
+        if not ((is_text and not first) or future) or shared:
             break
         first = source.after(node.end_lineno)
     if first:

@@ -15,6 +15,7 @@ from mpjax._src.tools.scripts.source import Edit, Source, dotted, insertion
 
 LOOP = "docs/frameworks.md#change-your-loop"
 SEVERAL = "docs/optimizers.md#several-optimizers"
+ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 JITS = ("jit", "filter_jit")
 ACCEPTED = {"argnums", "has_aux", "axis_name"}  # options that ours have too
 
@@ -46,11 +47,13 @@ class Calls(NamedTuple):
         nodes: The calls.
         kept: The expression that is assigned to a name; None if it is called where it is made.
         jitted: Whether it is jitted in between.
+        alone: Whether the name has no other values, as in the branches of an ``if``.
     """
 
     nodes: Sequence[ast.Call]
     kept: Any = None
     jitted: bool = False
+    alone: bool = True
 
 
 def through_optimizer(
@@ -77,6 +80,8 @@ def through_optimizer(
     edits = created(source, update.kind, update.optimizer, name, policy, seen)
     edits |= _taken(source, gradient, calls, update, name)
     if gradient.transform == "grad":
+        if not calls.alone:
+            raise Unknown(f"the name of what it returns has other values too. See {LOOP}.")
         for call in calls.nodes:
             edits |= _without_value(source, gradient, call)
     aux = gradient.option("has_aux") or gradient.args[1:]
@@ -102,7 +107,7 @@ def _check(source: Source, gradient: Gradient) -> None:
         )
     options = {each.arg for each in gradient.keywords} - ACCEPTED
     if options or any(isinstance(each, ast.Starred) for each in gradient.args):
-        shown = ", ".join(sorted(str(each) for each in options)) or "a starred argument"
+        shown = ", ".join(sorted(each or "**" for each in options)) or "a starred argument"
         raise Unknown(f"{last} has the option {shown}, which the optimizer's has not. See {LOOP}.")
 
 
@@ -134,10 +139,15 @@ def _calls(source: Source, gradient: Gradient) -> Calls:
         targets: Any = getattr(parent, "targets", None) or [getattr(parent, "target", None)]
         target: Any = targets[0]
         bound = source.values(target) if isinstance(target, ast.Name) else ()
-        if len(targets) > 1 or len(bound) != 1:
+        if len(targets) > 1 or not bound:
             raise passed
         scope, _ = source.resolve(target.id, target)
-        return Calls(_called(source, target, scope, passed), gradient.node, jitted)
+        calls = _called(source, target, scope, passed)
+        if len(bound) > 1:  # of the branches of an `if`, this one
+            block = source.parents[source.statement(parent)]
+            near = [each for each in calls if source.parents[source.statement(each)] == block]
+            calls = near or calls
+        return Calls(calls, gradient.node, jitted, len(bound) == 1)
     raise passed
 
 
@@ -176,6 +186,8 @@ def _taken(
     kept = calls.kept
     if kept is None or all(_reaches(source, kept, each, update) for each in calls.nodes):
         return _replaced(source, gradient, function, state, "", "")
+    if not calls.alone:
+        raise Unknown(f"the name of what it returns has other values too. See {LOOP}.")
     optimizer = _root(update.state if update.kind == "linen" else update.optimizer)
     mine = update.state if update.kind == "nnx" else None
     here = source.resolve(optimizer.id, gradient.node)[0]
@@ -269,21 +281,15 @@ def _update(source: Source, gradient: Gradient, call: ast.Call) -> Update:
     """Returns the update that reads the gradients which a call returns."""
     of_nnx = gradient.name.startswith("flax.nnx")
     for i, scope in enumerate(scopes := source.function_of(call)):
-        # A function that is made outside of the loop may be jitted with the first state.
         inner = scopes[i - 1] if i > 0 else None
-        if inner and (isinstance(scope, ast.Module) or source.loop_of(inner) is not scope):
+        if isinstance(scope, ast.Module) and inner:
             break
-        names = _reading(source, scope, call, getattr(inner, "name", ""))
-        found = []
-        for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and source.scope_of(node) is scope:
-                for update, grads in _as_update(node, of_nnx):
-                    inside = {*ast.walk(grads)}
-                    read = {n.id for n in inside if isinstance(n, ast.Name)} & names
-                    if call in inside or read:
-                        found.append(update)
+        found = _reading(source, scope, call, getattr(inner, "name", ""), of_nnx)
         if len(found) > 1:
             raise Unknown(f"its gradients go to several updates. See {SEVERAL}.")
+        # A function that is made outside of the loop may be jitted with the first state.
+        if inner and any(source.loop_of(inner) is not source.loop_of(u.node) for u in found):
+            break
         if found:
             _check_state(source, call, found[0])
             return found[0]
@@ -296,27 +302,38 @@ def _update(source: Source, gradient: Gradient, call: ast.Call) -> Update:
     )
 
 
-def _reading(source: Source, scope: ast.AST, call: ast.Call, inner: str) -> set[str]:
-    """Returns the names of a scope that hold what a call, or an inner function, computed."""
-    names = {inner}
-    statements: list[Any] = [
-        node
-        for node in ast.walk(scope)
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr))
-        and node.value
-        and source.scope_of(node) is scope
+def _reading(
+    source: Source, scope: ast.AST, call: ast.Call, inner: str, of_nnx: bool
+) -> list[Update]:
+    """Returns the updates in a scope that read what a call, or an inner function, computed.
+
+    The nearest are returned: a name such as ``updates`` may be used again for others.
+    """
+    nodes: list[Any] = [node for node in ast.walk(scope) if source.scope_of(node) is scope]
+    updates = [
+        each for node in nodes if isinstance(node, ast.Call) for each in _as_update(node, of_nnx)
     ]
+    statements = [node for node in nodes if isinstance(node, ASSIGNMENTS) and node.value]
+    names = {inner}
+
+    def reads(value: Any) -> bool:
+        inside = {*ast.walk(value)}
+        return call in inside or any(getattr(node, "id", None) in names for node in inside)
+
     count = -1
     while count != len(names):
+        if found := [update for update, grads in updates if reads(grads)]:
+            return found
         count = len(names)
-        for statement in statements:
-            inside = {*ast.walk(statement.value)}
-            read = {n.id for n in inside if isinstance(n, ast.Name)} & names
-            if call in inside or read:
-                targets = getattr(statement, "targets", None) or [statement.target]
-                for node in (node for target in targets for node in ast.walk(target)):
-                    names |= {node.id} if isinstance(node, ast.Name) else set()
-    return names
+        targets = [
+            target
+            for each in statements
+            if reads(each.value)
+            for target in getattr(each, "targets", None) or [getattr(each, "target", None)]
+        ]
+        found_names = (node for target in targets for node in ast.walk(target))
+        names |= {node.id for node in found_names if isinstance(node, ast.Name)}
+    return []
 
 
 def _as_update(node: ast.Call, of_nnx: bool) -> Iterator[tuple[Update, Any]]:

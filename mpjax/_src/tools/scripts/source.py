@@ -61,6 +61,7 @@ class Source:
                 for child in value if isinstance(value, list) else [value]:
                     if isinstance(child, ast.AST):
                         self.parents[child] = parent, field
+        self.scopes: dict[ast.AST, ast.AST] = {}
         self.bindings: dict[ast.AST, dict[str, list[Binding]]] = defaultdict(dict)
         self._bind()
 
@@ -101,6 +102,11 @@ class Source:
 
     def scope_of(self, node: ast.AST) -> ast.AST:
         """Returns the function, class or module whose names a node sees first."""
+        if node not in self.scopes:
+            self.scopes[node] = self._scope_of(node)
+        return self.scopes[node]
+
+    def _scope_of(self, node: ast.AST) -> ast.AST:
         inner = ""
         for parent, field in self.around(node):
             # Defaults, annotations and decorators are evaluated outside of their function.
