@@ -10,6 +10,7 @@ import mpjax
 import mpjax.scripts
 from mpjax._src.tools.cli import commands
 from mpjax._src.tools.scripts import compiled, examine
+from mpjax._src.tools.scripts import surveyed as surveyed_classes
 
 GAN = '''
 """Two steps, which share a module."""
@@ -77,6 +78,13 @@ def gan(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def compiles_nothing(monkeypatch):
+    """Compilations for this machine are not made, which take most of the time."""
+    program = surveyed_classes.SurveyedProgram("this CPU", 100, 10, 1e3)
+    monkeypatch.setattr(compiled, "_compiled_here", lambda *args: program)
+
+
 def line_of(text):
     return LINES.index(text) + 1
 
@@ -86,7 +94,7 @@ def surveyed(folder, name="gan.py", args=(), **options):
     return mpjax.scripts.survey(folder / name, args, **options)
 
 
-def test_two_steps_are_found_and_the_script_is_ended(gan, capsys):
+def test_two_steps_are_found_and_the_script_is_ended(gan, compiles_nothing):
     argv, main = [*sys.argv], sys.modules["__main__"]
     report = surveyed(gan, args=["--rate", "0.1", "--log", gan / "log"])
     assert report and report.ended == "stopped" and not report.error
@@ -102,7 +110,7 @@ def test_two_steps_are_found_and_the_script_is_ended(gan, capsys):
     as_written, half = d.rows
     assert (as_written.policy, half.policy) == ("float32", "mixed_bfloat16")
     assert as_written.half_flops == 0 and half.half_flops > 0.9 and d.matmul_flops > 0
-    assert half.programs[0].target == "this CPU" and half.programs[0].temp_bytes >= 0
+    assert half.programs[0].target == "this CPU" and half.programs[0].temp_bytes == 10
     assert d.lint is not None and "probability" not in str(d.notes)
     # The script ran one step, and its `finally` block.
     log = (gan / "log").read_text().splitlines()
