@@ -200,8 +200,8 @@ def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -
     return AttributeError(message, name=name, obj=None)  # else Python adds a suggestion of its own
 
 
-# Of these packages no line is the user's.
-LIBRARIES = ("mpjax", "jax", "optax", "flax", "equinox")
+# Of these packages no line is the user's; the last two are Python's own.
+LIBRARIES = ("mpjax", "jax", "optax", "flax", "equinox", "functools", "contextlib")
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

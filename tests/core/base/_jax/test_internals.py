@@ -144,6 +144,7 @@ def test_a_changed_internal_of_a_tested_version_is_no_secret(monkeypatch):
         jax.grad(mpjax.autocast(loss))(P, X)
 
 
+@pytest.mark.filterwarnings("ignore:JAX 0.99")
 def test_errors_of_users_stay_theirs(untested):
     def wrong(p, x):
         return x @ p["w"][:3]
@@ -151,6 +152,11 @@ def test_errors_of_users_stay_theirs(untested):
     def missing(p, x):
         return p["v"]
 
+    ruled = jax.custom_vjp(jnp.sin)
+    ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
+    with pytest.raises(TypeError, match="forward-mode") as raised:
+        jax.jvp(mpjax.autocast(lambda x: 2 * ruled(x), "O3:bfloat16"), (X,), (X,))
+    assert not isinstance(raised.value, UnsupportedJaxError)
     for fun, kind in ((wrong, TypeError), (missing, KeyError), (jnp.matmul, Exception)):
         for policy in ("mixed_bfloat16", "O3:bfloat16"):
             with pytest.raises(kind) as raised:

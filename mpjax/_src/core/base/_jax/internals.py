@@ -340,13 +340,10 @@ def _refusal(what: str) -> str:
     )
 
 
-# What Python and JAX raise where something is not as it was; and those of them that mpjax and JAX
-# also raise for what users pass.
-_SURPRISES = (
-    *(AttributeError, LookupError, NotImplementedError, AssertionError, ImportError, NameError),
-    *(TypeError, ValueError),
-)
-_ARGUMENTS = (TypeError, ValueError)
+# What Python and JAX raise where something is not as it was; and those of them that JAX also raises
+# for programs of users.
+_SURPRISES = (AttributeError, LookupError, AssertionError, ImportError, NameError)
+_OF_PROGRAMS = (TypeError, ValueError, NotImplementedError)
 _HERE = f"{Path(__file__).parent}{os.sep}"
 _OURS = f"{Path(__file__).parents[3]}{os.sep}"
 _JAX = f"{Path(jax.__file__).parent}{os.sep}"
@@ -356,13 +353,18 @@ def explain(error: Exception) -> None:
     """Raises an `UnsupportedJaxError` for an error in our use of an untested JAX.
 
     It is ours if the innermost code outside of JAX is mpjax's: what users wrote is then not at
-    fault. Of an error that may be of an argument, it has to be that of this package.
+    fault. But a program of theirs may be, which this package runs: an error of which JAX may say so
+    has to come from the call of an internal, or from a call that does not fit.
     """
-    if is_tested() or not isinstance(error, _SURPRISES):
+    if is_tested() or not isinstance(error, (*_SURPRISES, *_OF_PROGRAMS)):
         return
-    files = (f.f_code.co_filename for f, _ in traceback.walk_tb(error.__traceback__))
-    innermost = [file for file in files if not (file.startswith(_JAX) or _is_pythons(file))][-1:]
-    if innermost and innermost[0].startswith(_HERE if isinstance(error, _ARGUMENTS) else _OURS):
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [c for c in codes if not (c.co_filename.startswith(_JAX) or _is_pythons(c.co_filename))]
+    if not own or not own[-1].co_filename.startswith(_OURS):
+        return
+    asks = own[-1].co_filename.startswith(_HERE) and "internals" in own[-1].co_names
+    misfit = own[-1].co_filename.startswith(_HERE) and own[-1] is codes[-1]
+    if asks or misfit or isinstance(error, _SURPRISES):
         what = f"behaves otherwise than mpjax expects ({type(error).__name__}: {error})."
         raise UnsupportedJaxError(_refusal(what)) from error
 
