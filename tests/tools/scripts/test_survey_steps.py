@@ -1,5 +1,7 @@
 """A step that is traced again under a policy is the step with the lines changed; its values."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import mpjax
 from mpjax._src.tools.scripts import steps
 from mpjax._src.tools.scripts.batches import batch_of
+from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.hooks import hooked
 from mpjax._src.tools.scripts.steps import Call, NoValues, under, values_of
 
@@ -118,6 +121,35 @@ def test_values_that_are_not_reached_are_told(hook, monkeypatch):
     shapes = jax.eval_shape(lambda: (weights(), *data()))
     with pytest.raises(NoValues, match="for shapes"):
         values_of(*noted(lambda w, x, y: jax.grad(loss_of)(w, x, y), *shapes))
+
+
+@jax.tree_util.register_pytree_node_class
+class Strict:
+    """A state that takes nothing but arrays, as jmp's loss scales do."""
+
+    def __init__(self, array):
+        array + 1
+        self.array = array
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_a_state_that_takes_no_placeholders_is_compiled(hook):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, x, y):
+        w = state.array
+        return Strict(updated(w, jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
+
+    call = Call(step, (Strict(jnp.ones((16, 16))), *data()), {})
+    compiling = Compiling((), 600.0)
+    program = compiling.compiled(compiling.targets[0], call, None)
+    assert not program.refused and call.donated == [0] and compiling.compilations == 1
+    assert 0 <= program.temp_bytes < program.total_bytes < 4 * (16 * 16 + 6 * 20) + 4096
 
 
 def test_the_batch_is_the_axis_that_reaches_the_loss(hook):

@@ -36,9 +36,6 @@ class Batch(NamedTuple):
             for i, x in enumerate(call.flat.arrays)
         ]
 
-    def arguments(self, call: Call, size: int) -> tuple[Any, Any]:
-        return call.flat.filled(self.arrays(call, size))
-
 
 def batch_of(call: Call, noting: Noting, results: Sequence[Any], flops: float) -> Batch | None:
     """Returns the batch of a step, or None if none is found.

@@ -1,8 +1,9 @@
 """Training steps compiled for targets, or for this machine, and the largest batch that fits."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ from mpjax._src.tools.hardware.largest import Found, largest
 from mpjax._src.tools.hardware.report import CompileReport, report_of
 from mpjax._src.tools.hardware.targets import Target, find_target, room_of
 from mpjax._src.tools.scripts.batches import Batch
-from mpjax._src.tools.scripts.steps import Call, Jitted
+from mpjax._src.tools.scripts.hooks import Hook
+from mpjax._src.tools.scripts.steps import Call
 from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
 
 TRY = "compiled"
+REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
 class Compiling:
@@ -51,10 +54,10 @@ class Compiling:
     def is_target(self, name: str) -> bool:
         return name in self._targets
 
-    def compiled(self, target: str, jitted: Jitted, args: Any) -> SurveyedProgram:
-        """Compiles a step; what refuses it is told."""
+    def compiled(self, target: str, call: Call, hook: Hook | None) -> SurveyedProgram:
+        """Compiles a step under a hook; what refuses it is told."""
         try:
-            report = self._report(target, jitted, args)
+            report = self._report(target, call, hook, call.flat.arrays)
         except OutOfMemoryError as error:
             return SurveyedProgram(target, fits=False, refused=_line(error))
         except Exception as error:  # whatever a compiler, or the step for this target, raises
@@ -72,7 +75,7 @@ class Compiling:
         )
 
     def largest(
-        self, target: str, jitted: Jitted, call: Call, batch: Batch, known: SurveyedProgram
+        self, target: str, call: Call, hook: Hook | None, batch: Batch, known: SurveyedProgram
     ) -> int:
         """Returns the largest batch of a step that fits a target; 0 if none does."""
         _, available = room_of(self._targets[target], None)
@@ -86,8 +89,7 @@ class Compiling:
         def measure(units: int) -> float:
             advance(TRY, f"a batch of {units * unit} on {target}")
             try:
-                args = batch.arguments(call, units * unit)
-                report = self._report(target, jitted, args)
+                report = self._report(target, call, hook, batch.arrays(call, units * unit))
             except OutOfMemoryError:
                 return math.inf
             assert isinstance(report, CompileReport)
@@ -99,12 +101,22 @@ class Compiling:
         found: Found = largest(measure, available, limit, sizes)
         return found.most * unit
 
-    def _report(self, target: str, jitted: Jitted, args: Any) -> CompileReport | SurveyedProgram:
+    def _report(
+        self, target: str, call: Call, hook: Hook | None, arrays: Sequence[Any]
+    ) -> CompileReport | SurveyedProgram:
         self.compilations += 1
+        try:
+            return self._made(target, call.jitted_under(hook), call.flat.filled(arrays))
+        except REFUSALS as error:
+            # A class of the script may refuse what stands for arrays, here and in JAX's own lower.
+            with contextlib.suppress(*REFUSALS):
+                return self._made(target, call.flattened(hook), arrays)
+            raise error from None
+
+    def _made(self, target: str, step: Any, args: Sequence[Any]) -> CompileReport | SurveyedProgram:
         found = self._targets.get(target)
         if found is None:
-            return _compiled_here(target, jitted, args)
-        step: Any = jitted
+            return _compiled_here(target, step, args)
         return compile_program(Job(found, self.timeout, {}), lower(found, step, args))
 
 
@@ -117,7 +129,7 @@ def here() -> str:
     return f"this {device.device_kind if device.platform != 'cpu' else 'CPU'}"
 
 
-def _compiled_here(name: str, jitted: Jitted, args: Any) -> SurveyedProgram:
+def _compiled_here(name: str, jitted: Any, args: Sequence[Any]) -> SurveyedProgram:
     lowered = jitted.trace(*args).lower()
     compiled = lowered.compile()
     text = compiled.as_text() or ""

@@ -221,10 +221,7 @@ class Examined:
                 if row.program is None:
                     continue
                 advance(STAGE, f"compiling {row.name} for {target}")
-                jitted = self.call.jitted_under(under(row.policy))
-                row.compiled[target] = compiling.compiled(
-                    target, jitted, (self.call.args, self.call.kwargs)
-                )
+                row.compiled[target] = compiling.compiled(target, self.call, under(row.policy))
                 self.traces += 1
 
     def _lint(self, plan: Plan) -> None:
@@ -318,8 +315,8 @@ class Examined:
                     continue
                 advance(STAGE, f"the largest batch under {row.name} on {target}")
                 with self._noted("no largest batch", row.notes):
-                    jitted = self.call.jitted_under(under(row.policy))
-                    most = compiling.largest(target, jitted, self.call, self.batch, known)
+                    hook = under(row.policy)
+                    most = compiling.largest(target, self.call, hook, self.batch, known)
                     row.compiled[target] = dataclasses.replace(known, largest_batch=most)
 
     def _time(self, plan: Plan, compiling: Compiling) -> None:

@@ -195,6 +195,20 @@ class Call:
         """Returns a jitted function of (args, kwargs), for `compile_for`."""
         return Jitted(self.jitted, hook)
 
+    def flattened(self, hook: Hook | None) -> "Flattened":
+        """Returns a jitted function of the arrays of the call, for `compile_for`."""
+        return Flattened(_calling(self.flat.on(self.jitted)), hook, self.donated)
+
+    @functools.cached_property
+    def donated(self) -> list[int]:
+        """The numbers of the arrays that the step donates."""
+        inner, _ = _jax.open_jaxpr(self.program(None).jaxpr)
+        found = (
+            zip(e.invars, e.params.get("donated_invars", ()), strict=False) for e in inner.eqns
+        )
+        donated = {id(v) for pairs in found for v, yes in pairs if yes}
+        return [i for i, v in enumerate(inner.invars) if id(v) in donated]
+
     def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
         """Returns the step as a program of its arrays."""
         given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
@@ -240,6 +254,9 @@ class Gradient(Call):
     def jitted_under(self, hook: Hook | None) -> "Jitted":
         return Jitted(self._planned(hook), None)
 
+    def flattened(self, hook: Hook | None) -> "Flattened":
+        return Flattened(_calling(self.flat.on(self._planned(hook))), None, ())
+
     def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
         given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
         with traced_again(None):
@@ -260,6 +277,20 @@ class Jitted:
 
     def lower(self, args: Any, kwargs: Any) -> Any:
         return self.trace(args, kwargs).lower()
+
+
+class Flattened:
+    """A step as a jitted function of its arrays, that is traced under a hook."""
+
+    def __init__(self, flat: Callable[..., Any], hook: Hook | None, donated: Sequence[int]) -> None:
+        self.jitted, self.hook = jax.jit(flat, donate_argnums=tuple(donated)), hook
+
+    def trace(self, *arrays: Any) -> Any:
+        with traced_again(self.hook):
+            return self.jitted.trace(*arrays)
+
+    def lower(self, *arrays: Any) -> Any:
+        return self.trace(*arrays).lower()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ NOTHING = (
     "no function was differentiated by jax.grad, jax.vjp or their like, so there is no training "
     "step to look at"
 )
+FAILED = "the script failed before the first call of a training step had run"
 NO_JAX = "JAX was not imported, so nothing was looked at"
 
 
@@ -208,7 +209,7 @@ class Running:
         seen = self.observer
         notes = [*seen.notes()] if seen is not None else [NO_JAX]
         if seen is not None and not seen.steps:
-            notes.insert(0, NOTHING)
+            notes.insert(0, FAILED if ended == "failed" else NOTHING)
         if commands and (seen is None or not seen.steps):
             notes.append(
                 f"the script started {commands[0]!r}, which runs in a process of its own: survey "
