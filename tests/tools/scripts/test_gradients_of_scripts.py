@@ -1,8 +1,10 @@
 """What code differentiates is planned as if `mpjax.autocast` stood around it."""
 
+import collections
 import functools
 import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -228,9 +230,97 @@ def test_what_reads_values_runs_as_it_is_and_is_named(capsys):
     assert len(rows) == 4 and all(row.calls for row in report.rows)
     said = capsys.readouterr().err
     assert "not planned, it reads values of its arrays: " in said and "branches (" in said
-    assert "not planned, it cannot be traced: TypeError: unsupported format string" in said
+    assert "not planned, it is refused: TypeError: unsupported format string" in said
     assert "not planned, forward mode alone is left as it is: loss (" in said
     assert "not planned, the script has mpjax compute it, under a policy of its own: loss (" in said
+
+
+def test_a_function_is_called_as_often_as_without_a_plan():
+    calls = []
+
+    def reads(w):
+        calls.append("reads")
+        return loss(w, X) if loss(w, X) < 100 else jnp.sum(w)
+
+    def raises(w):
+        calls.append("raises")
+        raise LookupError("own")
+
+    def stops(w):
+        if loss(w, X) < 100:  # its own error, which only values show
+            raise StopIteration
+        return loss(w, X)
+
+    def grows(w):
+        return jnp.dot(X, w.T[:3])  # an error of JAX, and the function's own
+
+    with quiet() as report:
+        for _ in range(3):
+            jax.grad(reads)(W)
+        for _ in range(2):
+            for fun, kind in ((raises, LookupError), (stops, StopIteration), (grows, TypeError)):
+                with pytest.raises(kind):
+                    jax.grad(fun)(W)
+        jax.jit(jax.grad(lambda w: loss(w, X)))(W)
+    # The first call, which found it out, was done again; no later one.
+    assert calls.count("reads") == 4 and calls.count("raises") == 2
+    assert {row.name: row.calls for row in report.rows} == {"reads": 3, "stops": 2, "<lambda>": 1}
+
+
+def test_an_object_that_hands_out_what_it_holds_can_be_called_again():
+    class Once:  # as what Flax NNX differentiates
+        def __init__(self):
+            self.states = collections.deque([W])
+
+        def __call__(self, w):
+            out = loss(w, self.states.popleft())
+            return out if out < 100 else jnp.sum(w)
+
+    def in_another_way(w, held=[X]):  # noqa: B006
+        x = held.pop()
+        return loss(w, x) if loss(w, x) < 100 else -loss(w, x)
+
+    with quiet():
+        assert jax.grad(Once())(W).any()
+        with pytest.raises(jax.errors.ConcretizationTypeError) as failed:
+            jax.grad(library(in_another_way))(W)
+    assert "IndexError: pop from an empty list" in " ".join(failed.value.__notes__)
+
+
+def library(fun):
+    """Returns a function as if a library had defined it."""
+    return types.FunctionType(
+        fun.__code__.replace(co_filename=optax.__file__),
+        fun.__globals__,
+        None,
+        fun.__defaults__,
+        fun.__closure__,
+    )
+
+
+def test_numpy_arguments_of_a_gradient_stay_what_they_are(monkeypatch):
+    seen = []
+
+    def takes(w, x, big, labels, count):
+        seen.append((type(x), type(big), labels.dtype, isinstance(count, jax.Array)))
+        return loss(w, x) * jnp.float32(big - 2.0**24), labels + 1
+
+    made = []
+    init = Derivative.__init__
+    monkeypatch.setattr(
+        Derivative, "__init__", lambda self, *args: made.append(self) or init(self, *args)
+    )
+    big = np.float64(2.0**24 + 1)
+    run = jax.grad(takes, has_aux=True)
+    with quiet() as report:
+        for i in range(3):
+            x, labels = np.asarray(X) + i, np.arange(4) + i
+            gradient, aux = jax.grad(takes, has_aux=True)(W, x, big, labels, np.int32(i))
+            assert aux.dtype == np.int64 and (aux == labels + 1).all() and gradient.any()
+            np.testing.assert_allclose(gradient, run(W, x, big, labels, 0)[0], atol=0.05)
+    planned = [each for each in seen if each[-1]]
+    assert planned == [(np.ndarray, np.float64, np.int64, True)] * 3
+    assert len(made) == 1 and report.half_flops == 1
 
 
 def test_the_report_says_what_runs_in_16_bits():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import pickle
 import sys
 import threading
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
+from jax.scipy import optimize
 
 from mpjax._src.core.base.contexts import HOOKED
 from mpjax._src.tools.scripts.hooks import TRANSFORMS, hooked
@@ -49,6 +52,7 @@ CALLS = {
     "vjp": lambda: jax.vjp(loss, W)[1](1.0),
     "linearize": lambda: jax.linearize(loss, W)[1](W),
     "jacrev": lambda: jax.jacrev(fun=loss)(W),
+    "jacobian": lambda: jax.jacobian(loss)(W),
     "hessian": lambda: jax.hessian(loss)(W),
     "fwd_and_bwd": lambda: jax.fwd_and_bwd(loss, 0, jitted=False)[0](W),
 }
@@ -64,6 +68,61 @@ def test_what_a_transformation_differentiates_is_replaced_once(name):
     assert site.fun == "loss" and site.file == __file__ and site.library == ""
     assert f"jax.{name}(" in Path(__file__).read_text().splitlines()[site.line - 1]
     assert text(CALLS[name]) == plain
+    assert HOOKED.value is None and jax.grad.__module__ != "jax"
+
+
+# The other functions of `jax` that take a function.
+LEFT = {
+    "forward mode, which is noted": ("jvp", "jacfwd"),
+    "the derivative is the caller's": ("custom_gradient",),
+    "it is linear already": ("linear_transpose",),
+    "no derivative": (
+        *("checkpoint", "closure_convert", "eval_shape", "jit", "make_jaxpr", "named_call"),
+        *("pmap", "remat", "shard_map", "smap", "vmap"),
+    ),
+}
+
+
+def test_each_public_function_of_jax_is_replaced_or_left_for_a_reason():
+    known = {*TRANSFORMS, *(name for names in LEFT.values() for name in names)}
+    for name, value in vars(jax).items():
+        if callable(value) and not name.startswith("_"):
+            with contextlib.suppress(ValueError, TypeError):  # of a builtin
+                first = next(iter(inspect.signature(value).parameters), "")
+                if first in ("f", "fun", "fn", "func", "function") and not inspect.isclass(value):
+                    assert name in known, f"jax.{name} is new: does it differentiate?"
+
+
+def test_what_jax_differentiates_for_the_user_is_replaced():
+    matrix = sparse.BCOO.fromdense(np.eye(3, dtype=np.float32))
+    calls = {
+        "sparse.grad": lambda: sparse.grad(lambda m: (m @ W).sum())(matrix).data,
+        "minimize": lambda: optimize.minimize(loss, W, method="BFGS", options={"maxiter": 1}).fun,
+    }
+    for name, run in calls.items():
+        plain = text(run)
+        with noting(doubled) as sites:
+            assert text(run) != plain, name
+            assert {site.file for site in sites} == {__file__}
+        assert text(run) == plain
+
+
+def test_blocks_of_threads_may_overlap():
+    inside, end = threading.Event(), threading.Event()
+
+    def other():
+        with hooked(doubled, key=("other",)):
+            inside.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    with noting() as sites:
+        end.set()
+        thread.join()
+        text(lambda: jax.grad(loss)(W))
+        assert len(sites) == 1
     assert HOOKED.value is None and jax.grad.__module__ != "jax"
 
 

@@ -12,7 +12,7 @@ from mpjax._src.tools.scripts.source import Source, dotted
 TRANSFORMATIONS = {
     **{name: name for name in ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")},
     **{f"filter_{name}": name for name in ("grad", "value_and_grad", "vjp", "jacrev", "hessian")},
-    "jacobian": "jacrev",
+    "jacobian": "jacobian",
     "fwd_and_bwd": "fwd_and_bwd",
     "value_and_grad_from_state": "value_and_grad",
 }

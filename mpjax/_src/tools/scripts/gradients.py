@@ -1,6 +1,8 @@
 """`autocast_gradients`: what a block of code differentiates, planned without changing a line."""
 
+import collections
 import contextlib
+import copy
 import functools
 import os
 import sys
@@ -10,7 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 
+from mpjax._src.core.autocast.boundary import casts_arguments
 from mpjax._src.core.autocast.transform import Autocast, call, trace
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
@@ -21,6 +25,7 @@ from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
 from mpjax._src.tools.scripts.launch import launch, restored
+from mpjax._src.tools.scripts.missed import code_of
 from mpjax._src.tools.scripts.seen import GradientsReport, Seen
 
 # What a function raises that reads values of arrays, which have none while it is planned.
@@ -32,6 +37,10 @@ CONCRETE = (
 )
 FORWARD = "forward mode alone is left as it is"
 OWN = "the script has mpjax compute it, under a policy of its own"
+AGAIN = (
+    "mpjax raised this error while it planned the function, and called it again without a plan: "
+    '{}. The script may run without mpjax, or with policy="float32".'
+)
 
 
 def autocast_gradients(
@@ -148,10 +157,9 @@ def planning(report: GradientsReport) -> Iterator[Hook]:
 def blamed(error: BaseException) -> str:
     """Returns a note if mpjax itself raised an error, and no function that it planned; else ""."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    last = next((file for file in reversed(files) if not file.startswith(_jax.JAX)), "")
     # A script may call mpjax too, and wrongly.
     planning = any(file in (__file__, held.__file__) for file in files)
-    if not planning or not last.startswith(_jax.OURS):
+    if not planning or not _raised_in(error).startswith(_jax.OURS):
         return ""
     return (
         "mpjax raised this error while it planned a gradient, so the script may run without mpjax, "
@@ -206,25 +214,82 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
         return fun
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        which = site._replace(argnums=None), code_of(fun)
+        left = report._as_it_is.setdefault(which, {})
+        if left and (reason := left.get(_runs_now())):
+            report._of(site, reason).calls += 1
+            return fun(*args, **kwargs)
         finished: list[Any] = []
         seen = report._of(site)
         try:
-            out = _Planned(fun, report.policy, seen, finished)(*args, **kwargs)
+            out = _Planned(_apart(fun), report.policy, seen, finished)(*args, **kwargs)
             seen.calls += 1
             return out
         except Exception as error:
-            if finished:
+            if finished or not _may_be_of_planning(error):
                 raise
             failed = error
-        # Outside of jit JAX differentiates at values, which plans do without. An error of the
-        # function itself is raised again, as it would be without a plan.
-        out = fun(*args, **kwargs)
+        # Outside of jit JAX differentiates at values, which plans do without. What the function
+        # does besides, it now does twice, so this is the last time.
         reads = isinstance(failed, CONCRETE)
-        what = "reads values of its arrays" if reads else f"cannot be traced: {_line(failed)}"
-        report._of(site, f"it {what}").calls += 1
+        reason = f"it {'reads values of its arrays' if reads else f'is refused: {_line(failed)}'}"
+        try:
+            out = fun(*args, **kwargs)
+        except Exception as error:
+            if _is_users(error):  # as it would be raised without a plan
+                left[_runs_now()] = reason
+                report._of(site, reason).calls += 1
+            elif type(error) is not type(failed):
+                failed.add_note(AGAIN.format(_line(error)))
+                raise failed from None
+            raise
+        left[_runs_now()] = reason
+        report._of(site, reason).calls += 1
         return out
 
     return run
+
+
+def _runs_now() -> bool:
+    """Returns whether operations run where this is called: no `jit` is traced around it.
+
+    It leaves an operation in the trace, so it is asked only where something cannot be planned.
+    """
+    return not isinstance(jax.lax.add(1.0, 1.0), jax.core.Tracer)
+
+
+def _apart(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose call leaves the original as it is, so that this can be called too.
+
+    Flax NNX differentiates an object that hands out the states that it holds, each once.
+    """
+    held = vars(fun) if hasattr(fun, "__dict__") else {}
+    queues = {name: x.copy() for name, x in held.items() if isinstance(x, collections.deque)}
+    if not queues:
+        return fun
+    fun = copy.copy(fun)
+    vars(fun).update(queues)
+    return fun
+
+
+def _may_be_of_planning(error: Exception) -> bool:
+    """Returns whether a function may run that has failed while it was planned.
+
+    An error that its own code raises is its own, unless it tells of a trace.
+    """
+    traced = "trace" in f"{type(error).__name__} {error}".lower()
+    return isinstance(error, CONCRETE) or traced or _raised_in(error).startswith(_jax.OURS)
+
+
+def _is_users(error: Exception) -> bool:
+    """Returns whether the user's own code has raised an error, and no library."""
+    return _jax.is_users_file(_raised_in(error) or __file__)
+
+
+def _raised_in(error: BaseException) -> str:
+    """Returns the file of the innermost frame of an error that is none of JAX."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((file for file in reversed(files) if not file.startswith(_jax.JAX)), "")
 
 
 def _line(error: Exception) -> str:
@@ -246,7 +311,49 @@ class _Planned(Autocast):
         self._seen = seen
 
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not casts_arguments(self.policy):
+            args, kwargs = jax.tree.map(_as_it_is, (args, kwargs))
+            fun = _on_values(fun)
         traced = trace(fun, self.policy, args, kwargs)
         out = traced.rebuild(call(traced, Flat.of((args, kwargs)).arrays))
         self._seen.planned(traced)
-        return out
+        return jax.tree.map(_value, out)
+
+
+class _AsItIs:
+    """A NumPy value that stays one: a leaf of trees, and no array."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _as_it_is(leaf: Any) -> Any:
+    """Returns what a planned function gets of an argument that is not differentiated.
+
+    JAX passes NumPy's arrays on as they are, so NumPy computes with them, in its own dtypes. They
+    are constants of the plan, whose values are arguments of what is compiled; but those of numbers
+    are not. So a NumPy scalar is traced, if JAX changes nothing of it.
+    """
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf
+    plain = leaf.dtype.kind in "iuf" and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+    return leaf if plain and not leaf.ndim else _AsItIs(leaf)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, _AsItIs) else leaf
+
+
+def _on_values(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of arguments as `_as_it_is` returns them, whose result is of such too."""
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(_value, (args, kwargs))
+        return jax.tree.map(_kept, fun(*args, **kwargs))
+
+    return run
+
+
+def _kept(leaf: Any) -> Any:
+    return _AsItIs(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf

@@ -18,17 +18,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.scipy.optimize  # `import jax` does not
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import HOOKED, PLANNED_FOR
 from mpjax._src.core.base.wrapped import Wrapped
-from mpjax._src.tools.scripts.missed import holders_of, name_of
+from mpjax._src.tools.scripts.missed import defined_at, holders_of, name_of
 
 # What is differentiated is replaced in these. In those of forward mode it is only noted: who asks
 # for a tangent may look at its tracers.
-TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian", "fwd_and_bwd")
+TRANSFORMS = (
+    *("grad", "value_and_grad", "vjp", "linearize", "jacrev", "jacobian", "hessian", "fwd_and_bwd"),
+)
 FORWARD = ("jvp", "jacfwd")
 WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
+# What differentiates the user's function from inside JAX, by names of JAX's own.
+SOLVERS = ("minimize",)
+# What is a library on top of JAX, although JAX brings it along: its calls are replaced.
+ITS_LIBRARIES = (f"{_jax.JAX}experimental{os.sep}sparse{os.sep}",)
 # The frames below a script's own.
 HERE = Path(__file__).parent
 LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
@@ -44,6 +51,7 @@ class Site(NamedTuple):
     library: str = ""  # "file:line" of the library that made the call, or ""
     argnums: Any = None  # as given; None for transformations without them
     has_aux: bool = False
+    defined: str = ""  # "file:line" of the function's own code, as far as it is known
 
     @property
     def source(self) -> str:
@@ -106,12 +114,11 @@ def hooked(
     """
     hook = Hook(around, key, forward, own)
     with _installed():
-        before = HOOKED.get_global()
-        HOOKED.set_global(hook)
+        _open(hook)
         try:
             yield hook
         finally:
-            HOOKED.set_global(before)
+            _close(hook)
 
 
 # ---- what is differentiated ----------------------------------------------------------------------
@@ -159,7 +166,9 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         fun = args[0] if args else kwargs.get("fun")
-        if not callable(fun) or frame.f_code.co_filename.startswith(_jax.JAX):
+        file = frame.f_code.co_filename
+        own = file.startswith(_jax.JAX) and not file.startswith(ITS_LIBRARIES)
+        if not callable(fun) or own:
             return transform(*args, **kwargs)
         site, ours = _site(frame, transform, fun, args, kwargs)
         if ours:
@@ -171,7 +180,8 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
             return transform(kind(fun, site), *args[1:], **kwargs)
         return transform(**{**kwargs, "fun": kind(fun, site)})
 
-    wrapped.__module__ = "jax"  # where pickles find it
+    # Where pickles find it.
+    wrapped.__module__ = "jax.scipy.optimize" if transform.__name__ in SOLVERS else "jax"
     return wrapped
 
 
@@ -194,7 +204,8 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
         given = inspect.signature(transform).bind_partial(*args, **kwargs).arguments
         argnums, has_aux = given.get("argnums", 0), given.get("has_aux", False)
     place = user.f_code.co_filename, user.f_lineno
-    return Site(transform.__name__, *place, name_of(fun), library, argnums, bool(has_aux)), ours
+    options = library, argnums, bool(has_aux), defined_at(fun)
+    return Site(transform.__name__, *place, name_of(fun), *options), ours
 
 
 def _is_within(module: str, package: str) -> bool:
@@ -205,8 +216,22 @@ def _is_within(module: str, package: str) -> bool:
 
 _LOCK = threading.RLock()
 _DEPTH = [0]
+_OPEN: list[Hook] = []  # the last one is in force
 _HOOKS: dict[int, Any] = {}  # what replaces a transformation of JAX, by the identity of that
 _KEPT: list[Any] = []  # which has to live for as long
+
+
+def _open(hook: Hook) -> None:
+    with _LOCK:
+        _OPEN.append(hook)
+        HOOKED.set_global(hook)
+
+
+def _close(hook: Hook) -> None:
+    """Ends a hook. Blocks of threads overlap, so it may not be the one that is in force."""
+    with _LOCK:
+        _OPEN[:] = [each for each in _OPEN if each is not hook]
+        HOOKED.set_global(_OPEN[-1] if _OPEN else None)
 
 
 @contextlib.contextmanager
@@ -215,7 +240,8 @@ def _installed() -> Iterator[None]:
     with _LOCK:
         if not _DEPTH[0]:
             _KEPT[:] = [getattr(jax, name) for name in (*TRANSFORMS, *FORWARD)]
-            kinds = [Differentiated] * len(TRANSFORMS) + [Forward] * len(FORWARD)
+            _KEPT.extend(getattr(jax.scipy.optimize, name) for name in SOLVERS)
+            kinds = [Forward if t.__name__ in FORWARD else Differentiated for t in _KEPT]
             hooks = [_planning(t, kind) for t, kind in zip(_KEPT, kinds, strict=True)]
             _HOOKS.update({id(t): hook for t, hook in zip(_KEPT, hooks, strict=True)})
             _swept(_HOOKS)
@@ -232,7 +258,7 @@ def _installed() -> Iterator[None]:
 
 def _swept(table: Mapping[int, Any]) -> None:
     """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
-    for space in [vars(jax), *_namespaces()]:
+    for space in [vars(jax), vars(jax.scipy.optimize), *_namespaces()]:
         for name, value in [*space.items()]:
             if id(value) in table:
                 space[name] = table[id(value)]

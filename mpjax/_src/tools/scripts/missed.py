@@ -62,6 +62,23 @@ def name_of(fun: Any) -> str:
     return type(fun).__name__
 
 
+def code_of(fun: Any) -> types.CodeType | None:
+    """Returns the code of a function, or of the one that it wraps."""
+    for _ in range(8):
+        inner = getattr(fun, "func", None) or getattr(fun, "__wrapped__", None)
+        code = getattr(fun, "__code__", None)
+        if inner is None and isinstance(code, types.CodeType):
+            return code
+        fun = vars(type(fun)).get("__call__") if inner is None else inner
+    return None
+
+
+def defined_at(fun: Any) -> str:
+    """Returns "file:line" of the code of a function, or ""."""
+    code = code_of(fun)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
 def _modules() -> list[types.ModuleType]:
     return [m for m in [*sys.modules.values()] if isinstance(m, types.ModuleType)]
 

@@ -80,6 +80,8 @@ class GradientsReport(Report):
         self.policy = policy
         self._hook: Hook | None = None
         self._seen: dict[tuple[Site, str], Seen] = {}
+        # Functions that could not be planned; why, by whether they ran outside of jit.
+        self._as_it_is: dict[Any, dict[bool, str]] = {}
         self._lock = threading.Lock()
 
     def _of(self, site: Site, reason: str = "") -> "Seen":
@@ -144,8 +146,14 @@ class GradientsReport(Report):
         rows = self.rows
         if not rows:
             return "no function was differentiated for the first time, so nothing was planned."
-        planned = sum(row.planned for row in rows)
-        text = f"{_counted(len(rows), 'function')} differentiated, {planned} planned"
+        # A function may be differentiated at several places, and is planned if it is at each.
+        functions: dict[Any, bool] = {}
+        for seen in [*self._seen.values()]:
+            if seen.calls:
+                planned = functions.get(seen.function, True)
+                functions[seen.function] = planned and not seen.reason
+        text = f"{_counted(len(functions), 'function')} differentiated"
+        text += f", {sum(functions.values())} planned"
         dtypes = {self.policy.compute_dtype, *(dtype for _, dtype in self.policy.overrides)}
         halves = sorted(dtype.name for dtype in dtypes if dtype in HALVES)
         part = self.half_flops
@@ -194,6 +202,11 @@ class Seen:
         self.calls = 0
         self.programs: dict[int, tuple[Any, Any]] = {}  # each with what was counted of it
         self.before = [0, 0]
+
+    @property
+    def function(self) -> Any:
+        """What tells the function from others."""
+        return (self.site.fun, self.site.defined) if self.site.defined else self.site
 
     def planned(self, traced: Traced) -> None:
         """Notes a program of the function, and counts its FLOPs as it is written."""
