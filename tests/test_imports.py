@@ -19,7 +19,7 @@ INSIDE = PACKAGE / "_src"
 # From the bottom up: a package imports only what stands before. So the core imports none of the
 # leaves, and neither imports the tools.
 IN_CORE = ("base", "program", "policy", "planner", "autocast", "training", "frameworks")
-TOOLS = ("document", "hardware", "watching", "lint", "instruments", "cli")
+TOOLS = ("document", "hardware", "watching", "lint", "instruments", "scripts", "cli")
 ORDER = (*(f"core/{room}" for room in IN_CORE), *LEAVES, *(f"tools/{room}" for room in TOOLS))
 # What the core imports when a policy or an argument asks for it.
 ASKED_FOR = {

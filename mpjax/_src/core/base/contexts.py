@@ -21,6 +21,9 @@ COMPILED_FOR = jax.make_user_context(default_value="")
 # Whether a function is traced for the linter. The trace then includes the casts of Python numbers.
 LINTED = jax.make_user_context(default_value=False)
 
+# What is put around the functions that a script differentiates, a `scripts.hooks.Hook`, or None.
+HOOKED = jax.make_user_context(default_value=None)
+
 # Whether constants are rounded where the program runs, so that a report can measure the error.
 CONSTANTS_AS_CASTS = jax.make_user_context(default_value=False)
 

@@ -23,12 +23,15 @@ class Hinting(importlib.abc.MetaPathFinder):
 
 
 class WithJax(importlib.abc.MetaPathFinder):
-    """Creates mpjax's contexts with JAX, where that is imported later than mpjax.
+    """Calls a function as soon as JAX is imported, before who imports it goes on.
 
-    So importing mpjax needs no JAX, whose plugins may log and take most of the time of a command.
+    So importing mpjax needs no JAX, whose plugins may log and take most of the time of a command,
+    and a script that mpjax runs sets the environment of its JAX.
     """
 
-    asked = False  # whether it asks the other finders
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+        self.asked = False  # whether it asks the other finders
 
     def find_spec(self, name, path=None, target=None):
         if name != "jax" or self.asked:
@@ -41,7 +44,9 @@ class WithJax(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 run(module)
-                create_contexts()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.then()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -49,11 +54,19 @@ class WithJax(importlib.abc.MetaPathFinder):
 
 def create_contexts() -> None:
     """Creates mpjax's contexts, or has them created as soon as JAX is imported."""
-    if "jax" in sys.modules:
-        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, WithJax)]
+
+    def create() -> None:
         from mpjax._src.core.base import contexts  # noqa: F401
+
+    with_jax(create)
+
+
+def with_jax(then: Callable[[], None]) -> None:
+    """Calls a function now if JAX is imported, else as soon as it is."""
+    if "jax" in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, WithJax())
+        sys.meta_path.insert(0, WithJax(then))
 
 
 # The last finder is asked only after all others have failed, so it delays no import that succeeds.

@@ -14,6 +14,7 @@ from mpjax._src.core.base._jax.barriers import *
 from mpjax._src.core.base._jax.calls import *
 from mpjax._src.core.base._jax.convolutions import *
 from mpjax._src.core.base._jax.cpu_matmuls import *
+from mpjax._src.core.base._jax.differentiating import *
 from mpjax._src.core.base._jax.jits import *
 from mpjax._src.core.base._jax.keys import *
 from mpjax._src.core.base._jax.literals import *

@@ -1,0 +1,39 @@
+"""JAX's own functions that differentiate, as the frames and closures of a process show them."""
+
+import gc
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from jax._src import custom_derivatives
+
+# The functions of JAX that call a rule of a custom_jvp or a custom_vjp.
+RULES = ("_flatten_jvp", "_flatten_fwd", "_flatten_bwd", "call_with_accums")
+
+
+def in_custom_rule(frame: FrameType | None) -> bool:
+    """Returns whether a frame is called by the rule of a custom derivative.
+
+    Such a rule computes a derivative of what is around it. The function itself is no rule.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in RULES and code.co_filename == custom_derivatives.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def gradients_of(transform: Any) -> Iterator[Any]:
+    """Yields the functions whose derivatives a transformation of JAX has made in this process.
+
+    Those whose derivatives are still alive: each is in the closure of what computes it.
+    """
+    code = getattr(inspect.unwrap(transform), "__code__", None)
+    inner = [each for each in getattr(code, "co_consts", ()) if isinstance(each, CodeType)]
+    for made in gc.get_referrers(*inner) if inner else ():
+        if isinstance(made, FunctionType):
+            fun = inspect.getclosurevars(made).nonlocals.get("fun")
+            if fun is not None:
+                yield fun

@@ -1,0 +1,1 @@
+"""Runs other people's scripts: what they differentiate is planned or surveyed."""

@@ -1,0 +1,229 @@
+"""What a process differentiates, found where it asks JAX for it, and replaced there.
+
+`jax.grad` and its like are replaced as attributes of `jax`, where libraries look them up at each
+call, and in the modules that imported them before. The context `HOOKED` says what is put around a
+differentiated function: JAX's caches depend on it, so a function that was jitted outside of the
+hook is traced again inside, and the other way round. It is set for all threads.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.contexts import HOOKED, PLANNED_FOR
+from mpjax._src.core.base.wrapped import Wrapped
+from mpjax._src.tools.scripts.missed import holders_of, name_of
+
+# What is differentiated is replaced in these. In those of forward mode it is only noted: who asks
+# for a tangent may look at its tracers.
+TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")
+FORWARD = ("jvp", "jacfwd")
+# The frames below a script's own.
+LAUNCHING = ("mpjax._src.tools.scripts.", "mpjax._src.tools.cli.", "mpjax.__main__")
+
+
+class Site(NamedTuple):
+    """A call of a transformation of JAX."""
+
+    transform: str  # its name in `jax`
+    file: str  # the user's line that led to it; a library's, if no line is the user's
+    line: int
+    fun: str  # the name of the differentiated function
+    library: str = ""  # "file:line" of the library that made the call, or ""
+    argnums: Any = None  # as given; None for transformations without them
+    has_aux: bool = False
+
+    @property
+    def source(self) -> str:
+        """ "file:line" of the user's call."""
+        return f"{self.file}:{self.line}"
+
+
+Around = Callable[[Callable[..., Any], Site], Callable[..., Any]]
+
+
+class Hook:
+    """What is put around differentiated functions.
+
+    Hooks with equal keys share what JAX has traced under them.
+
+    Attributes:
+        around: Returns what is differentiated in place of a function.
+        forward: Is called with the site of a function that ran in forward mode alone.
+        missed: What still holds transformations as they are, each a phrase.
+        calls: How many functions were replaced so far.
+    """
+
+    def __init__(self, around: Around, key: Any = None, forward: Any = None) -> None:
+        self.around, self.key, self.forward = around, key or (around,), forward
+        self.missed: tuple[str, ...] = ()
+        self.calls = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hook) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@contextlib.contextmanager
+def hooked(around: Around, key: Any = None, forward: Any = None) -> Iterator[Hook]:
+    """Replaces what the code inside differentiates, in all threads; yields the hook.
+
+    Only the outermost function is replaced: not those that are differentiated while it is traced,
+    nor in the rules of custom derivatives. Calls of JAX's and mpjax's own are left alone.
+
+    Args:
+        around: Is called with a function and the `Site` where it is differentiated, at each call
+            of what the transformation made. Returns what is differentiated in its place.
+        key: What traces depend on; by default, ``around`` itself.
+        forward: Is called with the site of each function that `jax.jvp` or `jax.jacfwd` run, if
+            nothing inside was replaced.
+    """
+    hook = Hook(around, key, forward)
+    with _installed() as missed:
+        hook.missed = missed
+        before = HOOKED.get_global()
+        HOOKED.set_global(hook)
+        try:
+            yield hook
+        finally:
+            HOOKED.set_global(before)
+
+
+# ---- what is differentiated ----------------------------------------------------------------------
+
+
+class Differentiated(Wrapped):
+    """A function that is differentiated: each call asks the hook that is in force then."""
+
+    def __init__(self, fun: Callable[..., Any], site: Site) -> None:
+        super().__init__(fun, site)
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook = _in_force()
+        if hook is None:
+            return self.fun(*args, **kwargs)
+        hook.calls += 1
+        with HOOKED(None):  # what is differentiated inside is a part of it
+            return hook.around(self.fun, self.site)(*args, **kwargs)
+
+
+class Forward(Differentiated):
+    """A function of which tangents are taken: it runs as it is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook = _in_force()
+        before = hook and hook.calls
+        out = self.fun(*args, **kwargs)
+        if hook is not None and hook.forward and hook.calls == before:
+            hook.forward(self.site)
+        return out
+
+
+def _in_force() -> Hook | None:
+    """Returns the hook for a function that is differentiated here, unless it is inside another."""
+    hook: Hook | None = HOOKED.value
+    inside = hook is None or PLANNED_FOR.value is not None
+    return None if inside or _jax.in_custom_rule(sys._getframe(2)) else hook
+
+
+def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Callable[..., Any]:
+    """Returns a transformation of JAX whose first argument is wrapped."""
+
+    @functools.wraps(transform)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        fun = args[0] if args else kwargs.get("fun")
+        name = frame.f_globals.get("__name__", "")
+        if not callable(fun) or _is_within(name, "jax"):
+            return transform(*args, **kwargs)
+        place = _user_of(frame)
+        if place is None:
+            return transform(*args, **kwargs)
+        options = kwargs.get("argnums"), bool(kwargs.get("has_aux", False))
+        if transform.__name__ in ("grad", "value_and_grad", "jacrev", "jacfwd", "hessian"):
+            given = inspect.signature(transform).bind_partial(*args, **kwargs).arguments
+            options = given.get("argnums", 0), bool(given.get("has_aux", False))
+        site = Site(transform.__name__, *place[:2], name_of(fun), place[2], *options)
+        if args:
+            return transform(kind(fun, site), *args[1:], **kwargs)
+        return transform(**{**kwargs, "fun": kind(fun, site)})
+
+    wrapped.__module__ = "jax"  # where pickles find it
+    return wrapped
+
+
+def _user_of(frame: Any) -> tuple[str, int, str] | None:
+    """Returns the user's file and line, and the library's line, of a call; None if it is ours."""
+    first, here = frame, frame
+    while here is not None:
+        name = here.f_globals.get("__name__", "")
+        if _jax.is_users_file(here.f_code.co_filename) and not _is_within(name, "mpjax"):
+            library = "" if here is first else f"{first.f_code.co_filename}:{first.f_lineno}"
+            return here.f_code.co_filename, here.f_lineno, library
+        if _is_within(name, "mpjax"):
+            if not f"{name}.".startswith(LAUNCHING):
+                return None
+            break
+        here = here.f_back
+    return first.f_code.co_filename, first.f_lineno, f"{first.f_code.co_filename}:{first.f_lineno}"
+
+
+def _is_within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+# ---- where it is asked for -----------------------------------------------------------------------
+
+_LOCK = threading.RLock()
+_DEPTH = [0]
+_HOOKS: dict[int, Any] = {}  # what replaces a transformation of JAX, by the identity of that
+_KEPT: list[Any] = []  # which has to live for as long
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[tuple[str, ...]]:
+    """Replaces transformations; yields what could not be reached."""
+    with _LOCK:
+        if not _DEPTH[0]:
+            _KEPT[:] = [getattr(jax, name) for name in (*TRANSFORMS, *FORWARD)]
+            kinds = [Differentiated] * len(TRANSFORMS) + [Forward] * len(FORWARD)
+            hooks = [_planning(t, kind) for t, kind in zip(_KEPT, kinds, strict=True)]
+            _HOOKS.update({id(t): hook for t, hook in zip(_KEPT, hooks, strict=True)})
+            missed = holders_of(_KEPT, _namespaces())
+            _swept(_HOOKS)
+        else:
+            missed = ()
+        _DEPTH[0] += 1
+    try:
+        yield missed
+    finally:
+        with _LOCK:
+            _DEPTH[0] -= 1
+            if not _DEPTH[0]:
+                _swept({id(_HOOKS[id(t)]): t for t in _KEPT})
+                _HOOKS.clear()
+
+
+def _swept(table: Mapping[int, Any]) -> None:
+    """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
+    for space in [vars(jax), *_namespaces()]:
+        for name, value in [*space.items()]:
+            if id(value) in table:
+                space[name] = table[id(value)]
+
+
+def _namespaces() -> list[dict[str, Any]]:
+    modules = [(n, m) for n, m in [*sys.modules.items()] if isinstance(m, types.ModuleType)]
+    ours = ("jax", "jaxlib", "mpjax")
+    return [vars(m) for n, m in modules if not any(_is_within(n, package) for package in ours)]

@@ -1,0 +1,102 @@
+"""What holds a transformation of JAX where no sweep of modules replaces it, in words."""
+
+import contextlib
+import functools
+import gc
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax._src.core.base import _jax
+
+OWN = ("jax.", "jaxlib.", "mpjax.")
+CONTAINERS = (dict, list, tuple, set, functools.partial)
+
+
+def holders_of(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns phrases for what holds transformations, and for the derivatives that they made.
+
+    Args:
+        transforms: Functions of JAX.
+        swept: The variables of modules, where they are found.
+    """
+    names = {id(t): t.__name__ for t in transforms}
+    known = {id(space) for space in swept} | {id(transforms)}
+    known |= {id(vars(m)) for m in _modules()}
+    direct = [h for h in gc.get_referrers(*transforms) if id(h) not in known]
+    direct = [h for h in direct if not isinstance(h, types.FrameType)]
+    # A default is in a tuple, a variable of a closure in a cell in a tuple, a method in a dict.
+    second = gc.get_referrers(*direct) if direct else []
+    inner = [h for h in second if type(h) in (tuple, dict) and id(h) not in known]
+    third = gc.get_referrers(*inner) if inner else []
+    found: list[str] = []
+    for holder in {id(h): h for h in (*direct, *second, *third)}.values():
+        if isinstance(holder, types.FunctionType):
+            found += _in_function(holder, names)
+        elif isinstance(holder, type):
+            found += _in_class(holder, names)
+    found += [text for h in direct if isinstance(h, CONTAINERS) and (text := _variable(h, names))]
+    return tuple(sorted({*found, *_made(transforms)}))
+
+
+def name_of(fun: Any) -> str:
+    """Returns the name of a function, or of the one that it wraps."""
+    for _ in range(8):
+        name = getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None)
+        if isinstance(name, str):
+            return name.rpartition("<locals>.")[2]
+        fun = getattr(fun, "func", None) or getattr(fun, "__wrapped__", fun)
+    return type(fun).__name__
+
+
+def _modules() -> list[types.ModuleType]:
+    return [m for m in [*sys.modules.values()] if isinstance(m, types.ModuleType)]
+
+
+def _is_own(module: object) -> bool:
+    return f"{module}.".startswith(OWN)
+
+
+def _in_function(fun: types.FunctionType, names: Mapping[int, str]) -> Iterator[str]:
+    """Yields what a function holds as a default of an argument, or in its closure."""
+    if _is_own(fun.__module__):
+        return
+    place = f"{name_of(fun)} ({fun.__code__.co_filename}:{fun.__code__.co_firstlineno})"
+    for value in (*(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()):
+        if id(value) in names:
+            yield f"jax.{names[id(value)]} as a default of {place}"
+    for cell in fun.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            if id(cell.cell_contents) in names:
+                yield f"jax.{names[id(cell.cell_contents)]} in the closure of {place}"
+
+
+def _in_class(kind: type, names: Mapping[int, str]) -> Iterator[str]:
+    for name, value in [*vars(kind).items()]:
+        bare = getattr(value, "__func__", value)  # of a static method
+        if id(bare) in names and not _is_own(kind.__module__):
+            yield f"jax.{names[id(bare)]} as {kind.__module__}.{kind.__qualname__}.{name}"
+
+
+def _variable(holder: Any, names: Mapping[int, str]) -> str:
+    """Returns what a container that is a variable of a module holds, or ""."""
+    for module in _modules():
+        for name, each in [*vars(module).items()]:
+            if each is holder and not _is_own(module.__name__):
+                values = holder.values() if isinstance(holder, dict) else holder
+                values = [holder.func] if isinstance(holder, functools.partial) else values
+                held = next(names[id(v)] for v in values if id(v) in names)
+                return f"jax.{held} in {module.__name__}.{name}"
+    return ""
+
+
+def _made(transforms: Sequence[Any]) -> Iterator[str]:
+    """Yields the derivatives of the user's functions that transformations have made."""
+    for transform in transforms:
+        for fun in _jax.gradients_of(transform):
+            code = getattr(inspect.unwrap(fun), "__code__", None)
+            if code and _jax.is_users_file(code.co_filename):
+                place = f"{code.co_filename}:{code.co_firstlineno}"
+                yield f"the derivative of {name_of(fun)} ({place})"

@@ -1,0 +1,214 @@
+"""What a process differentiates is found and replaced, and nothing else."""
+
+import contextlib
+import functools
+import pickle
+import sys
+import threading
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mpjax._src.core.base.contexts import HOOKED
+from mpjax._src.tools.scripts.hooks import TRANSFORMS, hooked
+
+
+def loss(w, x=2.0):
+    return jnp.sum(jnp.sin(w) * x)
+
+
+def doubled(fun, site):
+    return lambda *args, **kwargs: jax.tree.map(lambda x: 2 * x, fun(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def noting(around=lambda fun, site: fun, **options):
+    sites = []
+
+    def note(fun, site):
+        sites.append(site)
+        return around(fun, site)
+
+    with hooked(note, **options):
+        yield sites
+
+
+def same(one, other):
+    return jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), one, other))
+
+
+W = jnp.ones(3)
+CALLS = {
+    "grad": lambda: jax.grad(loss)(W),
+    "value_and_grad": lambda: jax.value_and_grad(loss, argnums=(0, 1))(W, 3.0)[1],
+    "vjp": lambda: jax.vjp(loss, W)[1](1.0),
+    "linearize": lambda: jax.linearize(loss, W)[1](W),
+    "jacrev": lambda: jax.jacrev(fun=loss)(W),
+    "hessian": lambda: jax.hessian(loss)(W),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_a_transformation_differentiates_is_replaced_once(name):
+    plain = CALLS[name]()
+    with noting(doubled) as sites:
+        twice = CALLS[name]()
+    assert [site.transform for site in sites] == [name]
+    (site,) = sites
+    assert site.fun == "loss" and site.file == __file__ and site.library == ""
+    assert f"jax.{name}(" in Path(__file__).read_text().splitlines()[site.line - 1]
+    assert same(jax.tree.map(lambda x: 2 * x, plain), twice) and same(CALLS[name](), plain)
+    assert HOOKED.value is None and jax.grad.__module__ != "jax"
+
+
+def test_only_the_outermost_is_replaced():
+    inner = jax.grad(loss)  # made before: not seen
+    with noting() as sites:
+        made = jax.grad(loss)
+        jax.grad(lambda w: made(w).sum() + inner(w).sum() + jax.vjp(loss, w)[0])(W)
+        assert [site.fun for site in sites] == ["<lambda>"]
+        jax.jacfwd(jax.jacrev(loss))(W)
+        jax.jvp(jax.grad(loss), (W,), (W,))
+    assert [site.transform for site in sites] == ["grad", "jacrev", "grad"]
+
+
+def test_rules_of_custom_derivatives_are_left_alone():
+    @jax.custom_vjp
+    def solve(w):
+        return jnp.sum(jax.grad(loss)(w))
+
+    def forward(w):
+        return solve(w), w
+
+    def backward(w, ct):
+        return (jax.vjp(lambda w: jax.grad(loss)(w).sum(), w)[1](ct)[0],)
+
+    solve.defvjp(forward, backward)
+
+    @jax.custom_jvp
+    def root(w):
+        return w
+
+    @root.defjvp
+    def _(primals, tangents):
+        return primals[0], jax.grad(loss)(primals[0]) * tangents[0]
+
+    old = {name: getattr(jax, name) for name in TRANSFORMS}
+    with noting() as sites:
+        _, back = jax.vjp(solve, W)
+        back(1.0)
+        jax.jvp(root, (W,), (W,))
+        old["grad"](solve)(W)  # nobody covers it, and its rules are rules all the same
+        assert [site.fun for site in sites] == ["solve"]
+        solve(W)  # no derivative of it is computed
+    assert [site.fun for site in sites] == ["solve", "loss"]
+
+
+def test_forward_mode_is_noted_where_nothing_inside_is_replaced():
+    seen = []
+    with noting(forward=seen.append) as sites:
+        jax.jvp(loss, (W,), (W,))
+        jax.jacfwd(loss)(W)
+        jax.jvp(jax.grad(loss), (W,), (W,))
+        jax.grad(lambda w: jax.jvp(loss, (w,), (w,))[1])(W)
+    assert [(site.transform, site.fun) for site in seen] == [("jvp", "loss"), ("jacfwd", "loss")]
+    assert len(sites) == 2
+
+
+def test_a_jit_is_traced_again_inside_and_outside():
+    count = []
+
+    @jax.jit
+    def step(w):
+        count.append(1)
+        return jax.grad(loss)(w)
+
+    plain = step(W)
+    for _ in range(2):
+        with hooked(doubled, key=("doubled",)):
+            assert (step(W) == 2 * plain).all()
+        assert (step(W) == plain).all()
+    assert len(count) == 2  # equal keys share a trace
+
+
+def test_hooks_are_for_all_threads():
+    found = []
+    with noting(doubled) as sites:
+        thread = threading.Thread(target=lambda: found.append(jax.jit(jax.grad(loss))(W)))
+        thread.start()
+        thread.join()
+    assert len(sites) == 1 and (found[0] == 2 * jax.grad(loss)(W)).all()
+
+
+def test_earlier_imports_are_found_and_given_back(monkeypatch):
+    module = types.ModuleType("earlier")
+    exec("from jax import grad as g, value_and_grad", vars(module))
+    exec("def run(f, w): return g(f)(w)", vars(module))
+    monkeypatch.setitem(sys.modules, "earlier", module)
+    before = module.g
+    with noting() as sites:
+        module.run(loss, W)
+        exec("from jax import hessian", vars(module))
+        assert pickle.loads(pickle.dumps(jax.grad)) is jax.grad
+    assert [site.fun for site in sites] == ["loss"]
+    assert module.g is before is jax.grad and module.hessian is jax.hessian
+
+
+def test_what_holds_a_transformation_otherwise_is_named(monkeypatch):
+    module = types.ModuleType("holding")
+    source = """
+import functools, jax
+def of_default(f, grad=jax.grad): pass
+def of_keyword(f, *, grad=jax.grad): pass
+def outer(vjp):
+    def of_closure(f): return vjp(f)
+    return of_closure
+closure = outer(jax.vjp)
+partly = functools.partial(jax.value_and_grad, has_aux=True)
+table = {"h": jax.hessian}
+class Trainer: take = staticmethod(jax.grad)
+"""
+    exec(source, vars(module))
+    module.made = jax.jit(jax.grad(loss))
+    monkeypatch.setitem(sys.modules, "holding", module)
+    for holder in (module.of_default, module.of_keyword, module.closure, module.Trainer):
+        holder.__module__ = "holding"
+    with hooked(doubled) as hook:
+        text = "\n".join(hook.missed)
+    for phrase in (
+        "jax.grad as a default of of_default (",
+        "jax.grad as a default of of_keyword (",
+        "jax.vjp in the closure of of_closure (",
+        "jax.value_and_grad in holding.partly",
+        "jax.hessian in holding.table",
+        "jax.grad as holding.Trainer.take",
+        f"the derivative of loss ({__file__}:",
+    ):
+        assert phrase in text, (phrase, text)
+
+
+def test_partial_and_decorated_calls_have_their_lines():
+    with noting() as sites:
+
+        @functools.partial(jax.value_and_grad, argnums=1, has_aux=True)
+        def both(w, x):
+            return x * w.sum(), w
+
+        both(W, 2.0)
+    (site,) = sites
+    assert site.argnums == 1 and site.has_aux and site.fun.endswith("both")
+
+
+def test_calls_of_jax_and_mpjax_are_left_alone():
+    import mpjax
+
+    with noting() as sites:
+        mpjax.scaled_value_and_grad(loss, mpjax.NoOpLossScale())(W)
+        with pytest.raises(TypeError):
+            jax.grad(3)
+        planned = mpjax.autocast(lambda w: jax.grad(loss)(w))
+        planned(W)  # a plan is made of the whole
+    assert not sites
