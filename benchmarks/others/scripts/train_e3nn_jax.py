@@ -61,9 +61,9 @@ class Layer(nn.Module):
             node_feats = e3nn.flax.Linear(target, name="linear_pre")(node_feats)
             node_feats = e3nn.scalar_activation(node_feats)
             node_feats = e3nn.flax.Linear(target, name="linear_post")(node_feats)
-            shortcut = e3nn.flax.Linear(
-                node_feats.irreps, name="shortcut", force_irreps_out=True
-            )(node_features)
+            shortcut = e3nn.flax.Linear(node_feats.irreps, name="shortcut", force_irreps_out=True)(
+                node_features
+            )
             return shortcut + node_feats
 
         return jraph.GraphNetwork(update_edge_fn, update_node_fn)(graphs)
@@ -75,7 +75,7 @@ class Model(nn.Module):
         positions = e3nn.IrrepsArray("1o", graphs.nodes)
         ones = e3nn.IrrepsArray("0e", jnp.ones((len(positions.array), 1)))
         graphs = graphs._replace(nodes=ones)
-        for irreps in 2 * ["32x0e + 32x0o + 8x1o + 8x1e"] + ["0o + 7x0e"]:
+        for irreps in 2 * ["32x0e + 32x0o + 4x1o + 4x1e"] + ["0o + 7x0e"]:
             graphs = Layer(irreps)(graphs, positions)
         logits = e3nn.scatter_sum(graphs.nodes, nel=graphs.n_node)
         odd, even1, even2 = logits.array[:, :1], logits.array[:, 1:2], logits.array[:, 2:]
@@ -104,6 +104,6 @@ def update_fn(params, opt_state, graphs, labels):
 graphs, labels = tetris()
 params = jax.jit(model.init)(jax.random.key(3), graphs)
 opt_state = opt.init(params)
-for step in range(1, 16):
+for step in range(1, 11):
     params, opt_state, loss, accuracy = update_fn(params, opt_state, graphs, labels)
     print(f"step {step} loss {loss} accuracy {accuracy}")

@@ -1,6 +1,7 @@
 """Trains a transformer on bytes with Haiku, as its examples/transformer does."""
 
 import argparse
+from pathlib import Path
 from typing import NamedTuple
 
 import haiku as hk
@@ -33,7 +34,9 @@ class Transformer(hk.Module):
         mask = np.tril(np.ones((1, 1, LENGTH, LENGTH)))
         norm = lambda x: hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)  # noqa
         h = hk.Embed(VOCAB, WIDTH, w_init=hk.initializers.TruncatedNormal(0.02))(tokens)
-        h += hk.get_parameter("positions", [LENGTH, WIDTH], init=hk.initializers.TruncatedNormal(0.02))
+        h += hk.get_parameter(
+            "positions", [LENGTH, WIDTH], init=hk.initializers.TruncatedNormal(0.02)
+        )
         for _ in range(LAYERS):
             attention = hk.MultiHeadAttention(
                 num_heads=HEADS, key_size=WIDTH // HEADS, model_size=WIDTH, w_init=init
@@ -74,7 +77,7 @@ def update(state, batch):
 
 def batches(seed=0):
     """Yields windows of this file's own text."""
-    text = np.frombuffer(open(__file__, "rb").read(), np.uint8) % VOCAB
+    text = np.frombuffer(Path(__file__).read_bytes(), np.uint8) % VOCAB
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(text) - LENGTH - 1, BATCH)

@@ -1,6 +1,7 @@
 """Trains a small GPT of named tensors with Haliax and Equinox, as Levanter does."""
 
 import argparse
+from pathlib import Path
 
 import equinox as eqx
 import haliax as hax
@@ -89,7 +90,7 @@ def train_step(model, opt_state, tokens, targets):
     return loss, eqx.apply_updates(model, updates), opt_state
 
 
-text = np.frombuffer(open(__file__, "rb").read(), np.uint8) % Vocab.size
+text = np.frombuffer(Path(__file__).read_bytes(), np.uint8) % Vocab.size
 rng = np.random.default_rng(0)
 model = Gpt.init(jax.random.key(0))
 opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))

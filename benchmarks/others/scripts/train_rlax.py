@@ -1,4 +1,4 @@
-"""Trains a DQN with RLax, Haiku and Optax on a game that needs no package, as RLax's examples do."""
+"""Trains a DQN with RLax, Haiku and Optax, as RLax's examples do."""
 
 import argparse
 import collections
@@ -15,7 +15,7 @@ import rlax
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--half", action="store_true")
-parser.add_argument("--steps", type=int, default=400)
+parser.add_argument("--steps", type=int, default=200)
 args = parser.parse_args()
 
 ROWS, COLUMNS, ACTIONS = 10, 5, 3
@@ -69,9 +69,7 @@ def loss_fn(online, target, batch):
     q_t_val = network.apply(target, batch.obs_t)
     q_t_select = network.apply(online, batch.obs_t)
     batched_loss = jax.vmap(rlax.double_q_learning)
-    td_error = batched_loss(
-        q_tm1, batch.a_tm1, batch.r_t, batch.discount_t, q_t_val, q_t_select
-    )
+    td_error = batched_loss(q_tm1, batch.a_tm1, batch.r_t, batch.discount_t, q_t_val, q_t_select)
     return jnp.mean(rlax.l2_loss(td_error))
 
 

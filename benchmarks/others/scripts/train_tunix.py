@@ -1,9 +1,7 @@
 """Fine-tunes a small Qwen3 with Tunix' trainer, with float32 weights."""
 
 import argparse
-import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -58,6 +56,7 @@ class Losses(peft_trainer.hooks.TrainingHooks):
     def on_train_step_start(self, trainer): ...
     def on_train_step_end(self, trainer, train_step, train_loss):
         print(f"step {train_step} loss {train_loss}")
+
     def on_eval_step_start(self, trainer): ...
     def on_eval_step_end(self, trainer, eval_loss): ...
 
