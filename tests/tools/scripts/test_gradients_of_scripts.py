@@ -187,7 +187,7 @@ def test_what_reads_values_runs_as_it_is_and_is_named(capsys):
     said = capsys.readouterr().err
     assert "not planned, it reads values of its arrays: " in said and "branches (" in said
     assert "not planned, forward mode alone is left as it is: loss (" in said
-    assert "not planned, the script plans it itself: loss (" in said
+    assert "not planned, the script has mpjax compute it, under a policy of its own: loss (" in said
 
 
 def test_the_report_says_what_runs_in_16_bits():

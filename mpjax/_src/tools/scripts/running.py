@@ -35,13 +35,13 @@ class Run:
 
     Attributes:
         report: The `GradientsReport`; None before JAX is imported.
-        children: How many processes multiprocessing spawned.
+        children: Whether multiprocessing has spawned processes.
     """
 
     def __init__(self, policy: str, script: str = "", report_file: Path | None = None) -> None:
         self.policy, self.script, self.report_file = policy, script, report_file
         self.report: Any = None
-        self.children = 0
+        self.children = False
         self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
         self._stack = contextlib.ExitStack()
 
@@ -69,7 +69,7 @@ class Run:
         prepare = spawn.get_preparation_data
 
         def prepared(name: str) -> dict[str, Any]:
-            self.children += 1
+            self.children = True
             return {**prepare(name), "mpjax": _InChild(self.policy)}
 
         spawn.get_preparation_data = prepared
@@ -91,10 +91,7 @@ class Run:
         if self.report is not None:
             text = self.report.summary()
         if self.children:
-            text += (
-                f"\nmpjax: multiprocessing started {self.children} processes, which plan as this "
-                "one and are not counted here"
-            )
+            text += "\nmpjax: processes of multiprocessing plan as this one; they are not counted"
         return text
 
 
