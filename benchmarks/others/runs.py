@@ -171,8 +171,8 @@ def survey_figures(
     case: str, base: Base, python: Path, script: list[str], home: Path, own: bool
 ) -> Row:
     """Returns the figures of a survey's steps by policy."""
-    survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batches"]
-    survey += ["--policy", "float32" if own else "mixed_bfloat16"]
+    survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batch"]
+    survey += ["--no-run", "--policy", "float32"] if own else ["--policy", "mixed_bfloat16"]
     run = executed(case, base, python, [*survey, *script], home, (compilers(home),))
     steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
     return {"steps": steps, "seconds": round(run.seconds, 1)}
