@@ -21,6 +21,7 @@ from ._src.tools.instruments.shadows import CompareRow
 from ._src.tools.instruments.tune import TuneStep, Tuning
 from ._src.tools.lint.report import Finding, LintReport
 from ._src.tools.lint.rule import Rule
+from ._src.tools.scripts.seen import GradientRow, GradientsReport
 from ._src.tools.watching.figures import Figures
 from ._src.tools.watching.overflows import Overflow, Underflow
 from ._src.tools.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
@@ -42,6 +43,8 @@ __all__ = [
     "Finding",
     "FitTry",
     "GradientHistogram",
+    "GradientRow",
+    "GradientsReport",
     "HistogramRow",
     "Kept",
     "KernelRow",

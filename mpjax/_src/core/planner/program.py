@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -108,6 +108,15 @@ class Program:
     def computes_in(self) -> frozenset[np.dtype]:
         """The 16-bit dtypes in which something runs, if in its derivative alone."""
         return rounding.computes_in(parts(self.closed, rules=True)[1], self.half)
+
+    def ran(self) -> Iterator[Any]:
+        """Yields the closed jaxprs that ran so far: its own, and of what was derived from it."""
+        if "written" in vars(self):
+            yield self.written
+        for derived in [*self._derived.values()]:
+            for each in derived if isinstance(derived, tuple) else (derived,):
+                if isinstance(each, Program | Derivative):
+                    yield from each.ran()
 
     def cut(self, moving: tuple[bool, ...]) -> "Derivative":
         """Returns the derivative by the arguments that move."""
@@ -312,6 +321,12 @@ class Derivative:
         new._early = [*back, *again]
         new._hand_over()
         return first, Resumed(program, new, low)
+
+    def ran(self) -> Iterator[Any]:
+        """Yields the closed jaxprs of its parts that ran so far."""
+        parts = [self.forward, *(back for back, _ in [*self._backward.values()])]
+        for part in [*parts, *([self.tangent] if "tangent" in vars(self) else ())]:
+            yield from part.ran()
 
     def __repr__(self) -> str:
         return f"Derivative({self.program.half.name}, by={self.by})"

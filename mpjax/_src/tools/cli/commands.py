@@ -1,4 +1,4 @@
-"""The command line: ``mpjax doctor``, ``explain``, ``compile``, ``fit``, ``compare`` and ``lint``.
+"""The command line, ``mpjax doctor`` and its like.
 
 Exit codes: 0 if all is well; 1 for a finding that a script should stop at; 2 for a wrong command
 line, for an error in the user's module or function, and for a result that cannot be written.
@@ -6,10 +6,12 @@ line, for an error in the user's module or function, and for a result that canno
 What needs JAX is imported by the command that runs: help and errors of the command line do without.
 """
 
+import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -424,8 +426,63 @@ def lint(
         click.get_current_context().exit(FINDING)
 
 
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@options.option(
+    "--policy",
+    "A policy, as for mpjax.get_policy, that needs no loss scale.",
+    metavar="POLICY",
+    default="mixed_bfloat16",
+    show_default=True,
+    envvar="MPJAX_POLICY",
+    show_envvar=True,
+)
+@options.option(
+    "--report", "Also write what was planned to this file, as JSON.", options.FILE, "FILE"
+)
+@options.flag("-m module", "SCRIPT is the name of a module, as for python -m.")
+@click.argument("script", metavar="SCRIPT")
+@click.argument("args", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def run(policy: str, report: Path | None, module: bool, script: str, args: tuple[str, ...]) -> None:
+    """Run a script in mixed precision, with no line changed.
+
+    What it differentiates is planned by autocast. Parameters, optimizer and results keep their
+    dtypes. Everything behind SCRIPT are its own arguments, and it ends with its own exit code. A
+    summary is printed to stderr at the end.
+
+    \b
+    Examples:
+      mpjax run train.py --epochs 3
+      mpjax run --policy mixed_bfloat16,storage=lean -m package.train
+      MPJAX_POLICY=mixed_bfloat16 srun python -m mpjax run train.py
+    """
+    from mpjax._src.tools.scripts.running import run_script
+
+    raise _Later(functools.partial(run_script, policy, script, args, module, report))
+
+
+class _Later(BaseException):
+    """What runs once click has read the command line: click handles errors and interrupts."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, and exits."""
+    try:
+        _main(argv)
+    except _Later as later:
+        run = later.run
+    from mpjax._src.tools.scripts.launch import LaunchError
+
+    try:
+        run()
+    except LaunchError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(WRONG)
+
+
+def _main(argv: Sequence[str] | None) -> None:
     if sys.stderr is None:  # closed by the caller
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:

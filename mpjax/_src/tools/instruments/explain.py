@@ -403,6 +403,13 @@ def _as_written(primitive: str, dtypes: str, origin: Row | None) -> str:
 
 
 def _half_share(jaxpr: Any) -> float:
+    half, total = matmul_flops(jaxpr)
+    # A program without matmuls has none that falls short.
+    return half / total if total else 1.0
+
+
+def matmul_flops(jaxpr: Any) -> tuple[int, int]:
+    """Returns the FLOPs of an open jaxpr's matmuls on 16-bit operands, and of all its matmuls."""
     total = half = 0
     for eqn, _, times in equations(jaxpr):
         if rule_of(eqn.primitive.name).need == HALF:
@@ -410,8 +417,7 @@ def _half_share(jaxpr: Any) -> float:
             total += flops
             dtypes = {getattr(v.aval, "dtype", None) for v in eqn.invars[:2]}
             half += flops if dtypes <= set(HALVES) else 0
-    # A program without matmuls has none that falls short.
-    return half / total if total else 1.0
+    return half, total
 
 
 def _casts(jaxpr: Any) -> "collections.Counter[int]":

@@ -117,7 +117,12 @@ def _enter(name: str, args: Sequence[str], folder: str = "") -> None:
 def _main(file: str, loader: Any = None) -> types.ModuleType:
     """Returns the new main module."""
     main = types.ModuleType("__main__")
-    more = {"__file__": file, "__cached__": None, "__builtins__": builtins, "__annotations__": {}}
+    more: dict[str, Any] = {
+        "__file__": file,
+        "__cached__": None,
+        "__builtins__": builtins,
+        "__annotations__": {},
+    }
     vars(main).update(more, __loader__=loader, __package__=None)
     sys.modules["__main__"] = main
     return main

@@ -1,0 +1,197 @@
+"""`autocast_gradients`: what a block of code differentiates, planned without changing a line."""
+
+import contextlib
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from mpjax._src.core.autocast.transform import Autocast, call, trace
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import held
+from mpjax._src.core.base.dtypes import FLOAT16, HALVES
+from mpjax._src.core.base.errors import brief
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.program.trace import Flat
+from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
+from mpjax._src.tools.scripts.seen import GradientsReport, Seen
+
+# What a function raises that reads values of arrays, which have none while it is planned.
+CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+FORWARD = "forward mode alone is left as it is"
+
+
+def autocast_gradients(
+    policy: PolicyLike = "mixed_bfloat16", tell: bool = True
+) -> AbstractContextManager[GradientsReport]:
+    """Plans what the code inside differentiates, without changing one of its lines.
+
+    Each function that the code inside gives to `jax.grad`, `jax.value_and_grad`, `jax.vjp`,
+    `jax.linearize`, `jax.jacrev` or `jax.hessian` is differentiated under `autocast`, also where a
+    library does it: Flax, Equinox, Haiku, optax. Parameters, optimizer, gradients and results keep
+    their dtypes. ``mpjax run --policy mixed_bfloat16 train.py`` does the same for a whole script.
+
+    Only the outermost function is planned: what is differentiated inside of it is a part of it.
+    Functions of which only `jax.jvp` or `jax.jacfwd` take tangents run as they are, and so do those
+    that read values of their arrays while they run, and those that the code differentiates with
+    what it holds from before: a default of an argument, a closure, a derivative that was made
+    outside. The report names them. What `jax.jit` has traced outside is traced again inside, and
+    the other way round. The block counts for all threads of the process.
+
+    Args:
+        policy: A policy, or anything that `get_policy` accepts, without loss scale: float16 needs
+            one, which lives in the training loop.
+        tell: Whether to print a summary to stderr at the end.
+
+    Returns:
+        A context manager, which is a decorator of functions too. It yields a
+        `mpjax.reports.GradientsReport`.
+
+    Raises:
+        ValueError: If the policy is invalid, computes in float16, or stores parameters or returns
+            results in 16 bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax.scripts
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+        >>> with mpjax.scripts.autocast_gradients("mixed_bfloat16", tell=False) as report:
+        ...     gradients = jax.jit(jax.grad(loss))(w, x)
+        >>> gradients.dtype, report.half_flops
+        (dtype('float32'), 1.0)
+    """
+    return _planning(allowed(get_policy(policy)), tell)
+
+
+@contextlib.contextmanager
+def _planning(policy: Policy, tell: bool) -> Iterator[GradientsReport]:
+    report = GradientsReport(policy)
+    with planning(report):
+        try:
+            yield report
+        except Exception as error:
+            if said := blamed(error):
+                error.add_note(said)
+            raise
+        finally:
+            if tell:
+                print(report.summary(), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def planning(report: GradientsReport) -> Iterator[Hook]:
+    """Plans what the code inside differentiates, and notes it in a report."""
+    around = functools.partial(_around, report)
+    forward = functools.partial(_forward, report)
+    # What was traced under a policy is planned in the same way by the next block of it.
+    with hooked(around, ("gradients", report.policy), forward) as hook:
+        report.missed = hook.missed
+        yield hook
+
+
+def blamed(error: BaseException) -> str:
+    """Returns a note if mpjax itself raised an error, and no function that it planned; else ""."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if not file.startswith(_jax.JAX)), "")
+    # A script may call mpjax too, and wrongly.
+    planning = any(file in (__file__, held.__file__) for file in files)
+    if not planning or not last.startswith(_jax.OURS):
+        return ""
+    return (
+        "mpjax raised this error while it planned a gradient, so the script may run without mpjax, "
+        'or with policy="float32".'
+    )
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+class NeedsLossScale(ValueError):
+    """A policy whose gradients need a loss scale."""
+
+
+def allowed(policy: Policy) -> Policy:
+    """Returns a policy that changes nothing but how gradients are computed; refuses others."""
+    dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
+    if FLOAT16 in (*dtypes, policy.param_dtype):
+        raise NeedsLossScale(
+            f"policy={brief(str(policy))} computes in float16, whose gradients need a loss scale. "
+            "That lives in the training loop: change its lines as in docs/frameworks.md, or choose "
+            '"mixed_bfloat16", which needs none.'
+        )
+    kept = {"stores parameters": policy.param_dtype, "returns results": policy.output_dtype}
+    for what, dtype in kept.items():
+        if dtype in HALVES:
+            raise ValueError(
+                f"policy={brief(str(policy))} {what} in {dtype.name}, but parameters, optimizer "
+                "and results of a script that does not change keep their dtypes. Choose a policy "
+                'that stores and returns float32, such as "mixed_bfloat16", or change the script '
+                "(docs/frameworks.md)."
+            )
+    return policy
+
+
+def _plans(policy: Policy) -> bool:
+    """Returns whether a policy asks for 16 bits anywhere."""
+    dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
+    return any(dtype in HALVES for dtype in dtypes)
+
+
+# ---- what is differentiated ----------------------------------------------------------------------
+
+
+def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
+    if not _plans(report.policy):
+        report._of(site, f"the policy is {report.policy}").calls += 1
+        return fun
+    if isinstance(fun, Autocast):
+        report._of(site, "the script plans it itself").calls += 1
+        return fun
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        finished: list[Any] = []
+        seen = report._of(site)
+        try:
+            out = _Planned(fun, report.policy, seen, finished)(*args, **kwargs)
+            seen.calls += 1
+            return out
+        except CONCRETE:
+            if finished:
+                raise
+        # Outside of jit JAX differentiates at values, which plans do without.
+        report._drop(site)
+        report._of(site, "it reads values of its arrays").calls += 1
+        return fun(*args, **kwargs)
+
+    return run
+
+
+def _forward(report: GradientsReport, site: Site) -> None:
+    report._of(site, FORWARD).calls += 1
+
+
+class _Planned(Autocast):
+    """A function under autocast, whose programs are noted."""
+
+    def __init__(
+        self, fun: Callable[..., Any], policy: Policy, seen: Seen, finished: list[Any]
+    ) -> None:
+        super().__init__(fun, policy, returning=finished.append)
+        self._seen = seen
+
+    def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        traced = trace(fun, self.policy, args, kwargs)
+        out = traced.rebuild(call(traced, Flat.of((args, kwargs)).arrays))
+        self._seen.planned(traced)
+        return out

@@ -1,0 +1,142 @@
+"""`mpjax run`: a script in mixed precision, with no line changed.
+
+JAX is imported by the script, which may set the environment before; mpjax plans from then on, until
+the process has ended.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpjax._src.core.base.lazy import with_jax
+from mpjax._src.tools.scripts.launch import LaunchError, launch
+
+WRONG = 2  # the exit status of a wrong command line
+
+# What a process that multiprocessing spawns runs before the script. It may not find mpjax.
+IN_CHILD = """
+try:
+    from mpjax._src.tools.scripts.running import in_child
+except ImportError:
+    import sys
+    print("mpjax: not found in a child process, where nothing is planned", file=sys.stderr)
+else:
+    in_child({policy!r})
+"""
+
+
+class Run:
+    """A run of a script under a policy.
+
+    Attributes:
+        report: The `GradientsReport`; None before JAX is imported.
+        children: How many processes multiprocessing spawned.
+    """
+
+    def __init__(self, policy: str, script: str = "", report_file: Path | None = None) -> None:
+        self.policy, self.script, self.report_file = policy, script, report_file
+        self.report: Any = None
+        self.children = 0
+        self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
+        self._stack = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """Plans from now on, for the rest of the process."""
+        from mpjax._src.core.policy.grammar import get_policy
+        from mpjax._src.tools.scripts.gradients import GradientsReport, allowed, planning
+
+        try:
+            policy = allowed(get_policy(self.policy))
+        except (ValueError, TypeError) as error:
+            self._refuse(error)
+        self.report = GradientsReport(policy)
+        self._stack.enter_context(planning(self.report))
+
+    def _refuse(self, error: Exception) -> None:
+        print(f"Error: {error}", file=sys.stderr)
+        self.process = -1
+        sys.exit(WRONG)
+
+    def spawning(self) -> None:
+        """Lets the processes that multiprocessing spawns plan too."""
+        from multiprocessing import spawn
+
+        prepare = spawn.get_preparation_data
+
+        def prepared(name: str) -> dict[str, Any]:
+            self.children += 1
+            return {**prepare(name), "mpjax": _InChild(self.policy)}
+
+        spawn.get_preparation_data = prepared
+
+    def finish(self) -> None:
+        """Prints what was planned, and writes the report."""
+        if os.getpid() != self.process:  # a fork, whose results nobody waits for
+            return
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+            print(self.summary(), file=sys.stderr, flush=True)
+        if self.report_file is not None and self.report is not None:
+            try:
+                self.report_file.write_text(json.dumps(self.report.to_dict(), indent=2) + "\n")
+            except OSError as error:
+                print(f"mpjax: the report could not be written: {error}", file=sys.stderr)
+
+    def summary(self) -> str:
+        if self.report is None:
+            return "mpjax: JAX was not imported, so nothing was planned."
+        text: str = self.report.summary()
+        if self.children:
+            text += f"\nmpjax: {self.children} child processes planned too, and are not counted"
+        return text
+
+
+class _InChild:
+    """What has a process that multiprocessing spawns plan, when it reads it."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+
+    def __reduce__(self) -> Any:
+        return exec, (IN_CHILD.format(policy=self.policy),)
+
+
+def in_child(policy: str) -> None:
+    """Plans in a process that multiprocessing has spawned, and tells nothing."""
+    run = Run(policy)
+    run.spawning()
+    with_jax(run.begin)
+
+
+def run_script(
+    policy: str, target: str, args: Sequence[str], module: bool, report_file: Path | None = None
+) -> None:
+    """Runs a script under a policy; raises what it raises, and tells at the end of the process.
+
+    Args:
+        policy: The policy, as text.
+        target: The script, notebook or module, as for `launch`.
+        args: Its arguments.
+        module: Whether it is a module.
+        report_file: Where to write the report, as JSON.
+    """
+    run = Run(policy, "" if module else target, report_file)
+    run.spawning()
+    with_jax(run.begin)
+    atexit.register(run.finish)  # after what the script registers, and after its threads
+    try:
+        launch(target, args, module)
+    except LaunchError:
+        run.process = -1
+        raise
+    except Exception as error:
+        if run.report is not None:
+            from mpjax._src.tools.scripts.gradients import blamed
+
+            if said := blamed(error):
+                error.add_note(said)
+        raise
