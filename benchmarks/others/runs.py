@@ -1,0 +1,183 @@
+"""Runs a code base's training script, alone and under mpjax, in an environment of its own."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+
+from benchmarks.results import FAILED, SKIPPED, Row
+
+HERE = Path(__file__).parent
+TREE = HERE.parent.parent
+SCRIPTS = HERE / "scripts"
+TIMEOUT = 1800
+# How a script prints what is compared, unless `bases.toml` says otherwise: "loss 0.25" or "loss: 1".
+LOSS = r"\bloss\b\D{0,3}([-+\d.e]+|nan|inf)"
+# What compiles for an absent GPU, in the version of jaxlib: no CUDA, no driver.
+COMPILERS = ("jax-cuda12-plugin=={0}", "jax-cuda12-pjrt=={0}", "nvidia-cuda-nvcc-cu12")
+HALF = "mixed_bfloat16"
+
+Base = dict[str, Any]
+
+
+class Absent(Exception):
+    """What a code base needs is not on this machine."""
+
+
+class Failed(Exception):
+    """A script or an installation failed."""
+
+
+def measured(case: str, base: Base, way: str, home: Path) -> Row:
+    """Returns the figures of a script in one way, or why there are none."""
+    try:
+        python = environment(case, base, home)
+        survey = way.startswith("survey")
+        script = command(case, base, home, own=way.endswith("own"))
+        if survey:
+            return survey_figures(case, base, python, script, home)
+        policy = way.removeprefix("run ") if way.startswith("run ") else None
+        ours = ["-m", "mpjax", "run", "--policy", policy] if policy else []
+        return run_figures(base, executed(case, base, python, [*ours, *script], home))
+    except Absent as absent:
+        return {SKIPPED: str(absent)}
+    except Failed as failed:
+        return {FAILED: str(failed)}
+
+
+# ---- what a code base needs ----------------------------------------------------------------------
+
+
+def environment(case: str, base: Base, home: Path) -> Path:
+    """Returns the Python of a code base's environment, which is made if it is absent."""
+    wanted = [f"jax=={jax.__version__}", f"jaxlib=={jaxlib.__version__}", *base["packages"]]
+    key = "\n".join([sys.version, *wanted, *base.get("alone", ())])
+    name = hashlib.sha256(key.encode()).hexdigest()[:8]
+    folder = home / "environments" / f"{case}-{name}"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        done([sys._base_executable, "-m", "venv", str(folder)])
+        pip = [str(python), "-m", "pip", "install", "--quiet"]
+        done([*pip, "--editable", str(TREE), *wanted])
+        if base.get("alone"):  # whose other requirements contradict these, or are of no use here
+            done([*pip, "--no-deps", *base["alone"]])
+        (folder / "ready").touch()
+    return python
+
+
+def compilers(home: Path) -> Path:
+    """Returns the folder of the compiler for absent GPUs, which is filled if it is absent."""
+    folder = home / f"compilers-{jaxlib.__version__}-{sys.version_info[0]}.{sys.version_info[1]}"
+    if not (folder / "ready").exists():
+        packages = [package.format(jaxlib.__version__) for package in COMPILERS]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        done([*pip, str(folder), *packages])
+        (folder / "ready").touch()
+    return folder
+
+
+def source(case: str, base: Base, home: Path) -> Path | None:
+    """Returns the checkout of a code base that is no package."""
+    if "repository" not in base:
+        return None
+    folder = home / "sources" / f"{base.get('source', case)}-{base['commit'][:12]}"
+    if not folder.exists():
+        raise Absent(f"{base['repository']} at commit {base['commit']} is not in {folder.parent}")
+    return folder
+
+
+def command(case: str, base: Base, home: Path, own: bool = False) -> list[str]:
+    """Returns the script of a code base with its arguments."""
+    args = [*base.get("command", [f"{{scripts}}/train_{case}.py"]), *(base["own"] if own else [])]
+    folder = source(case, base, home)
+    return [arg.format(scripts=SCRIPTS, source=folder) for arg in args]
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What a finished script printed, and how long it took."""
+
+    out: str
+    err: str
+    seconds: float
+
+
+def executed(
+    case: str, base: Base, python: Path, args: list[str], home: Path, extra: tuple[Path, ...] = ()
+) -> Run:
+    """Runs a Python command in an empty folder."""
+    checkout = source(case, base, home)
+    own = [path.format(scripts=SCRIPTS, source=checkout) for path in base.get("path", ())]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "MPJAX_"))}
+    env = {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([*own, str(TREE), *map(str, extra)]),
+        **base.get("environment", {}),
+    }
+    with tempfile.TemporaryDirectory(prefix="mpjax-others-") as folder:
+        start = time.monotonic()
+        run = done([str(python), *args], env=env, cwd=folder)
+        return Run(run.stdout, run.stderr, time.monotonic() - start)
+
+
+def done(command: list[str], **settings: Any) -> subprocess.CompletedProcess:
+    """Runs a command to its end.
+
+    Raises:
+        Failed: If its exit status is not 0; the message is its last line.
+    """
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, **settings)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"not finished after {TIMEOUT} seconds") from None
+    if run.returncode:
+        lines = [line for line in run.stderr.splitlines() if line.strip()]
+        raise Failed(f"exit status {run.returncode}: {lines[-1][:300] if lines else ''}")
+    return run
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def run_figures(base: Base, run: Run) -> Row:
+    """Returns the losses that a script printed, and what `mpjax run` said of it."""
+    losses = re.findall(base.get("loss", LOSS), run.out)
+    if not losses:
+        raise Failed("it printed no loss")
+    row: Row = {"losses": losses, "seconds": round(run.seconds, 1)}
+    told = [line for line in run.err.splitlines() if "differentiated" in line]
+    return {**row, "told": told[-1]} if told else row
+
+
+def survey_figures(case: str, base: Base, python: Path, script: list[str], home: Path) -> Row:
+    """Returns the figures of a survey's steps by policy."""
+    with tempfile.TemporaryDirectory(prefix="mpjax-others-") as folder:
+        path = Path(folder) / "survey.json"
+        survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", str(path)]
+        executed(case, base, python, [*survey, *script], home, (compilers(home),))
+        return {"steps": json.loads(path.read_text())["steps"]}
+
+
+def problems(cases: dict[str, dict[str, Row]]) -> list[str]:
+    """Returns a line for each script whose losses differ under `float32`, and each failure."""
+    found = []
+    for case, rows in cases.items():
+        found += [f"{case}, {way}: {row[FAILED]}" for way, row in rows.items() if FAILED in row]
+        plain, same = rows.get("float32", {}), rows.get("run float32", {})
+        if "losses" in plain and "losses" in same and plain["losses"] != same["losses"]:
+            found.append(f"{case}: the losses differ under mpjax run --policy float32")
+    return found
