@@ -1,5 +1,5 @@
 """The public names of `mpjax.scripts`, and where they come from."""
 
-from ._src.tools.scripts.gradients import autocast_gradients
+from ._src.tools.scripts.gradients import autocast_gradients, run
 
-__all__ = ["autocast_gradients"]
+__all__ = ["autocast_gradients", "run"]

@@ -65,6 +65,7 @@ def cli() -> None:
       mpjax fit train:step --target a100
       mpjax compare train:loss --argnums 0 --tolerance 0.05 --json
       mpjax lint train:step --sarif
+      mpjax run train.py --epochs 3
     """
 
 

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +20,7 @@ from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
+from mpjax._src.tools.scripts.launch import launch, restored
 from mpjax._src.tools.scripts.seen import GradientsReport, Seen
 
 # What a function raises that reads values of arrays, which have none while it is planned.
@@ -29,6 +31,7 @@ CONCRETE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 FORWARD = "forward mode alone is left as it is"
+OWN = "the script has mpjax compute it, under a policy of its own"
 
 
 def autocast_gradients(
@@ -74,6 +77,47 @@ def autocast_gradients(
     return _planning(allowed(get_policy(policy)), tell)
 
 
+def run(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    policy: PolicyLike = "mixed_bfloat16",
+    module: bool = False,
+    tell: bool = True,
+) -> GradientsReport:
+    """Runs a script in mixed precision, with no line changed, in this process.
+
+    It is what ``mpjax run`` does, where JAX may have been imported before: the script runs as
+    ``__main__`` under `autocast_gradients`.
+
+    Args:
+        script: The path of a script or a notebook, or the name of a module.
+        args: Its arguments.
+        policy: The policy, as for `autocast_gradients`.
+        module: Whether ``script`` is the name of a module, as for ``python -m``.
+        tell: Whether to print a summary to stderr at the end.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If the policy is one that `autocast_gradients` refuses.
+        LookupError: If there is nothing of this name to run.
+        Exception: Whatever the script raises; `SystemExit`, if it exits with another code than 0.
+
+    Example:
+        >>> import mpjax.scripts
+        >>> mpjax.scripts.run("train.py", ["--epochs", "3"])  # doctest: +SKIP
+    """
+    planning = autocast_gradients(policy, tell)
+    with restored(), planning as report:
+        try:
+            launch(os.fspath(script), [*map(str, args)], module)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+    return report
+
+
 @contextlib.contextmanager
 def _planning(policy: Policy, tell: bool) -> Iterator[GradientsReport]:
     report = GradientsReport(policy)
@@ -93,9 +137,10 @@ def _planning(policy: Policy, tell: bool) -> Iterator[GradientsReport]:
 def planning(report: GradientsReport) -> Iterator[Hook]:
     """Plans what the code inside differentiates, and notes it in a report."""
     around = functools.partial(_around, report)
-    forward = functools.partial(_forward, report)
+    forward = functools.partial(_left, report, FORWARD)
+    own = functools.partial(_left, report, OWN)
     # What was traced under a policy is planned in the same way by the next block of it.
-    with hooked(around, ("gradients", report.policy), forward) as hook:
+    with hooked(around, ("gradients", report.policy), forward, own) as hook:
         report.missed = hook.missed
         yield hook
 
@@ -156,7 +201,7 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
         report._of(site, f"the policy is {report.policy}").calls += 1
         return fun
     if isinstance(fun, Autocast):
-        report._of(site, "the script plans it itself").calls += 1
+        report._of(site, OWN).calls += 1
         return fun
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -177,8 +222,8 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
     return run
 
 
-def _forward(report: GradientsReport, site: Site) -> None:
-    report._of(site, FORWARD).calls += 1
+def _left(report: GradientsReport, reason: str, site: Site) -> None:
+    report._of(site, reason).calls += 1
 
 
 class _Planned(Autocast):

@@ -26,6 +26,7 @@ from mpjax._src.tools.scripts.missed import holders_of, name_of
 # for a tangent may look at its tracers.
 TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")
 FORWARD = ("jvp", "jacfwd")
+WITH_ARGNUMS = ("grad", "value_and_grad", "jacrev", "jacfwd", "hessian")
 # The frames below a script's own.
 LAUNCHING = ("mpjax._src.tools.scripts.", "mpjax._src.tools.cli.", "mpjax.__main__")
 
@@ -48,6 +49,7 @@ class Site(NamedTuple):
 
 
 Around = Callable[[Callable[..., Any], Site], Callable[..., Any]]
+Tell = Callable[[Site], None]
 
 
 class Hook:
@@ -58,12 +60,16 @@ class Hook:
     Attributes:
         around: Returns what is differentiated in place of a function.
         forward: Is called with the site of a function that ran in forward mode alone.
+        own: Is called with the site of a gradient that mpjax itself computes.
         missed: What still holds transformations as they are, each a phrase.
         calls: How many functions were replaced so far.
     """
 
-    def __init__(self, around: Around, key: Any = None, forward: Any = None) -> None:
-        self.around, self.key, self.forward = around, key or (around,), forward
+    def __init__(
+        self, around: Around, key: Any = None, forward: Tell | None = None, own: Tell | None = None
+    ) -> None:
+        self.around, self.key = around, key or (around,)
+        self.forward, self.own = forward, own
         self.missed: tuple[str, ...] = ()
         self.calls = 0
 
@@ -75,7 +81,9 @@ class Hook:
 
 
 @contextlib.contextmanager
-def hooked(around: Around, key: Any = None, forward: Any = None) -> Iterator[Hook]:
+def hooked(
+    around: Around, key: Any = None, forward: Tell | None = None, own: Tell | None = None
+) -> Iterator[Hook]:
     """Replaces what the code inside differentiates, in all threads; yields the hook.
 
     Only the outermost function is replaced: not those that are differentiated while it is traced,
@@ -87,8 +95,10 @@ def hooked(around: Around, key: Any = None, forward: Any = None) -> Iterator[Hoo
         key: What traces depend on; by default, ``around`` itself.
         forward: Is called with the site of each function that `jax.jvp` or `jax.jacfwd` run, if
             nothing inside was replaced.
+        own: Is called with the site of each gradient that mpjax itself computes, as its training
+            step does, which is left alone.
     """
-    hook = Hook(around, key, forward)
+    hook = Hook(around, key, forward, own)
     with _installed() as missed:
         hook.missed = missed
         before = HOOKED.get_global()
@@ -147,14 +157,12 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
         name = frame.f_globals.get("__name__", "")
         if not callable(fun) or _is_within(name, "jax"):
             return transform(*args, **kwargs)
-        place = _user_of(frame)
-        if place is None:
+        site, ours = _site(frame, transform, fun, args, kwargs)
+        if ours:
+            hook = _in_force()
+            if hook is not None and hook.own:
+                hook.own(site)
             return transform(*args, **kwargs)
-        options = kwargs.get("argnums"), bool(kwargs.get("has_aux", False))
-        if transform.__name__ in ("grad", "value_and_grad", "jacrev", "jacfwd", "hessian"):
-            given = inspect.signature(transform).bind_partial(*args, **kwargs).arguments
-            options = given.get("argnums", 0), bool(given.get("has_aux", False))
-        site = Site(transform.__name__, *place[:2], name_of(fun), place[2], *options)
         if args:
             return transform(kind(fun, site), *args[1:], **kwargs)
         return transform(**{**kwargs, "fun": kind(fun, site)})
@@ -163,20 +171,27 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
     return wrapped
 
 
-def _user_of(frame: Any) -> tuple[str, int, str] | None:
-    """Returns the user's file and line, and the library's line, of a call; None if it is ours."""
-    first, here = frame, frame
-    while here is not None:
-        name = here.f_globals.get("__name__", "")
-        if _jax.is_users_file(here.f_code.co_filename) and not _is_within(name, "mpjax"):
-            library = "" if here is first else f"{first.f_code.co_filename}:{first.f_lineno}"
-            return here.f_code.co_filename, here.f_lineno, library
-        if _is_within(name, "mpjax"):
-            if not f"{name}.".startswith(LAUNCHING):
-                return None
+def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple[Site, bool]:
+    """Returns the site of a call, by its frame, and whether mpjax itself makes the call."""
+    first, ours = frame, False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        within = _is_within(name, "mpjax")
+        if within and f"{name}.".startswith(LAUNCHING):
+            frame = None
             break
-        here = here.f_back
-    return first.f_code.co_filename, first.f_lineno, f"{first.f_code.co_filename}:{first.f_lineno}"
+        ours |= within
+        if not within and _jax.is_users_file(frame.f_code.co_filename):
+            break
+        frame = frame.f_back
+    library = "" if frame is first else f"{first.f_code.co_filename}:{first.f_lineno}"
+    user = first if frame is None else frame
+    argnums, has_aux = None, kwargs.get("has_aux", False)
+    if transform.__name__ in WITH_ARGNUMS:
+        given = inspect.signature(transform).bind_partial(*args, **kwargs).arguments
+        argnums, has_aux = given.get("argnums", 0), given.get("has_aux", False)
+    place = user.f_code.co_filename, user.f_lineno
+    return Site(transform.__name__, *place, name_of(fun), library, argnums, bool(has_aux)), ours
 
 
 def _is_within(module: str, package: str) -> bool:

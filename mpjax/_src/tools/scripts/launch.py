@@ -4,6 +4,7 @@ Nothing of JAX is imported here: a script may set its environment before it impo
 """
 
 import builtins
+import contextlib
 import difflib
 import importlib.machinery
 import importlib.util
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 
-class LaunchError(Exception):
+class LaunchError(LookupError):
     """What was to be run cannot be run; nothing of it ran."""
 
 
@@ -44,6 +45,17 @@ def launch(target: str, args: Sequence[str] = (), module: bool = False) -> None:
     except BaseException as error:
         _begin_in_its_own_code(error)
         raise
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Gives the process back what a launched script changes of it, for what comes after."""
+    main, argv, path, hook = sys.modules["__main__"], [*sys.argv], [*sys.path], sys.excepthook
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv[:], sys.path[:] = main, argv, path
+        sys.excepthook = hook
 
 
 # ---- what is run ---------------------------------------------------------------------------------

@@ -35,13 +35,13 @@ class Run:
 
     Attributes:
         report: The `GradientsReport`; None before JAX is imported.
-        children: How many processes multiprocessing spawned.
+        children: Whether multiprocessing has spawned processes.
     """
 
     def __init__(self, policy: str, script: str = "", report_file: Path | None = None) -> None:
         self.policy, self.script, self.report_file = policy, script, report_file
         self.report: Any = None
-        self.children = 0
+        self.children = False
         self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
         self._stack = contextlib.ExitStack()
 
@@ -69,7 +69,7 @@ class Run:
         prepare = spawn.get_preparation_data
 
         def prepared(name: str) -> dict[str, Any]:
-            self.children += 1
+            self.children = True
             return {**prepare(name), "mpjax": _InChild(self.policy)}
 
         spawn.get_preparation_data = prepared
@@ -87,11 +87,11 @@ class Run:
                 print(f"mpjax: the report could not be written: {error}", file=sys.stderr)
 
     def summary(self) -> str:
-        if self.report is None:
-            return "mpjax: JAX was not imported, so nothing was planned."
-        text: str = self.report.summary()
+        text = "mpjax: JAX was not imported, so nothing was planned."
+        if self.report is not None:
+            text = self.report.summary()
         if self.children:
-            text += f"\nmpjax: {self.children} child processes planned too, and are not counted"
+            text += "\nmpjax: processes of multiprocessing plan as this one; they are not counted"
         return text
 
 

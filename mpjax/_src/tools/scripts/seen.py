@@ -43,7 +43,8 @@ class GradientRow:
         half_flops: Of the FLOPs of matmuls in its planned programs, forward and backward, the share
             on 16-bit operands; None if there are none.
         half_before: The same of the function as it is written, without its derivative.
-        flops: These FLOPs, of one run of each program; 0 for what was not planned.
+        flops: These FLOPs, of one run of each program that was derived of it so far; 0 for what was
+            not planned. Equal functions share their programs, also with those of an earlier block.
     """
 
     name: str
@@ -97,9 +98,11 @@ class GradientsReport(Report):
 
     @property
     def half_flops(self) -> float | None:
-        rows = [row for row in self.rows if row.half_flops is not None]
-        total = sum(row.flops for row in rows)
-        return sum(row.flops * (row.half_flops or 0) for row in rows) / total if total else None
+        every: dict[int, tuple[int, int]] = {}  # functions that are equal share their programs
+        for seen in [*self._seen.values()]:
+            every |= seen.counted()[0]
+        total = sum(whole for _, whole in every.values())
+        return sum(half for half, _ in every.values()) / total if total else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data, ready for JSON."""
@@ -205,19 +208,24 @@ class Seen:
         self.programs[key] = program, counted
         self.before = [a + b for a, b in zip(self.before, counted, strict=True)]
 
-    def row(self) -> GradientRow:
-        """Returns what the report says of it."""
-        half = total = 0
+    def counted(self) -> tuple[dict[int, tuple[int, int]], set[Any]]:
+        """Returns the FLOPs of each program that ran, in 16 bits and all; and what matmuls read."""
+        found: dict[int, tuple[int, int]] = {}
         dtypes: set[Any] = set()
-        for program, counted in [*self.programs.values()]:
-            # What is cast at its boundary is differentiated by JAX: its forward pass is counted.
-            parts = [counted] if program is None else []
+        for key, (program, counted) in [*self.programs.items()]:
+            if program is None:
+                # JAX differentiates what is cast at its boundary: its forward pass is counted.
+                found[key] = counted
             for jaxpr in program.ran() if program is not None else ():
                 opened = _jax.open_jaxpr(jaxpr)[0]
-                parts.append(matmul_flops(opened))
+                found[id(jaxpr)] = matmul_flops(opened)
                 dtypes |= _of_matmuls(opened)
-            half += sum(part[0] for part in parts)
-            total += sum(part[1] for part in parts)
+        return found, dtypes
+
+    def row(self) -> GradientRow:
+        """Returns what the report says of it."""
+        counted, dtypes = self.counted()
+        half, total = (sum(each) for each in zip((0, 0), *counted.values(), strict=True))
         reason = self.reason
         if self.programs and not reason:
             reason = _why(total, half, dtypes)

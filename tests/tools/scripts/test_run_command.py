@@ -1,0 +1,120 @@
+"""`mpjax run`: a script in mixed precision, from a shell, ends and prints as it would without."""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from multiprocessing import spawn
+
+import pytest
+
+import mpjax.scripts
+from mpjax._src.tools.cli.commands import main
+from mpjax._src.tools.scripts.launch import restored
+
+TRAIN = """
+import atexit, os, sys, threading
+assert "jax" not in sys.modules, "the script sets the environment of its JAX"
+os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "float32"
+import jax, jax.numpy as jnp
+from jax import value_and_grad
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+@jax.jit
+def step(w, x):
+    value, grads = value_and_grad(loss)(w, x)
+    return w - 0.1 * grads, value
+
+def train(name):
+    w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.linspace(-1, 1, 32).reshape(4, 8)
+    for _ in range(3):
+        w, value = step(w, x)
+    print(name, float(value).hex(), sys.argv[1:], jax.config.jax_default_matmul_precision)
+
+train("main")
+atexit.register(lambda: jax.jit(train, static_argnums=0) and train("at exit"))
+thread = threading.Thread(target=train, args=("thread",))
+thread.start()
+if "--fail" in sys.argv:
+    raise RuntimeError("own")
+"""
+SPAWNING = """
+import multiprocessing, sys
+def work(n):
+    import jax, jax.numpy as jnp
+    return "bf16" in str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(w @ w)))(jnp.ones((n, n))))
+if __name__ == "__main__":
+    for kind in ("spawn", "forkserver"):
+        with multiprocessing.get_context(kind).Pool(1) as pool:
+            print(kind, pool.map(work, [4]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    return tmp_path
+
+
+def ran(*args, **env):
+    command = [sys.executable, *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
+    plain = ran("train.py", "--fail", "-x")
+    half = ran("-m", "mpjax", "run", "--report", "seen.json", "train.py", "--fail", "-x")
+    same = ran("-m", "mpjax", "run", "train.py", "--fail", "-x", MPJAX_POLICY="float32")
+    assert plain.returncode == half.returncode == same.returncode == 1
+    assert same.stdout == plain.stdout != half.stdout
+    assert half.stdout.count("['--fail', '-x'] float32") == 3
+    # The traceback is the script's own, and the summary comes last.
+    assert half.stderr.startswith(plain.stderr.strip())
+    last = half.stderr.removeprefix(plain.stderr.strip()).strip().splitlines()
+    assert last == ["mpjax: 1 function differentiated, 1 planned; 100% of matmul FLOPs in bfloat16"]
+    report = json.loads((folder / "seen.json").read_text())
+    assert report["half_flops"] == 1 and report["rows"][0]["name"] == "loss"
+
+
+@pytest.mark.thorough
+def test_processes_that_are_spawned_plan_too(folder):
+    done = ran("-m", "mpjax", "run", "spawning.py")
+    assert done.stdout == "spawn [True]\nforkserver [True]\n", done.stderr
+    assert "processes of multiprocessing plan as this one" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (["nowhere.py"], "Error: there is no file 'nowhere.py'"),
+        (["-m", "nowhere"], "Error: there is no module 'nowhere'"),
+        (["--policy", "mixed_bfloat", "train.py"], "Error: Unknown policy 'mixed_bfloat'"),
+        (["--policy", "O2:bfloat16", "train.py"], "stores parameters in bfloat16"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_status_2(folder, args, match, monkeypatch, capsys):
+    # Nothing of it has to be undone: a process of the command ends here.
+    monkeypatch.setattr(spawn, "get_preparation_data", spawn.get_preparation_data)
+    monkeypatch.setattr(atexit, "register", lambda run: None)
+    with restored(), pytest.raises(SystemExit) as end:
+        main(["run", *args])
+    assert end.value.code == 2 and match in capsys.readouterr().err
+
+
+def test_a_script_runs_in_a_process_that_has_jax(folder, capsys):
+    alone = TRAIN.replace('assert "jax" not in', "0 and").partition("atexit.register")[0]
+    (folder / "train.py").write_text(alone)
+    main = sys.modules["__main__"]
+    report = mpjax.scripts.run("train.py", [1], tell=False)
+    assert report.half_flops == 1 and capsys.readouterr().out.startswith("main ")
+    assert sys.modules["__main__"] is main
+    (folder / "ends.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    assert mpjax.scripts.run("ends.py", [0], tell=False).rows == ()
+    with pytest.raises(SystemExit):
+        mpjax.scripts.run("ends.py", [3])
+    assert "no function was differentiated" in capsys.readouterr().err
