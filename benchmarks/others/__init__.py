@@ -23,7 +23,12 @@ from benchmarks import Options
 from benchmarks.results import Results
 
 HERE = Path(__file__).parent
+COMMITS = tomllib.loads((HERE / "commits.toml").read_text())
 BASES = tomllib.loads((HERE / "bases.toml").read_text())
+BASES |= {
+    case: {**{k: v for k, v in COMMITS.items() if k != "base"}, **base}
+    for case, base in COMMITS["base"].items()
+}
 CASES = tuple(BASES)
 WAYS = ("float32", "run float32", "run mixed_bfloat16", "own", "survey", "survey own")
 PARTS = WAYS

@@ -3,7 +3,8 @@
 import functools
 
 from brax import envs
-from brax.training.agents.ppo import networks, train as ppo
+from brax.training.agents.ppo import networks
+from brax.training.agents.ppo import train as ppo
 
 env = envs.get_environment("inverted_pendulum", backend="generalized")
 

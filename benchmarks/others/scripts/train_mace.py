@@ -1,4 +1,4 @@
-"""Trains MACE on the first molecules of its own data with its own smoke test: train_mace.py CHECKOUT
+"""Trains MACE on molecules of its own data with its own smoke test: train_mace.py CHECKOUT
 
 A small model: the sizes are bindings of its configuration.
 """
@@ -12,7 +12,11 @@ lines = (checkout / "data" / "3bpa_train_300K.xyz").read_text().splitlines(keepe
 frame = 2 + int(lines[0])  # molecules of one size, each behind two lines
 Path("train.xyz").write_text("".join(lines[: 8 * frame]))
 settings = (checkout / "configs" / "aspirin_small.gin").read_text()
-for old, new in (('"32x0e"', '"8x0e"'), ("max_ell = 3", "max_ell = 1"), ("correlation = 3", "correlation = 2")):
+for old, new in (
+    ('"32x0e"', '"8x0e"'),
+    ("max_ell = 3", "max_ell = 1"),
+    ("correlation = 3", "correlation = 2"),
+):
     settings = settings.replace(old, new)
 Path("small.gin").write_text(settings)
 script = str(checkout / "scripts" / "run_aspirin_smoke_test.py")

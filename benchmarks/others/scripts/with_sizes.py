@@ -1,8 +1,8 @@
 """Runs a notebook's code cells, or a script, with other sizes: PATH [NAME=VALUE ...] [-- ARGS ...]
 
-A published example trains for hours, with its sizes in its code. Here a name that is assigned at the
-top of a cell, or that is a parameter with a default, gets the given value; nothing else changes, and
-tracebacks name the example's own file. Lines for IPython (`%`, `!`) are left out.
+A published example trains for hours, with its sizes in its code. Here a name that is assigned at
+the top of a cell, or that is a parameter with a default, gets the given value; nothing else
+changes, and tracebacks name the example's own file. Lines for IPython (`%`, `!`) are left out.
 """
 
 import ast

@@ -26,7 +26,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            watch(module.ArrayImpl, open(os.environ["OTHERS_NUMBERS"], "a", buffering=1))
+            # Open for as long as the process lives.
+            out = open(os.environ["OTHERS_NUMBERS"], "a", buffering=1)  # noqa: SIM115
+            watch(module.ArrayImpl, out)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -54,5 +56,5 @@ def watch(kind, out):
     kind.__buffer__ = lambda self, flags: tell(self, lambda: buffer(self, flags))
 
 
-if "OTHERS_NUMBERS" in os.environ:
+if os.environ.get("OTHERS_NUMBERS"):
     sys.meta_path.insert(0, Finder())
