@@ -22,6 +22,13 @@ from ._src.tools.instruments.tune import TuneStep, Tuning
 from ._src.tools.lint.report import Finding, LintReport
 from ._src.tools.lint.rule import Rule
 from ._src.tools.scripts.seen import GradientRow, GradientsReport
+from ._src.tools.scripts.surveyed import (
+    Survey,
+    SurveyedLoss,
+    SurveyedProgram,
+    SurveyedStep,
+    SurveyRow,
+)
 from ._src.tools.watching.figures import Figures
 from ._src.tools.watching.overflows import Overflow, Underflow
 from ._src.tools.watching.report import PrecisionReport, PrecisionRow, WatchedTensor
@@ -64,6 +71,11 @@ __all__ = [
     "Row",
     "Rule",
     "Stalled",
+    "Survey",
+    "SurveyRow",
+    "SurveyedLoss",
+    "SurveyedProgram",
+    "SurveyedStep",
     "TuneStep",
     "Tuning",
     "Underflow",

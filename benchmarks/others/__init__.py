@@ -13,6 +13,8 @@ A script in `scripts` trains it as its users do; it has no line of mpjax. The ro
 - "own": the script alone, with the code base's own 16-bit setting, if it has one.
 - "survey" and "survey own": `mpjax survey --target h100` of the script without and with it.
 
+A code base that does not run here has the reason in place of all that, as `why`.
+
 Packages are fetched only here: the page is written from the stored rows.
 """
 
@@ -24,11 +26,12 @@ from benchmarks.results import Results
 
 HERE = Path(__file__).parent
 COMMITS = tomllib.loads((HERE / "commits.toml").read_text())
-BASES = tomllib.loads((HERE / "bases.toml").read_text())
-BASES |= {
+LISTED = tomllib.loads((HERE / "bases.toml").read_text()) | {
     case: {**{k: v for k, v in COMMITS.items() if k != "base"}, **base}
     for case, base in COMMITS["base"].items()
 }
+ABSENT = {case: base for case, base in LISTED.items() if "why" in base}
+BASES = {case: base for case, base in LISTED.items() if case not in ABSENT}
 CASES = tuple(BASES)
 WAYS = ("float32", "run float32", "run mixed_bfloat16", "own", "survey", "survey own")
 PARTS = WAYS

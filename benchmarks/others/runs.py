@@ -21,11 +21,12 @@ HERE = Path(__file__).parent
 TREE = HERE.parent.parent
 SCRIPTS = HERE / "scripts"
 TIMEOUT = 1800
-# How a script prints what is compared, unless `bases.toml` says otherwise: "loss 0.25" or "loss: 1".
+# How a script prints what is compared, unless `bases.toml` says otherwise: "loss 0.25".
 LOSS = r"\bloss\b\D{0,3}([-+\d.e]+|nan|inf)"
 # What compiles for an absent GPU, in the version of jaxlib: no CUDA, no driver.
 COMPILERS = ("jax-cuda12-plugin=={0}", "jax-cuda12-pjrt=={0}", "nvidia-cuda-nvcc-cu12")
-HALF = "mixed_bfloat16"
+# The file that mpjax writes where the script runs.
+REPORT = "report.json"
 
 Base = dict[str, Any]
 
@@ -45,9 +46,9 @@ def measured(case: str, base: Base, way: str, home: Path) -> Row:
         survey = way.startswith("survey")
         script = command(case, base, home, own=way.endswith("own"))
         if survey:
-            return survey_figures(case, base, python, script, home)
+            return survey_figures(case, base, python, script, home, way.endswith("own"))
         policy = way.removeprefix("run ") if way.startswith("run ") else None
-        ours = ["-m", "mpjax", "run", "--policy", policy] if policy else []
+        ours = ["-m", "mpjax", "run", "--policy", policy, "--report", REPORT] if policy else []
         return run_figures(base, executed(case, base, python, [*ours, *script], home))
     except Absent as absent:
         return {SKIPPED: str(absent)}
@@ -119,10 +120,11 @@ def folders(case: str, base: Base, home: Path) -> dict[str, Any]:
 
 
 class Run(NamedTuple):
-    """What a finished script printed, the values that it read, and how long it took."""
+    """What a finished script printed and read, what mpjax reported of it, and how long it took."""
 
     out: str
     err: str
+    report: dict[str, Any] | None
     seconds: float
     numbers: list[str]
 
@@ -138,6 +140,8 @@ def executed(
         **kept,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([*own, str(TREE), *map(str, extra)]),
+        # A program that is the same in two ways is compiled once.
+        "JAX_COMPILATION_CACHE_DIR": str(home / "compiled"),
         **base.get("environment", {}),
     }
     with tempfile.TemporaryDirectory(prefix="mpjax-others-") as folder:
@@ -146,8 +150,10 @@ def executed(
         start = time.monotonic()
         run = done([str(python), *args], env=env, cwd=folder)
         seconds = time.monotonic() - start
+        path = Path(folder) / REPORT
+        report = json.loads(path.read_text()) if path.exists() else None
         numbers = sorted(read.read_text().splitlines()) if read.exists() else []
-        return Run(run.stdout, run.stderr, seconds, numbers)
+        return Run(run.stdout, run.stderr, report, seconds, numbers)
 
 
 def done(command: list[str], **settings: Any) -> subprocess.CompletedProcess:
@@ -170,7 +176,7 @@ def done(command: list[str], **settings: Any) -> subprocess.CompletedProcess:
 
 
 def run_figures(base: Base, run: Run) -> Row:
-    """Returns the losses that a script printed, and what `mpjax run` said of it."""
+    """Returns the losses that a script printed, and what `mpjax run` reported of it."""
     losses = re.findall(base.get("loss", LOSS), run.err if base.get("log") else run.out)
     if not losses:
         raise Failed("it printed no loss")
@@ -178,17 +184,31 @@ def run_figures(base: Base, run: Run) -> Row:
     if run.numbers:
         digest = hashlib.sha256("\n".join(run.numbers).encode()).hexdigest()[:16]
         row |= {"numbers": len(run.numbers), "digest": digest}
-    told = [line for line in run.err.splitlines() if "differentiated" in line]
-    return {**row, "told": told[-1]} if told else row
+    return {**row, "report": run.report} if run.report else row
 
 
-def survey_figures(case: str, base: Base, python: Path, script: list[str], home: Path) -> Row:
+def survey_figures(
+    case: str, base: Base, python: Path, script: list[str], home: Path, own: bool
+) -> Row:
     """Returns the figures of a survey's steps by policy."""
-    with tempfile.TemporaryDirectory(prefix="mpjax-others-") as folder:
-        path = Path(folder) / "survey.json"
-        survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", str(path)]
-        executed(case, base, python, [*survey, *script], home, (compilers(home),))
-        return {"steps": json.loads(path.read_text())["steps"]}
+    survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batches"]
+    survey += ["--policy", "float32" if own else "mixed_bfloat16"]
+    run = executed(case, base, python, [*survey, *script], home, (compilers(home),))
+    steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
+    return {"steps": steps, "seconds": round(run.seconds, 1)}
+
+
+def step_figures(step: Row) -> Row:
+    """Returns what the page needs of a step in a survey's JSON."""
+    rows = {}
+    for row in step["rows"]:
+        kept = {key: row[key] for key in ("half_flops", "gradient_error", "notes") if row[key]}
+        for program in row["programs"]:
+            figures = "temp_bytes", "total_bytes", "bytes_accessed", "roofline_ms", "refused"
+            kept[program["target"]] = {key: program[key] for key in figures if program[key]}
+        rows[row["policy"]] = kept
+    found = {key: step[key] for key in ("name", "parameters", "matmul_flops", "notes")}
+    return {**found, "rows": rows}
 
 
 def problems(cases: dict[str, dict[str, Row]]) -> list[str]:

@@ -15,24 +15,8 @@ import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 NUMBER = int(os.environ.get("OTHERS_EXAMPLES", "256"))
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "house",
-    "tree",
-    "sees",
-    "likes",
-    "finds",
-    "old",
-    "young",
-    "green",
-    "red",
-    "quickly",
-    "slowly",
-]
+TEXT = "the a cat dog bird house tree sees likes finds old young green red quickly slowly"
+WORDS = TEXT.split()
 PARTS = ("train", "validation", "test")
 IMAGES = {
     "mnist": ((28, 28, 1), 10),

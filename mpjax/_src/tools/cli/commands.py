@@ -461,6 +461,72 @@ def run(policy: str, report: Path | None, module: bool, script: str, args: tuple
     raise _Later(functools.partial(run_script, policy, script, args, module, report))
 
 
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@options.option(
+    "--target targets",
+    "Compile the steps for these accelerators, such as v100,h100. This machine need not have them.",
+    *(options.NAMES, "NAMES"),
+    default=(),
+)
+@options.option(
+    "--policy policies",
+    "A policy for a row of the tables, instead of the default ones. May be given several times.",
+    metavar="POLICY",
+    multiple=True,
+)
+@options.option(
+    "--steps",
+    "End the script before any of its training steps is called once more than this.",
+    *(click.IntRange(1), "N"),
+    default=1,
+    show_default=True,
+)
+@options.flag("--whole", "Let the script run to its end.")
+@options.flag("--no-run", "Run no step one operation at a time: no errors of gradients.")
+@options.flag("--no-batch", "Do not look for the largest batch that fits a target.")
+@options.flag("--time timed", "Time the steps on this machine. Done anyway on an accelerator.")
+@options.flag("-m module", "SCRIPT is the name of a module, as for python -m.")
+@options.as_json
+@options.html
+@click.argument("script", metavar="SCRIPT")
+@click.argument("args", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def survey(
+    targets: tuple[str, ...],
+    policies: tuple[str, ...],
+    steps: int,
+    whole: bool,
+    no_run: bool,
+    no_batch: bool,
+    timed: bool,
+    module: bool,
+    as_json: bool,
+    html: Path | None,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Show what mixed precision would make of a script's training steps.
+
+    Runs the script as it is, with no line changed, and ends it after one step. Each training step
+    is traced again under each policy: a table has its memory, bytes and roofline, the error of its
+    gradient on the script's own batch, and the largest batch that fits. What the linter finds in
+    the step follows, and the lines to change, as a diff. Everything behind SCRIPT are its own
+    arguments. Ctrl-C shows what is known so far. Exits with 2 if no training step was found.
+
+    \b
+    Examples:
+      mpjax survey train.py --epochs 3
+      mpjax survey --target h100,v5e --html page.html train.py
+      mpjax survey --policy mixed_bfloat16,storage=lean --json -m package.train
+    """
+    from mpjax._src.tools.cli.survey import show_survey
+    from mpjax._src.tools.scripts.survey import Options
+
+    asked = Options(
+        policies, targets, None if whole else steps, not no_run, not no_batch, timed or None
+    )
+    raise _Later(functools.partial(show_survey, asked, script, args, module, as_json, html))
+
+
 class _Later(BaseException):
     """What runs once click has read the command line: click handles errors and interrupts."""
 

@@ -94,9 +94,7 @@ def _variable(holder: Any, names: Mapping[int, str]) -> str:
 
 def _made(transforms: Sequence[Any]) -> Iterator[str]:
     """Yields the derivatives of the user's functions that transformations have made."""
-    for transform in transforms:
-        for fun in _jax.gradients_of(transform):
-            code = getattr(inspect.unwrap(fun), "__code__", None)
-            if code and _jax.is_users_file(code.co_filename):
-                place = f"{code.co_filename}:{code.co_firstlineno}"
-                yield f"the derivative of {name_of(fun)} ({place})"
+    for fun in _jax.gradients_of(transforms):
+        code = getattr(inspect.unwrap(fun), "__code__", None)
+        if code and _jax.is_users_file(code.co_filename):
+            yield f"the derivative of {name_of(fun)} ({code.co_filename}:{code.co_firstlineno})"

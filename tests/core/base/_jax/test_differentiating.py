@@ -50,5 +50,5 @@ def test_derivatives_know_their_functions():
 
     made = [jax.grad(loss), jax.jacrev(loss)]
     for transform in (jax.value_and_grad, jax.jacrev):
-        assert loss in [*_jax.gradients_of(transform)]
-    assert made and loss not in [*_jax.gradients_of(print)]
+        assert loss in [*_jax.gradients_of([transform])]
+    assert made and not [*_jax.gradients_of([print])]

@@ -2,7 +2,7 @@
 
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -25,13 +25,14 @@ def in_custom_rule(frame: FrameType | None) -> bool:
     return False
 
 
-def gradients_of(transform: Any) -> Iterator[Any]:
-    """Yields the functions whose derivatives a transformation of JAX has made in this process.
+def gradients_of(transforms: Iterable[Any]) -> Iterator[Any]:
+    """Yields the functions whose derivatives transformations of JAX have made in this process.
 
     Those whose derivatives are still alive: each is in the closure of what computes it.
     """
-    code = getattr(inspect.unwrap(transform), "__code__", None)
-    inner = [each for each in getattr(code, "co_consts", ()) if isinstance(each, CodeType)]
+    codes = [getattr(inspect.unwrap(each), "__code__", None) for each in transforms]
+    inner = [each for code in codes if code for each in code.co_consts]
+    inner = [each for each in inner if isinstance(each, CodeType)]
     for made in gc.get_referrers(*inner) if inner else ():
         if isinstance(made, FunctionType):
             fun = inspect.getclosurevars(made).nonlocals.get("fun")

@@ -1,0 +1,157 @@
+"""Training steps compiled for targets, or for this machine, and the largest batch that fits."""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from mpjax._src.core.base.errors import OutOfMemoryError
+from mpjax._src.core.base.progress import advance
+from mpjax._src.tools.hardware.aot import Job, compile_program, lower
+from mpjax._src.tools.hardware.compiler import require
+from mpjax._src.tools.hardware.hlo import parse
+from mpjax._src.tools.hardware.hlo_costs import costs
+from mpjax._src.tools.hardware.largest import Found, largest
+from mpjax._src.tools.hardware.report import CompileReport, report_of
+from mpjax._src.tools.hardware.targets import Target, find_target, room_of
+from mpjax._src.tools.scripts.batches import Batch
+from mpjax._src.tools.scripts.steps import Call, Jitted
+from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
+
+TRY = "compiled"
+
+
+class Compiling:
+    """Compiles for the targets of a survey whose compilers are installed, else for this machine."""
+
+    def __init__(self, targets: tuple[str, ...], timeout: float) -> None:
+        self.timeout, self.compilations = timeout, 0
+        self.notes: list[str] = []
+        self._targets: dict[str, Target] = {}
+        for name in targets:
+            target = find_target(name)
+            try:
+                require(target)
+                self._targets[target.name] = target
+            except ImportError as error:
+                self.notes.append(f"{error} The table shows this machine instead.")
+
+    @functools.cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The names of what is compiled for."""
+        return (*self._targets,) or (here(),)
+
+    def chips(self) -> Iterator[tuple[str, str]]:
+        """Yields each name with that of its chip, "" for this machine."""
+        for name in self.targets:
+            yield name, self._targets[name].chip if name in self._targets else ""
+
+    def is_target(self, name: str) -> bool:
+        return name in self._targets
+
+    def compiled(self, target: str, jitted: Jitted, args: Any) -> SurveyedProgram:
+        """Compiles a step; what refuses it is told."""
+        try:
+            report = self._report(target, jitted, args)
+        except OutOfMemoryError as error:
+            return SurveyedProgram(target, fits=False, refused=_line(error))
+        except Exception as error:  # whatever a compiler, or the step for this target, raises
+            return SurveyedProgram(target, refused=f"{type(error).__name__}: {_line(error)}")
+        if isinstance(report, SurveyedProgram):
+            return report
+        return SurveyedProgram(
+            target,
+            report.total_bytes,
+            report.temp_bytes,
+            report.bytes_accessed,
+            report.roofline_ms,
+            report.bound,
+            report.fits,
+        )
+
+    def largest(
+        self, target: str, jitted: Jitted, call: Call, batch: Batch, known: SurveyedProgram
+    ) -> int:
+        """Returns the largest batch of a step that fits a target; 0 if none does."""
+        _, available = room_of(self._targets[target], None)
+        unit = batch.multiple_of
+        units, limit = batch.size // unit, max(1, MOST_BATCH // unit)
+        assert known.total_bytes is not None
+        sizes: dict[float, float] = {units: known.total_bytes}
+        if units >= limit and known.total_bytes <= available:
+            return batch.size
+
+        def measure(units: int) -> float:
+            advance(TRY, f"a batch of {units * unit} on {target}")
+            try:
+                args = batch.arguments(call, units * unit)
+                report = self._report(target, jitted, args)
+            except OutOfMemoryError:
+                return math.inf
+            assert isinstance(report, CompileReport)
+            return report.total_bytes
+
+        # What grows no faster than the batch fits at the limit: one compilation shows it.
+        if known.total_bytes * limit <= available * units:
+            sizes[limit] = measure(limit)
+        found: Found = largest(measure, available, limit, sizes)
+        return found.most * unit
+
+    def _report(self, target: str, jitted: Jitted, args: Any) -> CompileReport | SurveyedProgram:
+        self.compilations += 1
+        found = self._targets.get(target)
+        if found is None:
+            return _compiled_here(target, jitted, args)
+        step: Any = jitted
+        return compile_program(Job(found, self.timeout, {}), lower(found, step, args))
+
+
+# ---- this machine --------------------------------------------------------------------------------
+
+
+def here() -> str:
+    """Returns the name of this machine's device."""
+    device = jax.local_devices()[0]
+    return f"this {device.device_kind if device.platform != 'cpu' else 'CPU'}"
+
+
+def _compiled_here(name: str, jitted: Jitted, args: Any) -> SurveyedProgram:
+    lowered = jitted.trace(*args).lower()
+    compiled = lowered.compile()
+    text = compiled.as_text() or ""
+    memory = compiled.memory_analysis()
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        try:
+            target = find_target(device.device_kind)
+        except ValueError:  # a device whose peaks are not known
+            target = None
+        if target is not None:
+            asked = lowered.compiler_ir("hlo").as_hlo_module().to_string()
+            answer = {"memory": parts, "hlo": text, "asked": asked, "xla_costs": {}}
+            report = report_of(target, answer)
+            return SurveyedProgram(
+                name,
+                report.total_bytes,
+                report.temp_bytes,
+                report.bytes_accessed,
+                report.roofline_ms,
+                report.bound,
+                report.fits,
+            )
+    total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporary"]
+    moved = costs(parse(text).text).bytes
+    return SurveyedProgram(name, total, parts["temporary"], moved)
+
+
+def _line(error: BaseException) -> str:
+    return next((each.strip() for each in str(error).splitlines() if each.strip()), "")

@@ -1,0 +1,83 @@
+"""How a script that was seen is ended, with the threads and processes that it leaves."""
+
+import _thread
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+GRACE = 2.0  # seconds in which threads may end by themselves
+
+
+class Stop(BaseException):
+    """Ends a script. No ``except Exception`` of the script catches it; ``finally`` blocks run."""
+
+
+def stop() -> NoReturn:
+    """Ends the script from within one of its calls."""
+    if threading.current_thread() is not threading.main_thread():
+        _thread.interrupt_main()  # which may wait for this thread
+    raise Stop
+
+
+@contextlib.contextmanager
+def quiet_threads() -> Iterator[None]:
+    """Lets a thread of the script that is stopped end without a traceback."""
+    before = threading.excepthook
+
+    def hook(args: Any) -> None:
+        if not issubclass(args.exc_type, Stop):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends the process, also if the script left threads or processes that would keep it."""
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            child.terminate()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join(GRACE)
+    if any(not t.daemon and t is not threading.current_thread() for t in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # sys.exit would wait for them
+    sys.exit(status)
+
+
+class Commands:
+    """The commands that the script starts in other processes, which a survey does not see."""
+
+    _active: "Commands | None" = None
+    _installed = False
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __enter__(self) -> "Commands":
+        if not Commands._installed:
+            Commands._installed = True
+            sys.addaudithook(_told)  # which cannot be removed
+        Commands._active = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        Commands._active = None
+
+
+def _told(event: str, args: tuple[Any, ...]) -> None:
+    active = Commands._active
+    if active is None or event not in ("subprocess.Popen", "os.system", "os.exec"):
+        return
+    command = args[1] if event == "subprocess.Popen" else args[0]
+    if isinstance(command, list | tuple):
+        command = " ".join(map(str, command))
+    active.seen.append(str(command))

@@ -1,0 +1,382 @@
+"""What each policy would make of a training step, found while the script calls it."""
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from mpjax._src.core.autocast.transform import trace
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.contexts import unchecked
+from mpjax._src.core.base.devices import traced_for
+from mpjax._src.core.base.dtypes import HALVES
+from mpjax._src.core.base.progress import advance
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program import trace as programs
+from mpjax._src.core.program.gradient import is_loss
+from mpjax._src.core.program.interpret import operations_in
+from mpjax._src.core.training.loss_scale import has_protocol
+from mpjax._src.tools.instruments.compare import compare
+from mpjax._src.tools.instruments.explain import CastReport, explain, matmul_flops
+from mpjax._src.tools.lint.linter import lint
+from mpjax._src.tools.lint.report import LintReport
+from mpjax._src.tools.scripts.batches import Batch, batch_of
+from mpjax._src.tools.scripts.compiled import Compiling
+from mpjax._src.tools.scripts.steps import Call, Loss, Noting, NoValues, under, values_of
+from mpjax._src.tools.scripts.surveyed import (
+    SurveyedLoss,
+    SurveyedProgram,
+    SurveyedStep,
+    SurveyRow,
+)
+
+STAGE = "stage"  # what progress counts
+
+# The policies of a table, after the step as it is written.
+POLICIES = ("mixed_bfloat16", "mixed_float16", "mixed_bfloat16,storage=lean")
+FUSED = "mixed_bfloat16,fused_attention=true"  # where the step has attention
+
+# Of programs with more operations, no values are looked at: they run one by one.
+MOST_OPERATIONS = 30_000
+
+WRITTEN = "as written"
+SCALES = ("DynamicScale",)  # of other libraries than jmp: Flax's
+SECONDS, LEAST, MOST_ROUNDS = 2.0, 3, 30  # of timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a survey looks at."""
+
+    policies: tuple[Policy, ...]  # empty for the default ones
+    run: bool  # whether steps run one by one, for the errors of their gradients and for lint
+    time: bool
+    batches: bool  # whether the largest batch is looked for
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the table, while it is made."""
+
+    policy: Policy | None  # None for the step as written
+    name: str
+    figures: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compiled: dict[str, SurveyedProgram] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    program: programs.Traced | None = None
+
+    @property
+    def computes_in_half(self) -> bool:
+        """Whether its program, or its policy, has anything in 16 bits."""
+        if self.policy is None:
+            return bool(self.figures.get("half_flops"))
+        dtypes = (self.policy.compute_dtype, *(dtype for _, dtype in self.policy.overrides))
+        return any(dtype in HALVES for dtype in dtypes)
+
+    def result(self) -> SurveyRow:
+        return SurveyRow(
+            self.name, **self.figures, programs=(*self.compiled.values(),), notes=(*self.notes,)
+        )
+
+
+class Examined:
+    """A training step, and what is known of it so far."""
+
+    def __init__(self, call: Call, noting: Noting, program: programs.Traced, place: Any) -> None:
+        self.call, self.noting, self.marked, self.place = call, noting, program, place
+        self.calls, self.traces = 0, 1
+        self.rows: list[Row] = []
+        self.lint: LintReport | None = None
+        self.notes: list[str] = []
+        self.flops = 0
+        self.batch: Batch | None = None
+        self.explained: CastReport | None = None
+
+    @property
+    def losses(self) -> list[Loss]:
+        return self.noting.losses
+
+    def result(self) -> SurveyedStep:
+        """Returns the report."""
+        name, file, line = self.place
+        return SurveyedStep(
+            name,
+            f"{file}:{line}",
+            tuple(map(_surveyed, self.losses)),
+            self.flops,
+            self.batch.size if self.batch else None,
+            tuple(row.result() for row in self.rows),
+            self.lint,
+            self.calls,
+            tuple(self.notes),
+            self.explained,
+        )
+
+    def forget(self) -> None:
+        """Lets go of the arrays of the step."""
+        self.call = self.marked = None  # type: ignore[assignment]
+        for row in self.rows:
+            row.program = None
+
+    # ---- the stages, in the order of what is asked for most --------------------------------------
+
+    def examine(self, plan: Plan, compiling: Compiling) -> None:
+        """Finds what is asked for. What cannot be found has a note that says why."""
+        stages: list[Callable[[], None]] = [
+            functools.partial(self._trace, plan),
+            functools.partial(self._compile, plan, compiling),
+            functools.partial(self._lint, plan),
+            functools.partial(self._compare, plan),
+            self._explain,
+            functools.partial(self._batches, plan, compiling),
+            functools.partial(self._time, plan, compiling),
+        ]
+        for stage in stages:
+            with self._noted("", self.notes):
+                stage()
+
+    @contextlib.contextmanager
+    def _noted(self, what: str, notes: list[str]) -> Iterator[None]:
+        """Notes an error of a stage, which costs no other stage."""
+        try:
+            with unchecked():
+                yield
+        except Exception as error:
+            notes.append(f"{what}{': ' * bool(what)}{reason_of(error)}")
+
+    def _trace(self, plan: Plan) -> None:
+        self.rows.append(Row(None, "float32"))
+        default = tuple(map(get_policy, POLICIES))
+        if not plan.policies and self._attentions(get_policy(FUSED)):
+            default += (get_policy(FUSED),)
+        policies = plan.policies or default
+        names = [str(p) for p in plan.policies] or [*POLICIES, FUSED]
+        self.rows += [Row(p, n) for p, n in zip(policies, names, strict=False)]
+        for row in self.rows:
+            advance(STAGE, f"tracing under {row.name}")
+            with self._noted("", row.notes):
+                row.program = self.call.program(under(row.policy))
+                self.traces += 1
+                half, total = matmul_flops(_jax.open_jaxpr(row.program.jaxpr)[0])
+                row.figures["half_flops"] = half / total if total else 0.0
+                if row.policy is None:
+                    self.flops = total
+                    row.name = WRITTEN if half else row.name
+        if scales := self._own_scales():
+            self.notes.append(
+                f"scales its loss itself ({', '.join(scales)}); the tables are without the scale"
+            )
+        if not self.flops:
+            self.notes.append("The step has no matmuls, which are what runs faster in 16 bits.")
+
+    def _own_scales(self) -> list[str]:
+        """Returns the kinds of loss scales among the arguments of the step, and of libraries."""
+
+        def is_scale(x: Any) -> bool:
+            return has_protocol(x) or type(x).__name__ in SCALES
+
+        leaves = jax.tree.leaves((self.call.args, self.call.kwargs), is_leaf=is_scale)
+        found = [type(x).__name__ for x in leaves if is_scale(x)]
+        lines = [loss.site.library.replace("\\", "/") for loss in self.losses]
+        found += [SCALES[0] for line in lines if "/dynamic_scale.py" in line]
+        return [*dict.fromkeys(found)]
+
+    def _attentions(self, policy: Policy, chip: str = "") -> list[str]:
+        """Returns the kernel of each attention on a chip, or why it has none."""
+        found: dict[str, None] = {}
+        for loss in self.losses:
+            args, kwargs = loss.arguments()
+            with contextlib.suppress(Exception), traced_for(chip) if chip else unchecked():
+                traced = trace(loss.fun, policy, args, kwargs, True)
+                found |= dict.fromkeys(traced.replaced.attention.values())
+        return [*found]
+
+    def _tell_of_attention(self, row: Row, compiling: Compiling) -> None:
+        if row.policy is None or not row.policy.fused_attention:
+            return
+        for target, chip in compiling.chips():
+            kernels = self._attentions(row.policy, chip) or ["none is found"]
+            row.notes.append(f"attention on {target}: {'; '.join(kernels)}")
+
+    def _compile(self, plan: Plan, compiling: Compiling) -> None:
+        for row in self.rows:
+            self._tell_of_attention(row, compiling)
+            for target in compiling.targets:
+                if row.program is None:
+                    continue
+                advance(STAGE, f"compiling {row.name} for {target}")
+                jitted = self.call.jitted_under(under(row.policy))
+                row.compiled[target] = compiling.compiled(
+                    target, jitted, (self.call.args, self.call.kwargs)
+                )
+                self.traces += 1
+
+    def _lint(self, plan: Plan) -> None:
+        advance(STAGE, "lint")
+        written = self.rows[0].program
+        run = plan.run and not self.call.is_abstract
+        if written is not None:
+            jaxpr, _ = _jax.open_jaxpr(written.jaxpr)
+            run = run and not jaxpr.effects and operations_in(jaxpr) <= MOST_OPERATIONS
+        with self._noted("lint did not run", self.notes):
+            step = self.call.jitted
+            linted = lint(_named(step, self.place[0]), run=run, progress=False)
+            self.lint = linted(*self.call.args, **self.call.kwargs)
+
+    def _compare(self, plan: Plan) -> None:
+        halves = [row for row in self.rows if row.computes_in_half]
+        if not (plan.run and halves):
+            return
+        advance(STAGE, "running up to the gradient")
+        try:
+            values = values_of(self.call, self.noting, self.marked)
+        except Exception as error:
+            self.notes.append(f"no error of the gradient is known: {reason_of(error)}")
+            return
+        for loss, given in zip(self.losses, values, strict=True):
+            if given is None:
+                self.notes.append(
+                    f"no error of {loss.site.fun} is known: this call of the step does not run it"
+                )
+                continue
+            if operations_in(loss.program.jaxpr) > MOST_OPERATIONS:
+                self.notes.append(
+                    f"no error of {loss.site.fun} is known: it has more than "
+                    f"{MOST_OPERATIONS:,} operations, which would run one by one"
+                )
+                continue
+            self._compare_loss(loss, given, halves)
+
+    def _compare_loss(self, loss: Loss, given: Sequence[Any], rows: Sequence[Row]) -> None:
+        known: dict[str, dict[str, Any]] = {}
+        args, kwargs = loss.arguments(given)
+        for row in rows:
+            # As written, the casts are its own. Storing and computing again are exact.
+            policy = (row.policy or get_policy("float32")).replace(storage="fast")
+            same = str(policy)
+            if same not in known:
+                advance(STAGE, f"the gradient's error under {row.name}")
+                with self._noted(f"no error of {loss.site.fun}", row.notes):
+                    found = compare(
+                        loss.fun, policy, loss.argnums, loss.site.has_aux, progress=False
+                    )(*args, **kwargs)
+                    results = [pair for pair in found.worst_results() if "gradient" in pair[0]]
+                    name, error = (results or found.worst_results())[0]
+                    known[same] = {
+                        "gradient_error": error,
+                        "worst": name.removeprefix("gradient of "),
+                        "loss_scale": found.loss_scale,
+                    }
+            new, old = known.get(same, {}), row.figures.get("gradient_error", -1.0)
+            if new and not new["gradient_error"] <= old:
+                row.figures |= new
+
+    def _explain(self) -> None:
+        policy = next((r.policy for r in self.rows if r.policy and r.computes_in_half), None)
+        if policy is None:
+            return
+        loss = self.losses[0]
+        args, kwargs = loss.arguments()
+        scalar = is_loss(loss.program.returned(), loss.site.has_aux)
+        argnums = loss.argnums if scalar else None
+        self.explained = explain(loss.fun, policy, argnums, loss.site.has_aux)(*args, **kwargs)
+
+    def _batches(self, plan: Plan, compiling: Compiling) -> None:
+        written = self.rows[0].program
+        if written is None:
+            return
+        advance(STAGE, "looking for the batch")
+        results = [v.aval for v in _jax.open_jaxpr(written.jaxpr)[0].outvars]
+        self.batch = batch_of(self.call, self.noting, results, self.flops)
+        if self.batch is None:
+            self.notes.append(
+                "no batch axis was found, so no largest batch: no axis of the arguments that the "
+                "step does not return can have another size"
+            )
+            return
+        if not plan.batches:
+            return
+        for row in self.rows:
+            for target, known in row.compiled.items():
+                if known.total_bytes is None or not compiling.is_target(target):
+                    continue
+                advance(STAGE, f"the largest batch under {row.name} on {target}")
+                with self._noted("no largest batch", row.notes):
+                    jitted = self.call.jitted_under(under(row.policy))
+                    most = compiling.largest(target, jitted, self.call, self.batch, known)
+                    row.compiled[target] = dataclasses.replace(known, largest_batch=most)
+
+    def _time(self, plan: Plan, compiling: Compiling) -> None:
+        if not plan.time:
+            return
+        if self.call.is_abstract:
+            self.notes.append(f"not timed: {self.call.why_abstract}")
+            return
+        runs: dict[int, Callable[[], Any]] = {}
+        for i, row in enumerate(self.rows):
+            if row.program is None:
+                continue
+            advance(STAGE, f"timing {row.name}")
+            with self._noted("not timed", row.notes):
+                if _jax.open_jaxpr(row.program.jaxpr)[0].effects:
+                    raise NoValues("the step calls back into Python")
+                jitted = jax.jit(functools.partial(_jax.eval_closed, row.program.jaxpr))
+                compiling.compilations += 1
+                jax.block_until_ready(jitted(*self.call.flat.arrays))
+                runs[i] = functools.partial(jitted, *self.call.flat.arrays)
+        for i, seconds in timed(runs).items():
+            self.rows[i].figures["time_ms"] = 1e3 * statistics.median(seconds)
+        first = self.rows[0].figures.get("time_ms")
+        for row in self.rows if first else ():
+            if "time_ms" in row.figures:
+                row.figures["speed"] = first / row.figures["time_ms"]
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def timed(runs: dict[int, Callable[[], Any]]) -> dict[int, list[float]]:
+    """Returns the seconds of each run, which take turns."""
+    seconds: dict[int, list[float]] = {i: [] for i in runs}
+    until = time.perf_counter() + SECONDS * len(runs)
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST and time.perf_counter() > until:
+            break
+        for i, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[i].append(time.perf_counter() - start)
+    return {i: each for i, each in seconds.items() if each}
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the first line of an error."""
+    line = next((each.strip() for each in str(error).splitlines() if each.strip()), "")
+    if isinstance(error, NoValues):
+        return line
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _named(step: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    named.__name__ = named.__qualname__ = name
+    return named
+
+
+def _surveyed(loss: Loss) -> SurveyedLoss:
+    parameters = loss.parameters
+    return SurveyedLoss(
+        loss.site.fun,
+        loss.site.source,
+        loss.site.transform,
+        sum(_jax.size_of(x.shape) for x in parameters),
+        sum(_jax.bytes_of(x) for x in parameters),
+    )

@@ -1,0 +1,237 @@
+"""Watches a script: finds its training steps, has each examined once, and ends the script."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from mpjax._src.core.base.contexts import HOOKED
+from mpjax._src.core.base.errors import first_of
+from mpjax._src.core.base.lines import short
+from mpjax._src.core.base.progress import progress_bar
+from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.program.trace import Flat
+from mpjax._src.tools.scripts.compiled import Compiling
+from mpjax._src.tools.scripts.differentiated import Use
+from mpjax._src.tools.scripts.edits import proposed
+from mpjax._src.tools.scripts.ending import quiet_threads, stop
+from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
+from mpjax._src.tools.scripts.hooks import Site, hooked
+from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
+from mpjax._src.tools.scripts.steps import Call, Gradient
+
+NAMED = 4  # how many functions a sentence names
+
+# What stands in for a step that no watched jit is around.
+UNSEEN = (
+    "{} at {} is differentiated inside a jit, scan or vmap that the survey does not see: the table "
+    "is of its gradient alone"
+)
+
+
+def plan_of(options: Any) -> tuple[Plan, Compiling]:
+    """Returns what a survey looks at, and what it compiles for; raises for invalid names."""
+    policies = tuple(map(get_policy, options.policies))
+    timed = options.time
+    if timed is None:
+        timed = jax.default_backend() != "cpu"
+    plan = Plan(policies, options.run, timed, options.batches)
+    return plan, Compiling(options.targets, options.timeout)
+
+
+class Observer:
+    """Finds the training steps of what runs while it observes.
+
+    Attributes:
+        steps: The steps that were found, in the order of their first calls.
+        not_covered: What is differentiated and was not looked at, each a sentence.
+        stopped: Whether it has ended the script.
+        interrupted: Whether Ctrl-C ended an examination.
+    """
+
+    def __init__(
+        self, plan: Plan, compiling: Compiling, count: int | None, progress: bool = True
+    ) -> None:
+        self.plan, self.compiling, self.count = plan, compiling, count
+        self.progress = progress
+        self.steps: list[Examined] = []
+        self.not_covered: dict[str, None] = {}
+        self.stopped = self.interrupted = False
+        self._known: dict[Any, Examined | None] = {}
+        self._by_place: dict[Any, Examined] = {}
+        self._lock = threading.RLock()
+        self._watch: Watch | None = None
+        self._alive: list[Any] = []  # whose identities are keys
+        self._forward: dict[Site, None] = {}
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator["Observer"]:
+        """Observes what runs inside."""
+        hooks = hooked(self.around, ("survey",), self._ran_forward, self._ran_own)
+        with hooks as hook:
+            with watching(self) as self._watch, quiet_threads():
+                yield self
+            for phrase in hook.missed:
+                self.not_covered[f"not seen, because it was made before: {phrase}"] = None
+        lines = {site.source for step in self.steps for site in _sites(step)}
+        for site in self._forward:
+            if site.source not in lines:
+                self.not_covered[
+                    f"{site.fun} at {short(site.source)} is differentiated in forward mode "
+                    f"(jax.{site.transform}), which no policy changes here"
+                ] = None
+
+    # ---- jitted functions ------------------------------------------------------------------------
+
+    def met(self, jitted: Jitted, args: Any, kwargs: Any) -> Examined | None:
+        """Examines a jitted function that differentiates something, at its first call."""
+        key = _key_of(jitted, args, kwargs)
+        if key not in self._known:
+            with self._lock:
+                self._alive.append(jitted)
+                self._known[key] = self._examined(Call(jitted.jitted, args, kwargs), jitted)
+        return self._known[key]
+
+    def runs(self, what: Examined) -> None:
+        """Counts the calls of a step, and ends the script before one more than is asked for."""
+        with self._lock:
+            if self.stopped or (self.count is not None and what.calls >= self.count):
+                self.stopped = True
+                stop()
+            what.calls += 1
+
+    def _examined(self, call: Call, jitted: Jitted) -> Examined | None:
+        try:
+            noting, program = call.noted()
+        except Exception:  # the script's own error, which its own call will raise
+            return None
+        if not noting.losses:
+            return None
+        first = noting.losses[0].site
+        name = getattr(jitted, "__name__", type(jitted).__name__)
+        place = noting.place or (name, first.file, first.line)
+        return self._step(Examined(call, noting, program, place))
+
+    def _step(self, step: Examined) -> Examined:
+        """Has a step examined, or returns the same step that was called in another way before."""
+        shapes = tuple((x.shape, str(x.dtype)) for loss in step.losses for x in loss.parameters)
+        known = self._by_place.setdefault((step.place, shapes), step)
+        if known is not step:
+            return known
+        self.steps.append(step)
+        try:
+            with HOOKED(None), progress_bar(self.progress, f"survey {step.place[0]}", STAGE):
+                step.examine(self.plan, self.compiling)
+        except KeyboardInterrupt:
+            self.stopped = self.interrupted = True
+            stop()  # the script would take the interrupt for its own
+        finally:
+            step.forget()
+        return step
+
+    # ---- what is differentiated outside of them --------------------------------------------------
+
+    def around(self, fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
+        """Returns a function that is differentiated as it is, and looked at if no jit is around."""
+
+        @functools.wraps(fun)
+        def differentiated(*args: Any, **kwargs: Any) -> Any:
+            if self._watch is not None and not self._watch.is_inside:
+                self._outside(fun, site, args, kwargs)
+            return fun(*args, **kwargs)
+
+        return differentiated
+
+    def _outside(self, fun: Any, site: Site, args: Any, kwargs: Any) -> None:
+        """Looks at a function that is differentiated outside of all jitted ones that are seen."""
+        key = site, tuple(map(_kind, jax.tree.leaves((args, kwargs))))
+        if key not in self._known:
+            with self._lock, self._watch.within():  # type: ignore[union-attr]
+                self._known[key] = self._gradient(fun, site, Flat.of((args, kwargs), is_array))
+        step = self._known[key]
+        if step is not None:
+            self.runs(step)
+
+    def _gradient(self, fun: Any, site: Site, flat: Flat) -> Examined | None:
+        arrays = [jax.lax.stop_gradient(x) for x in flat.arrays]
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            self.not_covered[UNSEEN.format(site.fun, short(site.source))] = None
+            arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        args, kwargs = flat.filled(arrays)
+        gradient = Gradient(fun, site, args, kwargs)
+        try:
+            noting, program = gradient.noted()
+        except Exception as error:  # of what a program of arrays cannot be
+            self.not_covered[f"{site.fun} at {short(site.source)}: {reason_of(error)}"] = None
+            return None
+        name = f"gradient of {site.fun}"
+        return self._step(Examined(gradient, noting, program, (name, site.file, site.line)))
+
+    def _ran_own(self, site: Site) -> None:
+        self.not_covered[
+            f"{site.fun} at {short(site.source)} is differentiated by mpjax, under a policy that "
+            "the script chooses: mpjax.explain and mpjax.compile_for report on it"
+        ] = None
+
+    def _ran_forward(self, site: Site) -> None:
+        self._forward[site] = None
+
+    # ---- what is told at the end -----------------------------------------------------------------
+
+    def ending(self, ended: str) -> str:
+        """Returns how the run ended, of which a script may not have told."""
+        if self.interrupted:
+            return "interrupted"
+        return "stopped" if self.stopped else ended
+
+    def notes(self) -> Iterator[str]:
+        """Yields what was not looked at, and why."""
+        yield from self.compiling.notes
+        yield from self.not_covered
+        idle = list(self._watch.idle()) if self._watch and self.stopped else []
+        if idle:
+            yield (
+                f"jitted, and not called before the script was ended: {first_of(idle, NAMED)}. "
+                "With --steps N or --whole the script goes on."
+            )
+
+    def proposal(self) -> Any:
+        """Returns the changes of the script for the first policy that computes in 16 bits."""
+        rows = [row for step in self.steps for row in step.rows if row.policy]
+        policy = next((row.name for row in rows if row.computes_in_half), None)
+        if policy is None:
+            return None
+        sites = dict.fromkeys(site for step in self.steps for site in _sites(step))
+        uses = [Use(site.file, site.line, site.transform, site.fun or None) for site in sites]
+        return proposed(uses, policy)
+
+
+# ---- inside --------------------------------------------------------------------------------------
+
+
+def _sites(step: Examined) -> list[Site]:
+    return [loss.site for loss in step.losses]
+
+
+def _key_of(jitted: Jitted, args: Any, kwargs: Any) -> Any:
+    """Returns what JAX makes a new trace for, as far as it matters here."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    return id(jitted), _hashed(tree), tuple(map(_kind, leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return (type(leaf), leaf) if _hashed(leaf) is leaf else type(leaf)
+
+
+def _hashed(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value)
+    return value

@@ -1,0 +1,348 @@
+"""The training steps of a script: programs that differentiate something, traced again as asked.
+
+A step is the outermost jitted function around a differentiated one, or the gradient alone where
+nothing around it is jitted. It is traced while the script calls it, because some libraries keep
+what a trace needs only for so long. What it differentiates is traced apart, as a function of the
+values that it gets there.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax._src.core.autocast.transform import autocast
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.contexts import HOOKED, unchecked
+from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.program import trace as programs
+from mpjax._src.core.program.interpret import Plain, interpret
+from mpjax._src.core.program.site import Site as Place
+from mpjax._src.core.program.trace import Flat
+from mpjax._src.tools.scripts.hooks import Around, Hook, Site, _is_within
+
+# The scope of what a function is differentiated at, with the number of the function.
+MARK = "mpjax.survey"
+
+# So many operations run one by one before the gradient is given up on.
+MOST = 50_000
+
+# The parameter of a differentiated function for what it closes over.
+CLOSED_OVER = "closed_over"
+
+
+class NoValues(Exception):
+    """A step's values cannot be looked at; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A function that a step differentiates, apart from the step.
+
+    Attributes:
+        site: Where it is differentiated.
+        call: Its call, of which the arrays are abstract.
+        program: Its program. The arguments after those of the call are what it closes over.
+        closed_over: The abstract values of these.
+        signature: The function itself, for the names of its parameters.
+    """
+
+    site: Site
+    call: Flat
+    program: programs.Traced
+    closed_over: tuple[Any, ...]
+    signature: Callable[..., Any]
+
+    @property
+    def fun(self) -> Callable[..., Any]:
+        """The function, which gets what it closes over as an argument of its own."""
+
+        @functools.wraps(self.signature)
+        def pure(*args: Any, **kwargs: Any) -> Any:
+            outer = kwargs.pop(CLOSED_OVER)
+            arrays = Flat.of((args, kwargs), is_array).arrays
+            closed = _jax.close(self.program.jaxpr, outer)
+            return self.program.rebuild(_jax.eval_closed(closed, *arrays))
+
+        return pure
+
+    def arguments(self, values: Sequence[Any] | None = None) -> tuple[tuple[Any, ...], dict]:
+        """Returns the arguments of `fun`: of these values, or abstract ones."""
+        count = len(self.call.arrays)
+        given = [*self.call.arrays, *self.closed_over] if values is None else [*values]
+        args, kwargs = self.call.filled(given[:count])
+        return args, {**kwargs, CLOSED_OVER: given[count:]}
+
+    @property
+    def argnums(self) -> tuple[int, ...]:
+        """The positions of the differentiated arguments."""
+        count, given = len(self.call.filled(self.call.arrays)[0]), self.site.argnums
+        if given is None:
+            return tuple(range(count))
+        several = given if isinstance(given, Sequence) else (given,)
+        return tuple(int(i) % count for i in several)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The abstract values of the floating arrays that it is differentiated with respect to."""
+        args, _ = self.call.filled(self.call.arrays)
+        leaves = [x for i in self.argnums for x in jax.tree.leaves(args[i])]
+        return [x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+# ---- what is put around a differentiated function ------------------------------------------------
+
+
+class Noting:
+    """Notes what is differentiated in one trace, and marks the values that it gets there."""
+
+    def __init__(self) -> None:
+        self.losses: list[Loss] = []
+        self.place: tuple[str, str, int] | None = None  # of the step: its name, its file and line
+        self._alive: list[Any] = []  # the marked values, which JAX would leave out otherwise
+
+    def __call__(self, fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.place = self.place or _step_around(sys._getframe())
+            known = [loss.site for loss in self.losses]
+            call = Flat.of((args, kwargs), is_array)
+            if site in known or not call.arrays:
+                return fun(*args, **kwargs)
+            traced = programs.trace(call.on(fun), call.avals, "differentiated")
+            inner, outer = _jax.open_jaxpr(traced.jaxpr)
+            self._mark(len(known), [*call.arrays, *outer])
+            shapes = [tuple(map(_shape_of, arrays)) for arrays in (call.arrays, outer)]
+            abstract = dataclasses.replace(call, arrays=shapes[0])
+            program = dataclasses.replace(traced, jaxpr=inner)
+            self.losses.append(Loss(site, abstract, program, shapes[1], fun))
+            return traced.rebuild(_jax.eval_closed(traced.jaxpr, *call.arrays))
+
+        return noted
+
+    def _mark(self, number: int, arrays: Sequence[Any]) -> None:
+        values = tuple(jax.lax.stop_gradient(x) for x in arrays)
+        with jax.named_scope(f"{MARK}{number}."):
+            self._alive.append(jax.lax.optimization_barrier(values))
+
+    def done(self) -> None:
+        self._alive.clear()  # no tracer may outlive its trace
+
+
+def under(policy: Policy | None) -> Hook | None:
+    """Returns the hook that plans what is differentiated; None for a step as it is written."""
+    if policy is None:
+        return None
+    around: Around = lambda fun, site: autocast(fun, policy)  # noqa: E731
+    return Hook(around, key=("survey", str(policy)))
+
+
+def _step_around(frame: Any) -> tuple[str, str, int] | None:
+    """Returns the user's outermost function that is being traced."""
+    found = None
+    while frame is not None:
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if module == __name__ and code.co_name == _call_traced.__name__:
+            break
+        if _jax.is_users_file(code.co_filename) and not _is_within(module, "mpjax"):
+            found = code.co_qualname, code.co_filename, code.co_firstlineno
+        frame = frame.f_back
+    return found
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    aval = _jax.aval_of(x)
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+# ---- a call of a step ----------------------------------------------------------------------------
+
+
+class Call:
+    """A call of a jitted function, which is traced under any hook."""
+
+    why_abstract = "the script compiles the step for shapes, so no batch is known"
+
+    def __init__(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.jitted, self.args, self.kwargs = jitted, args, kwargs
+
+    @functools.cached_property
+    def flat(self) -> Flat:
+        return Flat.of((self.args, self.kwargs))
+
+    @functools.cached_property
+    def is_abstract(self) -> bool:
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.flat.arrays)
+
+    def jitted_under(self, hook: Hook | None) -> "Jitted":
+        """Returns a jitted function of (args, kwargs), for `compile_for`."""
+        return Jitted(self.jitted, hook)
+
+    def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
+        """Returns the step as a program of its arrays."""
+        given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
+        with traced_again(hook):
+            return programs.trace(_calling(given.on(self.jitted)), given.avals, "step")
+
+    def noted(self, arrays: Sequence[Any] = ()) -> tuple[Noting, programs.Traced]:
+        """Returns what the step differentiates, and its program, in which that is marked."""
+        noting = Noting()
+        try:
+            # A key of its own: a cached trace would note nothing.
+            return noting, self.program(Hook(noting, key=(noting,)), arrays)
+        finally:
+            noting.done()
+
+
+class Gradient(Call):
+    """A function that is differentiated outside of jit, as a step."""
+
+    why_abstract = "it is traced by what is around it, so its values are not known"
+
+    def __init__(self, fun: Callable[..., Any], site: Site, args: Any, kwargs: Any) -> None:
+        super().__init__(_derivative(fun, site), args, kwargs)
+        self.fun, self.site = fun, site
+
+    def _planned(self, hook: Hook | None) -> Callable[..., Any]:
+        fun = self.fun if hook is None else hook.around(self.fun, self.site)
+        return _derivative(fun, self.site)
+
+    def jitted_under(self, hook: Hook | None) -> "Jitted":
+        return Jitted(self._planned(hook), None)
+
+    def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
+        given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
+        with traced_again(None):
+            return programs.trace(_calling(given.on(self._planned(hook))), given.avals, "step")
+
+
+class Jitted:
+    """A jitted function of (args, kwargs) that is traced under a hook."""
+
+    def __init__(self, jitted: Any, hook: Hook | None) -> None:
+        self.hook = hook
+        # What `jax.pmap` makes has no trace of its own, nor has a gradient.
+        self.jitted = jitted if hasattr(jitted, "trace") else jax.jit(_called(jitted))
+
+    def trace(self, args: Any, kwargs: Any) -> Any:
+        with traced_again(self.hook):
+            return self.jitted.trace(*args, **kwargs)
+
+    def lower(self, args: Any, kwargs: Any) -> Any:
+        return self.trace(args, kwargs).lower()
+
+
+@contextlib.contextmanager
+def traced_again(hook: Hook | None) -> Iterator[None]:
+    """Traces under a hook, without what the script prints while it is traced."""
+    with HOOKED(hook), unchecked(), contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def _calling(flat: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_call_traced, flat)
+
+
+def _call_traced(flat: Callable[..., Any], *arrays: Any) -> Any:
+    """Calls what is traced: the frames above belong to the step."""
+    return flat(*arrays)
+
+
+def _called(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    step.__name__ = getattr(fun, "__name__", "step")
+    return step
+
+
+def _derivative(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
+    """Returns a function of the arguments of another one, which returns its derivatives too."""
+    options = {"argnums": site.argnums, "has_aux": site.has_aux}
+
+    def derivative(*args: Any, **kwargs: Any) -> Any:
+        if site.transform in ("grad", "value_and_grad"):
+            return jax.value_and_grad(fun, **options, allow_int=True)(*args, **kwargs)
+        if site.argnums is not None:
+            return getattr(jax, site.transform)(fun, **options)(*args, **kwargs)
+        run = functools.partial(fun, **kwargs)
+        if site.has_aux:
+            out, back, _ = jax.vjp(run, *args, has_aux=True)
+        else:
+            out, back = jax.vjp(run, *args)
+        return out, back(jax.tree.map(jnp.ones_like, out))
+
+    derivative.__name__ = site.transform
+    return derivative
+
+
+# ---- the values of a call ------------------------------------------------------------------------
+
+
+def values_of(call: Call, noting: Noting, program: programs.Traced) -> list[Sequence[Any] | None]:
+    """Returns what each noted function is first called with; None if this call does not call it.
+
+    The step runs one operation at a time, up to there.
+
+    Raises:
+        NoValues: If it cannot be run so.
+    """
+    if call.is_abstract:
+        raise NoValues(call.why_abstract)
+    until = _Until(noting.losses)
+    # A new list, because `interpret` empties the one that it is given.
+    with contextlib.suppress(_Reached):
+        interpret(program.jaxpr, [jnp.asarray(x) for x in call.flat.arrays], until)
+    return until.found
+
+
+class _Reached(Exception):
+    """All values are found."""
+
+
+class _Until(Plain):
+    """The watcher that keeps what each function is first differentiated at."""
+
+    def __init__(self, losses: Sequence[Loss]) -> None:
+        self.losses, self.ran = losses, 0
+        self.found: list[Sequence[Any] | None] = [None] * len(losses)
+
+    def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
+        self.ran += 1
+        if self.ran > MOST:
+            raise NoValues(f"the gradient is not reached within {MOST:,} operations")
+        if number := next((s for s in reversed(place.scopes) if s.startswith(MARK)), ""):
+            self._keep(int(number.removeprefix(MARK).rstrip(".")), ins)
+            return ins
+        if eqn.effects:  # of callbacks, which the step itself makes
+            if eqn.outvars:
+                raise NoValues("the step asks Python for values (io_callback) before the gradient")
+            return []
+        return Plain.operation(eqn, ins, place)
+
+    def _keep(self, number: int, ins: Sequence[Any]) -> None:
+        if self.found[number] is not None:
+            return
+        loss = self.losses[number]
+        shapes = [*loss.call.arrays, *loss.closed_over]
+        self.found[number] = [_one(x, s.shape) for x, s in zip(ins, shapes, strict=True)]
+        if all(found is not None for found in self.found):
+            raise _Reached
+
+
+def _one(x: Any, shape: tuple[int, ...]) -> Any:
+    """Returns an array of a shape: of several that a vmap around makes, the first."""
+    while x.ndim > len(shape):
+        axis = next(
+            (i for i in range(x.ndim) if x.shape[:i] + x.shape[i + 1 :] == shape),
+            0,
+        )
+        x = jnp.take(x, 0, axis=axis)
+    return x
