@@ -25,7 +25,11 @@ from benchmarks import Options
 from benchmarks.results import Results
 
 HERE = Path(__file__).parent
-LISTED = tomllib.loads((HERE / "bases.toml").read_text())
+COMMITS = tomllib.loads((HERE / "commits.toml").read_text())
+LISTED = tomllib.loads((HERE / "bases.toml").read_text()) | {
+    case: {**{k: v for k, v in COMMITS.items() if k != "base"}, **base}
+    for case, base in COMMITS["base"].items()
+}
 ABSENT = {case: base for case, base in LISTED.items() if "why" in base}
 BASES = {case: base for case, base in LISTED.items() if case not in ABSENT}
 CASES = tuple(BASES)

@@ -64,7 +64,7 @@ def environment(case: str, base: Base, home: Path) -> Path:
     wanted = [f"jax=={jax.__version__}", f"jaxlib=={jaxlib.__version__}", *base["packages"]]
     key = "\n".join([sys.version, *wanted, *base.get("alone", ())])
     name = hashlib.sha256(key.encode()).hexdigest()[:8]
-    folder = home / "environments" / f"{case}-{name}"
+    folder = home / "environments" / f"{base.get('shares', case)}-{name}"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,28 +100,41 @@ def source(case: str, base: Base, home: Path) -> Path | None:
 
 def command(case: str, base: Base, home: Path, own: bool = False) -> list[str]:
     """Returns the script of a code base with its arguments."""
-    args = [*base.get("command", [f"{{scripts}}/train_{case}.py"]), *(base["own"] if own else [])]
-    folder = source(case, base, home)
-    return [arg.format(scripts=SCRIPTS, source=folder) for arg in args]
+    args = base.get("command", [f"{{scripts}}/train_{case}.py"])
+    given = base.get("own", [])
+    if isinstance(given, dict):  # values without it and with it, in place of a word
+        (word, values), *_ = given.items()
+        args = [arg.replace(word, values[own]) for arg in args]
+    elif own:
+        args = [*args, *given]
+    return [arg.format(**folders(case, base, home)) for arg in args]
+
+
+def folders(case: str, base: Base, home: Path) -> dict[str, Any]:
+    """Returns the folders that commands and paths name."""
+    known = {"scripts": SCRIPTS, "shims": HERE / "shims", "sources": home / "sources"}
+    return {**known, "source": source(case, base, home)}
 
 
 # ---- what runs -----------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
-    """What a finished script printed, what mpjax reported of it, and how long it took."""
+    """What a finished script printed and read, what mpjax reported of it, and how long it took."""
 
     out: str
+    err: str
     report: dict[str, Any] | None
     seconds: float
+    numbers: list[str]
 
 
 def executed(
     case: str, base: Base, python: Path, args: list[str], home: Path, extra: tuple[Path, ...] = ()
 ) -> Run:
     """Runs a Python command in an empty folder."""
-    checkout = source(case, base, home)
-    own = [path.format(scripts=SCRIPTS, source=checkout) for path in base.get("path", ())]
+    paths = ["{shims}/numbers"] if base.get("numbers") else []
+    own = [path.format(**folders(case, base, home)) for path in (*paths, *base.get("path", ()))]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "MPJAX_"))}
     env = {
         **kept,
@@ -132,11 +145,15 @@ def executed(
         **base.get("environment", {}),
     }
     with tempfile.TemporaryDirectory(prefix="mpjax-others-") as folder:
+        read = Path(folder) / "numbers.txt"
+        env["OTHERS_NUMBERS"] = str(read)
         start = time.monotonic()
         run = done([str(python), *args], env=env, cwd=folder)
+        seconds = time.monotonic() - start
         path = Path(folder) / REPORT
         report = json.loads(path.read_text()) if path.exists() else None
-        return Run(run.stdout, report, time.monotonic() - start)
+        numbers = sorted(read.read_text().splitlines()) if read.exists() else []
+        return Run(run.stdout, run.stderr, report, seconds, numbers)
 
 
 def done(command: list[str], **settings: Any) -> subprocess.CompletedProcess:
@@ -160,10 +177,13 @@ def done(command: list[str], **settings: Any) -> subprocess.CompletedProcess:
 
 def run_figures(base: Base, run: Run) -> Row:
     """Returns the losses that a script printed, and what `mpjax run` reported of it."""
-    losses = re.findall(base.get("loss", LOSS), run.out)
+    losses = re.findall(base.get("loss", LOSS), run.err if base.get("log") else run.out)
     if not losses:
         raise Failed("it printed no loss")
     row: Row = {"losses": losses, "seconds": round(run.seconds, 1)}
+    if run.numbers:
+        digest = hashlib.sha256("\n".join(run.numbers).encode()).hexdigest()[:16]
+        row |= {"numbers": len(run.numbers), "digest": digest}
     return {**row, "report": run.report} if run.report else row
 
 
@@ -197,6 +217,7 @@ def problems(cases: dict[str, dict[str, Row]]) -> list[str]:
     for case, rows in cases.items():
         found += [f"{case}, {way}: {row[FAILED]}" for way, row in rows.items() if FAILED in row]
         plain, same = rows.get("float32", {}), rows.get("run float32", {})
-        if "losses" in plain and "losses" in same and plain["losses"] != same["losses"]:
+        both = [[row.get("losses"), row.get("digest")] for row in (plain, same)]
+        if "losses" in plain and "losses" in same and both[0] != both[1]:
             found.append(f"{case}: the losses differ under mpjax run --policy float32")
     return found
