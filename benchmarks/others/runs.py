@@ -189,12 +189,11 @@ def run_figures(base: Base, run: Run) -> Row:
 
 def report_figures(report: Row) -> Row:
     """Returns what the page needs of the report of `mpjax run`."""
-    left = {row["reason"] for row in report["rows"] if not row["planned"]}
     return {
         "half_flops": report["half_flops"],
         "differentiated": len(report["rows"]),
         "planned": sum(row["planned"] for row in report["rows"]),
-        "left": sorted(left),
+        "reasons": sorted({row["reason"] for row in report["rows"] if row["reason"]}),
         "missed": len(report["missed"]),
     }
 

@@ -80,6 +80,8 @@ def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
                 reasons.setdefault(reason, []).append(way)
         for reason, ways in reasons.items():
             yield title(case), f"{', '.join(ways)}: {reason}"
+        for reason in rows.get(RUN, {}).get("reasons", ()):
+            yield title(case), f"a function stays in float32: {reason}"
         for note in BASES.get(case, {}).get("notes", ()):
             yield title(case), note
     for base in ABSENT.values():

@@ -78,7 +78,7 @@ def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkey
     base = {"command": [str(tmp_path / "train.py")], "packages": []}
     monkeypatch.setattr(runs, "environment", lambda *args: sys.executable)
     row = runs.measured("mine", base, "float32", tmp_path)
-    assert row["losses"] == ["1.5"] and (row["planned"], row["left"]) == (1, ["forward mode"])
+    assert row["losses"] == ["1.5"] and (row["planned"], row["reasons"]) == (1, ["forward mode"])
     (tmp_path / "train.py").write_text("raise ValueError('no data')")
     row = runs.measured("mine", base, "float32", tmp_path)
     assert row == {"failed": "exit status 1: ValueError: no data"}
@@ -116,4 +116,5 @@ def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_
     assert command in text
     assert "| mine | `train_step` | 0.50 MiB | 0.50x | 0.67x | 2.00 MB | 0.50x | 0.67x |" in text
     assert "| yours | own: no dtype |" in text
+    assert "| mine | a function stays in float32: forward mode |" in text
     assert all(base["title"] in text for base in ABSENT.values())
