@@ -1,5 +1,7 @@
 """Trains a small classifier with the optimizer of kfac-jax, which reads the loss's program."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import kfac_jax
@@ -10,7 +12,7 @@ SIZES = (64, 128, 128, 10)
 
 def init(key):
     keys = jax.random.split(key, len(SIZES) - 1)
-    shapes = zip(SIZES[:-1], SIZES[1:], strict=True)
+    shapes = itertools.pairwise(SIZES)
     return [
         {"w": jax.random.normal(k, shape) / np.sqrt(shape[0]), "b": jnp.zeros(shape[1])}
         for k, shape in zip(keys, shapes, strict=True)
