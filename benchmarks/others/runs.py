@@ -167,9 +167,15 @@ def done(command: list[str], **settings: Any) -> subprocess.CompletedProcess:
     except subprocess.TimeoutExpired:
         raise Failed(f"not finished after {TIMEOUT} seconds") from None
     if run.returncode:
-        lines = [line for line in run.stderr.splitlines() if line.strip()]
-        raise Failed(f"exit status {run.returncode}: {lines[-1][:300] if lines else ''}")
+        raise Failed(f"exit status {run.returncode}: {why(run.stderr)}")
     return run
+
+
+def why(err: str) -> str:
+    """Returns the line of a traceback that names the error; otherwise, the last line."""
+    lines = [line for line in err.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (named or lines or [""])[-1][:300]
 
 
 # ---- figures -------------------------------------------------------------------------------------

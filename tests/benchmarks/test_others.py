@@ -86,6 +86,15 @@ def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkey
     assert "them/theirs" in runs.measured("mine", absent, "float32", tmp_path)["skipped"]
 
 
+def test_the_reason_of_a_failure_is_its_error_and_not_what_follows_it():
+    notes = "----\nFor simplicity, JAX has removed its internal frames\n"
+    assert (
+        runs.why(f"Traceback:\n  f()\njax.errors.SomeError: no\n{notes}")
+        == "jax.errors.SomeError: no"
+    )
+    assert runs.why("usage: train.py\n") == "usage: train.py" and runs.why("") == ""
+
+
 def test_values_that_differ_under_float32_are_problems():
     rows = {"float32": {"losses": ["1", "2"]}, "run float32": {"losses": ["1", "2"]}}
     assert not runs.problems({"mine": rows})
