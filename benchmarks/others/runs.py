@@ -180,22 +180,33 @@ def run_figures(base: Base, run: Run) -> Row:
     losses = re.findall(base.get("loss", LOSS), run.err if base.get("log") else run.out)
     if not losses:
         raise Failed("it printed no loss")
-    row: Row = {"losses": losses, "seconds": round(run.seconds, 1)}
+    row: Row = {"losses": losses}
     if run.numbers:
         digest = hashlib.sha256("\n".join(run.numbers).encode()).hexdigest()[:16]
         row |= {"numbers": len(run.numbers), "digest": digest}
-    return {**row, "report": run.report} if run.report else row
+    return row if run.report is None else {**row, **report_figures(run.report)}
+
+
+def report_figures(report: Row) -> Row:
+    """Returns what the page needs of the report of `mpjax run`."""
+    return {
+        "half_flops": report["half_flops"],
+        "differentiated": len(report["rows"]),
+        "planned": sum(row["planned"] for row in report["rows"]),
+        "reasons": sorted({row["reason"] for row in report["rows"] if row["reason"]}),
+        "missed": len(report["missed"]),
+    }
 
 
 def survey_figures(
     case: str, base: Base, python: Path, script: list[str], home: Path, own: bool
 ) -> Row:
     """Returns the figures of a survey's steps by policy."""
-    survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batches"]
-    survey += ["--policy", "float32" if own else "mixed_bfloat16"]
+    survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batch"]
+    survey += ["--no-run", "--policy", "float32"] if own else ["--policy", "mixed_bfloat16"]
     run = executed(case, base, python, [*survey, *script], home, (compilers(home),))
     steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
-    return {"steps": steps, "seconds": round(run.seconds, 1)}
+    return {"steps": steps}
 
 
 def step_figures(step: Row) -> Row:
@@ -211,13 +222,17 @@ def step_figures(step: Row) -> Row:
     return {**found, "rows": rows}
 
 
+def same(plain: Row, other: Row) -> bool:
+    """Returns whether a script printed and read the same values, bit for bit, in two ways."""
+    return all(plain[key] == other.get(key) for key in ("losses", "digest") if key in plain)
+
+
 def problems(cases: dict[str, dict[str, Row]]) -> list[str]:
-    """Returns a line for each script whose losses differ under `float32`, and each failure."""
+    """Returns a line for each script whose values differ under `float32`, and each failure."""
     found = []
     for case, rows in cases.items():
         found += [f"{case}, {way}: {row[FAILED]}" for way, row in rows.items() if FAILED in row]
-        plain, same = rows.get("float32", {}), rows.get("run float32", {})
-        both = [[row.get("losses"), row.get("digest")] for row in (plain, same)]
-        if "losses" in plain and "losses" in same and both[0] != both[1]:
-            found.append(f"{case}: the losses differ under mpjax run --policy float32")
+        plain, again = rows.get("float32", {}), rows.get("run float32", {})
+        if "losses" in plain and "losses" in again and not same(plain, again):
+            found.append(f"{case}: the values differ under mpjax run --policy float32")
     return found

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.others import ABSENT, BASES
+from benchmarks.others.runs import same
 from benchmarks.page.tables import Cell, prose, table, written
 from benchmarks.results import FAILED, SKIPPED
 
 Rows = dict[str, Any]
 RUN, PLAIN, SAME = "run mixed_bfloat16", "float32", "run float32"
 COLUMNS = (
-    *("code base", "command", "lines changed", "16-bit FLOPs", "loss, mpjax", "loss, own setting"),
-    *("gradient, mpjax", "same in float32"),
+    *("code base", "command", "lines changed", "functions planned", "16-bit FLOPs"),
+    *("loss, mpjax", "loss, own setting", "gradient, mpjax", "same in float32"),
 )
 COSTS = (
     *("code base", "step", "memory", "to float32", "to its own setting"),
@@ -35,22 +36,22 @@ def section(stored: Rows, causes: Rows) -> str:
 
 def run_cells(case: str, rows: Rows) -> list[Cell]:
     """Returns what `mpjax run` makes of a script."""
-    report = rows[RUN].get("report", {})
+    ran = rows[RUN]
     worst = [
         row["gradient_error"]
         for step in rows.get("survey", {}).get("steps", ())
         if "gradient_error" in (row := step["rows"].get(HALF, {}))
     ]
-    same = rows.get(SAME, {}).get("losses") == rows[PLAIN]["losses"]
     return [
         title(case),
         f"`mpjax run {script(case)}`",
         "0",
-        percent(report.get("half_flops")),
-        difference(rows[PLAIN], rows[RUN]),
+        f"{ran.get('planned', 0)} of {ran.get('differentiated', 0)}",
+        percent(ran.get("half_flops")),
+        difference(rows[PLAIN], ran),
         difference(rows[PLAIN], rows.get("own", {})),
         percent(max(worst, default=None)),
-        "yes" if same else "**no**",
+        "yes" if same(rows[PLAIN], rows.get(SAME, {})) else "**no**",
     ]
 
 
@@ -79,6 +80,8 @@ def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
                 reasons.setdefault(reason, []).append(way)
         for reason, ways in reasons.items():
             yield title(case), f"{', '.join(ways)}: {reason}"
+        for reason in rows.get(RUN, {}).get("reasons", ()):
+            yield title(case), f"a function stays in float32: {reason}"
         for note in BASES.get(case, {}).get("notes", ()):
             yield title(case), note
     for base in ABSENT.values():
@@ -97,11 +100,12 @@ def script(case: str) -> str:
 
 
 def difference(plain: Rows, other: Rows) -> Cell:
-    """Returns how far the last loss is from that in float32."""
+    """Returns how far losses are from those in float32: their mean distance, relative to these."""
     if "losses" not in other:
         return None
-    before, after = float(plain["losses"][-1]), float(other["losses"][-1])
-    return f"{abs(after - before) / max(abs(before), 1e-30):.1e}"
+    pairs = zip(map(float, plain["losses"]), map(float, other["losses"]), strict=True)
+    apart, size = map(sum, zip(*((abs(x - y), abs(x)) for x, y in pairs), strict=True))
+    return f"{apart / size:.1e}"
 
 
 def ratio(mine: float | None, other: float | None) -> float | None:

@@ -9,7 +9,14 @@ import pytest
 from benchmarks.others import ABSENT, BASES, WAYS, runs
 from benchmarks.page import others as page
 
-REPORT = {"half_flops": 0.92}
+REPORT = {
+    "half_flops": 0.92,
+    "rows": [
+        {"planned": True, "reason": "", "half_before": 0.0},
+        {"planned": False, "reason": "forward mode", "half_before": None},
+    ],
+    "missed": [],
+}
 STEP = {
     "name": "train_step",
     "parameters": 10,
@@ -62,12 +69,16 @@ def test_losses_are_read_from_what_a_script_prints(line, loss):
 
 
 def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkeypatch):
-    text = "import json\nprint('loss 1.5')\nopen('report.json', 'w').write(json.dumps({'a': 1}))"
+    text = (
+        "import json\nprint('loss 1.5')\nopen('report.json', 'w').write(json.dumps("
+        + repr(REPORT)
+        + "))"
+    )
     (tmp_path / "train.py").write_text(text)
     base = {"command": [str(tmp_path / "train.py")], "packages": []}
     monkeypatch.setattr(runs, "environment", lambda *args: sys.executable)
     row = runs.measured("mine", base, "float32", tmp_path)
-    assert row["losses"] == ["1.5"] and row["report"] == {"a": 1}
+    assert row["losses"] == ["1.5"] and (row["planned"], row["reasons"]) == (1, ["forward mode"])
     (tmp_path / "train.py").write_text("raise ValueError('no data')")
     row = runs.measured("mine", base, "float32", tmp_path)
     assert row == {"failed": "exit status 1: ValueError: no data"}
@@ -75,13 +86,15 @@ def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkey
     assert "them/theirs" in runs.measured("mine", absent, "float32", tmp_path)["skipped"]
 
 
-def test_losses_that_differ_under_float32_are_problems():
+def test_values_that_differ_under_float32_are_problems():
     rows = {"float32": {"losses": ["1", "2"]}, "run float32": {"losses": ["1", "2"]}}
     assert not runs.problems({"mine": rows})
     rows["run float32"] = {"losses": ["1", "2.1"]}
     rows["own"] = {"failed": "exit status 1"}
-    differ = "mine: the losses differ under mpjax run --policy float32"
+    differ = "mine: the values differ under mpjax run --policy float32"
     assert runs.problems({"mine": rows}) == ["mine, own: exit status 1", differ]
+    rows = {way: {"losses": ["1"], "digest": way} for way in ("float32", "run float32")}
+    assert runs.problems({"mine": rows}) == [differ]
 
 
 def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_failed():
@@ -90,15 +103,18 @@ def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_
     rows = {
         "float32": {"losses": ["4", "2"]},
         "run float32": {"losses": ["4", "2"]},
-        "run mixed_bfloat16": {"losses": ["4", "2.02"], "report": REPORT},
-        "own": {"losses": ["4", "1.9"]},
+        "run mixed_bfloat16": {"losses": ["4", "2.06"], **runs.report_figures(REPORT)},
+        "own": {"losses": ["3.8", "1.9"]},
         "survey": survey,
         "survey own": own,
     }
     assert {*rows} == {*WAYS}
     text = page.section({"cases": {"mine": rows, "yours": {"own": {"failed": "no dtype"}}}}, {})
-    command = "| mine | `mpjax run train_mine.py` | 0 | 92% | 1.0e-02 | 5.0e-02 | 1% | yes |"
+    command = (
+        "| mine | `mpjax run train_mine.py` | 0 | 1 of 2 | 92% | 1.0e-02 | 5.0e-02 | 1% | yes |"
+    )
     assert command in text
     assert "| mine | `train_step` | 0.50 MiB | 0.50x | 0.67x | 2.00 MB | 0.50x | 0.67x |" in text
     assert "| yours | own: no dtype |" in text
+    assert "| mine | a function stays in float32: forward mode |" in text
     assert all(base["title"] in text for base in ABSENT.values())
