@@ -78,4 +78,5 @@ def main():
         raise SystemExit(f"{path} has no sizes {sorted(unused)}")
 
 
-main()
+if __name__ == "__main__":
+    main()

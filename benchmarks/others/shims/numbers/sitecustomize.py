@@ -36,7 +36,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def watch(kind, out):
     """Writes what is read of arrays of this class."""
-    value, buffer, busy = kind._value, kind.__buffer__, set()
+    value, busy = kind._value, set()
+    buffer = getattr(kind, "__buffer__", None)  # Python 3.12 and newer
 
     def tell(array, read):
         if id(array) in busy:
@@ -53,7 +54,8 @@ def watch(kind, out):
         return read()
 
     kind._value = property(lambda self: tell(self, lambda: value.fget(self)))
-    kind.__buffer__ = lambda self, flags: tell(self, lambda: buffer(self, flags))
+    if buffer is not None:
+        kind.__buffer__ = lambda self, flags: tell(self, lambda: buffer(self, flags))
 
 
 if os.environ.get("OTHERS_NUMBERS"):
