@@ -53,7 +53,7 @@ def test_every_package_has_its_place():
         "__main__",
         "_src",
         "py",
-        *("checkpoint", "debug", "errors", "hardware", "optim", "reports"),
+        *("checkpoint", "debug", "errors", "hardware", "optim", "reports", "scripts"),
         *("keras", "linen", "nnx"),
     }
 

@@ -84,7 +84,12 @@ def text(run):
     return str(jax.make_jaxpr(run)())
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+QUICK = ("grad", "aux", "vjp", "hessian", "nested", "custom_vjp", "shard_map")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in PROGRAMS]
+)
 def test_a_gradient_is_that_of_autocast_in_its_place(name):
     run = PROGRAMS[name]
     by_hand = functools.partial(run, lambda fun: mpjax.autocast(fun, BF16))
@@ -174,18 +179,23 @@ def test_what_reads_values_runs_as_it_is_and_is_named(capsys):
     def branches(w):
         return loss(w, X) if w[0, 0] < 100 else jnp.sum(w)
 
+    def prints(w, x):
+        return loss(w, x) + len(f"{x[0, 0]:.3f}")  # a number, where JAX differentiates at values
+
     plain = [jax.grad(branches)(W)]
     with mpjax.scripts.autocast_gradients() as report:
         same = [jax.grad(branches)(W) for _ in range(2)]
         with pytest.raises(jax.errors.TracerBoolConversionError):
             jax.jit(jax.grad(branches))(W)  # as without the block
+        jax.grad(prints)(W, X)
         jax.jvp(loss, (W, X), (W, X))
         jax.grad(mpjax.autocast(loss))(W, X)
     assert all((plain[0] == each).all() for each in same)
     rows = {(row.transform, row.name): row for row in report.rows if not row.planned}
-    assert len(rows) == 3 and all(row.calls for row in report.rows)
+    assert len(rows) == 4 and all(row.calls for row in report.rows)
     said = capsys.readouterr().err
     assert "not planned, it reads values of its arrays: " in said and "branches (" in said
+    assert "not planned, it cannot be traced: TypeError: unsupported format string" in said
     assert "not planned, forward mode alone is left as it is: loss (" in said
     assert "not planned, the script has mpjax compute it, under a policy of its own: loss (" in said
 

@@ -137,7 +137,12 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+QUICK = ("nnx.value_and_grad", "eqx.filter_grad")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in LIBRARIES]
+)
 def test_what_a_library_differentiates_is_planned(name):
     make = LIBRARIES[name]
     plain = make(lambda fun: fun)

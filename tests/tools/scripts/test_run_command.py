@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from multiprocessing import spawn
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import mpjax.scripts
 from mpjax._src.tools.cli.commands import main
 from mpjax._src.tools.scripts.launch import restored
+from mpjax._src.tools.scripts.running import Run
 
 TRAIN = """
 import atexit, os, sys, threading
@@ -66,19 +68,51 @@ def ran(*args, **env):
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
 
 
-def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
+@pytest.mark.thorough
+def test_a_script_under_float32_prints_what_it_prints_alone(folder):
     plain = ran("train.py", "--fail", "-x")
-    half = ran("-m", "mpjax", "run", "--report", "seen.json", "train.py", "--fail", "-x")
     same = ran("-m", "mpjax", "run", "train.py", "--fail", "-x", MPJAX_POLICY="float32")
-    assert plain.returncode == half.returncode == same.returncode == 1
-    assert same.stdout == plain.stdout != half.stdout
+    assert plain.returncode == same.returncode == 1 and same.stdout == plain.stdout
+    assert same.stderr.startswith(plain.stderr.strip())
+
+
+def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
+    half = ran("-m", "mpjax", "run", "--report", "seen.json", "train.py", "--fail", "-x")
+    assert half.returncode == 1
     assert half.stdout.count("['--fail', '-x'] float32") == 3
     # The traceback is the script's own, and the summary comes last.
-    assert half.stderr.startswith(plain.stderr.strip())
-    last = half.stderr.removeprefix(plain.stderr.strip()).strip().splitlines()
-    assert last == ["mpjax: 1 function differentiated, 1 planned; 100% of matmul FLOPs in bfloat16"]
+    first, *_, error, last = half.stderr.splitlines()
+    assert first == "Traceback (most recent call last):" and error == "RuntimeError: own"
+    assert last == "mpjax: 1 function differentiated, 1 planned; 100% of matmul FLOPs in bfloat16"
+    assert half.stderr.count("File ") == 1
     report = json.loads((folder / "seen.json").read_text())
     assert report["half_flops"] == 1 and report["rows"][0]["name"] == "loss"
+
+
+def test_float16_is_refused_with_the_lines_to_change(folder, monkeypatch, capsys):
+    source = """
+import jax, jax.numpy as jnp, optax
+def penalty(w): return jnp.sum(w**2)
+def loss(w, x): return jnp.mean((x @ w) ** 2) + jnp.sum(jax.grad(penalty)(w) ** 2)
+optimizer = optax.adam(1e-2)
+def step(w, opt_state, x):
+    grads = jax.grad(loss)(w, x)
+    updates, opt_state = optimizer.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+"""
+    (folder / "loop.py").write_text(source)
+    subprocess.run(["git", "init", "-q", "."], check=True)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    sys.modules["__main__"].__file__ = str(folder / "loop.py")
+    with pytest.raises(SystemExit) as end:
+        Run("mixed_float16").begin()
+    said = capsys.readouterr()
+    assert end.value.code == 2 and "need a loss scale" in said.err
+    subprocess.run(["git", "apply"], input=said.out, text=True, check=True)
+    changed = (folder / "loop.py").read_text()
+    assert 'mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")' in changed
+    # What is differentiated inside of a loss stays as it is.
+    assert "jax.grad(penalty)" in changed and "jax.grad(loss)" not in changed
 
 
 @pytest.mark.thorough

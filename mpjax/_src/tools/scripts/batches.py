@@ -79,18 +79,18 @@ def _candidates(
 ) -> Iterator[tuple[int, dict[int, int]]]:
     """Yields sizes, each with the arrays that may have an axis of a batch of this size."""
     data = _data(arrays, results)
-    for axis in (0, 1):
-        sizes: collections.Counter[int] = collections.Counter()
-        for i in data:
-            if np.ndim(arrays[i]) > axis and arrays[i].shape[axis] > 1:
-                sizes[arrays[i].shape[axis]] += 1 + int(np.size(arrays[i]) > 4096)
-        for size, _ in sizes.most_common(SIZES):
-            of_size = [i for i, x in enumerate(arrays) if np.ndim(x) > axis]
-            of_size = [i for i in of_size if arrays[i].shape[axis] == size]
-            yield size, {i: axis for i in of_size if i in data}
-            # An array that has the shape of a result may be data too.
-            if any(i not in data for i in of_size):
-                yield size, {i: axis for i in of_size if not is_key(arrays[i])}
+    # An array of the shape of a result may be data too.
+    for among in (data, [i for i, x in enumerate(arrays) if not is_key(x)]):
+        for axis in (0, 1):
+            sizes: collections.Counter[int] = collections.Counter()
+            for i in among:
+                if np.ndim(arrays[i]) > axis and arrays[i].shape[axis] > 1:
+                    sizes[arrays[i].shape[axis]] += 1
+            for size, _ in sizes.most_common(SIZES):
+                of_size = [i for i in among if np.ndim(arrays[i]) > axis]
+                of_size = [i for i in of_size if arrays[i].shape[axis] == size]
+                if among is data or not {*of_size} <= {*data}:
+                    yield size, dict.fromkeys(of_size, axis)
 
 
 def _data(arrays: Sequence[Any], results: Sequence[Any]) -> list[int]:
@@ -121,6 +121,8 @@ def _reaches_loss(call: Call, noting: Noting, batch: Batch, flops: float) -> boo
         return False
     if len(larger.losses) != len(noting.losses):
         return False
+    if not noting.losses:  # what mpjax differentiates is not looked into
+        return flops > 0
     pairs = [*zip(larger.losses, noting.losses, strict=True)]
     # More classes are no larger batch: they change the parameters.
     if any(_of(one.parameters) != _of(other.parameters) for one, other in pairs):

@@ -42,6 +42,12 @@ STAGE = "stage"  # what progress counts
 POLICIES = ("mixed_bfloat16", "mixed_float16", "mixed_bfloat16,storage=lean")
 FUSED = "mixed_bfloat16,fused_attention=true"  # where the step has attention
 
+# What stands in for the rows of other policies.
+OWN = (
+    "mpjax computes the gradient, under the policy that the script chooses: change the policy "
+    "there to see another row"
+)
+
 # Of programs with more operations, no values are looked at: they run one by one.
 MOST_OPERATIONS = 30_000
 
@@ -157,6 +163,9 @@ class Examined:
             default += (get_policy(FUSED),)
         policies = plan.policies or default
         names = [str(p) for p in plan.policies] or [*POLICIES, FUSED]
+        if not self.losses:
+            policies = ()
+            self.notes.append(OWN)
         self.rows += [Row(p, n) for p, n in zip(policies, names, strict=False)]
         for row in self.rows:
             advance(STAGE, f"tracing under {row.name}")
@@ -183,6 +192,7 @@ class Examined:
 
         leaves = jax.tree.leaves((self.call.args, self.call.kwargs), is_leaf=is_scale)
         found = [type(x).__name__ for x in leaves if is_scale(x)]
+        found = [name for name in found if not name.startswith("NoOp")]
         lines = [loss.site.library.replace("\\", "/") for loss in self.losses]
         found += [SCALES[0] for line in lines if "/dynamic_scale.py" in line]
         return [*dict.fromkeys(found)]
@@ -231,7 +241,7 @@ class Examined:
 
     def _compare(self, plan: Plan) -> None:
         halves = [row for row in self.rows if row.computes_in_half]
-        if not (plan.run and halves):
+        if not (plan.run and halves and self.losses):
             return
         advance(STAGE, "running up to the gradient")
         try:
@@ -279,7 +289,7 @@ class Examined:
 
     def _explain(self) -> None:
         policy = next((r.policy for r in self.rows if r.policy and r.computes_in_half), None)
-        if policy is None:
+        if policy is None:  # nor are there any where mpjax computes the gradient
             return
         loss = self.losses[0]
         args, kwargs = loss.arguments()

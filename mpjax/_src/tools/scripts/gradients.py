@@ -172,8 +172,9 @@ def allowed(policy: Policy) -> Policy:
     if FLOAT16 in (*dtypes, policy.param_dtype):
         raise NeedsLossScale(
             f"policy={brief(str(policy))} computes in float16, whose gradients need a loss scale. "
-            "That lives in the training loop: change its lines as in docs/frameworks.md, or choose "
-            '"mixed_bfloat16", which needs none.'
+            "That lives in the training loop, whose lines have to change (docs/frameworks.md; "
+            '`mpjax run` with this policy prints a diff of them). Or choose "mixed_bfloat16", '
+            "which needs none."
         )
     kept = {"stores parameters": policy.param_dtype, "returns results": policy.output_dtype}
     for what, dtype in kept.items():
@@ -211,15 +212,24 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
             out = _Planned(fun, report.policy, seen, finished)(*args, **kwargs)
             seen.calls += 1
             return out
-        except CONCRETE:
+        except Exception as error:
             if finished:
                 raise
-        # Outside of jit JAX differentiates at values, which plans do without.
-        report._drop(site)
-        report._of(site, "it reads values of its arrays").calls += 1
-        return fun(*args, **kwargs)
+            failed = error
+        # Outside of jit JAX differentiates at values, which plans do without. An error of the
+        # function itself is raised again, as it would be without a plan.
+        out = fun(*args, **kwargs)
+        reads = isinstance(failed, CONCRETE)
+        what = "reads values of its arrays" if reads else f"cannot be traced: {_line(failed)}"
+        report._of(site, f"it {what}").calls += 1
+        return out
 
     return run
+
+
+def _line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _left(report: GradientsReport, reason: str, site: Site) -> None:

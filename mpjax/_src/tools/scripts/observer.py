@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import HOOKED
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.base.lines import short
@@ -109,11 +111,10 @@ class Observer:
             noting, program = call.noted()
         except Exception:  # the script's own error, which its own call will raise
             return None
-        if not noting.losses:
+        if not (noting.losses or noting.own):
             return None
-        first = noting.losses[0].site
         name = getattr(jitted, "__name__", type(jitted).__name__)
-        place = noting.place or (name, first.file, first.line)
+        place = noting.place or (name, *_line_of_call())
         return self._step(Examined(call, noting, program, place))
 
     def _step(self, step: Examined) -> Examined:
@@ -172,6 +173,8 @@ class Observer:
         return self._step(Examined(gradient, noting, program, (name, site.file, site.line)))
 
     def _ran_own(self, site: Site) -> None:
+        if self._watch is not None and self._watch.is_inside:  # a step, which says so
+            return
         self.not_covered[
             f"{site.fun} at {short(site.source)} is differentiated by mpjax, under a policy that "
             "the script chooses: mpjax.explain and mpjax.compile_for report on it"
@@ -215,6 +218,13 @@ class Observer:
 
 def _sites(step: Examined) -> list[Site]:
     return [loss.site for loss in step.losses]
+
+
+def _line_of_call() -> tuple[str, int]:
+    """Returns the user's file and line that is running, or a library's, if none is the user's."""
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_jax.OURS)]
+    users = [f for f in frames if _jax.is_users_file(f.filename)] or frames
+    return users[-1].filename, users[-1].lineno or 0
 
 
 def _key_of(jitted: Jitted, args: Any, kwargs: Any) -> Any:

@@ -38,8 +38,8 @@ class Run:
         children: Whether multiprocessing has spawned processes.
     """
 
-    def __init__(self, policy: str, script: str = "", report_file: Path | None = None) -> None:
-        self.policy, self.script, self.report_file = policy, script, report_file
+    def __init__(self, policy: str, report_file: Path | None = None) -> None:
+        self.policy, self.report_file = policy, report_file
         self.report: Any = None
         self.children = False
         self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
@@ -48,18 +48,37 @@ class Run:
     def begin(self) -> None:
         """Plans from now on, for the rest of the process."""
         from mpjax._src.core.policy.grammar import get_policy
-        from mpjax._src.tools.scripts.gradients import GradientsReport, allowed, planning
+        from mpjax._src.tools.scripts.gradients import (
+            GradientsReport,
+            NeedsLossScale,
+            allowed,
+            planning,
+        )
 
         try:
             policy = allowed(get_policy(self.policy))
         except (ValueError, TypeError) as error:
-            self._refuse(error)
+            self._refuse(error, isinstance(error, NeedsLossScale))
         self.report = GradientsReport(policy)
         self._stack.enter_context(planning(self.report))
 
-    def _refuse(self, error: Exception) -> None:
-        print(f"Error: {error}", file=sys.stderr)
+    def _refuse(self, error: Exception, needs_lines: bool) -> None:
+        """Ends the process, with the diff to apply on stdout if lines of the script can change."""
         self.process = -1
+        print(f"Error: {error}", file=sys.stderr)
+        script = getattr(sys.modules["__main__"], "__file__", "")
+        if needs_lines and script:
+            from mpjax._src.tools.scripts.refused import lines_to_change
+
+            proposal = lines_to_change(script, self.policy)
+            if proposal.diff:
+                print(
+                    f"To change them, give this to git apply in {proposal.root}:", file=sys.stderr
+                )
+                sys.stderr.flush()
+                print(proposal.diff, end="", flush=True)
+            for missing in proposal.missing:
+                print(f"{missing}", file=sys.stderr)
         sys.exit(WRONG)
 
     def spawning(self) -> None:
@@ -124,7 +143,7 @@ def run_script(
         module: Whether it is a module.
         report_file: Where to write the report, as JSON.
     """
-    run = Run(policy, "" if module else target, report_file)
+    run = Run(policy, report_file)
     run.spawning()
     with_jax(run.begin)
     atexit.register(run.finish)  # after what the script registers, and after its threads

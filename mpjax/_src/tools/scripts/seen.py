@@ -7,7 +7,7 @@ from typing import Any
 
 from mpjax._src.core.autocast.transform import Traced
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES
+from mpjax._src.core.base.dtypes import FLOAT64, HALVES
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.public import public
@@ -21,6 +21,7 @@ from mpjax._src.tools.scripts.hooks import Site
 
 # How many programs of a function are counted: one that has no key gets a new one in each step.
 MOST_PROGRAMS = 64
+ASKING = "precision="
 NAMED = 5  # how many functions one line names
 
 PLANNED, AS_IT_IS = "planned", "as it is"
@@ -86,15 +87,9 @@ class GradientsReport(Report):
             key = site._replace(argnums=None), reason
             return self._seen.setdefault(key, Seen(key[0], reason))
 
-    def _drop(self, site: Site) -> None:
-        with self._lock:
-            key = site._replace(argnums=None), ""
-            if key in self._seen and not self._seen[key].calls:
-                del self._seen[key]
-
     @property
     def rows(self) -> tuple[GradientRow, ...]:
-        return tuple(seen.row() for seen in [*self._seen.values()])
+        return tuple(seen.row() for seen in [*self._seen.values()] if seen.calls)
 
     @property
     def half_flops(self) -> float | None:
@@ -208,10 +203,10 @@ class Seen:
         self.programs[key] = program, counted
         self.before = [a + b for a, b in zip(self.before, counted, strict=True)]
 
-    def counted(self) -> tuple[dict[int, tuple[int, int]], set[Any]]:
+    def counted(self) -> tuple[dict[int, tuple[int, int]], set[str]]:
         """Returns the FLOPs of each program that ran, in 16 bits and all; and what matmuls read."""
         found: dict[int, tuple[int, int]] = {}
-        dtypes: set[Any] = set()
+        read: set[str] = set()
         for key, (program, counted) in [*self.programs.items()]:
             if program is None:
                 # JAX differentiates what is cast at its boundary: its forward pass is counted.
@@ -219,16 +214,16 @@ class Seen:
             for jaxpr in program.ran() if program is not None else ():
                 opened = _jax.open_jaxpr(jaxpr)[0]
                 found[id(jaxpr)] = matmul_flops(opened)
-                dtypes |= _of_matmuls(opened)
-        return found, dtypes
+                read |= _of_matmuls(opened)
+        return found, read
 
     def row(self) -> GradientRow:
         """Returns what the report says of it."""
-        counted, dtypes = self.counted()
+        counted, read = self.counted()
         half, total = (sum(each) for each in zip((0, 0), *counted.values(), strict=True))
         reason = self.reason
         if self.programs and not reason:
-            reason = _why(total, half, dtypes)
+            reason = _why(total, half, read)
         return GradientRow(
             name=self.site.fun,
             transform=self.site.transform,
@@ -244,26 +239,26 @@ class Seen:
         )
 
 
-def _of_matmuls(jaxpr: Any) -> set[Any]:
-    """Returns the dtypes of the operands of matmuls, and the precisions that they ask for."""
-    found: set[Any] = set()
+def _of_matmuls(jaxpr: Any) -> set[str]:
+    """Returns of each matmul the precision that it asks for, or else the dtypes of its operands."""
+    found: set[str] = set()
     for eqn, *_ in equations(jaxpr):
         if rule_of(eqn.primitive.name).need == HALF and _jax.flops_of(eqn):
-            found |= {v.aval.dtype for v in eqn.invars[:2]}
             precision = _jax.own_precision(eqn.params)
             if precision is not None and precision != _jax.default_precision():
                 asked = precision if isinstance(precision, tuple) else (precision,)
-                found.add(f"precision={getattr(asked[0], 'name', asked[0])}")
+                found.add(f"{ASKING}{getattr(asked[0], 'name', asked[0])}")
+            else:
+                found |= {v.aval.dtype.name for v in eqn.invars[:2]}
     return found
 
 
-def _why(total: int, half: int, dtypes: set[Any]) -> str:
+def _why(total: int, half: int, read: set[str]) -> str:
     """Returns why no matmul of planned programs runs in 16 bits, or ""."""
-    if half or not dtypes:
+    if half or not read:
         return "" if total or half else "it has no matmul"
-    asked = sorted(each for each in dtypes if isinstance(each, str))
-    if FLOAT64 in dtypes:
+    if FLOAT64.name in read:
         return "its matmuls are float64"
-    if asked:
-        return f"its matmuls ask for {asked[0]}"
-    return "" if dtypes - {FLOAT32} else "mpjax.explain says why"
+    if all(each.startswith(ASKING) for each in read):
+        return f"its matmuls ask for {min(read)}"
+    return "mpjax.explain says why"

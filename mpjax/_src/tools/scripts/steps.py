@@ -105,6 +105,7 @@ class Noting:
 
     def __init__(self) -> None:
         self.losses: list[Loss] = []
+        self.own: list[Site] = []  # gradients that mpjax computes, under a policy of the script
         self.place: tuple[str, str, int] | None = None  # of the step: its name, its file and line
         self._alive: list[Any] = []  # the marked values, which JAX would leave out otherwise
 
@@ -125,6 +126,11 @@ class Noting:
             return traced.rebuild(_jax.eval_closed(traced.jaxpr, *call.arrays))
 
         return noted
+
+    def computed(self, site: Site) -> None:
+        """Is told of a gradient that mpjax itself computes."""
+        self.place = self.place or _step_around(sys._getframe())
+        self.own.append(site)
 
     def _mark(self, number: int, arrays: Sequence[Any]) -> None:
         values = tuple(jax.lax.stop_gradient(x) for x in arrays)
@@ -196,7 +202,8 @@ class Call:
         noting = Noting()
         try:
             # A key of its own: a cached trace would note nothing.
-            return noting, self.program(Hook(noting, key=(noting,)), arrays)
+            hook = Hook(noting, key=(noting,), own=noting.computed)
+            return noting, self.program(hook, arrays)
         finally:
             noting.done()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpjax._src.core.base.lazy import with_jax
+from mpjax._src.core.base.lines import is_library
 from mpjax._src.tools.scripts.ending import Commands, Stop
 from mpjax._src.tools.scripts.launch import LaunchError, launch, restored
 
@@ -153,9 +154,10 @@ def _told(error: BaseException) -> str:
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("mpjax."):
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace)
-    from mpjax._src.tools.cli.load import describe
-
-    return describe(error)
+    text = next(iter(str(error).splitlines()), "")
+    frames = [f for f in traceback.extract_tb(trace) if not is_library(f.filename)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' * bool(text)}{text}{place}"
 
 
 class Running:

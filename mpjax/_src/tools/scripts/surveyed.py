@@ -148,10 +148,14 @@ class SurveyedStep(Report):
     def document(self) -> Document:
         """Returns what the report shows."""
         batch = f", a batch of {self.batch:,}" if self.batch else ""
+        parameters = (
+            f"{_count(self.parameters, 'parameter')} ({size(self.parameter_bytes)}), "
+            if self.losses
+            else ""
+        )
         sentence = (
-            f"{self.name} ({short(self.source)}): {_count(self.parameters, 'parameter')} "
-            f"({size(self.parameter_bytes)}), {figure(self.matmul_flops / 1e9)} GFLOP in "
-            f"matmuls{batch}"
+            f"{self.name} ({short(self.source)}): {parameters}{figure(self.matmul_flops / 1e9)} "
+            f"GFLOP in matmuls{batch}"
         )
         lines = [
             f"differentiates {loss.name or 'a function'} at {short(loss.source)} "
