@@ -92,10 +92,11 @@ def total(name):
     return [int(number) for number in re.findall(r"\d+", line.removeprefix(name))]
 
 
-@pytest.mark.parametrize("name", ["rooms:", "modules of core.autocast:"])
-def test_our_house_has_seven_floors(name):
+# Scripts are run above the instruments that examine them, and below the command.
+@pytest.mark.parametrize(("name", "most"), [("rooms:", 9), ("modules of core.autocast:", 7)])
+def test_our_house_has_few_floors(name, most):
     _, floors, *_ = total(name)
-    assert floors <= 7
+    assert floors <= most
 
 
 def test_no_pass_of_the_planner_writes_into_what_others_share():

@@ -30,6 +30,10 @@ class State:
     def skipped_steps(self):
         return jnp.zeros((), jnp.int32)
 
+    @property
+    def loss_scale(self):
+        return mpjax.StaticLossScale(1.0)
+
 
 def build_train_step(a):
     def build(loss_fn, optimizer, policy, *, has_aux=False, accumulate_steps=1, **_):

@@ -50,6 +50,7 @@ CALLS = {
     "linearize": lambda: jax.linearize(loss, W)[1](W),
     "jacrev": lambda: jax.jacrev(fun=loss)(W),
     "hessian": lambda: jax.hessian(loss)(W),
+    "fwd_and_bwd": lambda: jax.fwd_and_bwd(loss, 0, jitted=False)[0](W),
 }
 
 

@@ -15,7 +15,9 @@ class NoBlock:
         raise TypeError(
             "mpjax has no `with` block that sets a policy: a function is traced and planned as a "
             "whole. Write fun = mpjax.autocast(fun, policy), or @mpjax.autocast(policy=policy) "
-            "above the function. `with mpjax.precision(dtype):` sets the dtype of a part of it."
+            "above the function. `with mpjax.precision(dtype):` sets the dtype of a part of it. "
+            "`with mpjax.scripts.autocast_gradients(policy):` plans each function that is "
+            "differentiated in the block."
         )
 
     def __exit__(self, *error: Any) -> None: ...

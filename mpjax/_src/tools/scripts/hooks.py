@@ -9,10 +9,12 @@ hook is traced again inside, and the other way round. It is set for all threads.
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +26,12 @@ from mpjax._src.tools.scripts.missed import holders_of, name_of
 
 # What is differentiated is replaced in these. In those of forward mode it is only noted: who asks
 # for a tangent may look at its tracers.
-TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian")
+TRANSFORMS = ("grad", "value_and_grad", "vjp", "linearize", "jacrev", "hessian", "fwd_and_bwd")
 FORWARD = ("jvp", "jacfwd")
-WITH_ARGNUMS = ("grad", "value_and_grad", "jacrev", "jacfwd", "hessian")
+WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
 # The frames below a script's own.
-LAUNCHING = ("mpjax._src.tools.scripts.", "mpjax._src.tools.cli.", "mpjax.__main__")
+HERE = Path(__file__).parent
+LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
 
 
 class Site(NamedTuple):
@@ -177,7 +180,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         within = _is_within(name, "mpjax")
-        if within and f"{name}.".startswith(LAUNCHING):
+        if within and frame.f_code.co_filename.startswith(LAUNCHING):
             frame = None
             break
         ours |= within

@@ -22,6 +22,13 @@ def holders_of(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tu
         transforms: Functions of JAX.
         swept: The variables of modules, where they are found.
     """
+    if found := _holders(transforms, swept):
+        gc.collect()  # some of it may be garbage, and nobody calls that
+        found = _holders(transforms, swept)
+    return found
+
+
+def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     names = {id(t): t.__name__ for t in transforms}
     known = {id(space) for space in swept} | {id(transforms)}
     known |= {id(vars(m)) for m in _modules()}

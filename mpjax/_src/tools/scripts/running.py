@@ -81,6 +81,11 @@ class Run:
                 print(f"{missing}", file=sys.stderr)
         sys.exit(WRONG)
 
+    def abandon(self) -> None:
+        """Plans no longer, and tells nothing: nothing has run."""
+        self.process = -1
+        self._stack.close()
+
     def spawning(self) -> None:
         """Lets the processes that multiprocessing spawns plan too."""
         from multiprocessing import spawn
@@ -150,7 +155,7 @@ def run_script(
     try:
         launch(target, args, module)
     except LaunchError:
-        run.process = -1
+        run.abandon()
         raise
     except Exception as error:
         if run.report is not None:
