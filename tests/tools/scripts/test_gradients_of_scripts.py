@@ -7,6 +7,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -139,6 +140,31 @@ def test_a_loop_plans_once_and_gives_the_same_bits(monkeypatch):
     with quiet("float32") as report:
         assert loop(lambda w: jax.value_and_grad(fresh)(w)) == plain
     assert report.rows[0].reason == "the policy is float32" and report.half_flops is None
+
+
+@pytest.mark.thorough
+def test_a_loop_is_that_of_mixed_precision_but_for_roundings_of_float32():
+    adam = optax.adam(1e-2)
+    gated = mpjax.mixed_precision(adam, BF16)
+
+    def run(optimizer, gradient):
+        @jax.jit
+        def step(w, state):
+            value, grads = gradient(state)(w, X)
+            updates, state = optimizer.update(grads, state, w)
+            return optax.apply_updates(w, updates), state, value
+
+        w, state, losses = W, optimizer.init(W), []
+        for _ in range(20):
+            w, state, value = step(w, state)
+            losses.append(float(value))
+        return np.array(losses), np.asarray(w)
+
+    by_hand = run(gated, lambda state: gated.value_and_grad(loss, state))
+    with quiet():
+        unchanged = run(adam, lambda state: jax.value_and_grad(loss))
+    for one, other in zip(unchanged, by_hand, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_each_policy_has_its_own_trace_of_a_jit():

@@ -179,7 +179,9 @@ class Trainer: take = staticmethod(jax.grad)
     for holder in (module.of_default, module.of_keyword, module.closure, module.Trainer):
         holder.__module__ = "holding"
     with hooked(doubled) as hook:
+        of_hook = jax.grad(lambda w: loss(w))
         text = "\n".join(hook.missed)
+    assert "derivative of <lambda>" not in text, of_hook
     for phrase in (
         "jax.grad as a default of of_default (",
         "jax.grad as a default of of_keyword (",

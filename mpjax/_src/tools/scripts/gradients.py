@@ -141,7 +141,7 @@ def planning(report: GradientsReport) -> Iterator[Hook]:
     own = functools.partial(_left, report, OWN)
     # What was traced under a policy is planned in the same way by the next block of it.
     with hooked(around, ("gradients", report.policy), forward, own) as hook:
-        report.missed = hook.missed
+        report._hook = hook
         yield hook
 
 

@@ -64,7 +64,6 @@ class Hook:
         around: Returns what is differentiated in place of a function.
         forward: Is called with the site of a function that ran in forward mode alone.
         own: Is called with the site of a gradient that mpjax itself computes.
-        missed: What still holds transformations as they are, each a phrase.
         calls: How many functions were replaced so far.
     """
 
@@ -73,8 +72,12 @@ class Hook:
     ) -> None:
         self.around, self.key = around, key or (around,)
         self.forward, self.own = forward, own
-        self.missed: tuple[str, ...] = ()
         self.calls = 0
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """What holds transformations, or what they made, from before, each a phrase."""
+        return holders_of(_KEPT, _namespaces(), Differentiated)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hook) and self.key == other.key
@@ -102,8 +105,7 @@ def hooked(
             step does, which is left alone.
     """
     hook = Hook(around, key, forward, own)
-    with _installed() as missed:
-        hook.missed = missed
+    with _installed():
         before = HOOKED.get_global()
         HOOKED.set_global(hook)
         try:
@@ -157,8 +159,7 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         fun = args[0] if args else kwargs.get("fun")
-        name = frame.f_globals.get("__name__", "")
-        if not callable(fun) or _is_within(name, "jax"):
+        if not callable(fun) or frame.f_code.co_filename.startswith(_jax.JAX):
             return transform(*args, **kwargs)
         site, ours = _site(frame, transform, fun, args, kwargs)
         if ours:
@@ -178,13 +179,12 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
     """Returns the site of a call, by its frame, and whether mpjax itself makes the call."""
     first, ours = frame, False
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        within = _is_within(name, "mpjax")
-        if within and frame.f_code.co_filename.startswith(LAUNCHING):
+        file = frame.f_code.co_filename
+        if file.startswith(LAUNCHING):
             frame = None
             break
-        ours |= within
-        if not within and _jax.is_users_file(frame.f_code.co_filename):
+        ours |= file.startswith(_jax.PACKAGE)
+        if _jax.is_users_file(file):
             break
         frame = frame.f_back
     library = "" if frame is first else f"{first.f_code.co_filename}:{first.f_lineno}"
@@ -210,21 +210,18 @@ _KEPT: list[Any] = []  # which has to live for as long
 
 
 @contextlib.contextmanager
-def _installed() -> Iterator[tuple[str, ...]]:
-    """Replaces transformations; yields what could not be reached."""
+def _installed() -> Iterator[None]:
+    """Replaces transformations."""
     with _LOCK:
         if not _DEPTH[0]:
             _KEPT[:] = [getattr(jax, name) for name in (*TRANSFORMS, *FORWARD)]
             kinds = [Differentiated] * len(TRANSFORMS) + [Forward] * len(FORWARD)
             hooks = [_planning(t, kind) for t, kind in zip(_KEPT, kinds, strict=True)]
             _HOOKS.update({id(t): hook for t, hook in zip(_KEPT, hooks, strict=True)})
-            missed = holders_of(_KEPT, _namespaces())
             _swept(_HOOKS)
-        else:
-            missed = ()
         _DEPTH[0] += 1
     try:
-        yield missed
+        yield
     finally:
         with _LOCK:
             _DEPTH[0] -= 1

@@ -15,20 +15,24 @@ OWN = ("jax.", "jaxlib.", "mpjax.")
 CONTAINERS = (dict, list, tuple, set, functools.partial)
 
 
-def holders_of(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def holders_of(
+    transforms: Sequence[Any], swept: Sequence[dict[str, Any]], known: type
+) -> tuple[str, ...]:
     """Returns phrases for what holds transformations, and for the derivatives that they made.
 
     Args:
         transforms: Functions of JAX.
         swept: The variables of modules, where they are found.
+        known: The class of functions whose derivatives need no phrase.
     """
-    if found := _holders(transforms, swept):
+    found = _holders(transforms, swept), _made(transforms, known)
+    if any(found):
         gc.collect()  # some of it may be garbage, and nobody calls that
-        found = _holders(transforms, swept)
-    return found
+        found = _holders(transforms, swept), _made(transforms, known)
+    return tuple(sorted(set().union(*found)))
 
 
-def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> set[str]:
     names = {id(t): t.__name__ for t in transforms}
     known = {id(space) for space in swept} | {id(transforms)}
     known |= {id(vars(m)) for m in _modules()}
@@ -45,7 +49,7 @@ def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> tupl
         elif isinstance(holder, type):
             found += _in_class(holder, names)
     found += [text for h in direct if isinstance(h, CONTAINERS) and (text := _variable(h, names))]
-    return tuple(sorted({*found, *_made(transforms)}))
+    return {*found}
 
 
 def name_of(fun: Any) -> str:
@@ -99,9 +103,12 @@ def _variable(holder: Any, names: Mapping[int, str]) -> str:
     return ""
 
 
-def _made(transforms: Sequence[Any]) -> Iterator[str]:
-    """Yields the derivatives of the user's functions that transformations have made."""
+def _made(transforms: Sequence[Any], known: type) -> set[str]:
+    """Returns the derivatives of the user's functions that transformations have made."""
+    found = set()
     for fun in _jax.gradients_of(transforms):
         code = getattr(inspect.unwrap(fun), "__code__", None)
-        if code and _jax.is_users_file(code.co_filename):
-            yield f"the derivative of {name_of(fun)} ({code.co_filename}:{code.co_firstlineno})"
+        if code and not isinstance(fun, known) and _jax.is_users_file(code.co_filename):
+            place = f"{code.co_filename}:{code.co_firstlineno}"
+            found.add(f"the derivative of {name_of(fun)} ({place})")
+    return found

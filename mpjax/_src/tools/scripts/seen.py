@@ -17,7 +17,7 @@ from mpjax._src.core.program.site import equations
 from mpjax._src.tools.document.model import Document, Table, share
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.explain import matmul_flops
-from mpjax._src.tools.scripts.hooks import Site
+from mpjax._src.tools.scripts.hooks import Hook, Site
 
 # How many programs of a function are counted: one that has no key gets a new one in each step.
 MOST_PROGRAMS = 64
@@ -78,14 +78,19 @@ class GradientsReport(Report):
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.missed: tuple[str, ...] = ()
+        self._hook: Hook | None = None
         self._seen: dict[tuple[Site, str], Seen] = {}
         self._lock = threading.Lock()
 
     def _of(self, site: Site, reason: str = "") -> "Seen":
         with self._lock:
-            key = site._replace(argnums=None), reason
+            # The message of an error may name an object, and be another one at each call.
+            key = site._replace(argnums=None), reason.partition(":")[0]
             return self._seen.setdefault(key, Seen(key[0], reason))
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        return self._hook.missed if self._hook else ()
 
     @property
     def rows(self) -> tuple[GradientRow, ...]:
@@ -164,8 +169,7 @@ class GradientsReport(Report):
                 groups.setdefault(text, []).append(place)
         for title, places in groups.items():
             yield f"{title}: {first_of([*dict.fromkeys(places)], NAMED)}"
-        if self.missed:
-            missed = [_shortened(phrase) for phrase in self.missed]
+        if missed := [_shortened(phrase) for phrase in self.missed]:
             yield f"made before and not planned where it is called: {first_of(missed, NAMED, '; ')}"
 
 
