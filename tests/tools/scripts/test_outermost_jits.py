@@ -110,7 +110,7 @@ def test_functions_that_were_not_called_are_named():
         used = jax.jit(double)
         used(1.0)
         (only,) = watch.idle()
-        assert "never" in only and "test_jits.py" in only
+        assert "never" in only and "test_outermost_jits.py" in only
         assert never is not None
 
 

@@ -1,10 +1,14 @@
 """Prints what `mpjax survey` finds, and ends the process that ran a script."""
 
 import contextlib
+import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -14,6 +18,19 @@ from mpjax._src.tools.scripts.launch import LaunchError
 from mpjax._src.tools.scripts.survey import Options, surveyed
 
 INTERRUPTED, WRONG = 1, 2
+
+# Checks names in a process of its own: that needs JAX, which the script is to import.
+CHECK = """
+import json, sys
+sys.path[:], policies, targets = json.loads(sys.argv[1])
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.tools.hardware.targets import find_target
+try:
+    [*map(get_policy, policies), *map(find_target, targets)]
+except (ValueError, TypeError) as error:
+    print(error)
+    sys.exit(3)
+"""
 
 
 def show_survey(
@@ -25,14 +42,32 @@ def show_survey(
     html: Path | None,
 ) -> NoReturn:
     """Surveys a script, prints what was found, and ends the process."""
+    # What is asked for in vain is told before the first line of the script runs.
+    if html and importlib.util.find_spec("jinja2") is None:
+        _wrong("pages need jinja2: pip install 'mpjax[html]'.")
+    _check_names(options)
     # With --json, what the script prints is no part of the result.
     quiet = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     try:
         with quiet:
             survey = surveyed(options, script, args, module)
     except (ValueError, TypeError, LaunchError) as error:
-        click.echo(f"Error: {error}", err=True)
-        end_process(WRONG)
+        _wrong(str(error))
+    try:
+        _print(survey, as_json, html)
+        sys.stdout.flush()
+    except OSError as error:
+        # Python still flushes stdout when it exits.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _wrong(f"the result could not be written: {error.strerror or error}.")
+    if survey.ended == "interrupted":
+        click.echo("Aborted!", err=True)
+        end_process(INTERRUPTED)
+    end_process(WRONG if survey.ended == "failed" or not survey else 0)
+
+
+def _print(survey: Any, as_json: bool, html: Path | None) -> None:
     if as_json:
         printing.json_to_stdout(survey)
     else:
@@ -40,11 +75,29 @@ def show_survey(
         for step in survey.steps:
             click.echo()
             printing.show(step.document())
-        click.echo(f"\n{survey.changes()}" if survey.changes() else "", nl=bool(survey.changes()))
+        if changes := survey.changes():
+            click.echo(f"\n{changes}")
     for number, step in enumerate(survey.steps, 1):
         output = printing.Output(None, html, as_json, step.to_html(step.name) if html else "")
         output.finish(f"-{number}" if len(survey.steps) > 1 else "")
-    if survey.ended == "interrupted":
-        click.echo("Aborted!", err=True)
-        end_process(INTERRUPTED)
-    end_process(WRONG if survey.ended == "failed" or not survey else 0)
+
+
+def _check_names(options: Options) -> None:
+    """Ends the process for a policy or a target that does not exist."""
+    if not (options.policies or options.targets):
+        return
+    asked = json.dumps([[p or os.getcwd() for p in sys.path], options.policies, options.targets])
+    child = subprocess.run(
+        [sys.executable, "-c", CHECK, asked],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if child.returncode == 3:
+        _wrong(child.stdout.strip())
+
+
+def _wrong(message: str) -> NoReturn:
+    click.echo(f"Error: {message}", err=True)
+    end_process(WRONG)

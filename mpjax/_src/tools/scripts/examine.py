@@ -62,7 +62,7 @@ class Plan:
 
     policies: tuple[Policy, ...]  # empty for the default ones
     run: bool  # whether steps run one by one, for the errors of their gradients and for lint
-    time: bool
+    time: bool | None  # None for if this machine has an accelerator
     batches: bool  # whether the largest batch is looked for
 
 
@@ -323,7 +323,7 @@ class Examined:
                     row.compiled[target] = dataclasses.replace(known, largest_batch=most)
 
     def _time(self, plan: Plan, compiling: Compiling) -> None:
-        if not plan.time:
+        if not (jax.default_backend() != "cpu" if plan.time is None else plan.time):
             return
         if self.call.is_abstract:
             self.notes.append(f"not timed: {self.call.why_abstract}")

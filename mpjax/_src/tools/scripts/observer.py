@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,24 +24,22 @@ from mpjax._src.tools.scripts.ending import quiet_threads, stop
 from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
 from mpjax._src.tools.scripts.hooks import Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
-from mpjax._src.tools.scripts.steps import Call, Gradient
+from mpjax._src.tools.scripts.steps import Call, Gradient, muted, with_own_state
 
 NAMED = 4  # how many functions a sentence names
 
 # What stands in for a step that no watched jit is around.
 UNSEEN = (
     "{} at {} is differentiated inside a jit, scan or vmap that the survey does not see: the table "
-    "is of its gradient alone"
+    "is of its gradient alone, whose calls are not counted"
 )
 
 
 def plan_of(options: Any) -> tuple[Plan, Compiling]:
     """Returns what a survey looks at, and what it compiles for; raises for invalid names."""
+    # Nothing here may start a backend: the script may set it up after its import of JAX.
     policies = tuple(map(get_policy, options.policies))
-    timed = options.time
-    if timed is None:
-        timed = jax.default_backend() != "cpu"
-    plan = Plan(policies, options.run, timed, options.batches)
+    plan = Plan(policies, options.run, options.time, options.batches)
     return plan, Compiling(options.targets, options.timeout)
 
 
@@ -109,7 +107,9 @@ class Observer:
     def _examined(self, call: Call, jitted: Jitted) -> Examined | None:
         try:
             noting, program = call.noted()
-        except Exception:  # the script's own error, which its own call will raise
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the script's own, which its call will raise
+                self._not_looked_into(call.sites(), error)
             return None
         if not (noting.losses or noting.own):
             return None
@@ -125,7 +125,8 @@ class Observer:
             return known
         self.steps.append(step)
         try:
-            with HOOKED(None), progress_bar(self.progress, f"survey {step.place[0]}", STAGE):
+            bar = progress_bar(self.progress, f"survey {step.place[0]}", STAGE)
+            with HOOKED(None), muted(), jax.transfer_guard("allow"), bar:
                 step.examine(self.plan, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True
@@ -141,21 +142,24 @@ class Observer:
 
         @functools.wraps(fun)
         def differentiated(*args: Any, **kwargs: Any) -> Any:
-            if self._watch is not None and not self._watch.is_inside:
-                self._outside(fun, site, args, kwargs)
-            return fun(*args, **kwargs)
+            if self._watch is None or self._watch.is_inside:
+                return fun(*args, **kwargs)
+            key = site, tuple(map(_kind, jax.tree.leaves((args, kwargs))))
+            known = self._known.get(key)
+            if known is not None:
+                self.runs(known)
+            again = with_own_state(fun)
+            out = fun(*args, **kwargs)
+            # Behind its own call, because it may keep what later calls change.
+            if key not in self._known:
+                with self._lock, self._watch.within():
+                    flat = Flat.of((args, kwargs), is_array)
+                    step = self._known[key] = self._gradient(again, site, flat)
+                if step is not None:
+                    self.runs(step)
+            return out
 
         return differentiated
-
-    def _outside(self, fun: Any, site: Site, args: Any, kwargs: Any) -> None:
-        """Looks at a function that is differentiated outside of all jitted ones that are seen."""
-        key = site, tuple(map(_kind, jax.tree.leaves((args, kwargs))))
-        if key not in self._known:
-            with self._lock, self._watch.within():  # type: ignore[union-attr]
-                self._known[key] = self._gradient(fun, site, Flat.of((args, kwargs), is_array))
-        step = self._known[key]
-        if step is not None:
-            self.runs(step)
 
     def _gradient(self, fun: Any, site: Site, flat: Flat) -> Examined | None:
         arrays = [jax.lax.stop_gradient(x) for x in flat.arrays]
@@ -167,10 +171,16 @@ class Observer:
         try:
             noting, program = gradient.noted()
         except Exception as error:  # of what a program of arrays cannot be
-            self.not_covered[f"{site.fun} at {short(site.source)}: {reason_of(error)}"] = None
+            self._not_looked_into([site], error)
             return None
         name = f"gradient of {site.fun}"
         return self._step(Examined(gradient, noting, program, (name, site.file, site.line)))
+
+    def _not_looked_into(self, sites: Sequence[Site], error: Exception) -> None:
+        for site in sites:
+            self.not_covered[
+                f"{site.fun} at {short(site.source)} cannot be looked into: {reason_of(error)}"
+            ] = None
 
     def _ran_own(self, site: Site) -> None:
         if self._watch is not None and self._watch.is_inside:  # a step, which says so

@@ -6,21 +6,25 @@ what a trace needs only for so long. What it differentiates is traced apart, as 
 values that it gets there.
 """
 
+import collections
 import contextlib
+import copy
 import dataclasses
 import functools
-import io
+import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src.core.autocast.transform import autocast
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import HOOKED, unchecked
-from mpjax._src.core.base.trees import is_array
+from mpjax._src.core.base.trees import is_array, is_key
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.interpret import Plain, interpret
@@ -197,6 +201,17 @@ class Call:
         with traced_again(hook):
             return programs.trace(_calling(given.on(self.jitted)), given.avals, "step")
 
+    def sites(self) -> list[Site]:
+        """Returns where the step differentiates, also where it cannot be looked into."""
+        found: list[Site] = []
+
+        def around(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
+            found.append(site)
+            return fun
+
+        self.program(Hook(around))
+        return found
+
     def noted(self, arrays: Sequence[Any] = ()) -> tuple[Noting, programs.Traced]:
         """Returns what the step differentiates, and its program, in which that is marked."""
         noting = Noting()
@@ -214,11 +229,12 @@ class Gradient(Call):
     why_abstract = "it is traced by what is around it, so its values are not known"
 
     def __init__(self, fun: Callable[..., Any], site: Site, args: Any, kwargs: Any) -> None:
-        super().__init__(_derivative(fun, site), args, kwargs)
         self.fun, self.site = fun, site
+        super().__init__(self._planned(None), args, kwargs)
 
     def _planned(self, hook: Hook | None) -> Callable[..., Any]:
-        fun = self.fun if hook is None else hook.around(self.fun, self.site)
+        own = with_own_state(self.fun)
+        fun = own if hook is None else hook.around(own, self.site)
         return _derivative(fun, self.site)
 
     def jitted_under(self, hook: Hook | None) -> "Jitted":
@@ -249,8 +265,30 @@ class Jitted:
 @contextlib.contextmanager
 def traced_again(hook: Hook | None) -> Iterator[None]:
     """Traces under a hook, without what the script prints while it is traced."""
-    with HOOKED(hook), unchecked(), contextlib.redirect_stdout(io.StringIO()):
+    with HOOKED(hook), unchecked(), muted():
         yield
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Drops what this thread prints."""
+    stream: Any = _Muted(sys.stdout)
+    with contextlib.redirect_stdout(stream):
+        yield
+
+
+class _Muted:
+    """A stream that drops what one thread writes to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        mine = threading.get_ident() == self._thread
+        return len(text) if mine else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _calling(flat: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,6 +306,20 @@ def _called(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     step.__name__ = getattr(fun, "__name__", "step")
     return step
+
+
+def with_own_state(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that may be called once more: with containers of its own, if it is an
+    object that holds any. Flax NNX's hold states that a call takes out."""
+    held = vars(fun) if hasattr(fun, "__dict__") and not inspect.isroutine(fun) else {}
+    kinds = (list, dict, set, collections.deque)
+    if not any(isinstance(each, kinds) for each in held.values()):
+        return fun
+    mine = copy.copy(fun)
+    for name, each in held.items():
+        if isinstance(each, kinds):
+            object.__setattr__(mine, name, copy.copy(each))
+    return mine
 
 
 def _derivative(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
@@ -345,11 +397,11 @@ class _Until(Plain):
 
 
 def _one(x: Any, shape: tuple[int, ...]) -> Any:
-    """Returns an array of a shape: of several that a vmap around makes, the first."""
+    """Returns an array of a shape, on one device: of several that a vmap makes, the first."""
+    if len(getattr(x, "devices", set)()) > 1 and not is_key(x):
+        x = np.asarray(x)
     while x.ndim > len(shape):
-        axis = next(
-            (i for i in range(x.ndim) if x.shape[:i] + x.shape[i + 1 :] == shape),
-            0,
-        )
-        x = jnp.take(x, 0, axis=axis)
-    return x
+        kept = (i for i in range(x.ndim) if x.shape[:i] + x.shape[i + 1 :] == shape)
+        axis = next(kept, 0)
+        x = x[(slice(None),) * axis + (0,)]
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x

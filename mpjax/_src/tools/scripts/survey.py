@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 RUNNERS = ("pytest", "py.test", "unittest")
 
 NOTHING = (
-    "no function was differentiated by jax.grad, value_and_grad, vjp, linearize, jacrev or "
-    "hessian, so there is no training step to look at"
+    "no function was differentiated by jax.grad, jax.vjp or their like, so there is no training "
+    "step to look at"
 )
 NO_JAX = "JAX was not imported, so nothing was looked at"
 
@@ -119,7 +119,7 @@ class Options:
 
 
 def _several(given: Any) -> tuple[Any, ...]:
-    """Returns one setting or several as a tuple. A policy is a tuple of nothing."""
+    """Returns one setting or several as a tuple."""
     return tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
 
 
