@@ -386,7 +386,7 @@ LOOPS = (
     optax_private,
     haiku_rnn,
 )
-QUICK = (flax_vae, optax_meta_learning)
+QUICK = (optax_adversarial, equinox_frozen_layer)
 
 
 @contextlib.contextmanager
