@@ -33,6 +33,7 @@ SUITES = {
     "watching": "steps whose precision is watched, cross-compiled for a GPU: memory and bytes",
     "ladder": "settings that save memory, on language models cross-compiled for a GPU",
     "fit": "settings that save memory, and jax.checkpoint: the frontier of memory and time",
+    "others": "other people's training code under `mpjax run` and `mpjax survey`, unchanged",
     "gate": "models of few layers, compiled for an H100: no worse than what is recorded",
 }
 

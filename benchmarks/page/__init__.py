@@ -54,7 +54,7 @@ TITLES = {
 UNMEASURED = "Not measured.\n"
 
 # Suites whose tables are on pages of their subjects.
-TABLES = {"watching": "watching", "weights": "weights"}
+TABLES = {"watching": "watching", "weights": "weights", "others": "other_peoples_code"}
 # The suites with goals, and what each row of the summary says of where it was measured.
 GOALS = {"aot": ("compiled", aot.goals), "gpu": ("GPU", gpu.judged), "cpu": ("CPU", cpu.judged)}
 

@@ -1,0 +1,116 @@
+"""The tables of docs/other_peoples_code.md: other people's training code, unchanged."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.others import ABSENT, BASES
+from benchmarks.others.runs import same
+from benchmarks.page.tables import Cell, prose, table, written
+from benchmarks.results import FAILED, SKIPPED
+
+Rows = dict[str, Any]
+RUN, PLAIN, SAME = "run mixed_bfloat16", "float32", "run float32"
+COLUMNS = (
+    *("code base", "command", "lines changed", "functions planned", "16-bit FLOPs"),
+    *("loss, mpjax", "loss, own setting", "gradient, mpjax", "same in float32"),
+)
+COSTS = (
+    *("code base", "step", "memory", "to float32", "to its own setting"),
+    *("bytes moved", "to float32", "to its own setting"),
+)
+HALF = "mixed_bfloat16"
+
+
+def section(stored: Rows, causes: Rows) -> str:
+    """Returns the table of runs, that of compiled steps, and what did not work."""
+    cases = stored["cases"]
+    runs = [run_cells(case, rows) for case, rows in cases.items() if "losses" in rows.get(RUN, {})]
+    costs = [cells for case, rows in cases.items() for cells in cost_cells(case, rows)]
+    parts = [f"### Runs\n\n{table(COLUMNS, runs)}"]
+    if costs:
+        parts.append(f"### Steps compiled for an H100\n\n{table(COSTS, costs)}")
+    if failures := [*unmeasured(cases)]:
+        parts.append(f"### What did not work, and why\n\n{prose(('code base', 'why'), failures)}")
+    return "\n".join(parts)
+
+
+def run_cells(case: str, rows: Rows) -> list[Cell]:
+    """Returns what `mpjax run` makes of a script."""
+    ran = rows[RUN]
+    worst = [
+        row["gradient_error"]
+        for step in rows.get("survey", {}).get("steps", ())
+        if "gradient_error" in (row := step["rows"].get(HALF, {}))
+    ]
+    return [
+        title(case),
+        f"`mpjax run {script(case)}`",
+        "0",
+        f"{ran.get('planned', 0)} of {ran.get('differentiated', 0)}",
+        percent(ran.get("half_flops")),
+        difference(rows[PLAIN], ran),
+        difference(rows[PLAIN], rows.get("own", {})),
+        percent(max(worst, default=None)),
+        "yes" if same(rows[PLAIN], rows.get(SAME, {})) else "**no**",
+    ]
+
+
+def cost_cells(case: str, rows: Rows) -> Iterator[list[Cell]]:
+    """Yields what the survey of a script says of each step, compiled for an H100."""
+    own_steps = rows.get("survey own", {}).get("steps", [])
+    for step in rows.get("survey", {}).get("steps", ()):
+        whole, half = (step["rows"].get(policy, {}).get("h100", {}) for policy in (PLAIN, HALF))
+        own = next((s for s in own_steps if s["name"] == step["name"]), None)
+        theirs = next(iter(own["rows"].values()), {}).get("h100", {}) if own else {}
+        if not half.get("bytes_accessed"):
+            continue
+        cells: list[Cell] = [title(case), f"`{step['name']}`"]
+        for key, unit, per in (("temp_bytes", "MiB", 2**20), ("bytes_accessed", "MB", 1e6)):
+            cells.append(f"{half.get(key, 0) / per:.2f} {unit}")
+            cells += [written(ratio(half.get(key), other.get(key))) for other in (whole, theirs)]
+        yield cells
+
+
+def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
+    """Yields the code bases of which something could not be measured, and why."""
+    for case, rows in cases.items():
+        reasons: dict[str, list[str]] = {}
+        for way, row in rows.items():
+            if reason := row.get(FAILED) or row.get(SKIPPED):
+                reasons.setdefault(reason, []).append(way)
+        for reason, ways in reasons.items():
+            yield title(case), f"{', '.join(ways)}: {reason}"
+        for reason in rows.get(RUN, {}).get("reasons", ()):
+            yield title(case), f"a function stays in float32: {reason}"
+        for note in BASES.get(case, {}).get("notes", ()):
+            yield title(case), note
+    for base in ABSENT.values():
+        yield base["title"], base["why"]
+
+
+def title(case: str) -> str:
+    return BASES[case]["title"] if case in BASES else case
+
+
+def script(case: str) -> str:
+    """Returns how the script of a code base is called."""
+    first = BASES.get(case, {}).get("command", [f"train_{case}.py"])
+    words = [word.rpartition("/")[2] for word in first if not word.startswith("--")]
+    return " ".join(words)
+
+
+def difference(plain: Rows, other: Rows) -> Cell:
+    """Returns how far losses are from those in float32: their mean distance, relative to these."""
+    if "losses" not in other:
+        return None
+    pairs = zip(map(float, plain["losses"]), map(float, other["losses"]), strict=True)
+    apart, size = map(sum, zip(*((abs(x - y), abs(x)) for x, y in pairs), strict=True))
+    return f"{apart / size:.1e}"
+
+
+def ratio(mine: float | None, other: float | None) -> float | None:
+    return mine / other if mine is not None and other else None
+
+
+def percent(part: float | None) -> Cell:
+    return None if part is None else f"{100 * part:.3g}%"

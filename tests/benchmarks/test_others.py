@@ -1,0 +1,129 @@
+"""The benchmark of other people's code: its list, its figures, and what its page says of them."""
+
+import ast
+import re
+import sys
+
+import pytest
+
+from benchmarks.others import ABSENT, BASES, WAYS, runs
+from benchmarks.page import others as page
+
+REPORT = {
+    "half_flops": 0.92,
+    "rows": [
+        {"planned": True, "reason": "", "half_before": 0.0},
+        {"planned": False, "reason": "forward mode", "half_before": None},
+    ],
+    "missed": [],
+}
+STEP = {
+    "name": "train_step",
+    "parameters": 10,
+    "matmul_flops": 100,
+    "notes": [],
+    "rows": [
+        {"policy": "float32", "half_flops": 0.0, "gradient_error": None, "notes": []},
+        {"policy": "mixed_bfloat16", "half_flops": 0.9, "gradient_error": 0.01, "notes": ["few"]},
+    ],
+}
+PROGRAM = {"target": "h100", "temp_bytes": 2**20, "total_bytes": None, "bytes_accessed": 4e6}
+
+
+def step(scale=1.0):
+    """Returns a step of a survey's JSON, in which 16 bits take half of the memory."""
+    found = {**STEP, "rows": [dict(row) for row in STEP["rows"]]}
+    for number, row in enumerate(found["rows"], 1):
+        bytes_ = {"temp_bytes": 2**20 * scale / number, "bytes_accessed": 4e6 * scale / number}
+        row["programs"] = [{**PROGRAM, **bytes_, "roofline_ms": None, "refused": ""}]
+    return found
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_a_code_base_is_pinned_and_its_script_does_not_know_mpjax(case):
+    base = BASES[case]
+    assert base["title"] and all("==" in package for package in base["packages"])
+    assert ("commit" in base) == ("repository" in base)
+    assert "setting" in base or "own" not in base
+    path = runs.SCRIPTS / f"train_{case}.py"
+    assert path.exists() or "command" in base
+    if path.exists():
+        tree = ast.parse(path.read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert "mpjax" not in names and "import mpjax" not in path.read_text()
+
+
+def test_every_script_belongs_to_a_code_base():
+    named = {f"train_{case}" for case in BASES}
+    words = " ".join(" ".join(base.get("command", ())) for base in BASES.values())
+    for path in runs.SCRIPTS.glob("train_*.py"):
+        assert path.stem in named or path.name in words
+
+
+@pytest.mark.parametrize(
+    ("line", "loss"),
+    [("step 3 loss 0.25", "0.25"), ("loss: 1e-3", "1e-3"), ("train loss=nan,", "nan")],
+)
+def test_losses_are_read_from_what_a_script_prints(line, loss):
+    assert re.findall(runs.LOSS, line) == [loss]
+
+
+def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkeypatch):
+    text = (
+        "import json\nprint('loss 1.5')\nopen('report.json', 'w').write(json.dumps("
+        + repr(REPORT)
+        + "))"
+    )
+    (tmp_path / "train.py").write_text(text)
+    base = {"command": [str(tmp_path / "train.py")], "packages": []}
+    monkeypatch.setattr(runs, "environment", lambda *args: sys.executable)
+    row = runs.measured("mine", base, "float32", tmp_path)
+    assert row["losses"] == ["1.5"] and (row["planned"], row["reasons"]) == (1, ["forward mode"])
+    (tmp_path / "train.py").write_text("raise ValueError('no data')")
+    row = runs.measured("mine", base, "float32", tmp_path)
+    assert row == {"failed": "exit status 1: ValueError: no data"}
+    absent = {**base, "repository": "them/theirs", "commit": "0" * 40}
+    assert "them/theirs" in runs.measured("mine", absent, "float32", tmp_path)["skipped"]
+
+
+def test_the_reason_of_a_failure_is_its_error_and_not_what_follows_it():
+    notes = "----\nFor simplicity, JAX has removed its internal frames\n"
+    assert (
+        runs.why(f"Traceback:\n  f()\njax.errors.SomeError: no\n{notes}")
+        == "jax.errors.SomeError: no"
+    )
+    assert runs.why("usage: train.py\n") == "usage: train.py" and runs.why("") == ""
+
+
+def test_values_that_differ_under_float32_are_problems():
+    rows = {"float32": {"losses": ["1", "2"]}, "run float32": {"losses": ["1", "2"]}}
+    assert not runs.problems({"mine": rows})
+    rows["run float32"] = {"losses": ["1", "2.1"]}
+    rows["own"] = {"failed": "exit status 1"}
+    differ = "mine: the values differ under mpjax run --policy float32"
+    assert runs.problems({"mine": rows}) == ["mine, own: exit status 1", differ]
+    rows = {way: {"losses": ["1"], "digest": way} for way in ("float32", "run float32")}
+    assert runs.problems({"mine": rows}) == [differ]
+
+
+def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_failed():
+    survey = {"steps": [runs.step_figures(step())]}
+    own = {"steps": [runs.step_figures(step(0.75))]}
+    rows = {
+        "float32": {"losses": ["4", "2"]},
+        "run float32": {"losses": ["4", "2"]},
+        "run mixed_bfloat16": {"losses": ["4", "2.06"], **runs.report_figures(REPORT)},
+        "own": {"losses": ["3.8", "1.9"]},
+        "survey": survey,
+        "survey own": own,
+    }
+    assert {*rows} == {*WAYS}
+    text = page.section({"cases": {"mine": rows, "yours": {"own": {"failed": "no dtype"}}}}, {})
+    command = (
+        "| mine | `mpjax run train_mine.py` | 0 | 1 of 2 | 92% | 1.0e-02 | 5.0e-02 | 1% | yes |"
+    )
+    assert command in text
+    assert "| mine | `train_step` | 0.50 MiB | 0.50x | 0.67x | 2.00 MB | 0.50x | 0.67x |" in text
+    assert "| yours | own: no dtype |" in text
+    assert "| mine | a function stays in float32: forward mode |" in text
+    assert all(base["title"] in text for base in ABSENT.values())
