@@ -36,7 +36,7 @@ internals = table()
 PUBLIC = {
     "barriers": "autocast on CPUs and GPUs: barriers that keep values in 16 bits",
     "convolutions": "autocast over several devices: gradients of convolutions",
-    "differentiating": "`mpjax run`: what rules of custom derivatives differentiate is planned apart",
+    "differentiating": "`mpjax run`: rules of custom derivatives are planned apart",
     "keys": "autocast outside of jit: what was compiled is compiled again at each call",
     "matmuls": "autocast on CPUs and GPUs: matmuls are compiled in a form that is slow",
     "recurrences": "autocast of linear recurrences, as in state space models",
