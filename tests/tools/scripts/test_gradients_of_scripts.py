@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -230,7 +231,7 @@ def test_what_reads_values_runs_as_it_is_and_is_named(capsys):
     assert len(rows) == 4 and all(row.calls for row in report.rows)
     said = capsys.readouterr().err
     assert "not planned, it reads values of its arrays: " in said and "branches (" in said
-    assert "not planned, it is refused: TypeError: unsupported format string" in said
+    assert "not planned, it cannot be traced: TypeError: unsupported format string" in said
     assert "not planned, forward mode alone is left as it is: loss (" in said
     assert "not planned, the script has mpjax compute it, under a policy of its own: loss (" in said
 
@@ -296,6 +297,31 @@ def library(fun):
         fun.__defaults__,
         fun.__closure__,
     )
+
+
+def test_what_checkify_looks_into_is_left_as_it_is():
+    def small(w):
+        checkify.check(jnp.all(w < 0), "large")
+        return loss(w, X)
+
+    step = jax.jit(lambda w: jax.grad(small)(w))
+    nan = jax.jit(lambda w: jax.grad(lambda w: jnp.log(-jnp.sum((w @ w) ** 2)))(w))
+    before = checkify.checkify  # is not found where it is called, but checks are
+    with quiet() as report:
+        for find in (checkify.checkify, before):
+            assert find(step)(W)[0].get().startswith("large")
+        assert "nan generated" in checkify.checkify(nan, checkify.float_checks)(W)[0].get()
+        assert "bf16" in str(jax.make_jaxpr(nan)(W))
+    left = [row for row in report.rows if not row.planned]
+    assert {row.reason for row in left} == {"checkify checks what it computes"} and len(left) == 2
+    with pytest.raises(ValueError, match="The check at .*Apply it first"):
+        jax.jit(jax.grad(mpjax.autocast(small)))(W)
+
+    def checked(w):
+        error, out = checkify.checkify(small)(w)
+        return out, error
+
+    assert jax.jit(jax.grad(mpjax.autocast(checked), has_aux=True))(W)[1].get()
 
 
 def test_numpy_arguments_of_a_gradient_stay_what_they_are(monkeypatch):

@@ -16,6 +16,7 @@ import numpy as np
 
 from mpjax._src.core.autocast.boundary import casts_arguments
 from mpjax._src.core.autocast.transform import Autocast, call, trace
+from mpjax._src.core.autocast.unplanned import ChecksInside, check_no_checks
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.dtypes import FLOAT16, HALVES
@@ -36,6 +37,7 @@ CONCRETE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 FORWARD = "forward mode alone is left as it is"
+CHECKED = "checkify checks what it computes"
 OWN = "the script has mpjax compute it, under a policy of its own"
 AGAIN = (
     "mpjax raised this error while it planned the function, and called it again without a plan: "
@@ -148,8 +150,9 @@ def planning(report: GradientsReport) -> Iterator[Hook]:
     around = functools.partial(_around, report)
     forward = functools.partial(_left, report, FORWARD)
     own = functools.partial(_left, report, OWN)
+    checked = functools.partial(_left, report, CHECKED)
     # What was traced under a policy is planned in the same way by the next block of it.
-    with hooked(around, ("gradients", report.policy), forward, own) as hook:
+    with hooked(around, ("gradients", report.policy), forward, own, checked) as hook:
         report._hook = hook
         yield hook
 
@@ -226,13 +229,13 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
             seen.calls += 1
             return out
         except Exception as error:
-            if finished or not _may_be_of_planning(error):
+            refused = isinstance(error, ChecksInside)
+            if not refused and (finished or not _may_be_of_planning(error)):
                 raise
             failed = error
         # Outside of jit JAX differentiates at values, which plans do without. What the function
         # does besides, it now does twice, so this is the last time.
-        reads = isinstance(failed, CONCRETE)
-        reason = f"it {'reads values of its arrays' if reads else f'is refused: {_line(failed)}'}"
+        reason = _reason(failed)
         try:
             out = fun(*args, **kwargs)
         except Exception as error:
@@ -248,6 +251,13 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
         return out
 
     return run
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ChecksInside):
+        return CHECKED
+    reads = isinstance(error, CONCRETE)
+    return "it reads values of its arrays" if reads else f"it cannot be traced: {_line(error)}"
 
 
 def _runs_now() -> bool:
@@ -315,6 +325,8 @@ class _Planned(Autocast):
             args, kwargs = jax.tree.map(_as_it_is, (args, kwargs))
             fun = _on_values(fun)
         traced = trace(fun, self.policy, args, kwargs)
+        if not traced.as_written:
+            check_no_checks(traced.jaxpr, debug=True)
         out = traced.rebuild(call(traced, Flat.of((args, kwargs)).arrays))
         self._seen.planned(traced)
         return jax.tree.map(_value, out)
