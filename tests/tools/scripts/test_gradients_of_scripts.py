@@ -324,29 +324,41 @@ def test_what_checkify_looks_into_is_left_as_it_is():
     assert jax.jit(jax.grad(mpjax.autocast(checked), has_aux=True))(W)[1].get()
 
 
+@jax.custom_vjp
+def scored(y, labels):
+    return jnp.sum(y[jnp.arange(4), labels])
+
+
+scored.defvjp(
+    lambda y, labels: (scored(y, labels), (y, labels)),
+    lambda kept, ct: (ct * jax.nn.one_hot(kept[1], 8), None),
+)
+
+
 def test_numpy_arguments_of_a_gradient_stay_what_they_are(monkeypatch):
     seen = []
 
     def takes(w, x, big, labels, count):
-        seen.append((type(x), type(big), labels.dtype, isinstance(count, jax.Array)))
-        return loss(w, x) * jnp.float32(big - 2.0**24), labels + 1
+        seen.append((type(x), type(big), labels.dtype.type, type(count)))
+        factor = jnp.float32(big - 2.0**24) * x.mean() if count < 100 else 0.0
+        return loss(w, x) * factor + big * scored(x @ w, labels), labels + 1
 
     made = []
     init = Derivative.__init__
     monkeypatch.setattr(
         Derivative, "__init__", lambda self, *args: made.append(self) or init(self, *args)
     )
-    big = np.float64(2.0**24 + 1)
     run = jax.grad(takes, has_aux=True)
     with quiet() as report:
-        for i in range(3):
-            x, labels = np.asarray(X) + i, np.arange(4) + i
+        for i in range(4):
+            x, labels, big = np.asarray(X) + i, np.arange(4) + i, np.float64(2.0**24 + 1 + i)
             gradient, aux = jax.grad(takes, has_aux=True)(W, x, big, labels, np.int32(i))
-            assert aux.dtype == np.int64 and (aux == labels + 1).all() and gradient.any()
-            np.testing.assert_allclose(gradient, run(W, x, big, labels, 0)[0], atol=0.05)
-    planned = [each for each in seen if each[-1]]
-    assert planned == [(np.ndarray, np.float64, np.int64, True)] * 3
-    assert len(made) == 1 and report.half_flops == 1
+            assert aux.dtype == np.int64 and (aux == labels + 1).all()
+            plain, _ = run(W, x, big, labels, np.int32(i))
+            np.testing.assert_allclose(gradient / 2**24, plain / 2**24, atol=0.05)
+    assert set(seen) == {(np.ndarray, np.float64, np.int64, np.int32)} and len(seen) == 8
+    # One for the values of the first call, and one for any.
+    assert len(made) == 2 and report.half_flops == 1
 
 
 def test_the_report_says_what_runs_in_16_bits():
