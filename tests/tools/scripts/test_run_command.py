@@ -7,13 +7,16 @@ import subprocess
 import sys
 import types
 from multiprocessing import spawn
+from pathlib import Path
 
 import pytest
 
 import mpjax.scripts
 from mpjax._src.tools.cli.commands import main
 from mpjax._src.tools.scripts.launch import restored
-from mpjax._src.tools.scripts.running import Run
+from mpjax._src.tools.scripts.running import Run, runs_python, words_of
+
+PY = "/usr/bin/python3.11"
 
 TRAIN = """
 import atexit, os, sys, threading
@@ -113,6 +116,43 @@ def step(w, opt_state, x):
     assert 'mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")' in changed
     # What is differentiated inside of a loss stays as it is.
     assert "jax.grad(penalty)" in changed and "jax.grad(loss)" not in changed
+
+
+@pytest.mark.parametrize(
+    ("command", "counted"),
+    [
+        (([PY, "train.py"], None), True),
+        ((["x", "train.py"], PY), True),
+        (("CUDA_VISIBLE_DEVICES=0 python3.11 train.py", None), True),
+        ((["/bin/sh", "-c", "python -u 'my train.py' && echo"], None), True),
+        ((["env", "A=1", PY, "-m", "package.train"], None), True),
+        ((["nice", b"python", Path("train.py")], None), True),
+        (([PY, "-m", "mpjax", "run", "train.py"], None), False),
+        (([PY, "-c", "from multiprocessing.spawn import spawn_main"], None), False),
+        ((["mpjax", "run", "train.py"], None), False),
+        ((["git", "log", "train.py"], None), False),
+    ],
+)
+def test_commands_that_run_python_are_told_from_others(command, counted):
+    args, program = command
+    assert runs_python(words_of(program, args)) == counted
+
+
+def test_processes_that_the_script_starts_are_counted(folder):
+    starts = """
+import os, subprocess, sys
+for options in ({}, {"close_fds": False}):
+    subprocess.run([sys.executable, "-S", "-c", "0"], **options)
+os.system(f"{sys.executable} -S -c 0")
+subprocess.run(["true"])
+if not os.fork():
+    os._exit(0)
+os.execv(sys.executable, [sys.executable, "-S", "-c", "print('last')"])
+"""
+    (folder / "starts.py").write_text(starts)
+    done = ran("-m", "mpjax", "run", "starts.py")
+    assert done.stdout == "last\n" and "JAX was not imported" in done.stderr
+    assert "4 processes of Python that the script started plan nothing: put `mpj" in done.stderr
 
 
 @pytest.mark.thorough

@@ -204,8 +204,8 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
         given = inspect.signature(transform).bind_partial(*args, **kwargs).arguments
         argnums, has_aux = given.get("argnums", 0), given.get("has_aux", False)
     place = user.f_code.co_filename, user.f_lineno
-    options = library, argnums, bool(has_aux), defined_at(fun)
-    return Site(transform.__name__, *place, name_of(fun), *options), ours
+    named = transform.__name__, *place, name_of(fun)
+    return Site(*named, library, argnums, bool(has_aux), defined_at(fun)), ours
 
 
 def _is_within(module: str, package: str) -> bool:

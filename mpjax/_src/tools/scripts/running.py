@@ -8,8 +8,10 @@ import atexit
 import contextlib
 import json
 import os
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,14 @@ class Run:
     Attributes:
         report: The `GradientsReport`; None before JAX is imported.
         children: Whether multiprocessing has spawned processes.
+        others: How many other processes of Python were started, which plan nothing.
     """
 
     def __init__(self, policy: str, report_file: Path | None = None) -> None:
         self.policy, self.report_file = policy, report_file
         self.report: Any = None
-        self.children = False
+        self.children, self.others = False, 0
+        self._heard_of: list[str] = []
         self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
         self._stack = contextlib.ExitStack()
 
@@ -97,6 +101,19 @@ class Run:
             return {**prepare(name), "mpjax": _InChild(self.policy)}
 
         spawn.get_preparation_data = prepared
+        sys.addaudithook(self._heard)  # there is no way to remove one
+
+    def _heard(self, event: str, args: Any) -> None:
+        """Counts processes of Python that the script starts."""
+        if event not in STARTING or os.getpid() != self.process:
+            return
+        with contextlib.suppress(Exception):  # it would end what the script does
+            words = words_of(*STARTING[event](args))
+            again = event == "os.posix_spawn" and words == self._heard_of  # by subprocess itself
+            self._heard_of = words
+            self.others += runs_python(words) and not again
+        if event == "os.exec":
+            self.finish()  # nothing of this process is left to tell it
 
     def finish(self) -> None:
         """Prints what was planned, and writes the report."""
@@ -114,9 +131,44 @@ class Run:
         text = "mpjax: JAX was not imported, so nothing was planned."
         if self.report is not None:
             text = self.report.summary()
+        if self.others:
+            text += (
+                f"\nmpjax: {self.others} process{'es' * (self.others != 1)} of Python that the "
+                "script started plan nothing: put `mpjax run` in place of `python` in that command"
+            )
         if self.children:
             text += "\nmpjax: processes of multiprocessing plan as this one; they are not counted"
         return text
+
+
+# What Python tells an audit hook when a process is started: the program and its arguments.
+STARTING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "subprocess.Popen": lambda args: args[:2],
+    "os.posix_spawn": lambda args: args[:2],
+    "os.exec": lambda args: args[:2],
+    "os.spawn": lambda args: args[1:3],
+    "os.system": lambda args: (None, args[0]),
+}
+PYTHON = re.compile(r"(^|[/\\])(python|pypy)[0-9.]*(\.exe)?$", re.IGNORECASE)
+# What starts Python of its own accord, but for its own processes.
+OWN_PROCESSES = ("multiprocessing", "mpjax")
+
+
+def words_of(program: Any, args: Any) -> list[str]:
+    """Returns the words of a command: a list, a text, or a list that hands a shell a text."""
+    if isinstance(args, (str, bytes, os.PathLike)):
+        return shlex.split(os.fsdecode(args))
+    words = [os.fsdecode(each) for each in args]
+    words[:1] = [os.fsdecode(program)] if program is not None else words[:1]
+    shell = words[1:2] == ["-c"] and not PYTHON.search(words[0])
+    return shlex.split(words[2]) if shell else words
+
+
+def runs_python(words: Sequence[str]) -> bool:
+    """Returns whether a command runs code of Python, and not as multiprocessing or mpjax would."""
+    at = next((i for i, word in enumerate(words) if PYTHON.search(word)), len(words))
+    rest = words[at + 1 :]
+    return bool(rest) and not any(own in " ".join(rest[:3]) for own in OWN_PROCESSES)
 
 
 class _InChild:
