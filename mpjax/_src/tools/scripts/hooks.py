@@ -208,7 +208,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
     return Site(*named, library, argnums, bool(has_aux), defined_at(fun)), ours
 
 
-def _is_within(module: str, package: str) -> bool:
+def is_within(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
@@ -244,7 +244,7 @@ def _installed() -> Iterator[None]:
             kinds = [Forward if t.__name__ in FORWARD else Differentiated for t in _KEPT]
             hooks = [_planning(t, kind) for t, kind in zip(_KEPT, kinds, strict=True)]
             _HOOKS.update({id(t): hook for t, hook in zip(_KEPT, hooks, strict=True)})
-            _swept(_HOOKS)
+            swept(_HOOKS)
         _DEPTH[0] += 1
     try:
         yield
@@ -252,11 +252,11 @@ def _installed() -> Iterator[None]:
         with _LOCK:
             _DEPTH[0] -= 1
             if not _DEPTH[0]:
-                _swept({id(_HOOKS[id(t)]): t for t in _KEPT})
+                swept({id(_HOOKS[id(t)]): t for t in _KEPT})
                 _HOOKS.clear()
 
 
-def _swept(table: Mapping[int, Any]) -> None:
+def swept(table: Mapping[int, Any]) -> None:
     """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
     for space in [vars(jax), vars(jax.scipy.optimize), *_namespaces()]:
         for name, value in [*space.items()]:
@@ -267,4 +267,4 @@ def _swept(table: Mapping[int, Any]) -> None:
 def _namespaces() -> list[dict[str, Any]]:
     modules = [(n, m) for n, m in [*sys.modules.items()] if isinstance(m, types.ModuleType)]
     ours = ("jax", "jaxlib", "mpjax")
-    return [vars(m) for n, m in modules if not any(_is_within(n, package) for package in ours)]
+    return [vars(m) for n, m in modules if not any(is_within(n, package) for package in ours)]
