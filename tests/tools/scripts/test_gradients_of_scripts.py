@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import mpjax
@@ -230,7 +231,7 @@ def test_what_reads_values_runs_as_it_is_and_is_named(capsys):
     assert len(rows) == 4 and all(row.calls for row in report.rows)
     said = capsys.readouterr().err
     assert "not planned, it reads values of its arrays: " in said and "branches (" in said
-    assert "not planned, it is refused: TypeError: unsupported format string" in said
+    assert "not planned, it cannot be traced: TypeError: unsupported format string" in said
     assert "not planned, forward mode alone is left as it is: loss (" in said
     assert "not planned, the script has mpjax compute it, under a policy of its own: loss (" in said
 
@@ -298,29 +299,66 @@ def library(fun):
     )
 
 
+def test_what_checkify_looks_into_is_left_as_it_is():
+    def small(w):
+        checkify.check(jnp.all(w < 0), "large")
+        return loss(w, X)
+
+    step = jax.jit(lambda w: jax.grad(small)(w))
+    nan = jax.jit(lambda w: jax.grad(lambda w: jnp.log(-jnp.sum((w @ w) ** 2)))(w))
+    before = checkify.checkify  # is not found where it is called, but checks are
+    with quiet() as report:
+        for find in (checkify.checkify, before):
+            assert find(step)(W)[0].get().startswith("large")
+        assert "nan generated" in checkify.checkify(nan, checkify.float_checks)(W)[0].get()
+        assert "bf16" in str(jax.make_jaxpr(nan)(W))
+    left = [row for row in report.rows if not row.planned]
+    assert {row.reason for row in left} == {"checkify checks what it computes"} and len(left) == 2
+    with pytest.raises(ValueError, match="The check at .*Apply it first"):
+        jax.jit(jax.grad(mpjax.autocast(small)))(W)
+
+    def checked(w):
+        error, out = checkify.checkify(small)(w)
+        return out, error
+
+    assert jax.jit(jax.grad(mpjax.autocast(checked), has_aux=True))(W)[1].get()
+
+
+@jax.custom_vjp
+def scored(y, labels):
+    return jnp.sum(y[jnp.arange(4), labels])
+
+
+scored.defvjp(
+    lambda y, labels: (scored(y, labels), (y, labels)),
+    lambda kept, ct: (ct * jax.nn.one_hot(kept[1], 8), None),
+)
+
+
 def test_numpy_arguments_of_a_gradient_stay_what_they_are(monkeypatch):
     seen = []
 
     def takes(w, x, big, labels, count):
-        seen.append((type(x), type(big), labels.dtype, isinstance(count, jax.Array)))
-        return loss(w, x) * jnp.float32(big - 2.0**24), labels + 1
+        seen.append((type(x), type(big), labels.dtype.type, type(count)))
+        factor = jnp.float32(big - 2.0**24) * x.mean() if count < 100 else 0.0
+        return loss(w, x) * factor + big * scored(x @ w, labels), labels + 1
 
     made = []
     init = Derivative.__init__
     monkeypatch.setattr(
         Derivative, "__init__", lambda self, *args: made.append(self) or init(self, *args)
     )
-    big = np.float64(2.0**24 + 1)
     run = jax.grad(takes, has_aux=True)
     with quiet() as report:
-        for i in range(3):
-            x, labels = np.asarray(X) + i, np.arange(4) + i
+        for i in range(4):
+            x, labels, big = np.asarray(X) + i, np.arange(4) + i, np.float64(2.0**24 + 1 + i)
             gradient, aux = jax.grad(takes, has_aux=True)(W, x, big, labels, np.int32(i))
-            assert aux.dtype == np.int64 and (aux == labels + 1).all() and gradient.any()
-            np.testing.assert_allclose(gradient, run(W, x, big, labels, 0)[0], atol=0.05)
-    planned = [each for each in seen if each[-1]]
-    assert planned == [(np.ndarray, np.float64, np.int64, True)] * 3
-    assert len(made) == 1 and report.half_flops == 1
+            assert aux.dtype == np.int64 and (aux == labels + 1).all()
+            plain, _ = run(W, x, big, labels, np.int32(i))
+            np.testing.assert_allclose(gradient / 2**24, plain / 2**24, atol=0.05)
+    assert set(seen) == {(np.ndarray, np.float64, np.int64, np.int32)} and len(seen) == 8
+    # One for the values of the first call, and one for any.
+    assert len(made) == 2 and report.half_flops == 1
 
 
 def test_the_report_says_what_runs_in_16_bits():

@@ -16,6 +16,7 @@ from mpjax._src.core.autocast.classify import Outline, classify, outline
 from mpjax._src.core.autocast.eager import Kept
 from mpjax._src.core.autocast.kernels import Numbers, overridden, tracing
 from mpjax._src.core.autocast.unplanned import (
+    check_no_checks,
     check_no_other_policy,
     warn_if_nothing_is_half,
     warn_if_wide,
@@ -185,8 +186,8 @@ def autocast(fun: Any = None, policy: "PolicyLike" = "mixed_bfloat16", **others:
     Raises:
         TypeError: If ``fun`` is not a function, or if ``policy`` is neither a policy nor a string.
         ValueError: If the policy is invalid. When the result is called: if a pattern of the
-            overrides matches neither a scope nor a parameter path, or if Keras's own dtype policy
-            casts in the function too.
+            overrides matches neither a scope nor a parameter path; if Keras's own dtype policy
+            casts in the function too; or if checks of ``checkify`` are in it.
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax
@@ -418,6 +419,7 @@ def _checked(traced: Traced, make: Callable[..., Traced], names: Any = None) -> 
     if policy.compute_dtype in HALVES:
         CALLED.add(CASTS)
     if policy.compute_dtype in HALVES and not boundary.casts_arguments(policy):
+        check_no_checks(traced.jaxpr)
         check_no_other_policy(traced.outline.block)
         if names is not None:
             block, rulings = traced.outline.block, traced.outline.rulings

@@ -1,10 +1,12 @@
 """Warnings of programs whose matmuls do not run in 16 bits, although the policy asks for it.
 
-And the error of a program in which another library's dtype policy casts too.
+And the errors of a program in which another library's dtype policy casts too, and of one whose
+checks somebody else has to find.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from mpjax._src.core.autocast.classify import ELSEWHERE, Rulings
 from mpjax._src.core.base import _jax, rules
@@ -12,6 +14,7 @@ from mpjax._src.core.base.dtypes import FLOAT32, FLOAT64, HALVES, short_name
 from mpjax._src.core.base.errors import PrecisionWarning, first_of, warn_user
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import Block, Value
+from mpjax._src.core.program.site import equations
 
 
 def warn_if_nothing_is_half(block: Block, rulings: Rulings, policy: Policy) -> None:
@@ -90,6 +93,27 @@ def _precisions(precision: object) -> tuple[object, ...]:
 
 # The files of Keras that cast for its dtype policy.
 KERAS = ("keras/src/dtype_policies/dtype_policy.py", "keras/src/backend/common/variables.py")
+
+
+class ChecksInside(ValueError):
+    """Checks of `checkify` in a function under autocast."""
+
+
+def check_no_checks(jaxpr: Any, debug: bool = False) -> None:
+    """Raises an error for a program with checks of `checkify`, which does not look into plans.
+
+    With ``debug``, also for those that do nothing where `checkify` is not around them.
+    """
+    inner, _ = _jax.open_jaxpr(jaxpr)
+    if not inner.effects:  # a check has one
+        return
+    for eqn, *_ in equations(inner):
+        if eqn.primitive.name == "check" and (debug or not eqn.params["debug"]):
+            raise ChecksInside(
+                f"The check at {_jax.source_line(eqn)} is in a function under autocast, where "
+                "checkify.checkify does not find it. Apply it first: checked = "
+                "checkify.checkify(fun), and then autocast(checked), which returns (error, result)."
+            )
 
 
 def check_no_other_policy(block: Block) -> None:

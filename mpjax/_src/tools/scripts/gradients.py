@@ -16,6 +16,7 @@ import numpy as np
 
 from mpjax._src.core.autocast.boundary import casts_arguments
 from mpjax._src.core.autocast.transform import Autocast, call, trace
+from mpjax._src.core.autocast.unplanned import ChecksInside, check_no_checks
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.dtypes import FLOAT16, HALVES
@@ -26,6 +27,7 @@ from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
 from mpjax._src.tools.scripts.launch import launch, restored
 from mpjax._src.tools.scripts.missed import code_of
+from mpjax._src.tools.scripts.moving import runs_now
 from mpjax._src.tools.scripts.seen import GradientsReport, Seen
 
 # What a function raises that reads values of arrays, which have none while it is planned.
@@ -36,6 +38,7 @@ CONCRETE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 FORWARD = "forward mode alone is left as it is"
+CHECKED = "checkify checks what it computes"
 OWN = "the script has mpjax compute it, under a policy of its own"
 AGAIN = (
     "mpjax raised this error while it planned the function, and called it again without a plan: "
@@ -49,13 +52,15 @@ def autocast_gradients(
     """Plans what the code inside differentiates, without changing one of its lines.
 
     Each function that the code inside gives to `jax.grad`, `jax.value_and_grad`, `jax.vjp`,
-    `jax.linearize`, `jax.jacrev` or `jax.hessian` is differentiated under `autocast`, also where a
-    library does it: Flax, Equinox, Haiku, optax. Parameters, optimizer, gradients and results keep
-    their dtypes. ``mpjax run --policy mixed_bfloat16 train.py`` does the same for a whole script.
+    `jax.linearize`, `jax.jacrev`, `jax.jacobian` or `jax.hessian` is differentiated under
+    `autocast`, also where a library does it: Flax, Equinox, Haiku, optax. Parameters, optimizer,
+    gradients and results keep their dtypes. ``mpjax run --policy mixed_bfloat16 train.py`` does the
+    same for a whole script.
 
     Only the outermost function is planned: what is differentiated inside of it is a part of it.
     Functions of which only `jax.jvp` or `jax.jacfwd` take tangents run as they are, and so do those
-    that read values of their arrays while they run, and those that the code differentiates with
+    that read values of their arrays while they run (whose first call is done again), those that
+    `checkify` checks, and those that the code differentiates with
     what it holds from before: a default of an argument, a closure, a derivative that was made
     outside. The report names them. What `jax.jit` has traced outside is traced again inside, and
     the other way round. The block counts for all threads of the process.
@@ -148,8 +153,9 @@ def planning(report: GradientsReport) -> Iterator[Hook]:
     around = functools.partial(_around, report)
     forward = functools.partial(_left, report, FORWARD)
     own = functools.partial(_left, report, OWN)
+    checked = functools.partial(_left, report, CHECKED)
     # What was traced under a policy is planned in the same way by the next block of it.
-    with hooked(around, ("gradients", report.policy), forward, own) as hook:
+    with hooked(around, ("gradients", report.policy), forward, own, checked) as hook:
         report._hook = hook
         yield hook
 
@@ -216,7 +222,7 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
     def run(*args: Any, **kwargs: Any) -> Any:
         which = site._replace(argnums=None), code_of(fun)
         left = report._as_it_is.setdefault(which, {})
-        if left and (reason := left.get(_runs_now())):
+        if left and (reason := left.get(runs_now())):
             report._of(site, reason).calls += 1
             return fun(*args, **kwargs)
         finished: list[Any] = []
@@ -226,36 +232,35 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
             seen.calls += 1
             return out
         except Exception as error:
-            if finished or not _may_be_of_planning(error):
+            refused = isinstance(error, ChecksInside)
+            if not refused and (finished or not _may_be_of_planning(error)):
                 raise
             failed = error
         # Outside of jit JAX differentiates at values, which plans do without. What the function
         # does besides, it now does twice, so this is the last time.
-        reads = isinstance(failed, CONCRETE)
-        reason = f"it {'reads values of its arrays' if reads else f'is refused: {_line(failed)}'}"
+        reason = _reason(failed)
         try:
             out = fun(*args, **kwargs)
         except Exception as error:
             if _is_users(error):  # as it would be raised without a plan
-                left[_runs_now()] = reason
+                left[runs_now()] = reason
                 report._of(site, reason).calls += 1
             elif type(error) is not type(failed):
                 failed.add_note(AGAIN.format(_line(error)))
                 raise failed from None
             raise
-        left[_runs_now()] = reason
+        left[runs_now()] = reason
         report._of(site, reason).calls += 1
         return out
 
     return run
 
 
-def _runs_now() -> bool:
-    """Returns whether operations run where this is called: no `jit` is traced around it.
-
-    It leaves an operation in the trace, so it is asked only where something cannot be planned.
-    """
-    return not isinstance(jax.lax.add(1.0, 1.0), jax.core.Tracer)
+def _reason(error: Exception) -> str:
+    if isinstance(error, ChecksInside):
+        return CHECKED
+    reads = isinstance(error, CONCRETE)
+    return "it reads values of its arrays" if reads else f"it cannot be traced: {_line(error)}"
 
 
 def _apart(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,32 +317,27 @@ class _Planned(Autocast):
 
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not casts_arguments(self.policy):
-            args, kwargs = jax.tree.map(_as_it_is, (args, kwargs))
+            args, kwargs = jax.tree.map(_kept, (args, kwargs))
             fun = _on_values(fun)
         traced = trace(fun, self.policy, args, kwargs)
+        if not traced.as_written:
+            check_no_checks(traced.jaxpr, debug=True)
+            traced = self._seen.moving.apart(traced)
         out = traced.rebuild(call(traced, Flat.of((args, kwargs)).arrays))
         self._seen.planned(traced)
         return jax.tree.map(_value, out)
 
 
 class _AsItIs:
-    """A NumPy value that stays one: a leaf of trees, and no array."""
+    """A NumPy value that stays one: a leaf of trees, and no array.
+
+    JAX passes arguments on as they are that are not differentiated, so NumPy computes with them, in
+    its own dtypes, and a function may branch on them. What JAX computes of them is an argument of
+    the program if it is an array, and else if it has changed (`moving`).
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _as_it_is(leaf: Any) -> Any:
-    """Returns what a planned function gets of an argument that is not differentiated.
-
-    JAX passes NumPy's arrays on as they are, so NumPy computes with them, in its own dtypes. They
-    are constants of the plan, whose values are arguments of what is compiled; but those of numbers
-    are not. So a NumPy scalar is traced, if JAX changes nothing of it.
-    """
-    if not isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf
-    plain = leaf.dtype.kind in "iuf" and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
-    return leaf if plain and not leaf.ndim else _AsItIs(leaf)
 
 
 def _value(leaf: Any) -> Any:
@@ -345,7 +345,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _on_values(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of arguments as `_as_it_is` returns them, whose result is of such too."""
+    """Returns a function of arguments as `_kept` returns them, whose result is of such too."""
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.scipy.optimize  # `import jax` does not
+from jax.experimental import checkify
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import HOOKED, PLANNED_FOR
@@ -32,8 +33,6 @@ TRANSFORMS = (
 )
 FORWARD = ("jvp", "jacfwd")
 WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
-# What differentiates the user's function from inside JAX, by names of JAX's own.
-SOLVERS = ("minimize",)
 # What is a library on top of JAX, although JAX brings it along: its calls are replaced.
 ITS_LIBRARIES = (f"{_jax.JAX}experimental{os.sep}sparse{os.sep}",)
 # The frames below a script's own.
@@ -72,14 +71,20 @@ class Hook:
         around: Returns what is differentiated in place of a function.
         forward: Is called with the site of a function that ran in forward mode alone.
         own: Is called with the site of a gradient that mpjax itself computes.
+        checked: Is called with the site of a function that `checkify` looks into.
         calls: How many functions were replaced so far.
     """
 
     def __init__(
-        self, around: Around, key: Any = None, forward: Tell | None = None, own: Tell | None = None
+        self,
+        around: Around,
+        key: Any = None,
+        forward: Tell | None = None,
+        own: Tell | None = None,
+        checked: Tell | None = None,
     ) -> None:
         self.around, self.key = around, key or (around,)
-        self.forward, self.own = forward, own
+        self.forward, self.own, self.checked = forward, own, checked
         self.calls = 0
 
     @property
@@ -96,7 +101,11 @@ class Hook:
 
 @contextlib.contextmanager
 def hooked(
-    around: Around, key: Any = None, forward: Tell | None = None, own: Tell | None = None
+    around: Around,
+    key: Any = None,
+    forward: Tell | None = None,
+    own: Tell | None = None,
+    checked: Tell | None = None,
 ) -> Iterator[Hook]:
     """Replaces what the code inside differentiates, in all threads; yields the hook.
 
@@ -111,8 +120,10 @@ def hooked(
             nothing inside was replaced.
         own: Is called with the site of each gradient that mpjax itself computes, as its training
             step does, which is left alone.
+        checked: Is called with the site of each function that is differentiated inside of what
+            `checkify` looks into, which then is left alone too.
     """
-    hook = Hook(around, key, forward, own)
+    hook = Hook(around, key, forward, own, checked)
     with _installed():
         _open(hook)
         try:
@@ -152,6 +163,23 @@ class Forward(Differentiated):
         return out
 
 
+class Checked(Differentiated):
+    """A function whose operations `checkify` looks at: what is differentiated inside is noted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook = _in_force()
+        if hook is None or hook.checked is None:
+            return self.fun(*args, **kwargs)
+        tell = hook.checked
+
+        def around(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
+            tell(site)
+            return fun
+
+        with HOOKED(Hook(around, ("checked", *hook.key), hook.forward, hook.own)):
+            return self.fun(*args, **kwargs)
+
+
 def _in_force() -> Hook | None:
     """Returns the hook for a function that is differentiated here, unless it is inside another."""
     hook: Hook | None = HOOKED.value
@@ -159,13 +187,16 @@ def _in_force() -> Hook | None:
     return None if inside or _jax.in_custom_rule(sys._getframe(2)) else hook
 
 
-def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Callable[..., Any]:
+def _planning(
+    transform: Callable[..., Any], kind: type[Differentiated], module: str
+) -> Callable[..., Any]:
     """Returns a transformation of JAX whose first argument is wrapped."""
+    first = next(iter(inspect.signature(transform).parameters))
 
     @functools.wraps(transform)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        fun = args[0] if args else kwargs.get("fun")
+        fun = args[0] if args else kwargs.get(first)
         file = frame.f_code.co_filename
         own = file.startswith(_jax.JAX) and not file.startswith(ITS_LIBRARIES)
         if not callable(fun) or own:
@@ -178,10 +209,9 @@ def _planning(transform: Callable[..., Any], kind: type[Differentiated]) -> Call
             return transform(*args, **kwargs)
         if args:
             return transform(kind(fun, site), *args[1:], **kwargs)
-        return transform(**{**kwargs, "fun": kind(fun, site)})
+        return transform(**{**kwargs, first: kind(fun, site)})
 
-    # Where pickles find it.
-    wrapped.__module__ = "jax.scipy.optimize" if transform.__name__ in SOLVERS else "jax"
+    wrapped.__module__ = module  # where pickles find it
     return wrapped
 
 
@@ -214,6 +244,12 @@ def is_within(module: str, package: str) -> bool:
 
 # ---- where it is asked for -----------------------------------------------------------------------
 
+PLACES: tuple[tuple[types.ModuleType, type[Differentiated], Sequence[str]], ...] = (
+    (jax, Differentiated, TRANSFORMS),
+    (jax, Forward, FORWARD),
+    (jax.scipy.optimize, Differentiated, ("minimize",)),  # by names of JAX's own
+    (checkify, Checked, ("checkify",)),
+)
 _LOCK = threading.RLock()
 _DEPTH = [0]
 _OPEN: list[Hook] = []  # the last one is in force
@@ -239,11 +275,10 @@ def _installed() -> Iterator[None]:
     """Replaces transformations."""
     with _LOCK:
         if not _DEPTH[0]:
-            _KEPT[:] = [getattr(jax, name) for name in (*TRANSFORMS, *FORWARD)]
-            _KEPT.extend(getattr(jax.scipy.optimize, name) for name in SOLVERS)
-            kinds = [Forward if t.__name__ in FORWARD else Differentiated for t in _KEPT]
-            hooks = [_planning(t, kind) for t, kind in zip(_KEPT, kinds, strict=True)]
-            _HOOKS.update({id(t): hook for t, hook in zip(_KEPT, hooks, strict=True)})
+            for module, kind, names in PLACES:
+                for transform in (getattr(module, name) for name in names):
+                    _KEPT.append(transform)
+                    _HOOKS[id(transform)] = _planning(transform, kind, module.__name__)
             swept(_HOOKS)
         _DEPTH[0] += 1
     try:
@@ -254,11 +289,12 @@ def _installed() -> Iterator[None]:
             if not _DEPTH[0]:
                 swept({id(_HOOKS[id(t)]): t for t in _KEPT})
                 _HOOKS.clear()
+                _KEPT.clear()
 
 
 def swept(table: Mapping[int, Any]) -> None:
     """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
-    for space in [vars(jax), vars(jax.scipy.optimize), *_namespaces()]:
+    for space in [*(vars(module) for module, *_ in PLACES), *_namespaces()]:
         for name, value in [*space.items()]:
             if id(value) in table:
                 space[name] = table[id(value)]

@@ -18,6 +18,7 @@ from mpjax._src.tools.document.model import Document, Table, share
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.explain import matmul_flops
 from mpjax._src.tools.scripts.hooks import Hook, Site
+from mpjax._src.tools.scripts.moving import Moving
 
 # How many programs of a function are counted: one that has no key gets a new one in each step.
 MOST_PROGRAMS = 64
@@ -202,6 +203,7 @@ class Seen:
         self.calls = 0
         self.programs: dict[int, tuple[Any, Any]] = {}  # each with what was counted of it
         self.before = [0, 0]
+        self.moving = Moving()
 
     @property
     def function(self) -> Any:
