@@ -36,6 +36,10 @@ class Watcher(Protocol):
         """Is called before the programs inside an equation run."""
         return None
 
+    def whole(self, eqn: Any, ins: list[Any]) -> bool:
+        """Returns whether an equation runs as one operation, whatever programs are inside."""
+        return False
+
     def constant(self, array: Any) -> Any:
         """Returns the value of an array that is part of the program."""
 
@@ -91,7 +95,7 @@ def interpret(jaxpr: Any, args: list[Any], watcher: Watcher, place: Site = ROOT)
             if last_use[v] == index and v not in handed_out:
                 del env[v]
         here = place.at(eqn)
-        if enters(eqn):
+        if enters(eqn) and not watcher.whole(eqn, ins):
             watcher.entered(eqn, ins, here)
             outs = ENTER[higher_order(eqn.primitive.name).kind](eqn, ins, watcher, here.inside(eqn))
         else:
@@ -262,10 +266,10 @@ def run_in(wide: Any, eqn: Any, arrays: Sequence[Any]) -> list[Any] | None:
         return arrays  # no copy: parameters are cast, and large
     if wide == FLOAT64 and _jax.is_algorithm(eqn.params.get("precision")):
         params["precision"] = None
-    try:
-        return run(eqn, arrays, **params)
-    except MISFITS:
-        programs = {k: p for k, p in eqn.params.items() if holds_program(p)}
+    programs = {k: p for k, p in eqn.params.items() if holds_program(p)}
+    if not _decides(eqn):  # whose programs JAX does not check again
+        with contextlib.suppress(*MISFITS):
+            return run(eqn, arrays, **params)
     try:  # what sums or maps by a program written for narrower values
         inside = functools.partial(_widened, wide)
         return run(eqn, arrays, **params, **jax.tree.map(inside, programs, is_leaf=is_program))
@@ -312,6 +316,10 @@ class Wide(Plain):
             raise NotImplementedError(f"{eqn.primitive} has no {self.wide} form.")
         return outs
 
+    def whole(self, eqn: Any, ins: list[Any]) -> bool:
+        # What a traced value decides cannot be decided here.
+        return _decides(eqn) and any(isinstance(x, jax.core.Tracer) for x in ins)
+
     def constant(self, array: Any) -> Any:
         with handling(self.wide):
             return widen(array, self.wide)
@@ -323,6 +331,11 @@ class Wide(Plain):
     def stack(self, values: Sequence[Any]) -> Any:
         with handling(self.wide):
             return jnp.stack(values)
+
+
+def _decides(eqn: Any) -> bool:
+    """Returns whether an equation is a loop or a conditional."""
+    return higher_order(eqn.primitive.name).kind in (SCAN, WHILE, BRANCH)
 
 
 def _widened(wide: Any, program: Any) -> Any:

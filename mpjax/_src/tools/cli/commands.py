@@ -482,7 +482,7 @@ def run(policy: str, report: Path | None, module: bool, script: str, args: tuple
     show_default=True,
 )
 @options.flag("--whole", "Let the script run to its end.")
-@options.flag("--no-run", "Run no step one operation at a time: no errors of gradients.")
+@options.flag("--no-run", "Run no step for its values: no errors of gradients.")
 @options.flag("--no-batch", "Do not look for the largest batch that fits a target.")
 @options.flag("--time timed", "Time the steps on this machine. Done anyway on an accelerator.")
 @options.flag("-m module", "SCRIPT is the name of a module, as for python -m.")

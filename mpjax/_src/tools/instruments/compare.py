@@ -483,7 +483,7 @@ def compare_program(program: Program, scale: float, wide: Any = FLOAT32) -> Comp
 
     def measured(got: dict[str, Any]) -> dict[str, float]:
         with handling(wide):
-            return {n: _error(x, named[n].shadow, terms.get(n, 0.0)) for n, x in got.items()}
+            return {n: error_of(x, named[n].shadow, terms.get(n, 0.0)) for n, x in got.items()}
 
     errors = measured({name: v.array for name, v in named.items()})
     terms |= _terms_of_noise(program, scale, named, errors, wide)
@@ -499,7 +499,7 @@ def compare_program(program: Program, scale: float, wide: Any = FLOAT32) -> Comp
     )
 
 
-def _error(got: Any, exact: Any, terms: float = 0.0) -> float:
+def error_of(got: Any, exact: Any, terms: float = 0.0) -> float:
     """Returns the relative error of a result; of noise, relative to the size of its terms."""
     if terms:
         return float(jnp.linalg.norm(jnp.ravel(got - exact))) / terms

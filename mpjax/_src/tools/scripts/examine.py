@@ -15,19 +15,21 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.devices import traced_for
 from mpjax._src.core.base.dtypes import HALVES
+from mpjax._src.core.base.higher_order import WHILE, higher_order
 from mpjax._src.core.base.progress import advance
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.gradient import is_loss
 from mpjax._src.core.program.interpret import operations_in
+from mpjax._src.core.program.site import equations
 from mpjax._src.core.training.loss_scale import has_protocol
-from mpjax._src.tools.instruments.compare import compare
 from mpjax._src.tools.instruments.explain import CastReport, explain, matmul_flops
 from mpjax._src.tools.lint.linter import lint
 from mpjax._src.tools.lint.report import LintReport
 from mpjax._src.tools.scripts.batches import Batch, batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
+from mpjax._src.tools.scripts.measured import Exact, Worst
 from mpjax._src.tools.scripts.steps import Call, Loss, Noting, NoValues, under, values_of
 from mpjax._src.tools.scripts.surveyed import (
     SurveyedLoss,
@@ -48,8 +50,8 @@ OWN = (
     "there to see another row"
 )
 
-# Of programs with more operations, no values are looked at: they run one by one.
-MOST_OPERATIONS = 30_000
+# Of steps with more operations, the linter looks at no values: they would run one by one.
+MOST_OPERATIONS = 5_000
 
 WRITTEN = "as written"
 SCALES = ("DynamicScale",)  # of other libraries than jmp: Flax's
@@ -138,7 +140,7 @@ class Examined:
             functools.partial(self._trace, plan),
             functools.partial(self._compile, plan, compiling),
             functools.partial(self._lint, plan),
-            functools.partial(self._compare, plan),
+            functools.partial(self._compare, plan, compiling),
             self._explain,
             functools.partial(self._batches, plan, compiling),
             functools.partial(self._time, plan, compiling),
@@ -228,15 +230,17 @@ class Examined:
         advance(STAGE, "lint")
         written = self.rows[0].program
         run = plan.run and not self.call.is_abstract
-        if written is not None:
+        if run and written is not None:
             jaxpr, _ = _jax.open_jaxpr(written.jaxpr)
-            run = run and not jaxpr.effects and operations_in(jaxpr) <= MOST_OPERATIONS
+            if reason := _too_long(jaxpr):
+                self.notes.append(f"lint looked at no values: {reason}")
+            run = not (reason or jaxpr.effects)
         with self._noted("lint did not run", self.notes):
             step = self.call.jitted
             linted = lint(_named(step, self.place[0]), run=run, progress=False)
             self.lint = linted(*self.call.args, **self.call.kwargs)
 
-    def _compare(self, plan: Plan) -> None:
+    def _compare(self, plan: Plan, compiling: Compiling) -> None:
         halves = [row for row in self.rows if row.computes_in_half]
         if not (plan.run and halves and self.losses):
             return
@@ -252,17 +256,14 @@ class Examined:
                     f"no error of {loss.site.fun} is known: this call of the step does not run it"
                 )
                 continue
-            if operations_in(loss.program.jaxpr) > MOST_OPERATIONS:
-                self.notes.append(
-                    f"no error of {loss.site.fun} is known: it has more than "
-                    f"{MOST_OPERATIONS:,} operations, which would run one by one"
-                )
-                continue
-            self._compare_loss(loss, given, halves)
+            with self._noted(f"no error of {loss.site.fun}", self.notes):
+                self._compare_loss(loss, given, halves, compiling)
 
-    def _compare_loss(self, loss: Loss, given: Sequence[Any], rows: Sequence[Row]) -> None:
-        known: dict[str, dict[str, Any]] = {}
-        args, kwargs = loss.arguments(given)
+    def _compare_loss(
+        self, loss: Loss, given: Sequence[Any], rows: Sequence[Row], compiling: Compiling
+    ) -> None:
+        exact = Exact(loss, given)
+        known: dict[str, Worst] = {}
         for row in rows:
             # As written, the casts are its own. Storing and computing again are exact.
             policy = (row.policy or get_policy("float32")).replace(storage="fast")
@@ -270,19 +271,11 @@ class Examined:
             if same not in known:
                 advance(STAGE, f"the gradient's error under {row.name}")
                 with self._noted(f"no error of {loss.site.fun}", row.notes):
-                    found = compare(
-                        loss.fun, policy, loss.argnums, loss.site.has_aux, progress=False
-                    )(*args, **kwargs)
-                    results = [pair for pair in found.worst_results() if "gradient" in pair[0]]
-                    name, error = (results or found.worst_results())[0]
-                    known[same] = {
-                        "gradient_error": error,
-                        "worst": name.removeprefix("gradient of "),
-                        "loss_scale": found.loss_scale,
-                    }
-            new, old = known.get(same, {}), row.figures.get("gradient_error", -1.0)
-            if new and not new["gradient_error"] <= old:
-                row.figures |= new
+                    known[same] = exact.worst(policy)
+            new, old = known.get(same), row.figures.get("gradient_error", -1.0)
+            if new and not new.gradient_error <= old:
+                row.figures |= new._asdict()
+        compiling.compilations += exact.compilations
 
     def _explain(self) -> None:
         policy = next((r.policy for r in self.rows if r.policy and r.computes_in_half), None)
@@ -368,6 +361,18 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, NoValues):
         return line
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _too_long(jaxpr: Any) -> str:
+    """Returns why a program is too long to run one operation at a time, or ""."""
+    count = operations_in(jaxpr)
+    if count > MOST_OPERATIONS:
+        return (
+            f"the step has {count:,} operations with the turns of its loops, too long to run one "
+            f"operation at a time (at most {MOST_OPERATIONS:,})"
+        )
+    kinds = (higher_order(eqn.primitive.name).kind for eqn, _, _ in equations(jaxpr))
+    return "it has a loop whose turns are not known before it runs" if WHILE in kinds else ""
 
 
 def _named(step: Callable[..., Any], name: str) -> Callable[..., Any]:

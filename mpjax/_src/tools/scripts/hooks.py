@@ -238,7 +238,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
     return Site(*named, library, argnums, bool(has_aux), defined_at(fun)), ours
 
 
-def _is_within(module: str, package: str) -> bool:
+def is_within(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
@@ -279,7 +279,7 @@ def _installed() -> Iterator[None]:
                 for transform in (getattr(module, name) for name in names):
                     _KEPT.append(transform)
                     _HOOKS[id(transform)] = _planning(transform, kind, module.__name__)
-            _swept(_HOOKS)
+            swept(_HOOKS)
         _DEPTH[0] += 1
     try:
         yield
@@ -287,12 +287,12 @@ def _installed() -> Iterator[None]:
         with _LOCK:
             _DEPTH[0] -= 1
             if not _DEPTH[0]:
-                _swept({id(_HOOKS[id(t)]): t for t in _KEPT})
+                swept({id(_HOOKS[id(t)]): t for t in _KEPT})
                 _HOOKS.clear()
                 _KEPT.clear()
 
 
-def _swept(table: Mapping[int, Any]) -> None:
+def swept(table: Mapping[int, Any]) -> None:
     """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
     for space in [*(vars(module) for module, *_ in PLACES), *_namespaces()]:
         for name, value in [*space.items()]:
@@ -303,4 +303,4 @@ def _swept(table: Mapping[int, Any]) -> None:
 def _namespaces() -> list[dict[str, Any]]:
     modules = [(n, m) for n, m in [*sys.modules.items()] if isinstance(m, types.ModuleType)]
     ours = ("jax", "jaxlib", "mpjax")
-    return [vars(m) for n, m in modules if not any(_is_within(n, package) for package in ours)]
+    return [vars(m) for n, m in modules if not any(is_within(n, package) for package in ours)]

@@ -48,12 +48,12 @@ def watching(watcher: Watcher) -> Iterator["Watch"]:
     makers = [getattr(jax, name) for name in MAKERS]
     watch = Watch(watcher)
     made = {id(maker): _watched_maker(maker, watch) for maker in makers}
-    hooks._swept(made)
+    hooks.swept(made)
     try:
         yield watch
     finally:
         watch.watcher = None
-        hooks._swept({id(made[id(maker)]): maker for maker in makers})
+        hooks.swept({id(made[id(maker)]): maker for maker in makers})
 
 
 class Watch:
@@ -102,7 +102,7 @@ def _watched_maker(maker: Callable[..., Any], watch: Watch) -> Callable[..., Any
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         made = maker(*args, **kwargs)
         name = sys._getframe(1).f_globals.get("__name__", "")
-        if any(hooks._is_within(name, package) for package in ("jax", "mpjax")):
+        if any(hooks.is_within(name, package) for package in ("jax", "mpjax")):
             return made
         # `jax.jit(static_argnums=0)` returns a decorator.
         return watch.wrapped(made) if args or "fun" in kwargs else _decorator(made, watch)

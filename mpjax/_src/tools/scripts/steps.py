@@ -29,14 +29,15 @@ from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.interpret import Plain, interpret
 from mpjax._src.core.program.site import Site as Place
+from mpjax._src.core.program.site import equations
 from mpjax._src.core.program.trace import Flat
-from mpjax._src.tools.scripts.hooks import Around, Hook, Site, _is_within
+from mpjax._src.tools.scripts.hooks import Around, Hook, Site, is_within
 
 # The scope of what a function is differentiated at, with the number of the function.
 MARK = "mpjax.survey"
 
 # So many operations run one by one before the gradient is given up on.
-MOST = 50_000
+MOST = 10_000
 
 # The parameter of a differentiated function for what it closes over.
 CLOSED_OVER = "closed_over"
@@ -160,7 +161,7 @@ def _step_around(frame: Any) -> tuple[str, str, int] | None:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if module == __name__ and code.co_name == _call_traced.__name__:
             break
-        if _jax.is_users_file(code.co_filename) and not _is_within(module, "mpjax"):
+        if _jax.is_users_file(code.co_filename) and not is_within(module, "mpjax"):
             found = code.co_qualname, code.co_filename, code.co_firstlineno
         frame = frame.f_back
     return found
@@ -379,7 +380,8 @@ def _derivative(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
 def values_of(call: Call, noting: Noting, program: programs.Traced) -> list[Sequence[Any] | None]:
     """Returns what each noted function is first called with; None if this call does not call it.
 
-    The step runs one operation at a time, up to there.
+    The step runs one operation at a time, up to there. A loop, or a function, in which none of
+    them is called runs as a whole.
 
     Raises:
         NoValues: If it cannot be run so.
@@ -403,13 +405,21 @@ class _Until(Plain):
     def __init__(self, losses: Sequence[Loss]) -> None:
         self.losses, self.ran = losses, 0
         self.found: list[Sequence[Any] | None] = [None] * len(losses)
+        self._marks: dict[int, tuple[Any, set[int]]] = {}  # by the identity of the equation
+
+    def whole(self, eqn: Any, ins: list[Any]) -> bool:
+        if id(eqn) not in self._marks:
+            inner = (each for program in _jax.inner_jaxprs(eqn) for each in equations(program))
+            self._marks[id(eqn)] = eqn, {n for _, at, _ in inner if (n := _marked(at)) is not None}
+        _, numbers = self._marks[id(eqn)]
+        return not (eqn.effects or any(self.found[n] is None for n in numbers))
 
     def operation(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         self.ran += 1
         if self.ran > MOST:
             raise NoValues(f"the gradient is not reached within {MOST:,} operations")
-        if number := next((s for s in reversed(place.scopes) if s.startswith(MARK)), ""):
-            self._keep(int(number.removeprefix(MARK).rstrip(".")), ins)
+        if (number := _marked(place)) is not None:
+            self._keep(number, ins)
             return ins
         if eqn.effects:  # of callbacks, which the step itself makes
             if eqn.outvars:
@@ -425,6 +435,12 @@ class _Until(Plain):
         self.found[number] = [_one(x, s.shape) for x, s in zip(ins, shapes, strict=True)]
         if all(found is not None for found in self.found):
             raise _Reached
+
+
+def _marked(place: Place) -> int | None:
+    """Returns the number of the function whose values are marked at a place."""
+    found = next((s for s in reversed(place.scopes) if s.startswith(MARK)), None)
+    return None if found is None else int(found.removeprefix(MARK).rstrip("."))
 
 
 def _one(x: Any, shape: tuple[int, ...]) -> Any:

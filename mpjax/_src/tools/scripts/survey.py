@@ -64,8 +64,9 @@ def survey(
         steps: After how many calls of a step the script is ended; None lets it run. Whoever runs
             tests (``module`` "pytest") runs to its end.
         module: Whether ``script`` is the name of a module, as for ``python -m``.
-        run: Whether to run each step one operation at a time, up to its gradient, and the gradient
-            itself, for the gradients' errors and for the rules of `lint` that read values.
+        run: Whether to run each step up to its first gradient, and the gradient itself, for the
+            gradients' errors; and, unless it is long, one operation at a time for the rules of
+            `lint` that read values.
         batches: Whether to look for the largest batch that fits each target, which compiles more.
         time: Whether to time each step on this machine; by default, if it has an accelerator.
         timeout: The time limit of each compilation for a target, in seconds.

@@ -82,7 +82,7 @@ class SurveyRow:
         half_flops: The share of the step's matmul FLOPs that run in 16 bits, from 0 to 1; None if
             the step could not be traced under the policy.
         gradient_error: The error of the worst gradient on the script's own batch, relative to
-            float32, as `compare` measures it; None if it was not measured.
+            float32, both compiled; None if it was not measured.
         worst: The name of this gradient.
         loss_scale: The loss scale with which it was measured.
         time_ms: The time of a step on this machine, in milliseconds; None if it was not timed.
