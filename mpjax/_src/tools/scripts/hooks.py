@@ -31,7 +31,16 @@ FORWARD = ("jvp", "jacfwd")
 WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
 # The frames below a script's own.
 HERE = Path(__file__).parent
-LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
+LAUNCHING = (
+    f"{HERE / 'launch.py'}",
+    f"{HERE.parent / 'cli'}{os.sep}",
+    f"{HERE.parents[2]}{os.sep}__",
+)
+# What calls functions of others, which differentiate for themselves: a survey traces them.
+CALLING = tuple(
+    f"{HERE.parents[1] / room}{os.sep}"
+    for room in ("core/base", "core/program", "core/autocast", "tools/scripts")
+)
 
 
 class Site(NamedTuple):
@@ -183,7 +192,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
         if file.startswith(LAUNCHING):
             frame = None
             break
-        ours |= file.startswith(_jax.PACKAGE)
+        ours |= file.startswith(_jax.PACKAGE) and (frame is first or not file.startswith(CALLING))
         if _jax.is_users_file(file):
             break
         frame = frame.f_back
