@@ -27,12 +27,12 @@ def section(stored: Rows, causes: Rows) -> str:
     cases = stored["cases"]
     runs = [run_cells(case, rows) for case, rows in cases.items() if "losses" in rows.get(RUN, {})]
     costs = [cells for case, rows in cases.items() for cells in cost_cells(case, rows)]
-    parts = [f"### Runs\n\n{table(COLUMNS, runs)}"]
+    parts = [f"## Runs\n\n{table(COLUMNS, runs)}"]
     if costs:
-        parts.append(f"### Steps compiled for an H100\n\n{table(COSTS, costs)}")
-    parts.append(f"### Versions, settings and shims\n\n{prose(KINDS, map(kind_cells, cases))}")
+        parts.append(f"## Steps compiled for an H100\n\n{table(COSTS, costs)}")
+    parts.append(f"## Versions, settings and shims\n\n{prose(KINDS, map(kind_cells, cases))}")
     if failures := [*unmeasured(cases)]:
-        parts.append(f"### What did not work, and why\n\n{prose(('code base', 'why'), failures)}")
+        parts.append(f"## What did not work, and why\n\n{prose(('code base', 'why'), failures)}")
     return "\n".join(parts)
 
 
