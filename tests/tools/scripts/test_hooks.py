@@ -277,3 +277,16 @@ def test_calls_of_jax_and_mpjax_are_left_alone():
         text(lambda: planned(W))  # a plan is made of the whole
     assert not sites and [site.line for site in own] == [own[0].line]
     assert "mpjax.scaled" in Path(__file__).read_text().splitlines()[own[0].line - 1]
+
+
+def test_a_gradient_of_a_library_in_a_trace_of_mpjax_is_the_librarys_own():
+    """A survey traces the steps of libraries, which it does not compute itself."""
+    from mpjax._src.core.program.trace import trace
+
+    file, space, own = str(Path(jax.__file__).parents[1] / "trainer.py"), {"jax": jax}, []
+    exec(compile("def step(fun, w):\n    return jax.grad(fun)(w)", file, "exec"), space)
+    with noting(own=own.append) as sites:
+        trace(functools.partial(space["step"], loss), [jax.typeof(W)], "step")
+    assert not own and sites
+    assert {site.library for site in sites} == {f"{file}:2"}
+    assert {site.file for site in sites} == {__file__}

@@ -37,7 +37,16 @@ WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
 ITS_LIBRARIES = (f"{_jax.JAX}experimental{os.sep}sparse{os.sep}",)
 # The frames below a script's own.
 HERE = Path(__file__).parent
-LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
+LAUNCHING = (
+    f"{HERE / 'launch.py'}",
+    f"{HERE.parent / 'cli'}{os.sep}",
+    f"{HERE.parents[2]}{os.sep}__",
+)
+# What calls functions of others, which differentiate for themselves: a survey traces them.
+CALLING = tuple(
+    f"{HERE.parents[1] / room}{os.sep}"
+    for room in ("core/base", "core/program", "core/autocast", "tools/scripts")
+)
 
 
 class Site(NamedTuple):
@@ -223,7 +232,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
         if file.startswith(LAUNCHING):
             frame = None
             break
-        ours |= file.startswith(_jax.PACKAGE)
+        ours |= file.startswith(_jax.PACKAGE) and (frame is first or not file.startswith(CALLING))
         if _jax.is_users_file(file):
             break
         frame = frame.f_back
