@@ -152,7 +152,7 @@ def executed(
         seconds = time.monotonic() - start
         path = Path(folder) / REPORT
         report = json.loads(path.read_text()) if path.exists() else None
-        numbers = sorted(read.read_text().splitlines()) if read.exists() else []
+        numbers = sorted({*read.read_text().splitlines()}) if read.exists() else []
         return Run(run.stdout, run.stderr, report, seconds, numbers)
 
 
