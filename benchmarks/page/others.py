@@ -18,6 +18,7 @@ COSTS = (
     *("code base", "step", "memory", "to float32", "to its own setting"),
     *("bytes moved", "to float32", "to its own setting"),
 )
+KINDS = ("code base", "version", "its own 16-bit setting", "replaced to run it here")
 HALF = "mixed_bfloat16"
 
 
@@ -29,6 +30,7 @@ def section(stored: Rows, causes: Rows) -> str:
     parts = [f"### Runs\n\n{table(COLUMNS, runs)}"]
     if costs:
         parts.append(f"### Steps compiled for an H100\n\n{table(COSTS, costs)}")
+    parts.append(f"### Versions, settings and shims\n\n{prose(KINDS, map(kind_cells, cases))}")
     if failures := [*unmeasured(cases)]:
         parts.append(f"### What did not work, and why\n\n{prose(('code base', 'why'), failures)}")
     return "\n".join(parts)
@@ -42,6 +44,8 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
         for step in rows.get("survey", {}).get("steps", ())
         if "gradient_error" in (row := step["rows"].get(HALF, {}))
     ]
+    again = rows.get(SAME, {})
+    alike = same(rows[PLAIN], again) if "losses" in again else None
     return [
         title(case),
         f"`mpjax run {script(case)}`",
@@ -51,7 +55,7 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
         difference(rows[PLAIN], ran),
         difference(rows[PLAIN], rows.get("own", {})),
         percent(max(worst, default=None)),
-        "yes" if same(rows[PLAIN], rows.get(SAME, {})) else "**no**",
+        {True: "yes", False: "**no**", None: None}[alike],
     ]
 
 
@@ -69,6 +73,15 @@ def cost_cells(case: str, rows: Rows) -> Iterator[list[Cell]]:
             cells.append(f"{half.get(key, 0) / per:.2f} {unit}")
             cells += [written(ratio(half.get(key), other.get(key))) for other in (whole, theirs)]
         yield cells
+
+
+def kind_cells(case: str) -> tuple[str, ...]:
+    """Returns what a code base is, its own 16-bit setting, and what is replaced to run it here."""
+    base = BASES.get(case, {})
+    version = base.get("packages", [""])[0].replace("==", " ")
+    if "repository" in base:
+        version = f"{base['repository'].rpartition('github.com/')[2]} at {base['commit'][:12]}"
+    return title(case), version, base.get("setting", "none"), base.get("shim", "nothing")
 
 
 def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
