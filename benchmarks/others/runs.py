@@ -210,6 +210,7 @@ def survey_figures(
     """Returns the figures of a survey's steps by policy."""
     survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batch"]
     survey += ["--no-run", "--policy", "float32"] if own else ["--policy", "mixed_bfloat16"]
+    survey += base.get("survey", ())
     run = executed(case, base, python, [*survey, *script], home, (compilers(home),))
     steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
     return {"steps": steps}
