@@ -275,6 +275,7 @@ def _installed() -> Iterator[None]:
     """Replaces transformations."""
     with _LOCK:
         if not _DEPTH[0]:
+            _KEPT.clear()  # only here: reports are read after their blocks
             for module, kind, names in PLACES:
                 for transform in (getattr(module, name) for name in names):
                     _KEPT.append(transform)
@@ -289,7 +290,6 @@ def _installed() -> Iterator[None]:
             if not _DEPTH[0]:
                 _swept({id(_HOOKS[id(t)]): t for t in _KEPT})
                 _HOOKS.clear()
-                _KEPT.clear()
 
 
 def _swept(table: Mapping[int, Any]) -> None:
