@@ -166,3 +166,20 @@ def test_what_a_library_differentiates_is_planned(name):
     assert matmuls(plain) != by_hand
     with quiet():
         assert matmuls(plain) == by_hand
+
+
+def test_an_eager_module_whose_loss_reads_values_runs_as_it_is():
+    model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((3, 4))
+    calls = []
+
+    def loss(model, x):
+        calls.append(1)
+        value = jnp.mean(model(x) ** 2)
+        return 2 * value if value > 0 else value
+
+    plain = jax.tree.leaves(nnx.value_and_grad(loss)(model, x))
+    with mpjax.scripts.autocast_gradients(tell=False) as report:
+        for _ in range(2):
+            same = jax.tree.leaves(nnx.value_and_grad(loss)(model, x))
+    assert all((a == b).all() for a, b in zip(plain, same, strict=True)) and len(calls) == 4
+    assert [row.reason for row in report.rows] == ["it reads values of its arrays"]

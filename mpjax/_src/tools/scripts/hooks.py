@@ -284,6 +284,7 @@ def _installed() -> Iterator[None]:
     """Replaces transformations."""
     with _LOCK:
         if not _DEPTH[0]:
+            _KEPT.clear()  # only here: reports are read after their blocks
             for module, kind, names in PLACES:
                 for transform in (getattr(module, name) for name in names):
                     _KEPT.append(transform)
@@ -298,7 +299,6 @@ def _installed() -> Iterator[None]:
             if not _DEPTH[0]:
                 swept({id(_HOOKS[id(t)]): t for t in _KEPT})
                 _HOOKS.clear()
-                _KEPT.clear()
 
 
 def swept(table: Mapping[int, Any]) -> None:

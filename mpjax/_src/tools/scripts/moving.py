@@ -12,9 +12,11 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from mpjax._src.core.autocast.transform import Traced
+from mpjax._src.core.autocast.transform import Traced, call
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
+from mpjax._src.core.base.trees import is_floating
+from mpjax._src.core.planner.equations import CUSTOM
 from mpjax._src.core.program.graph import CONSTANT_LIMIT
 
 # How many programs of a function are remembered; each set of shapes has one.
@@ -33,26 +35,54 @@ class Moving:
     """The values that the programs of a function had, and which of them have changed."""
 
     def __init__(self) -> None:
-        self._before: dict[Any, tuple[dict[Any, Any], set[Any]]] = {}
+        self._before: dict[Any, tuple[dict[Any, Any], dict[Any, bool]]] = {}
 
     def apart(self, traced: Traced) -> Traced:
         """Returns a program in which what has changed since an earlier call is no constant."""
         inner, consts = _jax.open_jaxpr(traced.jaxpr)
-        values = dict([*_constants(consts), *_numbers(inner)])
+        values = dict([*_constants(inner, consts), *_numbers(inner)])
         if not values:
             return traced
         key = traced.avals, tuple(eqn.primitive for eqn in inner.eqns), tuple(values)
         if key not in self._before and len(self._before) >= MOST:
             return traced
-        before, moved = self._before.setdefault(key, (values, set()))
-        moved |= {place for place, value in values.items() if value != before[place]}
+        before, moves = self._before.setdefault(key, (values, {}))
+        for place in [place for place, value in values.items() if value != before[place]]:
+            if place not in moves:
+                others = {other for other, yes in moves.items() if yes}
+                ruled = place[0] < 0 or inner.eqns[place[0]].primitive.name in CUSTOM
+                moves[place] = not ruled or _can_be_derived(_without(traced, {*others, place}))
+        moved = {place for place, yes in moves.items() if yes}
         # A trace that lasts is as it is written.
         return _without(traced, moved) if moved and runs_now() else traced
 
 
-def _constants(consts: Any) -> Iterator[tuple[Any, Any]]:
-    for i, x in enumerate(consts):
-        if not isinstance(x, jax.Array) and np.size(x) <= CONSTANT_LIMIT:
+def _can_be_derived(traced: Traced) -> bool:
+    """Returns whether a program has a gradient without the values of its constants.
+
+    A custom rule may branch on them, also one that runs only after the program.
+    """
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.avals]
+    floats = [i for i, x in enumerate(shapes) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+
+    def total(by: Any, arrays: Any) -> Any:
+        given = dict(zip(floats, by, strict=True))
+        outs = call(traced, [given.get(i, x) for i, x in enumerate(arrays)])
+        return sum(jax.numpy.sum(x) for x in outs if is_floating(x))
+
+    try:
+        jax.eval_shape(jax.grad(total), [shapes[i] for i in floats], shapes)
+    except Exception:  # of a rule
+        return False
+    return True
+
+
+def _constants(inner: Any, consts: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the constants on whose values a plan depends, see `planner.kept`."""
+    ruled = (eqn for eqn in inner.eqns if eqn.primitive.name in CUSTOM)
+    read = {v for eqn in ruled for v in eqn.invars if not isinstance(v, Literal)}
+    for i, (v, x) in enumerate(zip(inner.constvars, consts, strict=True)):
+        if v in read and not isinstance(x, jax.Array) and np.size(x) <= CONSTANT_LIMIT:
             yield (-1, i), (str(np.asarray(x).dtype), np.asarray(x).tobytes())
 
 
