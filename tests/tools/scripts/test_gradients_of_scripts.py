@@ -443,3 +443,9 @@ def test_an_error_of_mpjax_is_told_from_one_of_the_script(monkeypatch):
     with pytest.raises(TypeError, match="not callable") as ours, quiet():
         jax.grad(lambda w: loss(jnp.cos(w), X))(W)
     assert "the script may run without mpjax" in " ".join(ours.value.__notes__)
+
+
+def test_no_tracer_outlives_its_trace():
+    w = jnp.ones((4, 4))
+    with mpjax.scripts.autocast_gradients(tell=False), jax.check_tracer_leaks():
+        jax.jit(jax.grad(lambda w: jnp.sum((w @ w) ** 2)))(w)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def test_a_script_runs_in_mixed_precision_and_ends_as_it_would(folder):
     assert report["half_flops"] == 1 and report["rows"][0]["name"] == "loss"
 
 
-def test_float16_is_refused_with_the_lines_to_change(folder, monkeypatch, capsys):
+def test_float16_is_refused_with_the_lines_to_change(folder, capsys):
     source = """
 import jax, jax.numpy as jnp, optax
 def penalty(w): return jnp.sum(w**2)
@@ -105,10 +104,8 @@ def step(w, opt_state, x):
 """
     (folder / "loop.py").write_text(source)
     subprocess.run(["git", "init", "-q", "."], check=True)
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    sys.modules["__main__"].__file__ = str(folder / "loop.py")
     with pytest.raises(SystemExit) as end:
-        Run("mixed_float16").begin()
+        Run("mixed_float16", str(folder / "loop.py")).begin()
     said = capsys.readouterr()
     assert end.value.code == 2 and "need a loss scale" in said.err
     subprocess.run(["git", "apply"], input=said.out, text=True, check=True)
@@ -160,6 +157,14 @@ def test_processes_that_are_spawned_plan_too(folder):
     done = ran("-m", "mpjax", "run", "spawning.py")
     assert done.stdout == "spawn [True]\nforkserver [True]\n", done.stderr
     assert "processes of multiprocessing plan as this one" in done.stderr
+
+
+def test_a_policy_is_judged_before_the_script_does_anything(folder):
+    (folder / "train.py").write_text("import pathlib\npathlib.Path('ran').touch()\nimport jax\n")
+    command = [sys.executable, "-m", "mpjax", "run", "--policy", "O1:float16", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "need a loss scale" in done.stderr
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
         if left and (reason := left.get(runs_now())):
             report._of(site, reason).calls += 1
             return fun(*args, **kwargs)
-        finished: list[Any] = []
+        finished: list[None] = []
         seen = report._of(site)
         try:
             out = _Planned(_apart(fun), report.policy, seen, finished)(*args, **kwargs)
@@ -310,9 +310,10 @@ class _Planned(Autocast):
     """A function under autocast, whose programs are noted."""
 
     def __init__(
-        self, fun: Callable[..., Any], policy: Policy, seen: Seen, finished: list[Any]
+        self, fun: Callable[..., Any], policy: Policy, seen: Seen, finished: list[None]
     ) -> None:
-        super().__init__(fun, policy, returning=finished.append)
+        # That it has returned, and not what: JAX looks for tracers that outlive their trace.
+        super().__init__(fun, policy, returning=lambda _: finished.append(None))
         self._seen = seen
 
     def _run(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -47,6 +47,11 @@ def launch(target: str, args: Sequence[str] = (), module: bool = False) -> None:
         raise
 
 
+def file_of(target: str, module: bool) -> str:
+    """Returns the file of a script, or of a module; "" for a module that has none."""
+    return (getattr(_spec(target), "origin", None) or "") if module else target
+
+
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Gives the process back what a launched script changes of it, for what comes after."""

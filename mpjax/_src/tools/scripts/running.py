@@ -10,15 +10,31 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpjax._src.core.base.lazy import with_jax
-from mpjax._src.tools.scripts.launch import LaunchError, launch
+from mpjax._src.tools.scripts.launch import LaunchError, file_of, launch
 
 WRONG = 2  # the exit status of a wrong command line
+
+# Policies that need no process to judge them: most runs are under these.
+KNOWN = ("mixed_bfloat16", "float32")
+REFUSED = 3
+# Judges a policy in a process of its own: that needs JAX, which the script is to import.
+JUDGE = f"""
+import json, sys
+sys.path[:], policy = json.loads(sys.argv[1])
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.tools.scripts.gradients import allowed
+try:
+    allowed(get_policy(policy))
+except (ValueError, TypeError):
+    sys.exit({REFUSED})
+"""
 
 # What a process that multiprocessing spawns runs before the script. It may not find mpjax.
 IN_CHILD = """
@@ -37,44 +53,56 @@ class Run:
 
     Attributes:
         report: The `GradientsReport`; None before JAX is imported.
+        script: The file that runs, or "".
         children: Whether multiprocessing has spawned processes.
         others: How many other processes of Python were started, which plan nothing.
     """
 
-    def __init__(self, policy: str, report_file: Path | None = None) -> None:
-        self.policy, self.report_file = policy, report_file
+    def __init__(self, policy: str, script: str = "", report_file: Path | None = None) -> None:
+        self.policy, self.script, self.report_file = policy, script, report_file
         self.report: Any = None
         self.children, self.others = False, 0
         self._heard_of: list[str] = []
         self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
         self._stack = contextlib.ExitStack()
 
-    def begin(self) -> None:
-        """Plans from now on, for the rest of the process."""
+    def judge(self) -> None:
+        """Ends the process if its policy is refused, before the script has done anything."""
+        if self.policy in KNOWN:
+            return
+        if "jax" not in sys.modules:
+            asked = json.dumps([[path or os.getcwd() for path in sys.path], self.policy])
+            env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            child = [sys.executable, "-c", JUDGE, asked]
+            done = subprocess.run(child, env=env, capture_output=True, check=False)
+            if done.returncode != REFUSED:
+                return
+        self._allowed()
+
+    def _allowed(self) -> Any:
         from mpjax._src.core.policy.grammar import get_policy
-        from mpjax._src.tools.scripts.gradients import (
-            GradientsReport,
-            NeedsLossScale,
-            allowed,
-            planning,
-        )
+        from mpjax._src.tools.scripts.gradients import NeedsLossScale, allowed
 
         try:
-            policy = allowed(get_policy(self.policy))
+            return allowed(get_policy(self.policy))
         except (ValueError, TypeError) as error:
             self._refuse(error, isinstance(error, NeedsLossScale))
-        self.report = GradientsReport(policy)
+
+    def begin(self) -> None:
+        """Plans from now on, for the rest of the process."""
+        from mpjax._src.tools.scripts.gradients import GradientsReport, planning
+
+        self.report = GradientsReport(self._allowed())
         self._stack.enter_context(planning(self.report))
 
     def _refuse(self, error: Exception, needs_lines: bool) -> None:
         """Ends the process, with the diff to apply on stdout if lines of the script can change."""
         self.process = -1
         print(f"Error: {error}", file=sys.stderr)
-        script = getattr(sys.modules["__main__"], "__file__", "")
-        if needs_lines and script:
+        if needs_lines and self.script:
             from mpjax._src.tools.scripts.refused import lines_to_change
 
-            proposal = lines_to_change(script, self.policy)
+            proposal = lines_to_change(self.script, self.policy)
             if proposal.diff:
                 print(
                     f"To change them, give this to git apply in {proposal.root}:", file=sys.stderr
@@ -200,7 +228,8 @@ def run_script(
         module: Whether it is a module.
         report_file: Where to write the report, as JSON.
     """
-    run = Run(policy, report_file)
+    run = Run(policy, file_of(target, module), report_file)
+    run.judge()
     run.spawning()
     with_jax(run.begin)
     atexit.register(run.finish)  # after what the script registers, and after its threads
