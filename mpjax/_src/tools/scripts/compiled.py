@@ -23,6 +23,7 @@ from mpjax._src.tools.scripts.steps import Call
 from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
 
 TRY = "compiled"
+NO_PEAKS = "no roofline on {}, whose peaks are not known: name a target, such as --target h100"
 REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
@@ -63,6 +64,8 @@ class Compiling:
         except Exception as error:  # whatever a compiler, or the step for this target, raises
             return SurveyedProgram(target, refused=f"{type(error).__name__}: {_line(error)}")
         if isinstance(report, SurveyedProgram):
+            if report.roofline_ms is None and NO_PEAKS.format(target) not in self.notes:
+                self.notes.append(NO_PEAKS.format(target))
             return report
         return SurveyedProgram(
             target,

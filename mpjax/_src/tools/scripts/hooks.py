@@ -37,7 +37,11 @@ WITH_ARGNUMS = {*TRANSFORMS, "jacfwd"} - {"vjp", "linearize"}
 ITS_LIBRARIES = (f"{_jax.JAX}experimental{os.sep}sparse{os.sep}",)
 # The frames below a script's own.
 HERE = Path(__file__).parent
-LAUNCHING = (f"{HERE}{os.sep}", f"{HERE.parent / 'cli'}{os.sep}", f"{HERE.parents[2]}{os.sep}__")
+LAUNCHING = (
+    *(f"{HERE / 'launch.py'}", f"{HERE.parent / 'cli'}{os.sep}"),
+    f"{HERE.parents[2]}{os.sep}__",
+)
+TRACING = str(HERE.parents[1] / "core" / "program" / "trace.py")  # of the user's functions
 
 
 class Site(NamedTuple):
@@ -217,13 +221,15 @@ def _planning(
 
 def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple[Site, bool]:
     """Returns the site of a call, by its frame, and whether mpjax itself makes the call."""
-    first, ours = frame, False
+    first, ours, between = frame, False, False
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(LAUNCHING):
             frame = None
             break
-        ours |= file.startswith(_jax.PACKAGE)
+        # A script that is watched runs through here, and is traced again from here.
+        between |= file.startswith(f"{HERE}{os.sep}")
+        ours |= file.startswith(_jax.PACKAGE) and not (between or file == TRACING)
         if _jax.is_users_file(file):
             break
         frame = frame.f_back
