@@ -67,15 +67,7 @@ class Compiling:
             if report.roofline_ms is None and NO_PEAKS.format(target) not in self.notes:
                 self.notes.append(NO_PEAKS.format(target))
             return report
-        return SurveyedProgram(
-            target,
-            report.total_bytes,
-            report.temp_bytes,
-            report.bytes_accessed,
-            report.roofline_ms,
-            report.bound,
-            report.fits,
-        )
+        return _surveyed(target, report)
 
     def largest(
         self, target: str, call: Call, hook: Hook | None, batch: Batch, known: SurveyedProgram
@@ -153,19 +145,22 @@ def _compiled_here(name: str, jitted: Any, args: Sequence[Any]) -> SurveyedProgr
         if target is not None:
             asked = lowered.compiler_ir("hlo").as_hlo_module().to_string()
             answer = {"memory": parts, "hlo": text, "asked": asked, "xla_costs": {}}
-            report = report_of(target, answer)
-            return SurveyedProgram(
-                name,
-                report.total_bytes,
-                report.temp_bytes,
-                report.bytes_accessed,
-                report.roofline_ms,
-                report.bound,
-                report.fits,
-            )
+            return _surveyed(name, report_of(target, answer))
     total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporary"]
     moved = costs(parse(text).text).bytes
     return SurveyedProgram(name, total, parts["temporary"], moved)
+
+
+def _surveyed(name: str, report: CompileReport) -> SurveyedProgram:
+    return SurveyedProgram(
+        name,
+        report.total_bytes,
+        report.temp_bytes,
+        report.bytes_accessed,
+        report.roofline_ms,
+        report.bound,
+        report.fits,
+    )
 
 
 def _line(error: BaseException) -> str:
