@@ -101,6 +101,9 @@ def step(w, opt_state, x):
     grads = jax.grad(loss)(w, x)
     updates, opt_state = optimizer.update(grads, opt_state, w)
     return optax.apply_updates(w, updates), opt_state
+class Field:
+    def grad(self, x): return x
+Field().grad(3)
 """
     (folder / "loop.py").write_text(source)
     subprocess.run(["git", "init", "-q", "."], check=True)
@@ -108,6 +111,7 @@ def step(w, opt_state, x):
         Run("mixed_float16", str(folder / "loop.py")).begin()
     said = capsys.readouterr()
     assert end.value.code == 2 and "need a loss scale" in said.err
+    assert "method" not in said.err + said.out  # of the script's own, which differentiates nothing
     subprocess.run(["git", "apply"], input=said.out, text=True, check=True)
     changed = (folder / "loop.py").read_text()
     assert 'mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")' in changed

@@ -1,5 +1,7 @@
 """`survey` on scripts: which steps it finds, how it ends them, and what it tells."""
 
+import contextlib
+import io
 import json
 import sys
 
@@ -9,8 +11,10 @@ import pytest
 import mpjax
 import mpjax.scripts
 from mpjax._src.tools.cli import commands
-from mpjax._src.tools.scripts import compiled, examine
+from mpjax._src.tools.scripts import compiled, examine, survey
 from mpjax._src.tools.scripts import surveyed as surveyed_classes
+from mpjax._src.tools.scripts.ending import PATIENCE
+from mpjax._src.tools.scripts.survey import Options
 
 GAN = '''
 """Two steps, which share a module."""
@@ -231,14 +235,75 @@ def test_gradients_outside_of_jit_are_steps_and_threads_are_ended(tmp_path, capf
     (tmp_path / "eager.py").write_text(EAGER)
     report = surveyed(tmp_path, "eager.py", policies=("mixed_bfloat16", "float32"), time=True)
     first, second = report.steps
-    assert first.name.endswith("<lambda>") and "does not see" in report.not_covered[0]
-    assert "chosen" in report.not_covered[1] and "cannot be looked into" in report.not_covered[1]
+    assert first.name.endswith("<lambda>") and "no roofline" in report.not_covered[0]
+    _, unseen, chosen = report.not_covered[:3]
+    assert "does not see" in unseen and "chosen" in chosen and "cannot be looked into" in chosen
     assert second.name == "gradient of loss" and second.batch == 4
     assert second.rows[1].half_flops == 1 and second.rows[1].time_ms > 0
     assert second.rows[2].speed > 0 and second.rows[2].half_flops == 0
     assert report.ended == "stopped" and second.calls == 1
     printed = capfd.readouterr()
     assert "not ended" not in printed.err and printed.out.count("called") == 1
+
+
+TRAINER = """
+import jax
+
+class Trainer:
+    def __init__(self, loss):
+        self.loss = loss
+        self.step = jax.jit(self._step)
+
+    def _step(self, w, x):
+        return w - 0.1 * jax.grad(self.loss)(w, x)
+
+    def train(self, w, x):
+        return self.step(w, x)
+"""
+
+TRAINED = """
+import sys
+sys.path.insert(0, "site-packages")
+import jax.numpy as jnp, trainer
+
+def loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+trained, w = trainer.Trainer(loss), jnp.ones((4, 4))
+while True:
+    try:
+        w = trained.train(w, jnp.ones((2, 4)))
+    except:
+        print("caught", flush=True)
+"""
+
+
+def test_a_librarys_step_has_the_users_line_and_an_endless_one_ends(tmp_path, monkeypatch):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "trainer.py").write_text(TRAINER)
+    monkeypatch.chdir(tmp_path)
+    told = []
+
+    def ended(report):
+        told.append(report)
+        raise SystemExit  # which the command's end of the process cannot be here
+
+    options = Options("mixed_bfloat16", (), 1, False, False, None, progress=False)
+    caught = io.StringIO()
+    script = TRAINED.replace("except:", f"except:\n        if n > {PATIENCE}: raise").replace(
+        "while True:", "for n in range(100):"
+    )
+    (tmp_path / "trained.py").write_text(script)
+    with contextlib.redirect_stdout(caught):
+        report = survey.surveyed(options, "trained.py", (), False, ended)
+    assert caught.getvalue().count("caught") == PATIENCE and report.ended == "stopped"
+    assert any("caught what ends it" in note for note in told[0].not_covered)
+    assert any("no roofline on this CPU" in note for note in report.not_covered)
+    (step,) = report.steps
+    line = TRAINED.splitlines().index("        w = trained.train(w, jnp.ones((2, 4)))") + 1
+    assert step.source == f"{tmp_path}/trained.py:{line}" and not step.notes[1:]
+    assert step.losses[0].source == step.source and step.losses[0].name == "loss"
+    assert step.rows[1].half_flops > 0 and (report.diff or report.missing)
 
 
 def test_each_target_has_its_figures_or_a_reason(gan, monkeypatch):

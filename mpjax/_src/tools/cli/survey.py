@@ -1,6 +1,7 @@
 """Prints what `mpjax survey` finds, and ends the process that ran a script."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -46,13 +47,25 @@ def show_survey(
     if html and importlib.util.find_spec("jinja2") is None:
         _wrong("pages need jinja2: pip install 'mpjax[html]'.")
     _check_names(options)
+    out = sys.stdout
+
+    def finish(survey: Any, at_once: bool = False) -> NoReturn:
+        with contextlib.redirect_stdout(out):
+            _finish(survey, as_json, html, at_once)
+
     # With --json, what the script prints is no part of the result.
     quiet = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     try:
         with quiet:
-            survey = surveyed(options, script, args, module)
+            survey = surveyed(
+                options, script, args, module, functools.partial(finish, at_once=True)
+            )
     except (ValueError, TypeError, LaunchError) as error:
         _wrong(str(error))
+    finish(survey)
+
+
+def _finish(survey: Any, as_json: bool, html: Path | None, at_once: bool) -> NoReturn:
     try:
         _print(survey, as_json, html)
         sys.stdout.flush()
@@ -60,11 +73,11 @@ def show_survey(
         # Python still flushes stdout when it exits.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _wrong(f"the result could not be written: {error.strerror or error}.")
+        _wrong(f"the result could not be written: {error.strerror or error}.", at_once)
     if survey.ended == "interrupted":
         click.echo("Aborted!", err=True)
         end_process(INTERRUPTED)
-    end_process(WRONG if survey.ended == "failed" or not survey else 0)
+    end_process(WRONG if survey.ended == "failed" or not survey else 0, at_once)
 
 
 def _print(survey: Any, as_json: bool, html: Path | None) -> None:
@@ -98,6 +111,6 @@ def _check_names(options: Options) -> None:
         _wrong(child.stdout.strip())
 
 
-def _wrong(message: str) -> NoReturn:
+def _wrong(message: str, at_once: bool = False) -> NoReturn:
     click.echo(f"Error: {message}", err=True)
-    end_process(WRONG)
+    end_process(WRONG, at_once)

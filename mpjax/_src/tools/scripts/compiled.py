@@ -23,6 +23,7 @@ from mpjax._src.tools.scripts.steps import Call
 from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
 
 TRY = "compiled"
+NO_PEAKS = "no roofline on {}, whose peaks are not known: name a target, such as --target h100"
 REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
@@ -63,16 +64,10 @@ class Compiling:
         except Exception as error:  # whatever a compiler, or the step for this target, raises
             return SurveyedProgram(target, refused=f"{type(error).__name__}: {_line(error)}")
         if isinstance(report, SurveyedProgram):
+            if report.roofline_ms is None and NO_PEAKS.format(target) not in self.notes:
+                self.notes.append(NO_PEAKS.format(target))
             return report
-        return SurveyedProgram(
-            target,
-            report.total_bytes,
-            report.temp_bytes,
-            report.bytes_accessed,
-            report.roofline_ms,
-            report.bound,
-            report.fits,
-        )
+        return _surveyed(target, report)
 
     def largest(
         self, target: str, call: Call, hook: Hook | None, batch: Batch, known: SurveyedProgram
@@ -150,19 +145,22 @@ def _compiled_here(name: str, jitted: Any, args: Sequence[Any]) -> SurveyedProgr
         if target is not None:
             asked = lowered.compiler_ir("hlo").as_hlo_module().to_string()
             answer = {"memory": parts, "hlo": text, "asked": asked, "xla_costs": {}}
-            report = report_of(target, answer)
-            return SurveyedProgram(
-                name,
-                report.total_bytes,
-                report.temp_bytes,
-                report.bytes_accessed,
-                report.roofline_ms,
-                report.bound,
-                report.fits,
-            )
+            return _surveyed(name, report_of(target, answer))
     total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporary"]
     moved = costs(parse(text).text).bytes
     return SurveyedProgram(name, total, parts["temporary"], moved)
+
+
+def _surveyed(name: str, report: CompileReport) -> SurveyedProgram:
+    return SurveyedProgram(
+        name,
+        report.total_bytes,
+        report.temp_bytes,
+        report.bytes_accessed,
+        report.roofline_ms,
+        report.bound,
+        report.fits,
+    )
 
 
 def _line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.differentiated import Use
 from mpjax._src.tools.scripts.edits import proposed
-from mpjax._src.tools.scripts.ending import quiet_threads, stop
+from mpjax._src.tools.scripts.ending import Stopping, quiet_threads
 from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
 from mpjax._src.tools.scripts.hooks import Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
@@ -54,10 +54,15 @@ class Observer:
     """
 
     def __init__(
-        self, plan: Plan, compiling: Compiling, count: int | None, progress: bool = True
+        self,
+        plan: Plan,
+        compiling: Compiling,
+        count: int | None,
+        progress: bool = True,
+        stuck: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan, self.compiling, self.count = plan, compiling, count
-        self.progress = progress
+        self.progress, self._stop = progress, Stopping(stuck)
         self.steps: list[Examined] = []
         self.not_covered: dict[str, None] = {}
         self.stopped = self.interrupted = False
@@ -101,7 +106,7 @@ class Observer:
         with self._lock:
             if self.stopped or (self.count is not None and what.calls >= self.count):
                 self.stopped = True
-                stop()
+                self._stop()
             what.calls += 1
 
     def _examined(self, call: Call, jitted: Jitted) -> Examined | None:
@@ -130,7 +135,7 @@ class Observer:
                 step.examine(self.plan, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True
-            stop()  # the script would take the interrupt for its own
+            self._stop()  # the script would take the interrupt for its own
         finally:
             step.forget()
         return step

@@ -1,9 +1,10 @@
 """The lines to change in a script that is refused, because its policy needs a loss scale."""
 
+import ast
 from pathlib import Path
 
 from mpjax._src.core.base.lines import is_library
-from mpjax._src.tools.scripts.differentiated import Use, gradients, name_of
+from mpjax._src.tools.scripts.differentiated import Gradient, Use, gradients, name_of
 from mpjax._src.tools.scripts.edits import Proposal, proposed
 from mpjax._src.tools.scripts.source import Source
 
@@ -27,7 +28,7 @@ def _uses(script: str) -> list[Use]:
         source = Source(path)
     except (OSError, SyntaxError, ValueError):
         return []
-    every = gradients(source)
+    every = [each for each in gradients(source) if _differentiates(source, each)]
     names = {id(each): name_of(each.fun) for each in every}
     found = []
     for each in every:
@@ -35,3 +36,13 @@ def _uses(script: str) -> list[Use]:
         if not around & {name for key, name in names.items() if key != id(each) and name}:
             found.append(Use(str(path), each.node.lineno, each.transform, names[id(each)] or None))
     return found
+
+
+def _differentiates(source: Source, gradient: Gradient) -> bool:
+    """Returns whether it is one of a library, or a method of this name that gets a function."""
+    fun = gradient.fun
+    named = source.values(fun) if isinstance(fun, ast.Name) else ()
+    bound = (at for each in named for at in (each.node, each.value))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    is_function = [isinstance(at, functions) for at in (fun, *bound)]
+    return "." in gradient.name or any(is_function)

@@ -7,12 +7,12 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpjax._src.core.base.lazy import with_jax
 from mpjax._src.core.base.lines import is_library
-from mpjax._src.tools.scripts.ending import Commands, Stop
+from mpjax._src.tools.scripts.ending import PATIENCE, Commands, Stop
 from mpjax._src.tools.scripts.launch import LaunchError, launch, restored
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ NOTHING = (
     "step to look at"
 )
 FAILED = "the script failed before the first call of a training step had run"
+STUCK = (
+    f"the script caught what ends it more than {PATIENCE} times, as `except:` in an endless loop "
+    "does: write `except Exception:` there"
+)
 NO_JAX = "JAX was not imported, so nothing was looked at"
 
 
@@ -125,11 +129,25 @@ def _several(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
 
 
-def surveyed(options: Options, script: str, args: Sequence[str], module: bool) -> "Survey":
-    """Runs a script, and returns the report; raises a `LaunchError` if there is none to run."""
+def surveyed(
+    options: Options,
+    script: str,
+    args: Sequence[str],
+    module: bool,
+    finish: Callable[["Survey"], None] = lambda report: None,
+) -> "Survey":
+    """Runs a script, and returns the report; raises a `LaunchError` if there is none to run.
+
+    ``finish`` gets the report within the script, if that catches what ends it, time after time.
+    """
     command = " ".join([*(["-m"] * module), script, *args])
-    running = Running(options, module and script in RUNNERS)
     ended, error = "ended", ""
+
+    def stuck() -> None:
+        running.observer.not_covered[STUCK] = None
+        finish(running.report(command, "stopped", "", commands.seen))
+
+    running = Running(options, module and script in RUNNERS, stuck)
     with Commands() as commands, running.observing():
         try:
             launch(script, args, module)
@@ -165,8 +183,8 @@ def _told(error: BaseException) -> str:
 class Running:
     """A script that is observed from the moment in which it imports JAX."""
 
-    def __init__(self, options: Options, whole: bool) -> None:
-        self.options, self.whole = options, whole
+    def __init__(self, options: Options, whole: bool, stuck: Callable[[], None]) -> None:
+        self.options, self.whole, self._stuck = options, whole, stuck
         self.observer: Any = None
         self.refused: Exception | None = None  # what was asked for, which is invalid
         self._stack = contextlib.ExitStack()
@@ -201,7 +219,7 @@ class Running:
             self.refused = error
             raise Stop from None  # the script's import of JAX would fail
         count = None if self.whole else self.options.steps
-        self.observer = Observer(plan, compiling, count, self.options.progress)
+        self.observer = Observer(plan, compiling, count, self.options.progress, self._stuck)
         self._stack.enter_context(self.observer.observing())
 
     def report(self, command: str, ended: str, error: str, commands: Sequence[str]) -> "Survey":
