@@ -152,7 +152,7 @@ def executed(
         seconds = time.monotonic() - start
         path = Path(folder) / REPORT
         report = json.loads(path.read_text()) if path.exists() else None
-        numbers = sorted(read.read_text().splitlines()) if read.exists() else []
+        numbers = sorted({*read.read_text().splitlines()}) if read.exists() else []
         return Run(run.stdout, run.stderr, report, seconds, numbers)
 
 
@@ -210,6 +210,7 @@ def survey_figures(
     """Returns the figures of a survey's steps by policy."""
     survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batch"]
     survey += ["--no-run", "--policy", "float32"] if own else ["--policy", "mixed_bfloat16"]
+    survey += base.get("survey", ())
     run = executed(case, base, python, [*survey, *script], home, (compilers(home),))
     steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
     return {"steps": steps}
