@@ -1,5 +1,6 @@
 """The tables of docs/other_peoples_code.md: other people's training code, unchanged."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
     """Returns what `mpjax run` makes of a script."""
     ran = rows[RUN]
     worst = [
-        row["gradient_error"]
+        float(row["gradient_error"])  # JSON has "inf" as text
         for step in rows.get("survey", {}).get("steps", ())
         if "gradient_error" in (row := step["rows"].get(HALF, {}))
     ]
@@ -126,4 +127,6 @@ def ratio(mine: float | None, other: float | None) -> float | None:
 
 
 def percent(part: float | None) -> Cell:
+    if part is not None and not math.isfinite(part):
+        return "not finite"
     return None if part is None else f"{100 * part:.3g}%"

@@ -42,10 +42,10 @@ LAUNCHING = (
     f"{HERE.parent / 'cli'}{os.sep}",
     f"{HERE.parents[2]}{os.sep}__",
 )
-# What calls functions of others, which differentiate for themselves: a survey traces them.
-CALLING = tuple(
-    f"{HERE.parents[1] / room}{os.sep}"
-    for room in ("core/base", "core/program", "core/autocast", "tools/scripts")
+# What of mpjax computes gradients through other packages. The rest calls functions of others, which
+# may differentiate: a survey traces and compiles the steps of libraries.
+COMPUTING = tuple(
+    f"{HERE.parents[1] / 'core' / room}{os.sep}" for room in ("training", "frameworks")
 )
 
 
@@ -232,7 +232,7 @@ def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple
         if file.startswith(LAUNCHING):
             frame = None
             break
-        ours |= file.startswith(_jax.PACKAGE) and (frame is first or not file.startswith(CALLING))
+        ours |= file.startswith(_jax.PACKAGE) and (frame is first or file.startswith(COMPUTING))
         if _jax.is_users_file(file):
             break
         frame = frame.f_back
