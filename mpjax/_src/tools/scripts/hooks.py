@@ -226,7 +226,7 @@ def _planning(
 
 def _site(frame: Any, transform: Any, fun: Any, args: Any, kwargs: Any) -> tuple[Site, bool]:
     """Returns the site of a call, by its frame, and whether mpjax itself makes the call."""
-    first, ours, between = frame, False, False
+    first, ours = frame, False
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(LAUNCHING):
