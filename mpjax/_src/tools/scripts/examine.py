@@ -29,7 +29,7 @@ from mpjax._src.tools.lint.linter import lint
 from mpjax._src.tools.lint.report import LintReport
 from mpjax._src.tools.scripts.batches import Batch, batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
-from mpjax._src.tools.scripts.measured import Exact, Worst
+from mpjax._src.tools.scripts.gradient_errors import Exact, Worst
 from mpjax._src.tools.scripts.steps import Call, Loss, Noting, NoValues, under, values_of
 from mpjax._src.tools.scripts.surveyed import (
     SurveyedLoss,

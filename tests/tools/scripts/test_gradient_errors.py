@@ -7,8 +7,8 @@ import pytest
 import mpjax
 from mpjax._src.core.program.interpret import Plain
 from mpjax._src.tools.scripts import examine
+from mpjax._src.tools.scripts.gradient_errors import Exact
 from mpjax._src.tools.scripts.hooks import hooked
-from mpjax._src.tools.scripts.measured import Exact
 from mpjax._src.tools.scripts.steps import Call, NoValues, values_of
 
 PRINTED = []
