@@ -83,12 +83,14 @@ def test_a_whole_training_in_one_jit_is_not_run_one_operation_at_a_time(given, m
         def rolled(x, _):
             return jnp.tanh(x @ x.T), None
 
-        def update(w, _):
+        def update(carry, _):
+            w, turn = carry  # of which JAX traces the loop twice, because 0 is weakly typed
             y, _ = jax.lax.scan(rolled, x, None, 100)
             gradient = jax.grad(normalized)(w, y)
-            return jax.tree.map(lambda a, b: a - 0.1 * b, w, gradient), None
+            w = jax.tree.map(lambda a, b: a - 0.1 * b, w, gradient)
+            return (w, turn + jnp.float32(1)), None
 
-        return jax.lax.scan(update, w, None, 1000)[0]
+        return jax.lax.scan(update, (w, 0.0), None, 1000)[0]
 
     ran, run = [], Plain.operation
 

@@ -119,12 +119,18 @@ class Noting:
             self.place = self.place or _step_around(sys._getframe())
             known = [loss.site for loss in self.losses]
             call = Flat.of((args, kwargs), is_array)
-            if site in known or not call.arrays:
+            if not call.arrays:
                 return fun(*args, **kwargs)
+            number = known.index(site) if site in known else len(known)
             traced = programs.trace(call.on(fun), call.avals, "differentiated")
             inner, outer = _jax.open_jaxpr(traced.jaxpr)
-            self._mark(len(known), [*call.arrays, *outer])
             shapes = [tuple(map(_shape_of, arrays)) for arrays in (call.arrays, outer)]
+            # JAX may trace the body of a loop twice, and keep the second trace.
+            old = self.losses[number] if number < len(known) else None
+            if old is None or _alike(shapes, [old.call.arrays, old.closed_over]):
+                self._mark(number, [*call.arrays, *outer])
+            if old is not None:
+                return traced.rebuild(_jax.eval_closed(traced.jaxpr, *call.arrays))
             abstract = dataclasses.replace(call, arrays=shapes[0])
             program = dataclasses.replace(traced, jaxpr=inner)
             self.losses.append(Loss(site, abstract, program, shapes[1], fun))
@@ -165,6 +171,12 @@ def _step_around(frame: Any) -> tuple[str, str, int] | None:
             found = code.co_qualname, code.co_filename, code.co_firstlineno
         frame = frame.f_back
     return found
+
+
+def _alike(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    """Returns whether arrays have the shapes and the dtypes of others."""
+    one, other = ([[(x.shape, x.dtype) for x in xs] for xs in each] for each in (some, others))
+    return one == other
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -389,6 +401,9 @@ def values_of(call: Call, noting: Noting, program: programs.Traced) -> list[Sequ
     if call.is_abstract:
         raise NoValues(call.why_abstract)
     until = _Until(noting.losses)
+    until.marked = _marks_in(_jax.open_jaxpr(program.jaxpr)[0])
+    if not until.marked:
+        raise NoValues("JAX left out of the step's program what its values are read from")
     # A new list, because `interpret` empties the one that it is given.
     with contextlib.suppress(_Reached):
         interpret(program.jaxpr, [jnp.asarray(x) for x in call.flat.arrays], until)
@@ -405,12 +420,12 @@ class _Until(Plain):
     def __init__(self, losses: Sequence[Loss]) -> None:
         self.losses, self.ran = losses, 0
         self.found: list[Sequence[Any] | None] = [None] * len(losses)
+        self.marked = set(range(len(losses)))  # those of which the program has values
         self._marks: dict[int, tuple[Any, set[int]]] = {}  # by the identity of the equation
 
     def whole(self, eqn: Any, ins: list[Any]) -> bool:
         if id(eqn) not in self._marks:
-            inner = (each for program in _jax.inner_jaxprs(eqn) for each in equations(program))
-            self._marks[id(eqn)] = eqn, {n for _, at, _ in inner if (n := _marked(at)) is not None}
+            self._marks[id(eqn)] = eqn, set().union(*map(_marks_in, _jax.inner_jaxprs(eqn)))
         _, numbers = self._marks[id(eqn)]
         return not (eqn.effects or any(self.found[n] is None for n in numbers))
 
@@ -433,8 +448,13 @@ class _Until(Plain):
         loss = self.losses[number]
         shapes = [*loss.call.arrays, *loss.closed_over]
         self.found[number] = [_one(x, s.shape) for x, s in zip(ins, shapes, strict=True)]
-        if all(found is not None for found in self.found):
+        if all(self.found[n] is not None for n in self.marked):
             raise _Reached
+
+
+def _marks_in(jaxpr: Any) -> set[int]:
+    """Returns the numbers of the functions whose values are marked in an open jaxpr."""
+    return {n for _, place, _ in equations(jaxpr) if (n := _marked(place)) is not None}
 
 
 def _marked(place: Place) -> int | None:
