@@ -122,6 +122,7 @@ def test_every_public_report_is_a_report_class():
     # Classes are imported when they are first asked for: by name, so that none is missed.
     found = [getattr(mpjax.reports, name) for name in mpjax.reports.__all__ if name.endswith(words)]
     found += [mpjax.reports.LargestBatch, mpjax.reports.MemoryFit]
+    found += [mpjax.reports.Survey, mpjax.reports.SurveyedStep]
     assert {*found} == {*Report.__subclasses__()} - {Range}
 
 

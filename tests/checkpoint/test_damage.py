@@ -86,7 +86,7 @@ def test_restore_refuses_a_directory_that_is_no_checkpoint(tmp_path):
         (lambda about: about.update(format="other"), "not written by mpjax"),
         (
             lambda about: about.update(format_version=9),
-            "version 9 of the format, written by mpjax '0",
+            "version 9 of the format, written by mpjax '",
         ),
         (lambda about: about.update(leaves=[1]), "entry 'leaves' is damaged"),
         (lambda about: about.pop("kinds"), "entry 'kinds' is damaged"),

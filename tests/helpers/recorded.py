@@ -13,6 +13,7 @@ import json
 import linecache
 import re
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ import markupsafe
 import numpy as np
 
 import mpjax
+import mpjax.scripts
 from mpjax._src.core.base.devices import device_facts
 from mpjax._src.tools.document.text import text_of
 from mpjax._src.tools.hardware import batch_size, fit, ladder, trials
@@ -28,6 +30,7 @@ from mpjax._src.tools.hardware.devices import DeviceReport
 from mpjax._src.tools.hardware.targets import find_target
 from mpjax._src.tools.instruments.nonfinite import Range
 from mpjax._src.tools.instruments.tune import TuneStep
+from mpjax._src.tools.scripts.surveyed import SurveyRow
 from mpjax._src.tools.watching.overflows import Overflow, Underflow
 
 FOLDER = Path(__file__).parent.parent / "recorded"
@@ -65,6 +68,10 @@ def drifting(state):
 
 def ignored(state):
     return {"w": state["w"] + jnp.ones(3)}  # mpjax: ignore
+
+def trained(params, x):
+    jax.jvp(outputs, (params, x), (params, x))
+    return jax.jit(jax.grad(loss))(params, x)
 """
 linecache.cache["model.py"] = (len(CODE), None, CODE.splitlines(keepends=True), "model.py")
 MODEL = {"jax": jax, "jnp": jnp}
@@ -179,6 +186,37 @@ def fitted(available, every=False):
     return dataclasses.replace(found, tries=tries)
 
 
+def unchanged():
+    """What a loop differentiates, once in forward mode alone."""
+    with mpjax.scripts.autocast_gradients("mixed_bfloat16", tell=False) as report:
+        MODEL["trained"](PARAMS, X)
+    report._hook = types.SimpleNamespace(missed=("a partial (model.py:1)",))
+    return report
+
+
+def surveyed():
+    """A survey of a step whose figures are given."""
+    program = mpjax.reports.SurveyedProgram("h100", 3 * 2**30, 2**30, 4e9, 12.5, "memory", True, 96)
+    rows = (
+        SurveyRow("float32", 0.0, None, programs=(program,)),
+        SurveyRow("mixed_bfloat16", 1.0, 0.0125, "up/w", time_ms=1.5, speed=2.25),
+        SurveyRow("mixed_float16", notes=("refused: an error",)),
+    )
+    loss = mpjax.reports.SurveyedLoss("loss", "model.py:1", "value_and_grad", 208, 832)
+    lint = mpjax.lint(MODEL["drifting"])(STATE)
+    explained = mpjax.explain(LOSS, "mixed_bfloat16", argnums=0)(PARAMS, X)
+    step = ("step", "model.py:30", (loss,), 6 * 10**9, 8, rows, lint, 1, ("a note",), explained)
+    return mpjax.reports.SurveyedStep(*step)
+
+
+def survey():
+    diff = "--- a/train.py\n+++ b/train.py\n@@ -1 +1,2 @@\n+import mpjax\n import jax\n"
+    not_covered = ("evaluation was jitted, and not called",)
+    return mpjax.reports.Survey(
+        "train.py", (surveyed(),), "stopped", "", not_covered, diff, "/code", ("a line",), 3, 9
+    )
+
+
 def devices(*names):
     return DeviceReport(tuple(map(device_facts, names)), "1.2.3", {"bfloat16": 0.5, "float16": 2.0})
 
@@ -222,6 +260,9 @@ REPORTS = {
     "largest_batch_limited": lambda: largest(8),
     "fit": lambda: fitted(2**30),
     "fit_none": lambda: dataclasses.replace(fitted(2**27, True), rows=64, fitting_rows=24),
+    "gradients": unchanged,
+    "survey": survey,
+    "surveyed_step": surveyed,
     "devices": lambda: devices("h100", "h100", "v100", "v5e", "t4"),
 }
 
@@ -236,7 +277,7 @@ def written(report):
         "class": type(report).__name__,
         "text": text,
         "command": command(report),
-        "page": page(report.to_html(), text),
+        "page": page(report.to_html(), text_of(report.document())),
         "json": on_lines(report.to_dict()),
     }
     return "".join(f"=== {name}\n{part}\n" for name, part in parts.items())

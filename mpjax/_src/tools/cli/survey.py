@@ -85,9 +85,6 @@ def _print(survey: Any, as_json: bool, html: Path | None) -> None:
         printing.json_to_stdout(survey)
     else:
         printing.show(survey.document())
-        for step in survey.steps:
-            click.echo()
-            printing.show(step.document())
         if changes := survey.changes():
             click.echo(f"\n{changes}")
     for number, step in enumerate(survey.steps, 1):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.public import public
@@ -229,14 +230,23 @@ class Survey(Report):
         return bool(self.steps)
 
     def document(self) -> Document:
-        """Returns what the report shows of the whole script; `text` has the steps too."""
+        """Returns what the report shows of the script and of all steps."""
         lines = [f"{self.ended}: {self.error}"] if self.error else []
         lines += self.not_covered
+        tables, notes = [], []
+        for step in self.steps:
+            shown = step.document()
+            lines += [shown.sentence, *shown.lines]
+            titled = (replace(t, title=f"{step.name}: {t.title}") for t in shown.tables)
+            tables += titled if len(self.steps) > 1 else shown.tables
+            notes += shown.notes
         return Document(
             f"Survey of {self.command}",
             f"{self.command}: {_count(len(self.steps), 'training step')}; "
             f"{_count(self.traces, 'trace')}, {_count(self.compilations, 'compilation')}",
             tuple(lines),
+            tuple(tables),
+            tuple(notes),
             drawing=self.steps[0]._drawing if self.steps else Drawing,
         )
 
@@ -246,8 +256,7 @@ class Survey(Report):
         return "\n".join([*lines, *self.missing])
 
     def __str__(self) -> str:
-        parts = [text_of(self.document()), *map(str, self.steps), self.changes()]
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join(filter(None, (text_of(self.document()), self.changes())))
 
 
 def _count(number: int, thing: str) -> str:
