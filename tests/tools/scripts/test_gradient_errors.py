@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import thorough_but
 
 import mpjax
 from mpjax._src.core.program.interpret import Plain
@@ -54,7 +55,7 @@ def exact_of(step, *args):
 
 @pytest.mark.parametrize(
     ("loss", "policy", "tolerance"),
-    [(normalized, "mixed_float16", 1e-3), (with_casts, "float32", 0.1)],
+    thorough_but([(normalized, "mixed_float16", 1e-3), (with_casts, "float32", 0.1)], 1),
 )
 def test_the_error_is_that_of_compare(given, loss, policy, tolerance):
     found = exact_of(lambda *args: jax.grad(loss)(*args), *given).worst(mpjax.get_policy(policy))

@@ -163,6 +163,14 @@ def test_processes_that_are_spawned_plan_too(folder):
     assert "processes of multiprocessing plan as this one" in done.stderr
 
 
+def test_a_refused_policy_is_judged_at_once(folder, capsys):
+    Run("mixed_bfloat16,storage=lean").judge()
+    with pytest.raises(SystemExit) as end:
+        Run("O1:float16").judge()
+    assert end.value.code == 2 and "need a loss scale" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
 def test_a_policy_is_judged_before_the_script_does_anything(folder):
     (folder / "train.py").write_text("import pathlib\npathlib.Path('ran').touch()\nimport jax\n")
     command = [sys.executable, "-m", "mpjax", "run", "--policy", "O1:float16", "train.py"]
