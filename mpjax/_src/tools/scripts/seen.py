@@ -35,7 +35,7 @@ class GradientRow:
 
     Attributes:
         name: The name of the function.
-        transform: The transformation that was asked for, as `jax` names it, such as "grad".
+        transform: The transformation that was asked for, as ``jax`` names it, such as "grad".
         source: The line of your code that led to it, as "file:line".
         library: The line of the library that asked for it there; "" if that was your own line.
         planned: Whether it was planned. Otherwise it ran as it is.
