@@ -109,7 +109,7 @@ def title(case: str) -> str:
 def script(case: str) -> str:
     """Returns how the script of a code base is called."""
     first = BASES.get(case, {}).get("command", [f"train_{case}.py"])
-    words = [word.rpartition("/")[2] for word in first if not word.startswith("--")]
+    words = [word.rpartition("/")[2] for word in first if word[:2] != "--" and word != "{source}"]
     return " ".join(words)
 
 
