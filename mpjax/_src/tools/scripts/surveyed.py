@@ -233,7 +233,8 @@ class Survey(Report):
         """Returns what the report shows of the script and of all steps."""
         lines = [f"{self.ended}: {self.error}"] if self.error else []
         lines += self.not_covered
-        tables, notes = [], []
+        tables: list[Table] = []
+        notes: list[str] = []
         for step in self.steps:
             shown = step.document()
             lines += [shown.sentence, *shown.lines]
