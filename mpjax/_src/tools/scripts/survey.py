@@ -53,9 +53,9 @@ def survey(
     policy: with its optimizer, and all that the script does in it. Then the script goes on with
     results of its own. It is ended before a step is called once more than ``steps`` says.
 
-    The script runs as ``__main__``, with its arguments. What it prints, writes and sends until it is
-    ended, it prints, writes and sends; its ``finally`` blocks run. What it prints while a step is
-    traced again is dropped.
+    The script runs as ``__main__``, with its arguments. What it prints, writes and sends until it
+    is ended, it prints, writes and sends; its ``finally`` blocks run. What it prints while a step
+    is traced again is dropped.
 
     Args:
         script: The path of a script or of a notebook, or the name of a module.
