@@ -194,6 +194,11 @@ def first_of(names: Sequence[str], most: int = 5, apart: str = ", ") -> str:
     return apart.join(names[:most]) + more
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message that is not empty, or ""."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
 def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:
     """Returns the error for an attribute that ``what`` lacks, with a hint or the nearest one."""
     message = f"{what} has no attribute {name!r}.{hint or did_you_mean(name, choices)}"

@@ -47,15 +47,20 @@ class Wrapped(NoBlock):
 
     def __reduce__(self) -> Any:
         """Stores what was made by a decorator by its name, as functions are, else its parts."""
-        place, name = getattr(self, "__module__", ""), getattr(self, "__qualname__", "")
-        try:
-            named = operator.attrgetter(name)(sys.modules[place]) is self
-        except (AttributeError, KeyError):
-            named = False
         # cloudpickle's files are for processes that do not have the main module of this one.
         to_others = "cloudpickle" in sys._getframe(1).f_globals.get("__name__", "")
-        by_name = named and not (place == "__main__" and to_others)
+        name = name_in_module(self)
+        by_name = name and not (self.__module__ == "__main__" and to_others)
         return name if by_name else (type(self), (self.fun, *self.settings))
+
+
+def name_in_module(thing: Any) -> str:
+    """Returns the name by which its module has an object, or "" if it has another or none."""
+    place, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
+    try:
+        return name if operator.attrgetter(name)(sys.modules[place]) is thing else ""
+    except (AttributeError, KeyError):
+        return ""
 
 
 class Decorator(NoBlock, functools.partial):

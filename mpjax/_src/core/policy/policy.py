@@ -334,7 +334,7 @@ class Policy(NoBlock, jmp.Policy):
     @property
     def needs_loss_scaling(self) -> bool:
         """Whether a part of the program computes in float16, where small gradients underflow."""
-        return dtypes.FLOAT16 in (self.compute_dtype, *(dtype for _, dtype in self.overrides))
+        return dtypes.FLOAT16 in halves_of(self)
 
     def _cast_by_path(self, tree: T, default: Callable[[str], np.dtype], uniform: bool) -> T:
         # Without patterns no path matters, and to make all paths takes time.
@@ -410,6 +410,12 @@ KEYS = {
     **dict.fromkeys(("o", "output"), "output_dtype"),
     **{field.name: field.name for field in dataclasses.fields(Policy)},
 }
+
+
+def halves_of(policy: Policy) -> list[np.dtype]:
+    """Returns the 16-bit dtypes that a policy computes in, also by its overrides, each once."""
+    every = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
+    return [dtype for dtype in dict.fromkeys(every) if dtype in dtypes.HALVES]
 
 
 def of_level(level: str, half: dtypes.DTypeLike = None) -> Policy:

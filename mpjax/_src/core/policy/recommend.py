@@ -4,10 +4,10 @@ import jax
 import numpy as np
 
 from mpjax._src.core.base.devices import device_facts
-from mpjax._src.core.base.dtypes import HALVES, default_device, half_of
+from mpjax._src.core.base.dtypes import default_device, half_of
 from mpjax._src.core.base.errors import warn_user
 from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.policy.policy import Policy, halves_of
 
 
 def recommend_policy(device: jax.Device | str | None = None) -> Policy:
@@ -76,10 +76,9 @@ def warn_if_unfit(policy: Policy) -> None:
             "large moments to another layout. Use moments=float32.",
         )
     facts = device_facts(device)
-    dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
-    for dtype in dict.fromkeys(dtypes):
+    for dtype in halves_of(policy):
         # The first one is enough: the warning names the policy to use instead.
-        if dtype in HALVES and dtype.name not in facts.fast:
+        if dtype.name not in facts.fast:
             warn_user(
                 f"policy={str(policy)!r} computes in {dtype.name}, which is no faster than float32 "
                 f"on {facts.name}: {facts.reason}. Use policy={facts.policy!r}.",

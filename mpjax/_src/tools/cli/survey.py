@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,22 +13,16 @@ import click
 
 from mpjax._src.tools.cli import printing
 from mpjax._src.tools.scripts.ending import end_process
-from mpjax._src.tools.scripts.launch import LaunchError
+from mpjax._src.tools.scripts.launch import LaunchError, refusal
 from mpjax._src.tools.scripts.survey import Options, surveyed
 
 INTERRUPTED, WRONG = 1, 2
 
-# Checks names in a process of its own: that needs JAX, which the script is to import.
-CHECK = """
-import json, sys
-sys.path[:], policies, targets = json.loads(sys.argv[1])
-from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.tools.hardware.targets import find_target
-try:
+JUDGE = """
+    from mpjax._src.core.policy.grammar import get_policy
+    from mpjax._src.tools.hardware.targets import find_target
+    policies, targets = asked
     [*map(get_policy, policies), *map(find_target, targets)]
-except (ValueError, TypeError) as error:
-    print(error)
-    sys.exit(3)
 """
 
 
@@ -96,16 +88,8 @@ def _check_names(options: Options) -> None:
     """Ends the process for a policy or a target that does not exist."""
     if not (options.policies or options.targets):
         return
-    asked = json.dumps([[p or os.getcwd() for p in sys.path], options.policies, options.targets])
-    child = subprocess.run(
-        [sys.executable, "-c", CHECK, asked],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if child.returncode == 3:
-        _wrong(child.stdout.strip())
+    if (said := refusal(JUDGE, options.policies, options.targets)) is not None:
+        _wrong(said)
 
 
 def _wrong(message: str, at_once: bool = False) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.errors import check_flag
+from mpjax._src.core.base.errors import check_flag, first_line
 from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.base.progress import advance, progress_bar
@@ -233,8 +233,7 @@ def _line(finding: Finding) -> tuple[str, int, str]:
 
 
 def _described(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 # ---- comments that silence -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax._src.core.base.errors import OutOfMemoryError
+from mpjax._src.core.base.errors import OutOfMemoryError, first_line
 from mpjax._src.core.base.progress import advance
 from mpjax._src.tools.hardware.aot import Job, compile_program, lower
 from mpjax._src.tools.hardware.compiler import require
@@ -60,9 +60,9 @@ class Compiling:
         try:
             report = self._report(target, call, hook, call.flat.arrays)
         except OutOfMemoryError as error:
-            return SurveyedProgram(target, fits=False, refused=_line(error))
+            return SurveyedProgram(target, fits=False, refused=first_line(error))
         except Exception as error:  # whatever a compiler, or the step for this target, raises
-            return SurveyedProgram(target, refused=f"{type(error).__name__}: {_line(error)}")
+            return SurveyedProgram(target, refused=f"{type(error).__name__}: {first_line(error)}")
         if isinstance(report, SurveyedProgram):
             if report.roofline_ms is None and NO_PEAKS.format(target) not in self.notes:
                 self.notes.append(NO_PEAKS.format(target))
@@ -161,7 +161,3 @@ def _surveyed(name: str, report: CompileReport) -> SurveyedProgram:
         report.bound,
         report.fits,
     )
-
-
-def _line(error: BaseException) -> str:
-    return next((each.strip() for each in str(error).splitlines() if each.strip()), "")

@@ -16,11 +16,11 @@ from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.lines import is_library, short
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy
+from mpjax._src.tools.scripts.created import LOOP, Unknown
 from mpjax._src.tools.scripts.differentiated import MINE, Gradient, Use, is_planned, name_of, of_use
-from mpjax._src.tools.scripts.scaled import Unknown, through_optimizer
+from mpjax._src.tools.scripts.scaled import through_optimizer
 from mpjax._src.tools.scripts.source import Edit, Source, dotted, insertion
 
-LOOP = "docs/frameworks.md#change-your-loop"
 LIBRARIES = "docs/libraries.md"
 # Their functions change modules while they run, so that nothing may trace them in between.
 LIFTED = ("flax.linen.", "haiku.")

@@ -14,11 +14,11 @@ from mpjax._src.core.autocast.transform import trace
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.devices import traced_for
-from mpjax._src.core.base.dtypes import HALVES
+from mpjax._src.core.base.errors import first_line
 from mpjax._src.core.base.higher_order import WHILE, higher_order
 from mpjax._src.core.base.progress import advance
 from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.policy.policy import Policy, halves_of
 from mpjax._src.core.program import trace as programs
 from mpjax._src.core.program.gradient import is_loss
 from mpjax._src.core.program.interpret import operations_in
@@ -84,8 +84,7 @@ class Row:
         """Whether its program, or its policy, has anything in 16 bits."""
         if self.policy is None:
             return bool(self.figures.get("half_flops"))
-        dtypes = (self.policy.compute_dtype, *(dtype for _, dtype in self.policy.overrides))
-        return any(dtype in HALVES for dtype in dtypes)
+        return bool(halves_of(self.policy))
 
     def result(self) -> SurveyRow:
         return SurveyRow(
@@ -357,7 +356,7 @@ def timed(runs: dict[int, Callable[[], Any]]) -> dict[int, list[float]]:
 
 def reason_of(error: BaseException) -> str:
     """Returns the first line of an error."""
-    line = next((each.strip() for each in str(error).splitlines() if each.strip()), "")
+    line = first_line(error)
     if isinstance(error, NoValues):
         return line
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -22,7 +22,7 @@ from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.dtypes import FLOAT16, HALVES
 from mpjax._src.core.base.errors import brief
 from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.policy.policy import Policy, PolicyLike, halves_of
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
 from mpjax._src.tools.scripts.launch import launch, restored
@@ -182,8 +182,7 @@ class NeedsLossScale(ValueError):
 
 def allowed(policy: Policy) -> Policy:
     """Returns a policy that changes nothing but how gradients are computed; refuses others."""
-    dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
-    if FLOAT16 in (*dtypes, policy.param_dtype):
+    if FLOAT16 in (*halves_of(policy), policy.param_dtype):
         raise NeedsLossScale(
             f"policy={brief(str(policy))} computes in float16, whose gradients need a loss scale. "
             "That lives in the training loop, whose lines have to change (docs/frameworks.md; "
@@ -202,17 +201,11 @@ def allowed(policy: Policy) -> Policy:
     return policy
 
 
-def _plans(policy: Policy) -> bool:
-    """Returns whether a policy asks for 16 bits anywhere."""
-    dtypes = (policy.compute_dtype, *(dtype for _, dtype in policy.overrides))
-    return any(dtype in HALVES for dtype in dtypes)
-
-
 # ---- what is differentiated ----------------------------------------------------------------------
 
 
 def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    if not _plans(report.policy):
+    if not halves_of(report.policy):
         report._of(site, f"the policy is {report.policy}").calls += 1
         return fun
     if isinstance(fun, Autocast):

@@ -8,7 +8,6 @@ made of them. The wrapper calls what JAX made, so results are JAX's own.
 import contextlib
 import functools
 import inspect
-import operator
 import sys
 import threading
 import types
@@ -20,6 +19,7 @@ import jax
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.lines import short
+from mpjax._src.core.base.wrapped import name_in_module
 from mpjax._src.tools.scripts import hooks
 
 # What is replaced, in `jax` and where it was imported before.
@@ -157,12 +157,7 @@ class Jitted:
         return getattr(self.jitted, name)
 
     def __reduce__(self) -> Any:
-        place, name = getattr(self, "__module__", ""), getattr(self, "__qualname__", "")
-        try:
-            named = operator.attrgetter(name)(sys.modules[place]) is self
-        except (AttributeError, KeyError):
-            named = False
-        return name if named else (_itself, (self.jitted,))
+        return name_in_module(self) or (_itself, (self.jitted,))
 
     def __deepcopy__(self, memo: Any) -> "Jitted":
         return self  # as functions do

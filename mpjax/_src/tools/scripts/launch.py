@@ -13,11 +13,23 @@ import json
 import linecache
 import os
 import runpy
+import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+REFUSED = 3
+REFUSING = f"""
+import json, sys
+sys.path[:], asked = json.loads(sys.argv[1])
+try:
+    {{judge}}
+except (ValueError, TypeError) as error:
+    print(error)
+    sys.exit({REFUSED})
+"""
 
 
 class LaunchError(LookupError):
@@ -50,6 +62,26 @@ def launch(target: str, args: Sequence[str] = (), module: bool = False) -> None:
 def file_of(target: str, module: bool) -> str:
     """Returns the file of a script, or of a module; "" for a module that has none."""
     return (getattr(_spec(target), "origin", None) or "") if module else target
+
+
+def refusal(judge: str, *asked: Any) -> str | None:
+    """Returns what code prints that refuses what was asked for, or None if it does not.
+
+    It runs in a process of its own, because it needs JAX, which the script is to import.
+
+    Args:
+        judge: The code, which raises a ValueError or a TypeError. It finds ``asked`` as a list.
+        asked: What was asked for, as data for JSON.
+    """
+    path = [each or os.getcwd() for each in sys.path]
+    child = subprocess.run(
+        [sys.executable, "-c", REFUSING.format(judge=judge), json.dumps([path, asked])],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return child.stdout.strip() if child.returncode == REFUSED else None
 
 
 @contextlib.contextmanager

@@ -10,30 +10,22 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpjax._src.core.base.lazy import with_jax
-from mpjax._src.tools.scripts.launch import LaunchError, file_of, launch
+from mpjax._src.tools.scripts.launch import LaunchError, file_of, launch, refusal
 
 WRONG = 2  # the exit status of a wrong command line
 
 # Policies that need no process to judge them: most runs are under these.
 KNOWN = ("mixed_bfloat16", "float32")
-REFUSED = 3
-# Judges a policy in a process of its own: that needs JAX, which the script is to import.
-JUDGE = f"""
-import json, sys
-sys.path[:], policy = json.loads(sys.argv[1])
-from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.tools.scripts.gradients import allowed
-try:
-    allowed(get_policy(policy))
-except (ValueError, TypeError):
-    sys.exit({REFUSED})
+JUDGE = """
+    from mpjax._src.core.policy.grammar import get_policy
+    from mpjax._src.tools.scripts.gradients import allowed
+    allowed(get_policy(*asked))
 """
 
 # What a process that multiprocessing spawns runs before the script. It may not find mpjax.
@@ -70,14 +62,8 @@ class Run:
         """Ends the process if its policy is refused, before the script has done anything."""
         if self.policy in KNOWN:
             return
-        if "jax" not in sys.modules:
-            asked = json.dumps([[path or os.getcwd() for path in sys.path], self.policy])
-            env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-            child = [sys.executable, "-c", JUDGE, asked]
-            done = subprocess.run(child, env=env, capture_output=True, check=False)
-            if done.returncode != REFUSED:
-                return
-        self._allowed()
+        if "jax" in sys.modules or refusal(JUDGE, self.policy) is not None:
+            self._allowed()
 
     def _allowed(self) -> Any:
         from mpjax._src.core.policy.grammar import get_policy

@@ -9,11 +9,10 @@ import ast
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._src.tools.scripts.created import Unknown, created, has_train_state
+from mpjax._src.tools.scripts.created import LOOP, Unknown, created, has_train_state
 from mpjax._src.tools.scripts.differentiated import Gradient
 from mpjax._src.tools.scripts.source import Edit, Source, dotted, insertion
 
-LOOP = "docs/frameworks.md#change-your-loop"
 SEVERAL = "docs/optimizers.md#several-optimizers"
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
 JITS = ("jit", "filter_jit")

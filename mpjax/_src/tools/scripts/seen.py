@@ -7,12 +7,12 @@ from typing import Any
 
 from mpjax._src.core.autocast.transform import Traced
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.dtypes import FLOAT64, HALVES
+from mpjax._src.core.base.dtypes import FLOAT64
 from mpjax._src.core.base.errors import first_of
 from mpjax._src.core.base.lines import short, where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
-from mpjax._src.core.policy.policy import Policy
+from mpjax._src.core.policy.policy import Policy, halves_of
 from mpjax._src.core.program.site import equations
 from mpjax._src.tools.document.model import Document, Table, share
 from mpjax._src.tools.document.report import Report
@@ -155,8 +155,7 @@ class GradientsReport(Report):
                 functions[seen.function] = planned and not seen.reason
         text = f"{_counted(len(functions), 'function')} differentiated"
         text += f", {sum(functions.values())} planned"
-        dtypes = {self.policy.compute_dtype, *(dtype for _, dtype in self.policy.overrides)}
-        halves = sorted(dtype.name for dtype in dtypes if dtype in HALVES)
+        halves = sorted(dtype.name for dtype in halves_of(self.policy))
         part = self.half_flops
         if part is not None:
             text += f"; {share(part)} of matmul FLOPs in {' and '.join(halves) or '16 bits'}"
