@@ -1,7 +1,7 @@
 """Edits where an optimizer is created: optax's, that of Flax NNX, or the state of Flax linen."""
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mpjax._src.tools.scripts.source import FUNCTIONS, Binding, Edit, Source, dotted, insertion
@@ -15,9 +15,7 @@ class Unknown(Exception):
     """What a script does not tell: a sentence for its user, with a page."""
 
 
-def created(
-    source: Source, kind: str, optimizer: Any, name: str, policy: str, seen: Collection[int]
-) -> set[Edit]:
+def created(source: Source, kind: str, optimizer: Any, name: str, policy: str) -> set[Edit]:
     """Returns the edits that create an optimizer with a policy.
 
     Args:
@@ -26,7 +24,6 @@ def created(
         optimizer: The expression that names the optimizer, or linen's state, where it updates.
         name: The script's name of mpjax.
         policy: The policy, as a literal of Python.
-        seen: Lines where optimizers were seen to be created.
 
     Raises:
         Unknown: If the script does not tell where.
@@ -35,7 +32,7 @@ def created(
         return _of_nnx(source, name, policy)
     if kind == "linen" and has_train_state(source):
         return _of_linen(source, name, policy)
-    wrapped = _Wrapped(source, name, policy, seen)
+    wrapped = _Wrapped(source, name, policy)
     if kind == "linen":
         wrapped.field("tx")
     else:
@@ -108,8 +105,8 @@ def _calls(source: Source) -> Iterator[ast.Call]:
 class _Wrapped:
     """Follows an optax optimizer to where it is created, and wraps it there."""
 
-    def __init__(self, source: Source, name: str, policy: str, seen: Collection[int]):
-        self.source, self.name, self.policy, self.seen = source, name, policy, seen
+    def __init__(self, source: Source, name: str, policy: str):
+        self.source, self.name, self.policy = source, name, policy
         self.edits: set[Edit] = set()
         self.followed: set[ast.AST] = set()
 
@@ -199,8 +196,6 @@ class _Wrapped:
 
     def _is_optimizer(self, value: Any, depth: int = 3) -> bool:
         """Returns whether an expression makes optax optimizers, itself or in a function."""
-        if {*range(value.lineno, value.end_lineno + 1)} & {*self.seen}:
-            return True
         for node in ast.walk(value):
             if self.source.qualified(node).split(".")[0] == "optax":
                 return True

@@ -40,15 +40,12 @@ class Proposal(NamedTuple):
     missing: tuple[str, ...]
 
 
-def proposed(
-    uses: Sequence[Use], policy: str, optimizers: Sequence[tuple[str, int]] = ()
-) -> Proposal:
+def proposed(uses: Sequence[Use], policy: str) -> Proposal:
     """Returns the lines to change so that a script computes in mixed precision.
 
     Args:
         uses: The calls of transformations that were seen while the script ran.
         policy: The policy.
-        optimizers: The files and lines where optimizers were seen to be created.
 
     Returns:
         A `Proposal`. Files of installed packages are never in its diff.
@@ -65,7 +62,7 @@ def proposed(
             source = _source(use, root, sources)
             for gradient in _gradients(source, use):
                 at = short(f"{use.file}:{source.line_of(source.span(gradient.node)[0])}")
-                added, notes = _changed(source, gradient, policy, optimizers)
+                added, notes = _changed(source, gradient, policy)
                 edits[source.path] |= added
                 missing |= dict.fromkeys(f"{at}: {note}" for note in notes)
         except Unknown as reason:
@@ -88,15 +85,12 @@ def _refused(policy: Policy) -> str:
     return ""
 
 
-def _changed(
-    source: Source, gradient: Gradient, policy: str, optimizers: Sequence[tuple[str, int]]
-) -> tuple[set[Edit], Sequence[str]]:
+def _changed(source: Source, gradient: Gradient, policy: str) -> tuple[set[Edit], Sequence[str]]:
     """Returns the edits for one gradient, and what the user has to look at."""
     chosen, name = get_policy(policy), _name_of_mpjax(source)
     kept = dataclasses.replace(chosen, moments="float32") == chosen
     if chosen.needs_loss_scaling or not kept:
-        seen = {line for file, line in optimizers if Path(file).absolute() == source.path}
-        return through_optimizer(source, gradient, name, _quoted(policy), seen)
+        return through_optimizer(source, gradient, name, _quoted(policy))
     return {*_autocast(source, gradient, name, policy)}, ()
 
 

@@ -6,7 +6,7 @@ NNX, ``optimizer.update(model, grads)``. What cannot be followed from there rais
 """
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.tools.scripts.created import LOOP, Unknown, created, has_train_state
@@ -56,7 +56,7 @@ class Calls(NamedTuple):
 
 
 def through_optimizer(
-    source: Source, gradient: Gradient, name: str, policy: str, seen: Collection[int]
+    source: Source, gradient: Gradient, name: str, policy: str
 ) -> tuple[set[Edit], Sequence[str]]:
     """Returns the edits that take a gradient through its optimizer, and what is left to the user.
 
@@ -65,7 +65,6 @@ def through_optimizer(
         gradient: The transformation in it.
         name: The script's name of mpjax.
         policy: The policy, as a literal of Python.
-        seen: Lines where optimizers were seen to be created.
 
     Raises:
         Unknown: If the script does not tell what to change.
@@ -76,7 +75,7 @@ def through_optimizer(
     if len({(each.kind, *each.gradient(source, name, True)) for each in updates}) != 1:
         raise Unknown(f"its gradients go to several optimizers. See {SEVERAL}.")
     update = updates[0]
-    edits = created(source, update.kind, update.optimizer, name, policy, seen)
+    edits = created(source, update.kind, update.optimizer, name, policy)
     edits |= _taken(source, gradient, calls, update, name)
     if gradient.transform == "grad":
         if not calls.alone:
