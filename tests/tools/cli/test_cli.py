@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from click.testing import CliRunner
+from support import thorough_but
 
 import mpjax
 from mpjax._src.tools.cli import commands as cli
@@ -391,12 +392,12 @@ def test_compare_tolerance_sets_the_exit_code(folder, tolerance, code):
 # ---------------------------------------------------------------- doctor
 
 
-def test_every_doctor_check_passes_here():
-    for dtype in doctor.HALVES:
-        for check in doctor.CHECKS:
-            found = doctor.run(check, dtype)
-            assert found.status == (doctor.NOTE if check in NOTES else doctor.PASS), found
-            assert found.value is not None and math.isfinite(found.value)
+@pytest.mark.parametrize("dtype", thorough_but(doctor.HALVES, 0), ids=str)
+def test_every_doctor_check_passes_here(dtype):
+    for check in doctor.CHECKS:
+        found = doctor.run(check, dtype)
+        assert found.status == (doctor.NOTE if check in NOTES else doctor.PASS), found
+        assert found.value is not None and math.isfinite(found.value)
 
 
 NOTES = (doctor.subnormals, doctor.speed)
@@ -457,6 +458,7 @@ def test_doctor_runs_as_a_program(tmp_path):
     assert found["ok"] and len(found["checks"]) == 2 * len(doctor.CHECKS)
 
 
+@pytest.mark.thorough
 def test_explain_runs_as_a_program(folder):
     done = python("explain", "program:loss", "--fail-under", "0.9", cwd=folder)
     assert done.returncode == 1 and "50.0% of matmul FLOPs" in done.stdout

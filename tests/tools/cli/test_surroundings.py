@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from support import thorough_but
 
 from mpjax._src.tools.cli import commands, load
 
@@ -154,7 +155,10 @@ ASKED = [["--help"], *([name, "--help"] for name in commands.cli.commands), ["--
 WRONG = [["lint", "--what"], ["nothing"], ["explain"]]
 
 
-@pytest.mark.parametrize("arguments", [*ASKED, *WRONG], ids=" ".join)
+QUICK = [["--help"], ["explain", "--help"], ["survey", "--help"], ["--version"], ["nothing"]]
+
+
+@pytest.mark.parametrize("arguments", thorough_but([*ASKED, *WRONG], *QUICK), ids=" ".join)
 def test_help_imports_nothing_that_logs_or_takes_long(arguments):
     """JAX logs where a plugin finds no hardware, and takes most of a second to import."""
     command = [sys.executable, "-c", HELP, *arguments]

@@ -1,5 +1,6 @@
 """compare of two functions: where training and rollout, a port, or two versions part."""
 
+import functools
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ import mpjax
 from mpjax._src.tools.instruments.likeness import alike, pool_of
 from mpjax._src.tools.instruments.shadows import run_healed
 
-WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 6, 11
+WIDTH, HEADS, LENGTH, VOCABULARY = 16, 2, 4, 11
 
 
 SHAPES = {
@@ -92,10 +93,21 @@ def line_of(mark):
     return f"test_agreement.py:{next(i for i, line in enumerate(lines, 1) if line.endswith(mark))}"
 
 
-@pytest.fixture(scope="module")
-def args():
+@functools.cache
+def drawn():
     tokens = np.random.default_rng(1).integers(0, 10, (3, LENGTH), np.int32)
     return initial(), jnp.asarray(tokens)
+
+
+@pytest.fixture
+def args():
+    return drawn()
+
+
+@functools.cache
+def rounded(what, half):
+    """Returns what is said of a rollout that rounds."""
+    return mpjax.compare(train, rollout_with(**{what: half}))(*drawn())
 
 
 def difference(rollout, args):
@@ -124,9 +136,8 @@ def test_compare_of_the_same_formula_token_by_token_agrees(args):
     ),
 )
 def test_compare_names_the_line_whose_rounding_parts_two_functions(args, what, half):
-    rollout = rollout_with(**{what: half})
-    report = mpjax.compare(train, rollout)(*args)
-    ratio = difference(rollout, args)
+    report = rounded(what, half)
+    ratio = difference(rollout_with(**{what: half}), args)
     np.testing.assert_allclose(report.difference, np.mean(np.abs(ratio)), rtol=1e-2)
     np.testing.assert_allclose(report.worst, np.max(np.abs(ratio)), rtol=1e-2)
     assert ratio[report.worst_at] == pytest.approx(
@@ -225,8 +236,8 @@ def test_impossible_tokens_are_no_error():
     assert back.ratio == np.inf and not back.agrees
 
 
-def test_agreement_report_is_text_and_json(args):
-    report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
+def test_agreement_report_is_text_and_json():
+    report = rounded("cache", jnp.bfloat16)
     text = str(report)
     assert "train and rollout: |log ratio| per token" in text and "KL" in text
     assert max(map(len, text.split("\n"))) <= 80
@@ -235,9 +246,9 @@ def test_agreement_report_is_text_and_json(args):
     np.testing.assert_allclose(np.mean(np.abs(plain["differences"])), report.difference)
 
 
-def test_agreement_report_plots_differences_and_causes(args, tmp_path):
+def test_agreement_report_plots_differences_and_causes(tmp_path):
     pytest.importorskip("matplotlib")
-    report = mpjax.compare(train, rollout_with(cache=jnp.bfloat16))(*args)
+    report = rounded("cache", jnp.bfloat16)
     figure = report.plot(tmp_path / "agreement.png")
     assert (tmp_path / "agreement.png").read_bytes()[:4] == b"\x89PNG"
     image, bars = figure.axes[:2]
@@ -257,7 +268,7 @@ def test_compare_takes_arguments_that_are_no_arrays_as_constants():
 
 
 def test_compare_of_two_functions_refuses_bad_arguments(args):
-    with pytest.raises(ValueError, match=r"train returned the shape \(3, 5\), but second .*\(3,\)"):
+    with pytest.raises(ValueError, match=r"train returned the shape \(3, 3\), but second .*\(3,\)"):
         mpjax.compare(train, lambda *args: train(*args)[:, 0], results="values")(*args)
     with pytest.raises(ValueError, match="results='logit'.*Did you mean 'logits'"):
         mpjax.compare(train, train, results="logit")

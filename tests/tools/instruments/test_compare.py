@@ -13,7 +13,9 @@ import pytest
 from support import normal, thorough_but
 
 import mpjax
+from mpjax._src.tools.instruments import ranges
 from mpjax._src.tools.instruments.compare import compare
+from mpjax._src.tools.instruments.ranges import largest_finite, range_of
 from mpjax._src.tools.instruments.shadows import STATS, stats_of
 
 LAYERS, WIDTH = 4, 16
@@ -401,3 +403,17 @@ def test_equal_infinities_have_no_part_in_relative_errors():
     own = np.float32([1, np.inf])
     stats = dict(zip(STATS, stats_of(np.float32([1.25, np.inf]), own, own), strict=True))
     assert stats["error"] == stats["new"] == 0.25 and stats["inherited"] == stats["overflow"] == 0
+
+
+@pytest.mark.parametrize("bad", [0.0, np.inf, np.nan])
+def test_statistics_of_small_arrays_are_those_of_large_ones(bad, monkeypatch):
+    shadow = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32) * 1e20
+    own = shadow * np.float32(1 + 1e-3)
+    own[2] = shadow[2] = [0, 1, np.inf, -np.inf, 1e-30]
+    got = jnp.asarray(own, jnp.bfloat16).at[1].multiply(bad)
+    small = stats_of(got, own, shadow), range_of(got), largest_finite(got)
+    monkeypatch.setattr(ranges, "SMALL", 0)
+    large = stats_of(got, own, shadow), range_of(got), largest_finite(got)
+    np.testing.assert_allclose(small[0], large[0], rtol=1e-5)
+    assert small[0][4 if bad else 3] == pytest.approx(5 / 30)
+    assert str(small[1:]) == str(large[1:])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import normal
+from support import normal, thorough_but
 from test_compare_float32 import called, kernel
 
 import mpjax
@@ -48,7 +48,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fun", FAULTS, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize(
+    "fun", thorough_but(FAULTS, variance, long_sum), ids=lambda fun: fun.__name__
+)
 def test_float64_shows_what_float32_calls_exact(fun, rng):
     draw, exact, primitive = FAULTS[fun]
     w, x = jnp.float32(1), jnp.asarray(draw(rng), jnp.float32)
@@ -93,7 +95,7 @@ def drawn(w, x):
     return jnp.mean(h**2) + jnp.mean(sums)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", thorough_but(["float32", "mixed_bfloat16"], "mixed_bfloat16"))
 def test_random_bits_and_integers_are_those_of_float32(policy, rng):
     args = normal(rng, 8, 8, scale=0.3), normal(rng, 4, 8)
     found = mpjax.compare(drawn, policy, reference="float64")(*args)

@@ -2,11 +2,13 @@
 
 import contextlib
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import thorough_but
 
 import mpjax
 
@@ -71,8 +73,11 @@ REPORTS = {
 }
 
 
-@pytest.mark.parametrize("name", REPORTS)
-@pytest.mark.parametrize("kind", BAD)
+PAIRS = [*itertools.product(BAD, REPORTS)]
+INFS = [("infs", name) for name in ("find_nonfinite", "histogram")]
+
+
+@pytest.mark.parametrize(("kind", "name"), thorough_but(PAIRS, *PAIRS[: len(REPORTS)], *INFS))
 def test_reports_report(name, kind):
     with both():
         assert REPORTS[name](BAD[kind])

@@ -143,8 +143,8 @@ class TestBackward:
         "scale",
         thorough_but(["dynamic", 8.0, mpjax.StaticLossScale(8.0), None], "dynamic", 8.0),
     )
-    def test_find_nonfinite_takes_each_kind_of_loss_scale(self, model, scale):
-        report = find_nonfinite(transformer, "mixed_float16", loss_scale=scale)(*model)
+    def test_find_nonfinite_takes_each_kind_of_loss_scale(self, scale):
+        report = find_nonfinite(jnp.mean, "mixed_float16", loss_scale=scale)(jnp.ones(3))
         assert report.loss_scale == {"dynamic": 65536.0, None: 1.0}.get(
             scale if not isinstance(scale, mpjax.StaticLossScale) else 0, 8.0
         )
@@ -485,7 +485,9 @@ def test_nonfinite_report_is_immutable():
     assert math.isnan(nonfinite.Range("f32", (), math.nan, math.nan, 1, 0).low)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "policy", thorough_but(["mixed_float16", "mixed_bfloat16", "float32"], "mixed_float16")
+)
 def test_strict_promotion_does_not_hide_what_overflowed(policy, strict_promotion):
     w, x = jnp.full((8, 8), 1e30), jnp.full((4, 8), 1e30)
     report = find_nonfinite(lambda w: jnp.mean((x @ w) ** 2), policy)(w)

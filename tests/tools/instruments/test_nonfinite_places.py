@@ -84,7 +84,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", thorough_but(HOW, "lean", "remat", "autocast", "step of all"))
+@pytest.mark.parametrize("how", thorough_but(HOW, "lean", "autocast", "step of all"))
 def test_cast_of_a_parameter_or_argument_names_it_and_what_reads_it(how):
     for params, batch, name in ((BIG, BATCH, "w"), (PARAMS, BIG_BATCH, "x")):
         report = HOW[how](loss, params, batch)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import thorough_but
 
 import mpjax
 import mpjax.linen
@@ -92,7 +93,14 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(
+    "name",
+    thorough_but(
+        HELD,
+        *("a loss of the state", "a loss that scales itself", "a step", "a loop of one's own"),
+        "in a dict, passed by name",
+    ),
+)
 def test_find_nonfinite_takes_the_loss_scale_of_the_state(name):
     find, held = HELD[name]
     low, high = find(2.0), find(2.0**13)

@@ -16,7 +16,9 @@ import faults_saturation
 import faults_scales
 import faults_states
 import faults_totals
+import jax
 import pytest
+from support import thorough_but
 
 import mpjax
 from mpjax._src.tools.lint.rule import VALUES
@@ -40,27 +42,36 @@ OF_NUMBERS = tuple(fault for table in NUMBERS for fault in table.FAULTS)
 OF_PROBABILITIES = tuple(fault for table in PROBABILITIES for fault in table.FAULTS)
 EVERY = (*FAULTS, *OF_NUMBERS, *OF_PROBABILITIES)
 CORRECT = [each for table in (faults_totals, faults_products) for each in table.CORRECT]
+NEEDS = {rule.name: rule.needs for rule in RULES}
 PAGE = Path(__file__).parents[3] / "docs" / "lint_rules.md"
 
 each = pytest.mark.parametrize("fault", EVERY, ids=lambda fault: fault.name)
 
 
-def lint(fault, fun):
-    """Lints a program, and runs it if the rule of its fault looks at values."""
-    needs = {rule.name: rule.needs for rule in RULES}[fault.rule]
-    return mpjax.lint(fun, fault.argnums, target=fault.target, run=needs == VALUES)
+def lint(fault, fun, args):
+    """Lints a program, and runs it if the rule of its fault looks at values.
+
+    Otherwise shapes will do, but for arrays on several devices: each array that is made costs a
+    program, which is compiled.
+    """
+    run = NEEDS[fault.rule] == VALUES
+    try:
+        args = args() if run or fault in faults_devices.FAULTS else jax.eval_shape(args)
+    except TypeError:  # they hold more than arrays
+        args = args()
+    return mpjax.lint(fun, fault.argnums, target=fault.target, run=run)(*args)
 
 
 @each
 def test_lint_rule_names_the_line_of_each_public_fault(fault):
-    report = lint(fault, fault.faulty)(*fault.args())
+    report = lint(fault, fault.faulty, fault.args)
     found = [f for f in report.findings if f.rule == fault.rule]
     assert [f.source for f in found] == [fault.line], str(report)
 
 
 @each
 def test_lint_finds_nothing_in_the_mended_program(fault):
-    report = lint(fault, fault.mended)(*(fault.mended_args or fault.args)())
+    report = lint(fault, fault.mended, fault.mended_args or fault.args)
     assert fault.rule in report.ran and not report.findings, str(report)
 
 
@@ -72,7 +83,11 @@ def test_rules_of_values_find_nothing_in_the_mended_program(fault):
     assert fault.rule in report.ran and not report.findings, str(report)
 
 
-@pytest.mark.parametrize("name, fun, args", CORRECT, ids=[name for name, *_ in CORRECT])
+@pytest.mark.parametrize(
+    "name, fun, args",
+    thorough_but(CORRECT, *(case for case in CORRECT if case[0] != "prefix sums")),
+    ids=[name for name, *_ in CORRECT],
+)
 def test_lint_finds_nothing_in_correct_programs_of_numbers(name, fun, args):
     report = mpjax.lint(fun)(*args())
     assert not report.findings, str(report)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from pairs import bf16, f32
+from support import thorough_but
 
 import mpjax
 from mpjax._src.core.program import derived
@@ -19,7 +20,7 @@ from mpjax._src.tools.lint.rule import JAXPR, VALUES
 from mpjax._src.tools.lint.table import RULES
 
 OURS = (str(Path(linter.__file__).parent), derived.__file__)
-FEW, MANY, MOST = 60, 240, 4.5
+SMALL, FEW, MOST = 20, 60, 4.5
 WIDTH = 4
 
 
@@ -130,18 +131,21 @@ DEAR = {
         lambda n: (weights_of(n), X),
     ),
 }
-THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in DEAR]
+QUICK = [(name, SMALL) for name in PROGRAMS]
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *THOROUGH])
-def test_rules_of_programs_visit_each_operation_a_few_times(name):
+@pytest.mark.parametrize(
+    ("name", "layers"), thorough_but([*QUICK, *((n, FEW) for n in PROGRAMS | DEAR)], *QUICK)
+)
+def test_rules_of_programs_visit_each_operation_a_few_times(name, layers):
     fun, argnums, args = (PROGRAMS | DEAR)[name]
     rules = [rule for rule in RULES if rule.needs == JAXPR]
-    few, many = (visits(make_program(fun, args(n), {}, argnums), rules) for n in (FEW, MANY))
+    small, large = (make_program(fun, args(n), {}, argnums) for n in (layers, 4 * layers))
+    few, many = visits(small, rules), visits(large, rules)
     assert sum(many.values()) <= MOST * sum(few.values())
     # The first rule that asks for what several read computes it. Fewer visits do not matter.
-    grown = {k: (few[k], n) for k, n in many.items() if n > max(1.5 * MOST * few[k], MANY)}
-    assert not grown, "visits by rule, at 60 and at 240 layers"
+    grown = {k: (few[k], n) for k, n in many.items() if n > max(1.5 * MOST * few[k], 4 * layers)}
+    assert not grown, f"visits by rule, at {layers} and at {4 * layers} layers"
 
 
 def test_rules_of_values_do_too():
@@ -157,5 +161,5 @@ def test_rules_of_values_do_too():
         assert "gradient of" in hits[0].message
         return count
 
-    few, many = run(FEW // 4), run(MANY // 4)
+    few, many = run(SMALL), run(4 * SMALL)
     assert many <= MOST * few

@@ -55,12 +55,26 @@ def is_number(x: Any) -> bool:
     return array and bool(jnp.issubdtype(x.dtype, jnp.number))
 
 
+# Up to so many entries, NumPy has counted before XLA has compiled.
+SMALL = 2**16
+
+
+def is_small(*arrays: Any) -> bool:
+    """Returns whether arrays are looked at by NumPy: JAX compiles a program for each shape."""
+    return all(np.size(x) <= SMALL and getattr(x, "is_fully_addressable", True) for x in arrays)
+
+
+def _module_for(x: Any) -> tuple[Any, Any]:
+    """Returns the module that looks at an array, and the array as one of its own."""
+    return (np, np.asarray(x)) if is_small(x) else (jnp, x)
+
+
 def counts(x: Any) -> tuple[int, int]:
     """Returns how many entries are NaN, and how many are Inf."""
     if not (is_number(x) and np.size(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
         return 0, 0
     # The usual case, in one reduction to one bool.
-    if isinstance(x, jax.Array) and _all_finite(x):
+    if not is_small(x) and isinstance(x, jax.Array) and _all_finite(x):
         return 0, 0
     x = np.asarray(x)
     return int(np.isnan(x).sum()), int(np.isinf(x).sum())
@@ -71,27 +85,31 @@ def _all_finite(x):
     return jnp.all(jnp.isfinite(x))
 
 
-@jax.jit
-def _ends(x):
-    finite = jnp.isfinite(x)
-    low = jnp.min(jnp.where(finite, x, jnp.inf), initial=jnp.inf)
-    high = jnp.max(jnp.where(finite, x, -jnp.inf), initial=-jnp.inf)
+def _ends(x, xp):
+    finite = xp.isfinite(x)
+    low = xp.min(xp.where(finite, x, xp.inf), initial=xp.inf)
+    high = xp.max(xp.where(finite, x, -xp.inf), initial=-xp.inf)
     return low, high
+
+
+_compiled_ends = jax.jit(_ends, static_argnums=1)
 
 
 def range_of(x: Any, path: str = "") -> Range:
     """Returns the range of an array; that of the magnitudes if it is complex."""
-    dtype, shape = jnp.result_type(x), tuple(np.shape(x))
-    name = short_name(dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = jnp.abs(x)
-    low, high = (float(end) for end in _ends(jnp.asarray(x, at_least_float32(x.dtype))))
+    name, shape, numbers = short_name(jnp.result_type(x)), tuple(np.shape(x)), counts(x)
+    xp, x = _module_for(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = xp.abs(x)
+    ends = _ends if xp is np else _compiled_ends
+    low, high = map(float, ends(x.astype(at_least_float32(x.dtype)), xp))
     # Without finite entries, these are the ends that the reductions start with.
     if low > high:
         low = high = math.nan
-    return Range(name, shape, low, high, *counts(x), path)
+    return Range(name, shape, low, high, *numbers, path)
 
 
 def largest_finite(x: Any) -> float:
     """Returns the largest magnitude among the finite entries of an array."""
-    return float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)))
+    xp, x = _module_for(x)
+    return float(xp.max(xp.where(xp.isfinite(x), xp.abs(x), 0)))

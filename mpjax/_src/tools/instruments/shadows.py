@@ -31,6 +31,7 @@ from mpjax._src.core.base.rules import MOVE, rule_of
 from mpjax._src.core.program import interpret
 from mpjax._src.core.program.interpret import WIDER, handling, run, run_in, take, widen
 from mpjax._src.core.program.site import Site, shown
+from mpjax._src.tools.instruments.ranges import is_small
 from mpjax._src.tools.instruments.rows import signature_of, turns_of
 
 # A sum that is smaller than its terms by this many roundings is only rounding error: in float32 by
@@ -365,58 +366,74 @@ def is_noise(eqn: Any, ins: Sequence[Any], shadow: Any, wide: Any) -> bool:
 STATS = ("error", "new", "inherited", "underflow", "overflow", "low", "high")
 
 
-@jax.jit
 def stats_of(got, own, shadow):
     """Returns `STATS` of a result, of float32 on its operands, and of its shadow, in one pass."""
+    if not is_small(got, own, shadow):
+        return _compiled_stats(got, own, shadow, jnp)
+    with np.errstate(all="ignore"):  # infinities are counted
+        return _stats(*map(np.asarray, (got, own, shadow)), np)
+
+
+def _stats(got, own, shadow, xp):
     wide = at_least_float32(shadow.dtype)
     rows = (-1, shadow.shape[-1] if shadow.ndim else 1)  # sums of sums lose less
     got, own, shadow = (x.astype(wide).reshape(rows) for x in (got, own, shadow))
-    sizes = jnp.abs(shadow)
-    largest = jnp.max(jnp.where(jnp.isfinite(shadow), sizes, 0))
-    unit = jnp.maximum(largest, jnp.finfo(wide).tiny)  # squares neither overflow nor vanish
+    sizes = xp.abs(shadow)
+    largest = xp.max(xp.where(xp.isfinite(shadow), sizes, 0))
+    unit = xp.maximum(largest, jnp.finfo(wide).tiny)  # squares neither overflow nor vanish
 
     def squares(x):
-        return jnp.square(x / unit)
+        return xp.square(x / unit)
 
     def distance(x, y):
         # Equal infinities, as in a mask, are no error.
-        return squares(jnp.where(x == y, 0, x - y))
+        return squares(xp.where(x == y, 0, x - y))
 
     sums = (
         distance(got, shadow),
         distance(got, own),
         distance(own, shadow),
-        squares(jnp.where(jnp.isfinite(shadow), shadow, 0)),
-        squares(jnp.where(jnp.isfinite(own), own, 0)),
+        squares(xp.where(xp.isfinite(shadow), shadow, 0)),
+        squares(xp.where(xp.isfinite(own), own, 0)),
         ((got == 0) & (own != 0)).astype(wide),
-        (~jnp.isfinite(got) & jnp.isfinite(own)).astype(wide),
+        (~xp.isfinite(got) & xp.isfinite(own)).astype(wide),
     )
-    low = jnp.where((sizes > 0) & jnp.isfinite(sizes), sizes, jnp.inf)
-    zero, infinite = jnp.zeros((), wide), jnp.full((), jnp.inf, wide)
+    low = xp.where((sizes > 0) & xp.isfinite(sizes), sizes, xp.inf)
+    if xp is jnp:
+        sums, low = _sums_of_rows(sums, low)
+    total, new, inherited, wanted, of_own, lost, broken = map(xp.sum, sums)
+    low = xp.min(low)
+    return xp.stack(
+        [
+            _ratio(total, wanted, xp),
+            _ratio(new, of_own, xp),
+            _ratio(inherited, wanted, xp),
+            lost / got.size,
+            broken / got.size,
+            xp.where(xp.isinf(low), 0, low),
+            xp.max(sizes),
+        ]
+    )
+
+
+def _sums_of_rows(sums, low):
+    """Returns the sums of the rows of arrays, and the least entries of those of one more."""
+    zero, infinite = jnp.zeros((), low.dtype), jnp.full((), jnp.inf, low.dtype)
     *sums, low = jax.lax.reduce(
         (*sums, low),
         (*[zero] * len(sums), infinite),
         lambda a, b: (*map(jax.lax.add, a[:-1], b[:-1]), jax.lax.min(a[-1], b[-1])),
         (1,),
     )
-    total, new, inherited, wanted, of_own, lost, broken = map(jnp.sum, sums)
-    low = jnp.min(low)
-    return jnp.stack(
-        [
-            _ratio(total, wanted),
-            _ratio(new, of_own),
-            _ratio(inherited, wanted),
-            lost / got.size,
-            broken / got.size,
-            jnp.where(jnp.isinf(low), 0, low),
-            jnp.max(sizes),
-        ]
-    )
+    return sums, low
 
 
-def _ratio(error, size):
-    relative = jnp.where(jnp.isfinite(error), jnp.sqrt(error / size), jnp.inf)
-    return jnp.where(error == 0, 0, relative)
+def _ratio(error, size, xp):
+    relative = xp.where(xp.isfinite(error), xp.sqrt(error / size), xp.inf)
+    return xp.where(error == 0, 0, relative)
+
+
+_compiled_stats = jax.jit(_stats, static_argnums=3)
 
 
 @jax.jit
