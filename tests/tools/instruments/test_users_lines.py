@@ -7,6 +7,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from recomputed import LOSSES, W, X
@@ -67,7 +68,7 @@ def searched(loss, w):
 
 
 PAIRS = [(tool, name) for tool in (compared, watched, explained, searched) for name in PROGRAMS]
-QUICK = ((compared, "linen"), (watched, "scan"), (watched, "jitted"), (explained, "rule_inside"))
+QUICK = ((compared, "jitted"), (watched, "jitted"), (explained, "rule_inside"))
 
 
 @pytest.mark.parametrize(("instrument", "name"), thorough_but(PAIRS, *QUICK, (searched, "where")))
@@ -96,9 +97,10 @@ def test_an_overflow_that_is_computed_again_is_of_the_forward_pass():
 
 def test_tensors_of_a_library_in_a_checkpoint_are_at_its_line():
     half = nn.Sequential(
-        [nn.Dense(8, dtype=jnp.bfloat16), nn.gelu, nn.Dense(4, dtype=jnp.bfloat16)]
+        [nn.Dense(8, dtype=jnp.bfloat16), nn.relu, nn.Dense(4, dtype=jnp.bfloat16)]
     )
-    params = jax.jit(half.init)(KEY, X)
+    shapes = jax.eval_shape(half.init, KEY, X)
+    params = jax.tree.map(lambda x: np.full(x.shape, 0.1, x.dtype), shapes)
     loss = lambda params: jnp.sum(jax.checkpoint(half.apply)(params, X))  # noqa: E731
     line = inspect.currentframe().f_lineno - 1
     _, report = mpjax.debug.measure_precision(jax.grad(loss))(params)

@@ -102,7 +102,7 @@ POLICIES = [
     "policy",
     thorough_but(
         POLICIES,
-        *("O2:bfloat16,masters=split", "mixed_float16", "O3:bfloat16,rounding=stochastic"),
+        *("mixed_float16", "O3:bfloat16,rounding=stochastic"),
     ),
 )
 def test_build_train_step_loses_no_updates_and_lowers_its_scale(policy):

@@ -371,7 +371,7 @@ def stats_of(got, own, shadow):
     if not is_small(got, own, shadow):
         return _compiled_stats(got, own, shadow, jnp)
     with np.errstate(all="ignore"):  # infinities are counted
-        return _stats(*map(np.asarray, (got, own, shadow)), np)
+        return _stats(np.asarray(got), np.asarray(own), np.asarray(shadow), np)
 
 
 def _stats(got, own, shadow, xp):
