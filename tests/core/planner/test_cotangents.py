@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from joint import planned
 from planners import sound
-from support import equations, normal
+from support import equations, normal, thorough_but
 
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.cotangents import AVERAGED, EACH, EXACT, WHOLE, noise_of
@@ -78,7 +78,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", thorough_but(PROGRAMS, *range(0, len(PROGRAMS), 2)))
 def test_cotangents_that_several_read(name):
     fun, args, once = PROGRAMS[name]
     if once is not None:
@@ -131,7 +131,7 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", thorough_but(BIASES, "a channel", "of all, in two steps"))
 def test_sums_over_a_part_of_the_axes_of_a_mean(name):
     """What has a mean over rows and features taken off has sums of its rows that are not small."""
     b, whole = BIASES[name]

@@ -244,7 +244,7 @@ SECOND = {**{name: lambda s, name=name: RETURNED[name](s)[0] for name in RETURNE
 SECOND["rows without weights"] = without_rows
 
 
-@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("name", thorough_but(SECOND, *range(0, len(SECOND), 2)))
 def test_second_derivatives_are_those_of_the_function(name):
     fun = SECOND[name]
 
