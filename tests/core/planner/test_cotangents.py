@@ -184,7 +184,7 @@ def test_noise(name):
     assert noise_of(equations).get(out, EXACT) == level
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "float16"))
 def test_second_derivatives_do_not_round_twice(half):
     fun = lambda x, w: head(jnp.tanh(x + jnp.tanh(x @ w)))  # noqa: E731
     grad = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(X, w) ** 2))  # noqa: E731
@@ -210,7 +210,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", thorough_but(PARTS, 0, 2))
 def test_sums_of_segments(name):
     centered, spread, once = PARTS[name]
     rows = normal(5, 3, D)

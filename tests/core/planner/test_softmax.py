@@ -121,7 +121,7 @@ def attention(softmax, scale=1.0):
     )
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", thorough_but(SPELLINGS, *range(0, len(SPELLINGS), 3)))
 def test_weights_alone_are_kept(name):
     held = kept(planned(attention(SPELLINGS[name])), (Q, K, V), (0, 1, 2))
     assert held <= 2 * SCORES + OTHERS + 4 * HEADS * N * D + 4 * ROWS
