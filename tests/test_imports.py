@@ -111,6 +111,7 @@ loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
 init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_float16")
 state, _ = jax.jit(step)(init({"w": jnp.ones((8, 8))}), jnp.ones((4, 8)))
 print(*(name for name in sys.modules if name.startswith("mpjax._src.")))
+print(*sorted({name.split(".")[0] for name in sys.modules}))
 f(1.0)
 compiled = f._cache_size()
 [getattr(m, name) for m in (mpjax, mpjax.optim, mpjax.debug) for name in m.__all__]
@@ -144,7 +145,7 @@ def test_lazy_imports_compile_nothing_again():
 
     So would what JAX is told before the first plan.
     """
-    assert imported()[4] == ["1", "1"]
+    assert imported()[5] == ["1", "1"]
 
 
 TOP = """
@@ -206,6 +207,11 @@ def test_a_step_loads_the_core_alone():
     loaded = [name.removeprefix("mpjax._src.") for name in imported()[3]]
     assert "core.training.step" in loaded
     assert not [name for name in loaded if name.split(".")[0] != "core"]
+
+
+def test_training_does_not_import_flax():
+    after = imported()[4]
+    assert "optax" in after and "flax" not in after
 
 
 def test_import_error_names_a_missing_extra(monkeypatch):
