@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,6 +45,7 @@ import jax
 import psutil
 import pytest
 from hypothesis import settings
+from jax._src.interpreters import mlir as lowering
 from support import chosen_seed, fresh_rng, seed_of_run
 
 from mpjax._src.core.base import rules
@@ -94,11 +96,27 @@ def pytest_configure(config):
     os.environ["SEED"] = str(chosen_seed(bool(quick)))  # workers get it too
     if quick and seed_of_run() == 0 and HAS_QUICK:
         os.environ["XLA_FLAGS"] = " ".join((*QUICK, os.environ["XLA_FLAGS"]))
+        lowering.make_ir_context = functools.partial(context_again, lowering.make_ir_context)
     name = "quick" if quick else "thorough"
     settings.register_profile(
         name, deadline=None, max_examples=PROFILES[name], derandomize=seed_of_run() == 0
     )
     settings.load_profile(name)
+
+
+OWN = threading.local()
+
+
+def context_again(make):
+    """Returns a context for lowering, which several programs of a thread share, as in JAX 0.12.
+
+    To make one takes more time than to lower a small program. After some programs, a new one is
+    made: a context keeps their constants.
+    """
+    OWN.left = getattr(OWN, "left", 0) - 1
+    if OWN.left < 0:
+        OWN.context, OWN.left = make(), 20
+    return OWN.context
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,7 @@
 """The totals that say how deep a library is, counted on a small one and on ours."""
 
 import functools
+import itertools
 import re
 import textwrap
 
@@ -82,7 +83,8 @@ def test_house_finds_our_rooms(name):
 
 @functools.cache
 def report():
-    return [*house.totals(house.ROOT)]
+    """Returns the report about our own house up to its totals of lines, which take seconds."""
+    return [*itertools.takewhile(lambda t: "lines of code:" not in t, house.totals(house.ROOT))]
 
 
 def total(name):

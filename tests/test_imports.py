@@ -1,5 +1,6 @@
 """Imports point one way, JAX's internals are reached from one package, and importing is light."""
 
+import functools
 import importlib
 import inspect
 import re
@@ -95,37 +96,56 @@ def test_internals_of_jax_are_reached_from_one_package():
             assert inside or "jax._src" not in path.read_text().replace("mpjax._src", ""), path
 
 
+IMPORTS = """
+import jax, sys
+before = {*sys.modules}
+import mpjax
+print(*sorted({name.split(".")[0] for name in {*sys.modules} - before}))
+print(*sorted(name for name in sys.modules if name.startswith("mpjax")))
+f = jax.jit(lambda x: x + 1)
+f(1.0)
+mpjax.autocast, mpjax.get_policy, mpjax.mixed_precision, mpjax.build_train_step
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+import jax.numpy as jnp, optax
+loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_float16")
+state, _ = jax.jit(step)(init({"w": jnp.ones((8, 8))}), jnp.ones((4, 8)))
+print(*(name for name in sys.modules if name.startswith("mpjax._src.")))
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+f(1.0)
+compiled = f._cache_size()
+[getattr(m, name) for m in (mpjax, mpjax.optim, mpjax.debug) for name in m.__all__]
+f(1.0)
+print(compiled, f._cache_size())
+"""
+HEAVY = {
+    *("flax", "chex", "click", "rich", "matplotlib", "orbax", "equinox", "haiku", "keras"),
+    *("safetensors", "scipy", "tensorstore", "xxhash", "tqdm"),
+}
+
+
+@functools.cache
+def imported():
+    """Returns the words of each line that a process of `IMPORTS` prints."""
+    command = [sys.executable, "-W", "error", "-c", IMPORTS]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [line.split() for line in out.splitlines()]
+
+
 def test_importing_loads_nothing_of_ours_or_others():
     """Nothing but JAX's own and what finds the rest: 50 ms over ``import jax`` are far away."""
-    code = (
-        "import jax, sys; before = {*sys.modules}; import mpjax;"
-        "new = {n.split('.')[0] for n in {*sys.modules} - before}; print(*sorted(new));"
-        "print(*sorted(n for n in sys.modules if n.startswith('mpjax')));"
-        "mpjax.autocast; mpjax.get_policy; mpjax.mixed_precision; mpjax.build_train_step;"
-        "heavy = {'flax', 'chex', 'click', 'rich', 'matplotlib', 'orbax', 'equinox', 'haiku',"
-        "'keras', 'safetensors', 'scipy', 'tensorstore', 'xxhash', 'tqdm'};"
-        "print(*sorted(heavy & {n.split('.')[0] for n in sys.modules}))"
-    )
-    command = [sys.executable, "-W", "error", "-c", code]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    new, ours, heavy = out.split("\n")[:3]
-    assert set(new.split()) <= {"mpjax", "jax"} and heavy == ""
+    new, ours, loaded, *_ = imported()
+    assert {*new} <= {"mpjax", "jax"} and "mpjax" in loaded and not {*loaded} & HEAVY
     inside = (f"mpjax._src.core{name}" for name in ("", ".base", ".base.contexts", ".base.lazy"))
-    assert ours.split() == ["mpjax", "mpjax._src", *inside]
+    assert ours == ["mpjax", "mpjax._src", *inside]
 
 
 def test_lazy_imports_compile_nothing_again():
-    """A context of JAX's that is made while a step is traced would change the key of the step."""
-    code = (
-        "import jax, mpjax;"
-        "f = jax.jit(lambda x: x + 1); f(1.0);"
-        "[getattr(m, name) for m in (mpjax, mpjax.optim, mpjax.debug) for name in m.__all__];"
-        "f(1.0); assert f._cache_size() == 1, 'compiled again';"
-        # Nor does what JAX is told before the first plan.
-        "jax.make_jaxpr(mpjax.autocast(lambda x: x @ x))(jax.numpy.ones((8, 8)));"
-        "f(1.0); assert f._cache_size() == 1, 'compiled again'"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    """A context of JAX's that is made while a step is traced would change the key of the step.
+
+    So would what JAX is told before the first plan.
+    """
+    assert imported()[5] == ["1", "1"]
 
 
 TOP = """
@@ -183,20 +203,15 @@ def test_the_core_imports_leaves_and_tools_only_where_they_are_asked_for():
     assert all(in_core(modules_of(PACKAGE.parent)[name]) for name in ASKED_FOR)
 
 
-STEP = """
-import sys, jax, jax.numpy as jnp, mpjax, optax
-loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-init, step = mpjax.build_train_step(loss, optax.adam(1e-3), "mixed_float16")
-state, _ = jax.jit(step)(init({"w": jnp.ones((8, 8))}), jnp.ones((4, 8)))
-print(*(name for name in sys.modules if name.startswith("mpjax._src.")))
-"""
-
-
 def test_a_step_loads_the_core_alone():
-    out = subprocess.run([sys.executable, "-c", STEP], check=True, capture_output=True, text=True)
-    loaded = [name.removeprefix("mpjax._src.") for name in out.stdout.split()]
+    loaded = [name.removeprefix("mpjax._src.") for name in imported()[3]]
     assert "core.training.step" in loaded
     assert not [name for name in loaded if name.split(".")[0] != "core"]
+
+
+def test_training_does_not_import_flax():
+    after = imported()[4]
+    assert "optax" in after and "flax" not in after
 
 
 def test_import_error_names_a_missing_extra(monkeypatch):

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from support import thorough_but
 
 from benchmarks import Options, weights
 from benchmarks.page.weights import section
@@ -23,7 +24,10 @@ def test_weights_suite_measures_every_way_and_runs_on_a_small_model(tmp_path):
     assert results.get("quality", "bert, float32, seed 0")["held_out"] > 0
 
 
-@pytest.mark.parametrize("name", [weights.REFERENCE, *weights.KEPT])
+NAMES = [weights.REFERENCE, *weights.KEPT]
+
+
+@pytest.mark.parametrize("name", thorough_but(NAMES, *range(0, len(NAMES), 3)))
 def test_weights_keep_as_many_bytes_as_the_page_says(name):
     """Bytes a weight of GPT-2 355M with one layer, from shapes alone."""
     _, params, *_ = weights.model({"layers": 1})()

@@ -128,7 +128,7 @@ def test_masters_are_used_or_the_restore_is_refused(kind, was, to, saved):
     np.testing.assert_array_equal(kernel(back), kernel(trained(kind, was)))
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", thorough_but(STATES, "own_loop", "of_nnx"))
 def test_the_loss_scale_starts_anew_under_another_policy(kind, saved):
     """It is in the optimizer's state."""
 

@@ -64,8 +64,8 @@ def uses(path: Path) -> Iterator[Use]:
     tree = ast.parse(path.read_text())
     bound: dict[str, str] = {}
     found: dict[str, tuple[int, bool]] = {}
-    top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
+    top, nodes = {id(node) for node in tree.body}, [*ast.walk(tree)]
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 whole = alias.name if alias.asname else alias.name.split(".")[0]
@@ -81,8 +81,8 @@ def uses(path: Path) -> Iterator[Use]:
         outer = whole_name(node.value) if isinstance(node, ast.Attribute) else None
         return outer and f"{outer}.{node.attr}"
 
-    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    for node in ast.walk(tree):
+    inner = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
+    for node in nodes:
         if not isinstance(node, ast.Attribute) or id(node) in inner:
             continue
         if name := whole_name(node):

@@ -295,6 +295,15 @@ def totals(root):
     found = [count for count in spelled(modules).values() if count]
     yield f"primitives named by strings outside base/rules: {sum(found)}, in {len(found)} modules"
 
+    planner = {n: p for n, p in modules.items() if room_of(n) in ("core.autocast", "core.program")}
+    fields = shared_fields(planner.values())
+    writes = {name: len({*writes_of(path, fields)}) for name, path in planner.items()}
+    places = {name: count for name, count in writes.items() if count}
+    yield f"lines that write into {', '.join(SHARED)}: {sum(places.values())}, in {len(places)}"
+    yield from (
+        f"  {count:6} {name}" for name, count in sorted(places.items(), key=lambda r: -r[1])
+    )
+
     lines = collections.Counter()
     comments = collections.Counter()
     for name, path in modules.items():
@@ -323,14 +332,6 @@ def totals(root):
     graphs = [name for name in modules if name.rpartition(".")[2] == "graph"]
     importers = [name for name, imported in graph.items() if imported & {*graphs}]
     yield f"importers of {' '.join(graphs)}: {len(importers)}"
-    planner = {n: p for n, p in modules.items() if room_of(n) in ("core.autocast", "core.program")}
-    fields = shared_fields(planner.values())
-    writes = {name: len({*writes_of(path, fields)}) for name, path in planner.items()}
-    places = {name: count for name, count in writes.items() if count}
-    yield f"lines that write into {', '.join(SHARED)}: {sum(places.values())}, in {len(places)}"
-    yield from (
-        f"  {count:6} {name}" for name, count in sorted(places.items(), key=lambda r: -r[1])
-    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("argnums", [None, 0])
+@pytest.mark.parametrize("argnums", thorough_but([None, 0], 1))
 def test_explain_names_the_kernel_of_a_device_that_is_not_there(target, argnums):
     def loss(x):
         return jnp.sum(jax.nn.dot_product_attention(x, x, x, is_causal=True))

@@ -84,7 +84,7 @@ def test_jvp_of_a_recomputed_gate_matches_float32():
     assert abs(ours - true) <= 0.05 * abs(true)
 
 
-@pytest.mark.parametrize("around", ["jit", "scan"])
+@pytest.mark.parametrize("around", thorough_but(["jit", "scan"], "scan"))
 def test_second_derivatives_of_recomputed_gates_match_float32(around):
     def second(fun):
         return run(lambda: jax.jvp(jax.grad(AROUND[around](fun)), (P, X), (P, X))[1])

@@ -161,7 +161,10 @@ def is_number(x):
     return isinstance(x, float | np.generic | np.ndarray)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy",
+    thorough_but(["float32", "mixed_bfloat16", "mixed_float16"], "float32", "mixed_float16"),
+)
 @pytest.mark.parametrize("number", [2.0, np.float64(2), np.float32(2)])
 def test_custom_vjp_rule_gets_a_differentiated_number_as_an_array(policy, number):
     """A rule may take numbers for settings that have no gradient, and arrays for the others."""

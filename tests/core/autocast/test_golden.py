@@ -234,10 +234,8 @@ OF_THIS_JAX = pytest.mark.skipif(
 # The quick tier compares the small programs. CI compares the others too (make test-part).
 QUICK = (
     "program bfloat16",
-    "program lean",
     "construct bfloat16",
     "construct 8bit",
-    "construct number",
     "attention bfloat16",
 )
 CASES = [

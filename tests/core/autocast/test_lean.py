@@ -236,7 +236,7 @@ def test_a_recurrent_network_keeps_less_than_under_fast():
     assert size(LEAN) < size(FAST)
 
 
-@pytest.mark.parametrize("policy", [FAST, LEAN])
+@pytest.mark.parametrize("policy", thorough_but([FAST, LEAN], 1))
 def test_explain_names_the_row_of_all_that_is_kept(policy):
     report = mpjax.explain(transformer, policy, argnums=0)(W, X)
     assert sum(k.bytes for k in report.kept) == report.stored_after

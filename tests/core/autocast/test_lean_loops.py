@@ -5,7 +5,7 @@ import collections
 import jax
 import jax.numpy as jnp
 import pytest
-from support import equations, normal
+from support import equations, normal, thorough_but
 
 import mpjax
 
@@ -135,7 +135,7 @@ def grouped(params, x):
     return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
-@pytest.mark.parametrize("storage", ["fast", "lean"])
+@pytest.mark.parametrize("storage", thorough_but(["fast", "lean"], "lean"))
 def test_attention_in_a_loop_is_kept_in_the_order_of_its_matmul(storage):
     """JAX computes groups of queries by vmap, whose axis comes first: (3, 2, 2, 64, 64)."""
     args = normal(5, 4, 48, 48, scale=0.2), normal(6, 2, 64, 48)
@@ -147,7 +147,7 @@ def test_attention_in_a_loop_is_kept_in_the_order_of_its_matmul(storage):
     assert "LayoutConstraint" in text
 
 
-@pytest.mark.parametrize("storage", ["fast", "lean"])
+@pytest.mark.parametrize("storage", thorough_but(["fast", "lean"], "fast"))
 def test_what_a_loop_keeps_of_a_sequence_does_not_depend_on_how_many_there_are(storage):
     """Sums beyond 32 bits are rounded for the minimum cut: ties have to stay ties."""
     length, heads, width = 1024, 12, 64

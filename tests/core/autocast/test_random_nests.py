@@ -11,7 +11,7 @@ import pytest
 import mpjax
 
 PROGRAMS, SHARDED, CHUNK = 2000, 50, 25
-FEW, FEW_EXACT = range(0, 12, 2), range(100, 103)
+FEW, FEW_EXACT = range(0, 12, 4), range(100, 102)
 # What exact mode may do in single nests, and why.
 MAY = {
     # They keep up to a quarter more than JAX, for fewer bytes moved: the operand of a branch beside

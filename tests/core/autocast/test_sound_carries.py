@@ -252,7 +252,7 @@ PROGRAMS |= {
 # ---- judged -------------------------------------------------------------------------------------
 
 CASES = [*itertools.product(PROGRAMS, HALVES)]
-QUICK = [(name, HALVES[i // 8 % 2]) for i, name in enumerate(PROGRAMS) if i % 8 == 2]
+QUICK = [(name, HALVES[i // 16 % 2]) for i, name in enumerate(PROGRAMS) if i % 16 == 2]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(CASES, *QUICK))

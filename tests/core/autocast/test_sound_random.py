@@ -47,7 +47,7 @@ def test_random_program_is_sound(seed):
     judge([seed])
 
 
-@pytest.mark.parametrize("seed", [LEAN[10], LEAN[31]])
+@pytest.mark.parametrize("seed", thorough_but([LEAN[10], LEAN[31]], 1))
 def test_random_program_is_sound_under_lean(seed):
     judge([seed], "lean")
 

@@ -378,7 +378,7 @@ programs(
 # ---- judged -------------------------------------------------------------------------------------
 
 CASES = [*itertools.product(PROGRAMS, HALVES)]
-QUICK = [(name, HALVES[i // 12 % 2]) for i, name in enumerate(PROGRAMS) if i % 12 == 1]
+QUICK = [(name, HALVES[i // 24 % 2]) for i, name in enumerate(PROGRAMS) if i % 24 == 1]
 
 
 @pytest.mark.parametrize(("name", "half"), thorough_but(CASES, *QUICK))

@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+from support import thorough_but
 
 import mpjax
 from mpjax._src.core.base.lazy import attach
@@ -67,9 +68,10 @@ assert not any(type(each).__name__ == "WithJax" for each in sys.meta_path)
 """
 
 
-@pytest.mark.parametrize(
-    "imported", ["import jax", "from jax import numpy", "import jax.core", "mpjax.autocast"]
-)
+WAYS = ("import jax", "from jax import numpy", "import jax.core", "mpjax.autocast")
+
+
+@pytest.mark.parametrize("imported", thorough_but(WAYS, "from jax import numpy"))
 def test_contexts_are_created_with_jax_where_mpjax_is_imported_first(imported):
     code = BEFORE.format(imported=imported)
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from joint import planned
 from planners import sound
-from support import equations, normal
+from support import equations, normal, thorough_but
 
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.planner.cotangents import AVERAGED, EACH, EXACT, WHOLE, noise_of
@@ -78,7 +78,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", thorough_but(PROGRAMS, *range(0, len(PROGRAMS), 2)))
 def test_cotangents_that_several_read(name):
     fun, args, once = PROGRAMS[name]
     if once is not None:
@@ -131,7 +131,7 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", thorough_but(BIASES, "a channel", "of all, in two steps"))
 def test_sums_over_a_part_of_the_axes_of_a_mean(name):
     """What has a mean over rows and features taken off has sums of its rows that are not small."""
     b, whole = BIASES[name]
@@ -184,7 +184,7 @@ def test_noise(name):
     assert noise_of(equations).get(out, EXACT) == level
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "float16"))
 def test_second_derivatives_do_not_round_twice(half):
     fun = lambda x, w: head(jnp.tanh(x + jnp.tanh(x @ w)))  # noqa: E731
     grad = lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(X, w) ** 2))  # noqa: E731
@@ -210,7 +210,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", thorough_but(PARTS, 0, 2))
 def test_sums_of_segments(name):
     centered, spread, once = PARTS[name]
     rows = normal(5, 3, D)

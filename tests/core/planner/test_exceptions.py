@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from joint import EXACT, planned
-from support import assert_near, equations, matmul_dtypes, normal
+from support import assert_near, equations, matmul_dtypes, normal, thorough_but
 
 import mpjax
 from mpjax._src.core.autocast import transform
@@ -162,7 +162,9 @@ def results(fun, *args, names=("exp", "dot_general")):
     return [e.outvars[0].aval.dtype.name for e in eqns if e.primitive.name in names]
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy", thorough_but(["mixed_bfloat16", "mixed_float16"], "mixed_bfloat16")
+)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("loop", [False, True])
 def test_an_operation_in_a_region_of_16_bits_reads_and_returns_them(policy, half, loop):

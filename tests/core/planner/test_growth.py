@@ -152,7 +152,7 @@ def visits(fun):
     )
 
 
-@pytest.mark.parametrize("kind", thorough_but(KINDS, "skips", "residual"))
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "residual"))
 def test_four_times_the_program_is_four_times_the_work(kind, monkeypatch):
     monkeypatch.setattr(cotangents, "LONGEST", 60)  # walks of small programs are not that long
     make, n = KINDS[kind]

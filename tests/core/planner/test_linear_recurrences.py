@@ -72,7 +72,7 @@ def test_gradients_are_jax_s(name):
 
 
 @pytest.mark.parametrize("name", thorough_but(["first axis", "reverse", "loop"], "first axis"))
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "float16"))
 def test_rounded_results_are_as_accurate(name, half):
     wrong = sound(of(STATES[name]), (V, X), half, (0, 1))
     assert not wrong, wrong
@@ -112,7 +112,7 @@ def test_taylor_series_of_a_gradient():
     assert_near(series(planned(of_one(state), EXACT)), series(of_one(state)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "bfloat16"))
 def test_the_derivative_reads_what_matmuls_alone_read_in_16_bits(half):
     def read_by_a_matmul(v, x):
         return jnp.sum(jnp.tanh(state(x @ v) @ v))
@@ -135,7 +135,7 @@ def _is_state(x):
     return bool(jnp.allclose(jnp.asarray(x, jnp.float32), state(X @ V), rtol=0.05, atol=0.05))
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "float16"))
 def test_rounded_states_are_as_accurate_in_long_recurrences(half):
     def fun(v, x):
         x = jnp.tile(x, (16, 1)) @ v

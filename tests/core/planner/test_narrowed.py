@@ -133,7 +133,7 @@ def test_without_rounding_nests_are_the_program(seed, exact):
         assert not planners.exact(fun, args, (0, 1))
 
 
-@pytest.mark.parametrize("name", ["plain", "checkpoint"])
+@pytest.mark.parametrize("name", thorough_but(["plain", "checkpoint"], "checkpoint"))
 def test_derivatives_read_the_rounded_numbers(name):
     """The result is the same with a derivative and without, in forward mode and batched."""
     auto = planned(FUNS[name])

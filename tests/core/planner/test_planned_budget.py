@@ -74,7 +74,7 @@ def test_matmuls_run_again_and_no_number_changes(name):
     np.testing.assert_allclose(found, want, atol=2**-8 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", ["chain", "residual"])
+@pytest.mark.parametrize("name", thorough_but(["chain", "residual"], "residual"))
 def test_operation_by_operation_no_bit_changes(name):
     found = []
     for storage in ("lean", 0.0):
@@ -176,7 +176,7 @@ def attention(w, x, layers=2):
     return jnp.mean(x**2)
 
 
-@pytest.mark.parametrize("fun", [chain, scanned, attention])
+@pytest.mark.parametrize("fun", thorough_but([chain, scanned, attention], 0, 1))
 def test_explain_tells_that_less_is_kept_and_which_matmuls_run_again(fun):
     number, lean = (mpjax.explain(fun, policy(s), argnums=0)(W, X) for s in (0.0, "lean"))
     assert number.stored_after < 0.7 * lean.stored_after

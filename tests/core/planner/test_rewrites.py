@@ -6,7 +6,7 @@ import pytest
 from evaluation import is_var
 from joint import planned
 from planners import kept, sound
-from support import equations, normal
+from support import equations, normal, thorough_but
 
 N, D = 16, 8
 Q, K, V = (normal(i, N, D) for i in range(3))
@@ -69,7 +69,7 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize("name", thorough_but(AGAIN, 0, 2))
 def test_weights_that_a_checkpoint_computes_again_are_normalized_too(name):
     def fun(q, k):
         return jnp.sum(jnp.tanh(AGAIN[name](q, k)) ** 2)

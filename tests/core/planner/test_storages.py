@@ -49,7 +49,7 @@ def loop(x):
     return jax.lax.scan(lambda x, s: ((x @ W) * s, None), x, jnp.cos(normal(2, 3, 32, 32)))[0]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", thorough_but(STORAGES, "fast", "0.5", "8bit"))
 @pytest.mark.parametrize("fun", [product, loop])
 def test_linear_functions_are_transposed(fun, storage):
     x = normal(3, 32, 32)

@@ -328,7 +328,7 @@ def errors(fun, half="bfloat16", draw=drawn):
     return planners.sound(fun, draw, half, 0, planned=anew, eager=True)
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "float16"))
 @pytest.mark.parametrize("fun", thorough_but(REFUSED, increments), ids=lambda f: f.__name__)
 def test_refused_streams_are_as_by_hand(fun, half):
     assert not errors(fun, half)
@@ -348,7 +348,7 @@ def of_models(seed):
     return ws, normal(10 * seed + 5, B, T, D), normal(10 * seed + 6, D)
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("half", thorough_but(["bfloat16", "float16"], "bfloat16"))
 @pytest.mark.parametrize("fun", thorough_but(ROUNDED, group_norms), ids=lambda f: f.__name__)
 def test_rounded_streams_are_as_by_hand(fun, half):
     assert not errors(fun, half, of_models)
@@ -367,7 +367,9 @@ def rows(seed):
     return of_models(seed)[0], 30 + normal(seed + 7, 20, D), at
 
 
-@pytest.mark.parametrize(("fun", "draw"), [(of_a_table, rows), (group_norms, of_models)])
+@pytest.mark.parametrize(
+    ("fun", "draw"), thorough_but([(of_a_table, rows), (group_norms, of_models)], 0)
+)
 def test_without_levels_streams_are_refused(fun, draw, monkeypatch):
     assert found(fun, *draw(0)) and not errors(fun, draw=draw)
     monkeypatch.setattr(levels, "SMALL_TERM", 10**9)

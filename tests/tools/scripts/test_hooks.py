@@ -230,6 +230,7 @@ def outer(vjp):
 closure = outer(jax.vjp)
 partly = functools.partial(jax.value_and_grad, has_aux=True)
 table = {"h": jax.hessian}
+keys = {jax.linearize: "l"}
 class Trainer: take = staticmethod(jax.grad)
 """
     exec(source, vars(module))
@@ -247,6 +248,7 @@ class Trainer: take = staticmethod(jax.grad)
         "jax.vjp in the closure of of_closure (",
         "jax.value_and_grad in holding.partly",
         "jax.hessian in holding.table",
+        "jax.linearize in holding.keys",
         "jax.grad as holding.Trainer.take",
         f"the derivative of loss ({__file__}:",
     ):

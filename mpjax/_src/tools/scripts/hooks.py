@@ -304,6 +304,8 @@ def _installed() -> Iterator[None]:
 def swept(table: Mapping[int, Any]) -> None:
     """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
     for space in [*(vars(module) for module, *_ in PLACES), *_namespaces()]:
+        if table.keys().isdisjoint(map(id, [*space.values()])):
+            continue  # most of them: this runs over every variable of a process
         for name, value in [*space.items()]:
             if id(value) in table:
                 space[name] = table[id(value)]
@@ -311,5 +313,4 @@ def swept(table: Mapping[int, Any]) -> None:
 
 def _namespaces() -> list[dict[str, Any]]:
     modules = [(n, m) for n, m in [*sys.modules.items()] if isinstance(m, types.ModuleType)]
-    ours = ("jax", "jaxlib", "mpjax")
-    return [vars(m) for n, m in modules if not any(is_within(n, package) for package in ours)]
+    return [vars(m) for n, m in modules if n.partition(".")[0] not in ("jax", "jaxlib", "mpjax")]

@@ -48,8 +48,7 @@ def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> set[
             found += _in_function(holder, names)
         elif isinstance(holder, type):
             found += _in_class(holder, names)
-    found += [text for h in direct if isinstance(h, CONTAINERS) and (text := _variable(h, names))]
-    return {*found}
+    return {*found, *_variables([h for h in direct if isinstance(h, CONTAINERS)], names)}
 
 
 def name_of(fun: Any) -> str:
@@ -108,16 +107,19 @@ def _in_class(kind: type, names: Mapping[int, str]) -> Iterator[str]:
             yield f"jax.{names[id(bare)]} as {kind.__module__}.{kind.__qualname__}.{name}"
 
 
-def _variable(holder: Any, names: Mapping[int, str]) -> str:
-    """Returns what a container that is a variable of a module holds, or ""."""
+def _variables(holders: Sequence[Any], names: Mapping[int, str]) -> Iterator[str]:
+    """Yields what those containers hold that are variables of modules, each by its first name."""
+    sought = {id(holder): holder for holder in holders}
     for module in _modules():
+        if not sought or sought.keys().isdisjoint(map(id, [*vars(module).values()])):
+            continue  # most of them: this runs over every variable of a process
         for name, each in [*vars(module).items()]:
-            if each is holder and not _is_own(module.__name__):
-                values = holder.values() if isinstance(holder, dict) else holder
+            if id(each) in sought and not _is_own(module.__name__):
+                holder = sought.pop(id(each))
+                values = (*holder, *holder.values()) if isinstance(holder, dict) else holder
                 values = [holder.func] if isinstance(holder, functools.partial) else values
                 held = next(names[id(v)] for v in values if id(v) in names)
-                return f"jax.{held} in {module.__name__}.{name}"
-    return ""
+                yield f"jax.{held} in {module.__name__}.{name}"
 
 
 def _made(transforms: Sequence[Any], known: type) -> set[str]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import ad
+from support import thorough_but
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import calls
@@ -57,7 +58,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", thorough_but(USES, "gradient", "value", "under vmap", "remat"))
 def test_linearized_once_leaves_nothing_but_equations(use):
     got, want = (USES[use](thrice(f)) for f in (once(), body))
     for g, w in zip(jax.tree.leaves(got(X)), jax.tree.leaves(want(X)), strict=True):

@@ -164,7 +164,9 @@ def test_weight_is_padded_only_where_a_copy_of_it_would_pay(rows, padded, vocabu
 
 
 @pytest.mark.usefixtures("cheap")
-@pytest.mark.parametrize("storage", ["", ",storage=lean", ",storage=0.5"])
+@pytest.mark.parametrize(
+    "storage", thorough_but(["", ",storage=lean", ",storage=0.5"], "", ",storage=lean")
+)
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
 def test_no_axis_is_odd_in_the_gradient_of_a_loop(storage, around):
     def layers(ws, x):
@@ -291,7 +293,10 @@ def test_logits_that_a_checkpoint_keeps_are_not_padded(loss, storage, padded):
 
 
 @pytest.mark.usefixtures("cheap")
-@pytest.mark.parametrize("storage", ["", ",storage=lean", ",storage=8bit", ",storage=0.5"])
+@pytest.mark.parametrize(
+    "storage",
+    thorough_but(["", ",storage=lean", ",storage=8bit", ",storage=0.5"], "", ",storage=8bit"),
+)
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
 @pytest.mark.parametrize("barrier", [None, False])
 def test_logits_that_a_loop_stacks_are_padded(barrier, around, storage):
