@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import pytest
 
@@ -11,7 +12,7 @@ from mpjax._src.tools.scripts import steps
 from mpjax._src.tools.scripts.batches import batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.hooks import hooked
-from mpjax._src.tools.scripts.steps import Call, NoValues, under, values_of
+from mpjax._src.tools.scripts.steps import Call, NoValues, trains, under, values_of
 
 
 def loss_of(w, x, y):
@@ -122,6 +123,64 @@ def test_values_that_are_not_reached_are_told(hook, monkeypatch):
     shapes = jax.eval_shape(lambda: (weights(), *data()))
     with pytest.raises(NoValues, match="for shapes"):
         values_of(*noted(lambda w, x, y: jax.grad(loss_of)(w, x, y), *shapes))
+
+
+def energy(w, x):
+    return jnp.sum(jnp.tanh(x @ w["a"]) @ w["b"])
+
+
+def forces(w, x):
+    return jax.grad(energy, argnums=1)(w, x)
+
+
+def accumulated(w, x, y):
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    turn = lambda g, pair: (updated(g, jax.grad(loss_of)(w, *pair)), None)  # noqa: E731
+    return jax.lax.scan(turn, zeros, (x[:, None], y[:, None]))[0]
+
+
+def raveled(w, x, y):
+    flat, back = jax.flatten_util.ravel_pytree(w)
+    return back(flat - jax.grad(lambda w: loss_of(back(w), x, y))(flat))
+
+
+def in_place(w, x, y):
+    reference = jax.new_ref(w["b"])
+    pushed(reference, w, x, y)
+    return reference[...].sum()
+
+
+@jax.jit
+def pushed(reference, w, x, y):
+    reference[...] -= jax.grad(loss_of)(w, x, y)["b"]
+
+
+def residual(w, x, y):
+    slopes = jax.vmap(lambda s: jax.grad(lambda s: energy(w, s * x))(s))(x[:, 0])
+    return jnp.mean(slopes**2), w, x.mean()
+
+
+TRAINS = {
+    "gradients": (lambda w, x, y: jax.value_and_grad(loss_of)(w, x, y), True),
+    "one weight": (lambda w, x, y: w["b"] - jax.grad(loss_of)(w, x, y)["b"], True),
+    "half": (lambda w, x, y: jax.tree.map(lambda g: g.astype("bfloat16"), forces(w, x)), True),
+    "accumulated": (accumulated, True),
+    "raveled": (raveled, True),
+    "in place": (in_place, True),
+    "devices": (lambda w, x, y: jax.pmap(forces)(*jax.tree.map(lambda a: a[None], (w, x))), True),
+    "forces": (lambda w, x, y: (jnp.mean(forces(w, x) ** 2), x.sum(0)), False),
+    "in a jit": (lambda w, x, y: (jax.jit(lambda w: (w, energy(w, forces(w, x))))(w), y), False),
+    "residual": (residual, False),
+    "printed": (lambda w, x, y: jax.debug.print("{}", forces(w, x).sum()), False),
+    "sent": (lambda w, x, y: jax.debug.callback(print, forces(w, x)), True),
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_step_returns_a_gradient_or_what_it_updates(hook, name):
+    step, expected = TRAINS[name]
+    _, noting, program = noted(step, weights(), *data())
+    assert noting.losses and trains(noting, program) == expected
 
 
 @jax.tree_util.register_pytree_node_class

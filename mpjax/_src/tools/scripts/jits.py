@@ -22,9 +22,6 @@ from mpjax._src.core.base.lines import short
 from mpjax._src.core.base.wrapped import name_in_module
 from mpjax._src.tools.scripts import hooks
 
-# What is replaced, in `jax` and where it was imported before.
-MAKERS = ("jit", "pmap")
-
 
 class Watcher(Protocol):
     """What is told of outermost calls."""
@@ -45,15 +42,19 @@ def watching(watcher: Watcher) -> Iterator["Watch"]:
 
     Functions that were jitted before are not seen.
     """
-    makers = [getattr(jax, name) for name in MAKERS]
-    watch = Watch(watcher)
-    made = {id(maker): _watched_maker(maker, watch) for maker in makers}
+    watch, make_jaxpr = Watch(watcher), jax.make_jaxpr
+    pairs: list[tuple[Any, Any]] = [(each, _watched_maker(each, watch)) for each in MAKERS]
+    # What only traces, as libraries do to know the shapes of a step: nothing of it runs.
+    pairs.append((jax.eval_shape, watch.unseen(jax.eval_shape)))
+    traced = functools.wraps(make_jaxpr)(lambda *args, **kw: watch.unseen(make_jaxpr(*args, **kw)))
+    pairs.append((make_jaxpr, traced))
+    made = {id(old): new for old, new in pairs}
     hooks.swept(made)
     try:
         yield watch
     finally:
         watch.watcher = None
-        hooks.swept({id(made[id(maker)]): maker for maker in makers})
+        hooks.swept({id(new): old for old, new in pairs})
 
 
 class Watch:
@@ -96,6 +97,16 @@ class Watch:
         finally:
             self._inside.call = before
 
+    def unseen(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function in which nobody is told of anything."""
+
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.within():
+                return fun(*args, **kwargs)
+
+        return wrapped
+
 
 def _watched_maker(maker: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     @functools.wraps(maker)
@@ -137,6 +148,9 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         return self._staged("trace", args, kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watch.unseen(self.jitted.eval_shape)(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         self.called = True

@@ -24,7 +24,7 @@ from mpjax._src.tools.scripts.ending import Stopping, quiet_threads
 from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
 from mpjax._src.tools.scripts.hooks import Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
-from mpjax._src.tools.scripts.steps import Call, Gradient, muted, with_own_state
+from mpjax._src.tools.scripts.steps import Call, Gradient, muted, trains, with_own_state
 
 NAMED = 4  # how many functions a sentence names
 
@@ -32,6 +32,11 @@ NAMED = 4  # how many functions a sentence names
 UNSEEN = (
     "{} at {} is differentiated inside a jit, scan or vmap that the survey does not see: the table "
     "is of its gradient alone, whose calls are not counted"
+)
+# What differentiates and is no step.
+EVALUATES = (
+    "{} at {} differentiates {}, and returns no gradient and nothing that one updates: it is no "
+    "training step"
 )
 
 
@@ -120,6 +125,11 @@ class Observer:
             return None
         name = getattr(jitted, "__name__", type(jitted).__name__)
         place = noting.place or (name, *_line_of_call())
+        if not trains(noting, program):
+            name, file, line = place
+            losses = first_of([*dict.fromkeys(loss.site.fun for loss in noting.losses)], NAMED)
+            self.not_covered[EVALUATES.format(name, short(f"{file}:{line}"), losses)] = None
+            return None
         return self._step(Examined(call, noting, program, place))
 
     def _step(self, step: Examined) -> Examined:

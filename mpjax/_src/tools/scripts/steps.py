@@ -23,7 +23,9 @@ import numpy as np
 
 from mpjax._src.core.autocast.transform import autocast
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.contexts import HOOKED, unchecked
+from mpjax._src.core.base.higher_order import CALL, MAP, higher_order
 from mpjax._src.core.base.trees import is_array, is_key
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
@@ -95,11 +97,17 @@ class Loss:
         return tuple(int(i) % count for i in several)
 
     @property
+    def places(self) -> list[int]:
+        """The numbers of the floating arrays that it is differentiated with respect to."""
+        arrays = self.call.arrays
+        args, _ = self.call.tree.unflatten(self.call.spread(range(len(arrays))))
+        numbers = [n for i in self.argnums for n in jax.tree.leaves(args[i])]
+        return [n for n in numbers if jnp.issubdtype(arrays[n].dtype, jnp.inexact)]
+
+    @property
     def parameters(self) -> list[Any]:
-        """The abstract values of the floating arrays that it is differentiated with respect to."""
-        args, _ = self.call.filled(self.call.arrays)
-        leaves = [x for i in self.argnums for x in jax.tree.leaves(args[i])]
-        return [x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
+        """The abstract values of these."""
+        return [self.call.arrays[n] for n in self.places]
 
 
 # ---- what is put around a differentiated function ------------------------------------------------
@@ -150,6 +158,49 @@ class Noting:
 
     def done(self) -> None:
         self._alive.clear()  # no tracer may outlive its trace
+
+
+def trains(noting: Noting, program: programs.Traced) -> bool:
+    """Returns whether gradients come out of a step, or what they update: an array of the shape of
+    one that it differentiates with respect to, or as many numbers as these have.
+
+    What it writes to references or hands to Python comes out too. A validation pass that computes
+    forces returns neither.
+    """
+    inner, _ = _jax.open_jaxpr(program.jaxpr)
+    own = _passed_on(inner)
+    out = [v.aval for i, v in enumerate(inner.outvars) if i not in own]
+    asked: dict[int, list[Any]] = {}  # what is marked, with the axes that a vmap adds
+    for eqn, place, _ in equations(inner):
+        if (number := _marked(place)) is not None:
+            asked[number] = [v.aval for v in eqn.invars]
+        elif eqn.effects and not _jax.inner_jaxprs(eqn):
+            out += [getattr(v.aval, "inner_aval", v.aval) for v in eqn.invars]
+    shapes = [x.shape for x in out if held.is_inexact(x)]
+    for number, loss in enumerate(noting.losses):
+        arrays = asked.get(number, loss.call.arrays)
+        wanted = [arrays[n].shape for n in loss.places]
+        if not {*wanted}.isdisjoint(shapes) or _numbers(wanted) <= _numbers(shapes):
+            return True
+    return bool(noting.own)
+
+
+def _numbers(shapes: Sequence[Any]) -> int:
+    return sum(map(_jax.size_of, shapes))
+
+
+def _passed_on(jaxpr: Any) -> dict[int, int]:
+    """Returns the results of an open jaxpr that are its arguments, each with the argument."""
+    known = {v: i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        row = higher_order(eqn.primitive.name)
+        for inside in row.wire(eqn) if row.kind in (CALL, MAP) else ():
+            for out, argument in _passed_on(_jax.open_jaxpr(inside.program)[0]).items():
+                given, place = eqn.invars[inside.ins[argument]], inside.outs[out]
+                if place is not None and not isinstance(given, _jax.Literal) and given in known:
+                    known[eqn.outvars[place]] = known[given]
+    found = ((i, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, _jax.Literal))
+    return {i: known[v] for i, v in found if v in known}
 
 
 def under(policy: Policy | None) -> Hook | None:

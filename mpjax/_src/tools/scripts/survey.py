@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 RUNNERS = ("pytest", "py.test", "unittest")
 
 NOTHING = (
-    "no function was differentiated by jax.grad, jax.vjp or their like, so there is no training "
-    "step to look at"
+    "no function was differentiated by jax.grad, jax.vjp or their like, but for what is named "
+    "here, so there is no training step to look at"
 )
 FAILED = "the script failed before the first call of a training step had run"
 STUCK = (
