@@ -262,7 +262,7 @@ class Examined:
         self, loss: Loss, given: Sequence[Any], rows: Sequence[Row], compiling: Compiling
     ) -> None:
         exact = Exact(loss, given)
-        known: dict[str, Worst] = {}
+        known: dict[str, tuple[Worst, str]] = {}
         for row in rows:
             # As written, the casts are its own. Storing and computing again are exact.
             policy = (row.policy or get_policy("float32")).replace(storage="fast")
@@ -271,9 +271,11 @@ class Examined:
                 advance(STAGE, f"the gradient's error under {row.name}")
                 with self._noted(f"no error of {loss.site.fun}", row.notes):
                     known[same] = exact.worst(policy)
-            new, old = known.get(same), row.figures.get("gradient_error", -1.0)
-            if new and not new.gradient_error <= old:
-                row.figures |= new._asdict()
+            if same in known:
+                (new, note), old = known[same], row.figures.get("gradient_error", -1.0)
+                row.notes += [note] * bool(note)
+                if not new.gradient_error <= old:
+                    row.figures |= new._asdict()
         compiling.compilations += exact.compilations
 
     def _explain(self) -> None:
