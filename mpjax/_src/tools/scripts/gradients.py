@@ -39,6 +39,7 @@ CONCRETE = (
 )
 FORWARD = "forward mode alone is left as it is"
 CHECKED = "checkify checks what it computes"
+TWICE = "(its first call was made twice)"
 OWN = "the script has mpjax compute it, under a policy of its own"
 AGAIN = (
     "mpjax raised this error while it planned the function, and called it again without a plan: "
@@ -251,9 +252,10 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ChecksInside):
-        return CHECKED
-    reads = isinstance(error, CONCRETE)
-    return "it reads values of its arrays" if reads else f"it cannot be traced: {_line(error)}"
+        return f"{CHECKED} {TWICE}"
+    if isinstance(error, CONCRETE):
+        return f"it reads values of its arrays {TWICE}"
+    return f"it cannot be traced {TWICE}: {_line(error)}"
 
 
 def _apart(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -259,6 +259,9 @@ PLACES: tuple[tuple[types.ModuleType, type[Differentiated], Sequence[str]], ...]
     (jax.scipy.optimize, Differentiated, ("minimize",)),  # by names of JAX's own
     (checkify, Checked, ("checkify",)),
 )
+# These, and where JAX defines them: `from jax._src.api import grad` finds the same.
+_DEFINED = [sys.modules[getattr(module, n).__module__] for module, _, names in PLACES for n in names]
+HOMES = [vars(module) for module in dict.fromkeys([*(each for each, *_ in PLACES), *_DEFINED])]
 _LOCK = threading.RLock()
 _DEPTH = [0]
 _OPEN: list[Hook] = []  # the last one is in force
@@ -302,8 +305,9 @@ def _installed() -> Iterator[None]:
 
 
 def swept(table: Mapping[int, Any]) -> None:
-    """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
-    for space in [*(vars(module) for module, *_ in PLACES), *_namespaces()]:
+    """Replaces variables of modules, by the identity of their values; other modules of JAX and
+    those of mpjax keep theirs."""
+    for space in [*HOMES, *_namespaces()]:
         for name, value in [*space.items()]:
             if id(value) in table:
                 space[name] = table[id(value)]

@@ -4,14 +4,18 @@ import contextlib
 import functools
 import gc
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from mpjax._src.core.base import _jax
 
 OWN = ("jax.", "jaxlib.", "mpjax.")
+HALF = re.compile(r"\bb?f16\[")
 CONTAINERS = (dict, list, tuple, set, functools.partial)
 
 
@@ -30,6 +34,22 @@ def holders_of(
         gc.collect()  # some of it may be garbage, and nobody calls that
         found = _holders(transforms, swept), _made(transforms, known)
     return tuple(sorted(set().union(*found)))
+
+
+def compiled_before() -> tuple[str, ...]:
+    """Returns phrases for the user's functions that are compiled ahead of time with a gradient, all
+    of whose matmuls are float32: so they stay."""
+    found = set()
+    for stage in gc.get_referrers(jax.stages.Compiled):
+        if isinstance(stage, jax.stages.Compiled):
+            with contextlib.suppress(Exception):  # of a runtime that does not tell
+                text = stage.as_text() or ""
+                files = re.findall(r'^\d+ "(.*)"$', text, re.MULTILINE)
+                matmuls = re.search(r"transpose\(.*(dot|conv)_general", text)
+                if matmuls and not HALF.search(text) and any(map(_jax.is_users_file, files)):
+                    name = text.split(",")[0].split()[-1].removeprefix("jit_")
+                    found.add(f"{name}, compiled ahead of time")
+    return tuple(sorted(found))
 
 
 def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> set[str]:
