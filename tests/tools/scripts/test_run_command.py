@@ -13,7 +13,8 @@ import pytest
 import mpjax.scripts
 from mpjax._src.tools.cli.commands import main
 from mpjax._src.tools.scripts.launch import restored
-from mpjax._src.tools.scripts.running import Run, runs_python, words_of
+from mpjax._src.tools.scripts.running import Run
+from mpjax._src.tools.scripts.started import runs_python, words_of
 
 PY = "/usr/bin/python3.11"
 

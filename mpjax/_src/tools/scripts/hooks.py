@@ -260,8 +260,8 @@ PLACES: tuple[tuple[types.ModuleType, type[Differentiated], Sequence[str]], ...]
     (checkify, Checked, ("checkify",)),
 )
 # These, and where JAX defines them: `from jax._src.api import grad` finds the same.
-_DEFINED = [sys.modules[getattr(module, n).__module__] for module, _, names in PLACES for n in names]
-HOMES = [vars(module) for module in dict.fromkeys([*(each for each, *_ in PLACES), *_DEFINED])]
+_DEFINED = (getattr(module, name).__module__ for module, _, names in PLACES for name in names)
+HOMES = [vars(sys.modules[name]) for name in {*_DEFINED, *(m.__name__ for m, *_ in PLACES)}]
 _LOCK = threading.RLock()
 _DEPTH = [0]
 _OPEN: list[Hook] = []  # the last one is in force

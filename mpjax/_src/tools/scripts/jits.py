@@ -43,7 +43,7 @@ def watching(watcher: Watcher) -> Iterator["Watch"]:
     Functions that were jitted before are not seen.
     """
     watch, make_jaxpr = Watch(watcher), jax.make_jaxpr
-    pairs: list[tuple[Any, Any]] = [(each, _watched_maker(each, watch)) for each in MAKERS]
+    pairs: list[tuple[Any, Any]] = [(x, _watched_maker(x, watch)) for x in (jax.jit, jax.pmap)]
     # What only traces, as libraries do to know the shapes of a step: nothing of it runs.
     pairs.append((jax.eval_shape, watch.unseen(jax.eval_shape)))
     traced = functools.wraps(make_jaxpr)(lambda *args, **kw: watch.unseen(make_jaxpr(*args, **kw)))

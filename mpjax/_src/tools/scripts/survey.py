@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax._src.core.base.lazy import with_jax
 from mpjax._src.core.base.lines import is_library
-from mpjax._src.tools.scripts.ending import PATIENCE, Commands, Stop
+from mpjax._src.tools.scripts.ending import PATIENCE, Stop
 from mpjax._src.tools.scripts.launch import LaunchError, launch, restored
+from mpjax._src.tools.scripts.started import heard
 
 if TYPE_CHECKING:
     from mpjax._src.tools.scripts.surveyed import Survey
@@ -142,13 +143,14 @@ def surveyed(
     """
     command = " ".join([*(["-m"] * module), script, *args])
     ended, error = "ended", ""
+    commands: list[str] = []
 
     def stuck() -> None:
         running.observer.not_covered[STUCK] = None
-        finish(running.report(command, "stopped", "", commands.seen))
+        finish(running.report(command, "stopped", "", commands))
 
     running = Running(options, module and script in RUNNERS, stuck)
-    with Commands() as commands, running.observing():
+    with heard(lambda words, _: commands.append(" ".join(words))), running.observing():
         try:
             launch(script, args, module)
         except LaunchError:
@@ -165,7 +167,7 @@ def surveyed(
         raise running.refused
     if running.observer is not None:
         ended = running.observer.ending(ended)
-    return running.report(command, ended, error, commands.seen)
+    return running.report(command, ended, error, commands)
 
 
 def _told(error: BaseException) -> str:
@@ -222,7 +224,9 @@ class Running:
         self.observer = Observer(plan, compiling, count, self.options.progress, self._stuck)
         self._stack.enter_context(self.observer.observing())
 
-    def report(self, command: str, ended: str, error: str, commands: Sequence[str]) -> "Survey":
+    def report(
+        self, command: str, ended: str, error: str, commands: Sequence[Sequence[str]]
+    ) -> "Survey":
         from mpjax._src.tools.scripts.surveyed import Survey
 
         seen = self.observer
