@@ -24,6 +24,11 @@ from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
 
 TRY = "compiled"
 NO_PEAKS = "no roofline on {}, whose peaks are not known: name a target, such as --target h100"
+ALONE = (
+    "for {} a step is compiled without its calls back into Python (checks such as eqx.error_if, "
+    "jax.debug.print, pure_callback, io_callback), which need a running device: the figures are "
+    "those of the rest"
+)
 REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
@@ -112,7 +117,10 @@ class Compiling:
         found = self._targets.get(target)
         if found is None:
             return _compiled_here(target, step, args)
-        return compile_program(Job(found, self.timeout, {}), lower(found, step, args))
+        program = lower(found, step, args, alone=True)
+        if program.left_out and (told := ALONE.format(target)) not in self.notes:
+            self.notes.append(told)
+        return compile_program(Job(found, self.timeout, {}), program)
 
 
 # ---- this machine --------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ _LAST: list[str] = []
 def heard(tell: Tell) -> Iterator[None]:
     """Tells the words of each command, and whether it takes the place of this process."""
     if not _INSTALLED:
-        _INSTALLED.append(sys.addaudithook(_heard))  # there is no way to remove one
+        _INSTALLED.append(_heard)
+        sys.addaudithook(_heard)  # there is no way to remove one
     _TOLD.append(tell)
     try:
         yield
