@@ -322,7 +322,7 @@ def test_each_target_has_its_figures_or_a_reason(gan, monkeypatch):
     sizes = []
 
     def report(job, program):
-        shape = program.lowered.in_avals[0][0]["a"].shape
+        shape = program.lowered.in_avals[0][0].shape
         sizes.append((job.target.name, shape))
         if job.target.name == "v100":
             raise MemoryError("too large\nfor this")

@@ -1,6 +1,5 @@
 """Training steps compiled for targets, or for this machine, and the largest batch that fits."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,6 @@ ALONE = (
     "jax.debug.print, pure_callback, io_callback), which need a running device: the figures are "
     "those of the rest"
 )
-REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
 class Compiling:
@@ -105,19 +103,10 @@ class Compiling:
         self, target: str, call: Call, hook: Hook | None, arrays: Sequence[Any]
     ) -> CompileReport | SurveyedProgram:
         self.compilations += 1
-        try:
-            return self._made(target, call.jitted_under(hook), call.flat.filled(arrays))
-        except REFUSALS as error:
-            # A class of the script may refuse what stands for arrays, here and in JAX's own lower.
-            with contextlib.suppress(*REFUSALS):
-                return self._made(target, call.flattened(hook), arrays)
-            raise error from None
-
-    def _made(self, target: str, step: Any, args: Sequence[Any]) -> CompileReport | SurveyedProgram:
-        found = self._targets.get(target)
+        step, found = call.flattened(hook), self._targets.get(target)
         if found is None:
-            return _compiled_here(target, step, args)
-        program = lower(found, step, args, alone=True)
+            return _compiled_here(target, step, arrays)
+        program = lower(found, step, arrays, alone=True)
         if program.left_out and (told := ALONE.format(target)) not in self.notes:
             self.notes.append(told)
         return compile_program(Job(found, self.timeout, {}), program)

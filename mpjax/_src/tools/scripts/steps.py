@@ -246,6 +246,7 @@ class Call:
 
     def __init__(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.jitted, self.args, self.kwargs = jitted, args, kwargs
+        self.marked: programs.Traced | None = None  # its program, as `noted` has it
 
     @functools.cached_property
     def flat(self) -> Flat:
@@ -255,18 +256,22 @@ class Call:
     def is_abstract(self) -> bool:
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.flat.arrays)
 
-    def jitted_under(self, hook: Hook | None) -> "Jitted":
-        """Returns a jitted function of (args, kwargs), for `compile_for`."""
-        return Jitted(self.jitted, hook)
+    def planned(self, hook: Hook | None) -> tuple[Callable[..., Any], Hook | None]:
+        """Returns what is traced where a hook plans it, and the hook to trace it under."""
+        return self.jitted, hook
 
     def flattened(self, hook: Hook | None) -> "Flattened":
-        """Returns a jitted function of the arrays of the call, for `compile_for`."""
-        return Flattened(_calling(self.flat.on(self.jitted)), hook, self.donated)
+        """Returns a jitted function of the arrays of the call, to compile.
+
+        A class of the script may refuse what stands for arrays, so it is none of its arguments.
+        """
+        fun, hook = self.planned(hook)
+        return Flattened(_calling(self.flat.on(fun)), hook, self.donated)
 
     @functools.cached_property
     def donated(self) -> list[int]:
         """The numbers of the arrays that the step donates."""
-        inner, _ = _jax.open_jaxpr(self.program(None).jaxpr)
+        inner, _ = _jax.open_jaxpr((self.marked or self.program(None)).jaxpr)
         found = (
             zip(e.invars, e.params.get("donated_invars", ()), strict=False) for e in inner.eqns
         )
@@ -276,8 +281,9 @@ class Call:
     def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
         """Returns the step as a program of its arrays."""
         given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
+        fun, hook = self.planned(hook)
         with traced_again(hook):
-            return programs.trace(_calling(given.on(self.jitted)), given.avals, "step")
+            return programs.trace(_calling(given.on(fun)), given.avals, "step")
 
     def sites(self) -> list[Site]:
         """Returns where the step differentiates, also where it cannot be looked into."""
@@ -296,7 +302,8 @@ class Call:
         try:
             # A key of its own: a cached trace would note nothing.
             hook = Hook(noting, key=(noting,), own=noting.computed)
-            return noting, self.program(hook, arrays)
+            self.marked = self.program(hook, arrays)
+            return noting, self.marked
         finally:
             noting.done()
 
@@ -308,39 +315,12 @@ class Gradient(Call):
 
     def __init__(self, fun: Callable[..., Any], site: Site, args: Any, kwargs: Any) -> None:
         self.fun, self.site = fun, site
-        super().__init__(self._planned(None), args, kwargs)
+        super().__init__(self.planned(None)[0], args, kwargs)
 
-    def _planned(self, hook: Hook | None) -> Callable[..., Any]:
+    def planned(self, hook: Hook | None) -> tuple[Callable[..., Any], Hook | None]:
         own = with_own_state(self.fun)
         fun = own if hook is None else hook.around(own, self.site)
-        return _derivative(fun, self.site)
-
-    def jitted_under(self, hook: Hook | None) -> "Jitted":
-        return Jitted(self._planned(hook), None)
-
-    def flattened(self, hook: Hook | None) -> "Flattened":
-        return Flattened(_calling(self.flat.on(self._planned(hook))), None, ())
-
-    def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
-        given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
-        with traced_again(None):
-            return programs.trace(_calling(given.on(self._planned(hook))), given.avals, "step")
-
-
-class Jitted:
-    """A jitted function of (args, kwargs) that is traced under a hook."""
-
-    def __init__(self, jitted: Any, hook: Hook | None) -> None:
-        self.hook = hook
-        # What `jax.pmap` makes has no trace of its own, nor has a gradient.
-        self.jitted = jitted if hasattr(jitted, "trace") else jax.jit(_called(jitted))
-
-    def trace(self, args: Any, kwargs: Any) -> Any:
-        with traced_again(self.hook):
-            return self.jitted.trace(*args, **kwargs)
-
-    def lower(self, args: Any, kwargs: Any) -> Any:
-        return self.trace(args, kwargs).lower()
+        return _derivative(fun, self.site), None
 
 
 class Flattened:
@@ -393,14 +373,6 @@ def _calling(flat: Callable[..., Any]) -> Callable[..., Any]:
 def _call_traced(flat: Callable[..., Any], *arrays: Any) -> Any:
     """Calls what is traced: the frames above belong to the step."""
     return flat(*arrays)
-
-
-def _called(fun: Callable[..., Any]) -> Callable[..., Any]:
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    step.__name__ = getattr(fun, "__name__", "step")
-    return step
 
 
 def with_own_state(fun: Callable[..., Any]) -> Callable[..., Any]:
