@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import copy
 import functools
 import os
 import sys
@@ -26,7 +25,7 @@ from mpjax._src.core.policy.policy import Policy, PolicyLike, halves_of
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
 from mpjax._src.tools.scripts.launch import launch, restored
-from mpjax._src.tools.scripts.missed import code_of
+from mpjax._src.tools.scripts.missed import apart, code_of
 from mpjax._src.tools.scripts.moving import runs_now
 from mpjax._src.tools.scripts.seen import GradientsReport, Seen
 
@@ -222,7 +221,9 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
         finished: list[None] = []
         seen = report._of(site)
         try:
-            out = _Planned(_apart(fun), report.policy, seen, finished)(*args, **kwargs)
+            # Flax NNX differentiates an object that hands out the states that it holds, each once.
+            once = apart(fun, collections.deque)
+            out = _Planned(once, report.policy, seen, finished)(*args, **kwargs)
             seen.calls += 1
             return out
         except Exception as error:
@@ -256,20 +257,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, CONCRETE):
         return f"it reads values of its arrays {TWICE}"
     return f"it cannot be traced {TWICE}: {_line(error)}"
-
-
-def _apart(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose call leaves the original as it is, so that this can be called too.
-
-    Flax NNX differentiates an object that hands out the states that it holds, each once.
-    """
-    held = vars(fun) if hasattr(fun, "__dict__") else {}
-    queues = {name: x.copy() for name, x in held.items() if isinstance(x, collections.deque)}
-    if not queues:
-        return fun
-    fun = copy.copy(fun)
-    vars(fun).update(queues)
-    return fun
 
 
 def _may_be_of_planning(error: Exception) -> bool:

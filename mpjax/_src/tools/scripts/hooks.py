@@ -7,6 +7,7 @@ hook is traced again inside, and the other way round. It is set for all threads.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -71,57 +72,13 @@ Around = Callable[[Callable[..., Any], Site], Callable[..., Any]]
 Tell = Callable[[Site], None]
 
 
+@dataclasses.dataclass(eq=False)
 class Hook:
     """What is put around differentiated functions.
 
     Hooks with equal keys share what JAX has traced under them.
 
     Attributes:
-        around: Returns what is differentiated in place of a function.
-        forward: Is called with the site of a function that ran in forward mode alone.
-        own: Is called with the site of a gradient that mpjax itself computes.
-        checked: Is called with the site of a function that `checkify` looks into.
-        calls: How many functions were replaced so far.
-    """
-
-    def __init__(
-        self,
-        around: Around,
-        key: Any = None,
-        forward: Tell | None = None,
-        own: Tell | None = None,
-        checked: Tell | None = None,
-    ) -> None:
-        self.around, self.key = around, key or (around,)
-        self.forward, self.own, self.checked = forward, own, checked
-        self.calls = 0
-
-    @property
-    def missed(self) -> tuple[str, ...]:
-        """What holds transformations, or what they made, from before, each a phrase."""
-        return holders_of(_KEPT, _namespaces(), Differentiated)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hook) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@contextlib.contextmanager
-def hooked(
-    around: Around,
-    key: Any = None,
-    forward: Tell | None = None,
-    own: Tell | None = None,
-    checked: Tell | None = None,
-) -> Iterator[Hook]:
-    """Replaces what the code inside differentiates, in all threads; yields the hook.
-
-    Only the outermost function is replaced: not those that are differentiated while it is traced,
-    nor in the rules of custom derivatives. Calls of JAX's and mpjax's own are left alone.
-
-    Args:
         around: Is called with a function and the `Site` where it is differentiated, at each call
             of what the transformation made. Returns what is differentiated in its place.
         key: What traces depend on; by default, ``around`` itself.
@@ -131,8 +88,37 @@ def hooked(
             step does, which is left alone.
         checked: Is called with the site of each function that is differentiated inside of what
             `checkify` looks into, which then is left alone too.
+        calls: How many functions were replaced so far.
     """
-    hook = Hook(around, key, forward, own, checked)
+
+    around: Around
+    key: Any = None
+    forward: Tell | None = None
+    own: Tell | None = None
+    checked: Tell | None = None
+    calls: int = 0
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """What holds transformations, or what they made, from before, each a phrase."""
+        return holders_of(_KEPT, _namespaces(), Differentiated)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hook) and (self.key or self.around) == (other.key or other.around)
+
+    def __hash__(self) -> int:
+        return hash(self.key or self.around)
+
+
+@contextlib.contextmanager
+def hooked(*args: Any, **kwargs: Any) -> Iterator[Hook]:
+    """Replaces what the code inside differentiates, in all threads; yields the hook, a `Hook` of
+    the arguments.
+
+    Only the outermost function is replaced: not those that are differentiated while it is traced,
+    nor in the rules of custom derivatives. Calls of JAX's and mpjax's own are left alone.
+    """
+    hook = Hook(*args, **kwargs)
     with _installed():
         _open(hook)
         try:
@@ -185,7 +171,7 @@ class Checked(Differentiated):
             tell(site)
             return fun
 
-        with HOOKED(Hook(around, ("checked", *hook.key), hook.forward, hook.own)):
+        with HOOKED(Hook(around, ("checked", hook.key), hook.forward, hook.own)):
             return self.fun(*args, **kwargs)
 
 

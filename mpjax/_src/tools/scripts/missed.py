@@ -1,6 +1,7 @@
 """What holds a transformation of JAX where no sweep of modules replaces it, in words."""
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -91,6 +92,17 @@ def code_of(fun: Any) -> types.CodeType | None:
             return code
         fun = vars(type(fun)).get("__call__") if inner is None else inner
     return None
+
+
+def apart(fun: Any, *kinds: type) -> Any:
+    """Returns a function with containers of its own, of some kinds, if it is an object that holds
+    any: its call leaves the original as it is, so that this can be called too."""
+    held = vars(fun) if hasattr(fun, "__dict__") else {}
+    own = {name: copy.copy(each) for name, each in held.items() if isinstance(each, kinds)}
+    if own:
+        fun = copy.copy(fun)
+        vars(fun).update(own)
+    return fun
 
 
 def defined_at(fun: Any) -> str:

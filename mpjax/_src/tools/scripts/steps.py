@@ -8,7 +8,6 @@ values that it gets there.
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -34,6 +33,7 @@ from mpjax._src.core.program.site import Site as Place
 from mpjax._src.core.program.site import equations
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Around, Hook, Site, is_within
+from mpjax._src.tools.scripts.missed import apart
 
 # The scope of what a function is differentiated at, with the number of the function.
 MARK = "mpjax.survey"
@@ -260,13 +260,19 @@ class Call:
         """Returns what is traced where a hook plans it, and the hook to trace it under."""
         return self.jitted, hook
 
-    def flattened(self, hook: Hook | None) -> "Flattened":
+    def flattened(self, hook: Hook | None) -> Any:
         """Returns a jitted function of the arrays of the call, to compile.
 
         A class of the script may refuse what stands for arrays, so it is none of its arguments.
         """
         fun, hook = self.planned(hook)
-        return Flattened(_calling(self.flat.on(fun)), hook, self.donated)
+        flat = self.flat.on(fun)
+
+        def step(*arrays: Any) -> Any:
+            with traced_again(hook):
+                return _call_traced(flat, *arrays)
+
+        return jax.jit(step, donate_argnums=tuple(self.donated))
 
     @functools.cached_property
     def donated(self) -> list[int]:
@@ -283,7 +289,8 @@ class Call:
         given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
         fun, hook = self.planned(hook)
         with traced_again(hook):
-            return programs.trace(_calling(given.on(fun)), given.avals, "step")
+            flat = functools.partial(_call_traced, given.on(fun))
+            return programs.trace(flat, given.avals, "step")
 
     def sites(self) -> list[Site]:
         """Returns where the step differentiates, also where it cannot be looked into."""
@@ -323,20 +330,6 @@ class Gradient(Call):
         return _derivative(fun, self.site), None
 
 
-class Flattened:
-    """A step as a jitted function of its arrays, that is traced under a hook."""
-
-    def __init__(self, flat: Callable[..., Any], hook: Hook | None, donated: Sequence[int]) -> None:
-        self.jitted, self.hook = jax.jit(flat, donate_argnums=tuple(donated)), hook
-
-    def trace(self, *arrays: Any) -> Any:
-        with traced_again(self.hook):
-            return self.jitted.trace(*arrays)
-
-    def lower(self, *arrays: Any) -> Any:
-        return self.trace(*arrays).lower()
-
-
 @contextlib.contextmanager
 def traced_again(hook: Hook | None) -> Iterator[None]:
     """Traces under a hook, without what the script prints while it is traced."""
@@ -366,27 +359,15 @@ class _Muted:
         return getattr(self._stream, name)
 
 
-def _calling(flat: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_call_traced, flat)
-
-
 def _call_traced(flat: Callable[..., Any], *arrays: Any) -> Any:
     """Calls what is traced: the frames above belong to the step."""
     return flat(*arrays)
 
 
 def with_own_state(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that may be called once more: with containers of its own, if it is an
-    object that holds any. Flax NNX's hold states that a call takes out."""
-    held = vars(fun) if hasattr(fun, "__dict__") and not inspect.isroutine(fun) else {}
-    kinds = (list, dict, set, collections.deque)
-    if not any(isinstance(each, kinds) for each in held.values()):
-        return fun
-    mine = copy.copy(fun)
-    for name, each in held.items():
-        if isinstance(each, kinds):
-            object.__setattr__(mine, name, copy.copy(each))
-    return mine
+    """Returns a function that may be called once more. Flax NNX's hold states that a call takes
+    out."""
+    return fun if inspect.isroutine(fun) else apart(fun, list, dict, set, collections.deque)
 
 
 def _derivative(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:
