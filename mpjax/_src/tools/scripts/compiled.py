@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from mpjax._src.core.base import _jax
 from mpjax._src.core.base.errors import OutOfMemoryError, first_line
 from mpjax._src.core.base.progress import advance
 from mpjax._src.tools.hardware.aot import Job, compile_program, lower
@@ -125,14 +126,7 @@ def _compiled_here(name: str, jitted: Any, args: Sequence[Any]) -> SurveyedProgr
     lowered = jitted.trace(*args).lower()
     compiled = lowered.compile()
     text = compiled.as_text() or ""
-    memory = compiled.memory_analysis()
-    parts = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
+    parts = _jax.memory_of(compiled.runtime_executable())
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         try:

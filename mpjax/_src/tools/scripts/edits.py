@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.lines import is_library, short
@@ -207,7 +207,7 @@ def _place_of_import(source: Source, before: int) -> int:
     the comments at the top, which may be a "#!" line or name the encoding."""
     found = re.match(r"(?:[ \t]*#[^\r\n]*(?:\r\n|\r|\n))*", source.text[source.starts[0] :])
     place = source.starts[0] + (found.end() if found else 0)
-    body = source.tree.body
+    body: list[Any] = source.tree.body
     for i, node in enumerate(body):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not i
         # Lines that a statement shares with code belong to that.

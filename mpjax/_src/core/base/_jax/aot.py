@@ -57,7 +57,7 @@ def compile_only(
     optimized = executable.hlo_modules()[0]
     return {
         "left_out": left_out,
-        "memory": _memory_of(executable),
+        "memory": memory_of(executable),
         "asked": before.as_hlo_module().to_string(),
         "hlo": optimized.to_string(),
         "xla_costs": _costs_of(optimized),
@@ -78,7 +78,7 @@ def _executable(devices: tuple[Any, ...], program: bytes, options: dict[str, Any
         )
 
 
-def _memory_of(executable: Any) -> dict[str, int]:
+def memory_of(executable: Any) -> dict[str, int]:
     """Returns the bytes of a program on one device, by kind."""
     stats = executable.get_compiled_memory_stats()
     return {
@@ -105,8 +105,8 @@ def _costs_of(module: Any) -> dict[str, float]:
 def lowered_without(traced: Any, platform: str, primitives: Iterable[Any]) -> Any:
     """Lowers a traced function without what some primitives do. Their results are zeros that no
     compiler sees as such, as if they came from elsewhere."""
-    rules = tuple((primitive, _zeros) for primitive in primitives)
-    parameters = mlir.LoweringParameters(override_lowering_rules=rules or None)
+    rules: Any = tuple((primitive, _zeros) for primitive in primitives)
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
     return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
 
 
