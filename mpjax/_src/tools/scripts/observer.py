@@ -1,6 +1,7 @@
 """Watches a script: finds its training steps, has each examined once, and ends the script."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import traceback
@@ -21,7 +22,7 @@ from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.differentiated import Use
 from mpjax._src.tools.scripts.edits import proposed
 from mpjax._src.tools.scripts.ending import Stopping, quiet_threads
-from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
+from mpjax._src.tools.scripts.examine import STAGE, Examined, reason_of
 from mpjax._src.tools.scripts.hooks import Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
 from mpjax._src.tools.scripts.steps import Call, Gradient, muted, trains, with_own_state
@@ -40,16 +41,8 @@ EVALUATES = (
 )
 
 
-def plan_of(options: Any) -> tuple[Plan, Compiling]:
-    """Returns what a survey looks at, and what it compiles for; raises for invalid names."""
-    # Nothing here may start a backend: the script may set it up after its import of JAX.
-    policies = tuple(map(get_policy, options.policies))
-    plan = Plan(policies, options.run, options.time, options.batches)
-    return plan, Compiling(options.targets, options.timeout)
-
-
 class Observer:
-    """Finds the training steps of what runs while it observes.
+    """Finds the training steps of what runs while it observes; raises for invalid names.
 
     Attributes:
         steps: The steps that were found, in the order of their first calls.
@@ -59,15 +52,13 @@ class Observer:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        compiling: Compiling,
-        count: int | None,
-        progress: bool = True,
-        stuck: Callable[[], None] = lambda: None,
+        self, options: Any, count: int | None, stuck: Callable[[], None] = lambda: None
     ) -> None:
-        self.plan, self.compiling, self.count = plan, compiling, count
-        self.progress, self._stop = progress, Stopping(stuck)
+        # Nothing here may start a backend: the script may set it up after its import of JAX.
+        policies = tuple(map(get_policy, options.policies))
+        self.options = dataclasses.replace(options, policies=policies)
+        self.compiling = Compiling(options.targets, options.timeout)
+        self.count, self._stop = count, Stopping(stuck)
         self.steps: list[Examined] = []
         self.not_covered: dict[str, None] = {}
         self.stopped = self.interrupted = False
@@ -140,9 +131,9 @@ class Observer:
             return known
         self.steps.append(step)
         try:
-            bar = progress_bar(self.progress, f"survey {step.place[0]}", STAGE)
+            bar = progress_bar(self.options.progress, f"survey {step.place[0]}", STAGE)
             with HOOKED(None), muted(), jax.transfer_guard("allow"), bar:
-                step.examine(self.plan, self.compiling)
+                step.examine(self.options, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True
             self._stop()  # the script would take the interrupt for its own

@@ -4,6 +4,7 @@ JAX is imported by the script, which may set its environment before.
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 import traceback
@@ -95,34 +96,32 @@ def survey(
         return surveyed(options, os.fspath(script), [*map(str, args)], module)
 
 
+@dataclasses.dataclass
 class Options:
-    """What a survey was asked for, checked as far as that needs no JAX."""
+    """What a survey was asked for, as `survey` has it, checked as far as that needs no JAX."""
 
-    def __init__(
-        self,
-        policies: Any,
-        targets: Any,
-        steps: int | None,
-        run: bool,
-        batches: bool,
-        time: bool | None,
-        timeout: float = 600.0,
-        progress: bool = True,
-    ) -> None:
+    policies: Any
+    targets: Any
+    steps: int | None
+    run: bool
+    batches: bool
+    time: bool | None
+    timeout: float = 600.0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
         from mpjax._src.core.base.errors import brief, check_count, check_flag
 
-        if steps is not None:
-            check_count("steps", steps)
-        for name, flag in (("run", run), ("batches", batches), ("progress", progress)):
-            check_flag(name, flag)
-        if not isinstance(timeout, int | float) or not timeout > 0:
+        self.policies = _several(self.policies)
+        self.targets = tuple(dict.fromkeys(_several(self.targets)))
+        if self.steps is not None:
+            check_count("steps", self.steps)
+        for name in ("run", "batches", "progress"):
+            check_flag(name, getattr(self, name))
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise ValueError(
-                f"timeout={brief(timeout)} must be a number of seconds greater than 0."
+                f"timeout={brief(self.timeout)} must be a number of seconds greater than 0."
             )
-        self.policies = _several(policies)
-        self.targets = tuple(dict.fromkeys(_several(targets)))
-        self.steps, self.run, self.batches = steps, run, batches
-        self.time, self.timeout, self.progress = time, float(timeout), progress
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -194,8 +193,8 @@ class Running:
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        if "jax" in sys.modules:
-            self._check()
+        if "jax" in sys.modules:  # what is invalid is refused before anything runs
+            self._observer()
         self._active = True
         with_jax(self._begin)
         try:
@@ -204,24 +203,19 @@ class Running:
             self._active = False
             self._stack.close()
 
-    def _check(self) -> Any:
-        """Returns the plan; raises for an invalid policy or target."""
-        from mpjax._src.tools.scripts.observer import plan_of
+    def _observer(self) -> Any:
+        from mpjax._src.tools.scripts.observer import Observer
 
-        return plan_of(self.options)
+        return Observer(self.options, None if self.whole else self.options.steps, self._stuck)
 
     def _begin(self) -> None:
         if not self._active:  # JAX is imported after the survey has ended
             return
-        from mpjax._src.tools.scripts.observer import Observer
-
         try:
-            plan, compiling = self._check()
+            self.observer = self._observer()
         except (ValueError, TypeError) as error:
             self.refused = error
             raise Stop from None  # the script's import of JAX would fail
-        count = None if self.whole else self.options.steps
-        self.observer = Observer(plan, compiling, count, self.options.progress, self._stuck)
         self._stack.enter_context(self.observer.observing())
 
     def report(
