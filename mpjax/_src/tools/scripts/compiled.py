@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.errors import OutOfMemoryError, first_line
+from mpjax._src.core.base.errors import OutOfMemoryError, first_line, in_one_line
 from mpjax._src.core.base.progress import advance
 from mpjax._src.tools.hardware.aot import Job, compile_program, lower
 from mpjax._src.tools.hardware.compiler import require
@@ -66,7 +66,7 @@ class Compiling:
         except OutOfMemoryError as error:
             return SurveyedProgram(target, fits=False, refused=first_line(error))
         except Exception as error:  # whatever a compiler, or the step for this target, raises
-            return SurveyedProgram(target, refused=f"{type(error).__name__}: {first_line(error)}")
+            return SurveyedProgram(target, refused=in_one_line(error))
         if isinstance(report, SurveyedProgram):
             if report.roofline_ms is None and NO_PEAKS.format(target) not in self.notes:
                 self.notes.append(NO_PEAKS.format(target))

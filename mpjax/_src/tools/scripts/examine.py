@@ -14,7 +14,7 @@ from mpjax._src.core.autocast.transform import trace
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.devices import traced_for
-from mpjax._src.core.base.errors import first_line
+from mpjax._src.core.base.errors import first_line, in_one_line
 from mpjax._src.core.base.higher_order import WHILE, higher_order
 from mpjax._src.core.base.progress import advance
 from mpjax._src.core.policy.grammar import get_policy
@@ -340,10 +340,7 @@ def timed(runs: dict[int, Callable[[], Any]]) -> dict[int, list[float]]:
 
 def reason_of(error: BaseException) -> str:
     """Returns the first line of an error."""
-    line = first_line(error)
-    if isinstance(error, NoValues):
-        return line
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return first_line(error) if isinstance(error, NoValues) else in_one_line(error)
 
 
 def _too_long(jaxpr: Any) -> str:

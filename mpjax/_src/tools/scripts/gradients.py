@@ -19,7 +19,7 @@ from mpjax._src.core.autocast.unplanned import ChecksInside, check_no_checks
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.dtypes import FLOAT16, HALVES
-from mpjax._src.core.base.errors import brief
+from mpjax._src.core.base.errors import brief, in_one_line
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike, halves_of
 from mpjax._src.core.program.trace import Flat
@@ -241,7 +241,7 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
                 left[runs_now()] = reason
                 report._of(site, reason).calls += 1
             elif type(error) is not type(failed):
-                failed.add_note(AGAIN.format(_line(error)))
+                failed.add_note(AGAIN.format(in_one_line(error)))
                 raise failed from None
             raise
         left[runs_now()] = reason
@@ -256,7 +256,7 @@ def _reason(error: Exception) -> str:
         return f"{CHECKED} {TWICE}"
     if isinstance(error, CONCRETE):
         return f"it reads values of its arrays {TWICE}"
-    return f"it cannot be traced {TWICE}: {_line(error)}"
+    return f"it cannot be traced {TWICE}: {in_one_line(error)}"
 
 
 def _may_be_of_planning(error: Exception) -> bool:
@@ -277,11 +277,6 @@ def _raised_in(error: BaseException) -> str:
     """Returns the file of the innermost frame of an error that is none of JAX."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((file for file in reversed(files) if not file.startswith(_jax.JAX)), "")
-
-
-def _line(error: Exception) -> str:
-    """Returns the first line of an error's message."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _left(report: GradientsReport, reason: str, site: Site) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,6 +33,12 @@ NAMED = 4  # how many functions a sentence names
 UNSEEN = (
     "{} at {} is differentiated inside a jit, scan or vmap that the survey does not see: the table "
     "is of its gradient alone, whose calls are not counted"
+)
+UNKNOWN = "{} at {} cannot be looked into: {}"
+FORWARD = "{} at {} is differentiated in forward mode (jax.{}), which no policy changes here"
+OWN = (
+    "{} at {} is differentiated by mpjax, under a policy that the script chooses: mpjax.explain "
+    "and mpjax.compile_for report on it"
 )
 # What differentiates and is no step.
 EVALUATES = (
@@ -81,10 +87,7 @@ class Observer:
         lines = {site.source for step in self.steps for site in _sites(step)}
         for site in self._forward:
             if site.source not in lines:
-                self.not_covered[
-                    f"{site.fun} at {short(site.source)} is differentiated in forward mode "
-                    f"(jax.{site.transform}), which no policy changes here"
-                ] = None
+                self.not_covered[FORWARD.format(*_named(site), site.transform)] = None
 
     # ---- jitted functions ------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class Observer:
         if key not in self._known:
             with self._lock:
                 self._alive.append(jitted)
-                self._known[key] = self._examined(Call(jitted.jitted, args, kwargs), jitted)
+                self._known[key] = self._examined(Call(jitted.jitted, args, kwargs))
         return self._known[key]
 
     def runs(self, what: Examined) -> None:
@@ -105,17 +108,18 @@ class Observer:
                 self._stop()
             what.calls += 1
 
-    def _examined(self, call: Call, jitted: Jitted) -> Examined | None:
+    def _examined(self, call: Call) -> Examined | None:
         try:
             noting, program = call.noted()
-        except Exception as error:
+        except Exception as error:  # of what a program of arrays cannot be
             with contextlib.suppress(Exception):  # the script's own, which its call will raise
-                self._not_looked_into(call.sites(), error)
+                for site in call.sites():
+                    self.not_covered[UNKNOWN.format(*_named(site), reason_of(error))] = None
             return None
         if not (noting.losses or noting.own):
             return None
-        name = getattr(jitted, "__name__", type(jitted).__name__)
-        place = noting.place or (name, *_line_of_call())
+        name = getattr(call.jitted, "__name__", type(call.jitted).__name__)
+        place = call.place or noting.place or (name, *_line_of_call())
         if not trains(noting, program):
             name, file, line = place
             losses = first_of([*dict.fromkeys(loss.site.fun for loss in noting.losses)], NAMED)
@@ -170,31 +174,15 @@ class Observer:
     def _gradient(self, fun: Any, site: Site, flat: Flat) -> Examined | None:
         arrays = [jax.lax.stop_gradient(x) for x in flat.arrays]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            self.not_covered[UNSEEN.format(site.fun, short(site.source))] = None
+            self.not_covered[UNSEEN.format(*_named(site))] = None
             arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         args, kwargs = flat.filled(arrays)
-        gradient = Gradient(fun, site, args, kwargs)
-        try:
-            noting, program = gradient.noted()
-        except Exception as error:  # of what a program of arrays cannot be
-            self._not_looked_into([site], error)
-            return None
-        name = f"gradient of {site.fun}"
-        return self._step(Examined(gradient, noting, program, (name, site.file, site.line)))
-
-    def _not_looked_into(self, sites: Sequence[Site], error: Exception) -> None:
-        for site in sites:
-            self.not_covered[
-                f"{site.fun} at {short(site.source)} cannot be looked into: {reason_of(error)}"
-            ] = None
+        return self._examined(Gradient(fun, site, args, kwargs))
 
     def _ran_own(self, site: Site) -> None:
         if self._watch is not None and self._watch.is_inside:  # a step, which says so
             return
-        self.not_covered[
-            f"{site.fun} at {short(site.source)} is differentiated by mpjax, under a policy that "
-            "the script chooses: mpjax.explain and mpjax.compile_for report on it"
-        ] = None
+        self.not_covered[OWN.format(*_named(site))] = None
 
     def _ran_forward(self, site: Site) -> None:
         self._forward[site] = None
@@ -234,6 +222,10 @@ class Observer:
 
 def _sites(step: Examined) -> list[Site]:
     return [loss.site for loss in step.losses]
+
+
+def _named(site: Site) -> tuple[str, str]:
+    return site.fun, short(site.source)
 
 
 def _line_of_call() -> tuple[str, int]:

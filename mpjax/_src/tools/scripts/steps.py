@@ -242,6 +242,7 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 class Call:
     """A call of a jitted function, which is traced under any hook."""
 
+    place: tuple[str, str, int] | None = None  # its name, its file and line, where it has them
     why_abstract = "the script compiles the step for shapes, so no batch is known"
 
     def __init__(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -322,12 +323,16 @@ class Gradient(Call):
 
     def __init__(self, fun: Callable[..., Any], site: Site, args: Any, kwargs: Any) -> None:
         self.fun, self.site = fun, site
+        self.place = f"gradient of {site.fun}", site.file, site.line
         super().__init__(self.planned(None)[0], args, kwargs)
 
     def planned(self, hook: Hook | None) -> tuple[Callable[..., Any], Hook | None]:
         own = with_own_state(self.fun)
         fun = own if hook is None else hook.around(own, self.site)
         return _derivative(fun, self.site), None
+
+    def sites(self) -> list[Site]:
+        return [self.site]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpjax._src.core.base.lazy import with_jax
 from mpjax._src.core.base.lines import is_library
 from mpjax._src.tools.scripts.ending import PATIENCE, Stop
-from mpjax._src.tools.scripts.launch import LaunchError, launch, restored
+from mpjax._src.tools.scripts.launch import LaunchError, launch, own_code, restored
 from mpjax._src.tools.scripts.started import heard
 
 if TYPE_CHECKING:
@@ -171,14 +171,13 @@ def surveyed(
 
 def _told(error: BaseException) -> str:
     """Prints a traceback of the script, and returns its error in one line."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("mpjax."):
-        trace = trace.tb_next
+    from mpjax._src.core.base.errors import in_one_line
+
+    trace = own_code(error.__traceback__)
     traceback.print_exception(type(error), error, trace)
-    text = next(iter(str(error).splitlines()), "")
     frames = [f for f in traceback.extract_tb(trace) if not is_library(f.filename)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' * bool(text)}{text}{place}"
+    return f"{in_one_line(error)}{place}"
 
 
 class Running:
