@@ -245,7 +245,7 @@ PLACES: tuple[tuple[types.ModuleType, type[Differentiated], Sequence[str]], ...]
     (jax.scipy.optimize, Differentiated, ("minimize",)),  # by names of JAX's own
     (checkify, Checked, ("checkify",)),
 )
-# These, and where JAX defines them: `from jax._src.api import grad` finds the same.
+# These, and where JAX defines them, from where some import them.
 _DEFINED = (getattr(module, name).__module__ for module, _, names in PLACES for name in names)
 HOMES = [vars(sys.modules[name]) for name in {*_DEFINED, *(m.__name__ for m, *_ in PLACES)}]
 _LOCK = threading.RLock()

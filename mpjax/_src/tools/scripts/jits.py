@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import jax
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.lines import short
-from mpjax._src.core.base.wrapped import name_in_module
+from mpjax._src.core.base.wrapped import Wrapped, name_in_module
 from mpjax._src.tools.scripts import hooks
 
 
@@ -125,11 +124,11 @@ def _decorator(made: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     return lambda fun: watch.wrapped(made(fun))
 
 
-class Jitted:
+class Jitted(Wrapped):
     """What `jax.jit` made of a function, whose outermost calls are told."""
 
     def __init__(self, jitted: Callable[..., Any], watch: Watch) -> None:
-        functools.update_wrapper(self, jitted, updated=())
+        super().__init__(jitted)
         self.jitted, self._watch, self.called = jitted, watch, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,9 +161,6 @@ class Jitted:
             found = stage(*args, **kwargs)
         return found if made is None else Staged(found, self._watch, made)
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else types.MethodType(self, owner)
-
     def __getattr__(self, name: str) -> Any:
         if name == "jitted":  # of a copy that has nothing yet
             raise AttributeError(name)
@@ -172,9 +168,6 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return name_in_module(self) or (_itself, (self.jitted,))
-
-    def __deepcopy__(self, memo: Any) -> "Jitted":
-        return self  # as functions do
 
     def __repr__(self) -> str:
         return repr(self.jitted)
