@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpjax
+from mpjax._src.tools.instruments.explain import matmul_flops
 from mpjax._src.tools.scripts import steps
 from mpjax._src.tools.scripts.batches import batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
@@ -48,7 +49,7 @@ def noted(step, *args):
 def batch(step, *args):
     call, noting, program = noted(step, *args)
     results = [v.aval for v in program.jaxpr.jaxpr.outvars]
-    return batch_of(call, noting, results, 0.0)
+    return batch_of(call, noting, results, matmul_flops(program.jaxpr.jaxpr)[1])
 
 
 def test_a_program_under_a_policy_is_that_of_changed_lines(hook):
@@ -248,5 +249,14 @@ def test_no_batch_is_made_up(hook):
     def alone(w, teacher):
         return updated(w, jax.grad(lambda w: loss_of(w, teacher["a"].T, jnp.ones((32, 4))))(w))
 
+    def attends(w, tokens):
+        def loss(w):
+            h = w["a"].T[tokens]
+            assert len(h) == 3  # so only the sequence could be longer
+            return jnp.sum(jax.nn.softmax(h @ h.mT) @ h)
+
+        return updated(w, jax.grad(loss)(w))
+
     assert batch(fixed, weights(), *data()) is None
+    assert batch(attends, weights(), jnp.zeros((3, 64), int)) is None
     assert batch(alone, weights(), frozen) is None

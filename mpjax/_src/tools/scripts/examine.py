@@ -277,13 +277,13 @@ class Examined:
         advance(STAGE, "looking for the batch")
         results = [v.aval for v in _jax.open_jaxpr(written.jaxpr)[0].outvars]
         self.batch = batch_of(self.call, self.noting, results, self.flops)
+        if not self.asked.batches:
+            return
         if self.batch is None:
             self.notes.append(
                 "no batch axis was found, so no largest batch: no axis of the arguments that the "
                 "step does not return can have another size"
             )
-            return
-        if not self.asked.batches:
             return
         for row in self.rows:
             for target, known in row.compiled.items():
