@@ -233,7 +233,11 @@ class Examined:
         except Exception as error:
             self.notes.append(f"no error of the gradient is known: {reason_of(error)}")
             return
-        for loss, given in zip(self.losses, values, strict=True):
+        # The errors of results count where nothing has a gradient.
+        scalar = [is_loss(loss.program.returned(), loss.site.has_aux) for loss in self.losses]
+        for loss, given, own in zip(self.losses, values, scalar, strict=True):
+            if any(scalar) and not own:
+                continue
             if given is None:
                 self.notes.append(
                     f"no error of {loss.site.fun} is known: this call of the step does not run it"
