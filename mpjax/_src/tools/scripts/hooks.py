@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class Hook:
     @property
     def missed(self) -> tuple[str, ...]:
         """What holds transformations, or what they made, from before, each a phrase."""
-        return holders_of(_KEPT, _namespaces(), Differentiated)
+        return holders_of([old for old, _ in _REPLACED], _namespaces(), Differentiated)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hook) and (self.key or self.around) == (other.key or other.around)
@@ -251,8 +251,7 @@ HOMES = [vars(sys.modules[name]) for name in {*_DEFINED, *(m.__name__ for m, *_ 
 _LOCK = threading.RLock()
 _DEPTH = [0]
 _OPEN: list[Hook] = []  # the last one is in force
-_HOOKS: dict[int, Any] = {}  # what replaces a transformation of JAX, by the identity of that
-_KEPT: list[Any] = []  # which has to live for as long
+_REPLACED: list[tuple[Any, Any]] = []  # transformations of JAX, each with what replaces it
 
 
 def _open(hook: Hook) -> None:
@@ -270,15 +269,14 @@ def _close(hook: Hook) -> None:
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """Replaces transformations."""
+    """Replaces transformations, while any hook is open."""
     with _LOCK:
         if not _DEPTH[0]:
-            _KEPT.clear()  # only here: reports are read after their blocks
+            _REPLACED.clear()  # only here: reports are read after their blocks
             for module, kind, names in PLACES:
                 for transform in (getattr(module, name) for name in names):
-                    _KEPT.append(transform)
-                    _HOOKS[id(transform)] = _planning(transform, kind, module.__name__)
-            swept(_HOOKS)
+                    _REPLACED.append((transform, _planning(transform, kind, module.__name__)))
+            swept(_REPLACED)
         _DEPTH[0] += 1
     try:
         yield
@@ -286,13 +284,13 @@ def _installed() -> Iterator[None]:
         with _LOCK:
             _DEPTH[0] -= 1
             if not _DEPTH[0]:
-                swept({id(_HOOKS[id(t)]): t for t in _KEPT})
-                _HOOKS.clear()
+                swept([(new, old) for old, new in _REPLACED])
 
 
-def swept(table: Mapping[int, Any]) -> None:
-    """Replaces variables of modules, by the identity of their values; other modules of JAX and
-    those of mpjax keep theirs."""
+def swept(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Replaces the first of each pair by the second in variables of modules, by identity; other
+    modules of JAX and those of mpjax keep theirs."""
+    table = {id(old): new for old, new in pairs}
     for space in [*HOMES, *_namespaces()]:
         for name, value in [*space.items()]:
             if id(value) in table:

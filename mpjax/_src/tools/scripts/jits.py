@@ -47,13 +47,12 @@ def watching(watcher: Watcher) -> Iterator["Watch"]:
     pairs.append((jax.eval_shape, watch.unseen(jax.eval_shape)))
     traced = functools.wraps(make_jaxpr)(lambda *args, **kw: watch.unseen(make_jaxpr(*args, **kw)))
     pairs.append((make_jaxpr, traced))
-    made = {id(old): new for old, new in pairs}
-    hooks.swept(made)
+    hooks.swept(pairs)
     try:
         yield watch
     finally:
         watch.watcher = None
-        hooks.swept({id(new): old for old, new in pairs})
+        hooks.swept([(new, old) for old, new in pairs])
 
 
 class Watch:

@@ -176,11 +176,12 @@ def trains(noting: Noting, program: programs.Traced) -> bool:
             asked[number] = [v.aval for v in eqn.invars]
         elif eqn.effects and not _jax.inner_jaxprs(eqn):
             out += [getattr(v.aval, "inner_aval", v.aval) for v in eqn.invars]
-    shapes = [x.shape for x in out if held.is_inexact(x)]
+    shapes = [x.shape for x in out if _jax.is_array(x)]  # weights may be stored as integers
+    numbers = _numbers([x.shape for x in out if held.is_inexact(x)])
     for number, loss in enumerate(noting.losses):
         arrays = asked.get(number, loss.call.arrays)
         wanted = [arrays[n].shape for n in loss.places]
-        if not {*wanted}.isdisjoint(shapes) or _numbers(wanted) <= _numbers(shapes):
+        if not {*wanted}.isdisjoint(shapes) or _numbers(wanted) <= numbers:
             return True
     return bool(noting.own)
 
