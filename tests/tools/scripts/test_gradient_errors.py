@@ -88,6 +88,8 @@ def test_a_gradient_that_is_0_has_no_relative_error(given):
     exact = exact_of(lambda *args: jax.grad(lambda w: 0 * jnp.sum(x @ w))(*args), x)
     found, note = exact.worst(mpjax.get_policy("mixed_bfloat16"))
     assert found.gradient_error == 0 and not note
+    exact.results = {"gradient of w": x + jnp.inf}
+    assert "gradient of w is not finite, also in" in exact.worst(mpjax.get_policy("float32"))[1]
 
 
 def test_a_function_that_asks_python_has_no_error(given):

@@ -59,7 +59,10 @@ class Exact:
             errors = {n: e for n, e in errors.items() if n not in zero}
         name = max(errors, key=lambda name: capped(errors[name]))
         note = ""
-        if zero:
+        if not np.isfinite(errors[name]):
+            own = np.isfinite(self.results[name]).all()
+            note = f"{name} is not finite{'' if own else ', also in float32'}"
+        elif zero:
             largest = max(zero, key=lambda name: float(np.abs(found[name]).max()))
             note = (
                 f"{largest} is 0 in float32, and up to {float(np.abs(found[largest]).max()):.2g} "
