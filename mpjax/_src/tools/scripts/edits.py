@@ -113,10 +113,12 @@ def _quoted(policy: str) -> str:
 
 
 def _root(files: Sequence[Path]) -> Path:
-    """Returns the folder of the first file's repository, or the folder of the file."""
-    first = next((file.absolute() for file in files if file.is_file()), Path.cwd() / "script")
-    folders = [folder for folder in first.parents if (folder / ".git").exists()]
-    return folders[0] if folders else first.parent
+    """Returns the folder of the first file's repository, or else one that has all files: the one
+    where the command runs, or the nearest."""
+    found = [file.absolute() for file in files if file.is_file()] or [Path.cwd() / "script"]
+    within = [Path(os.path.commonpath([file.parent for file in found]))]
+    within += [Path.cwd()] * within[0].is_relative_to(Path.cwd())
+    return next((f for f in found[0].parents if (f / ".git").exists()), within[-1])
 
 
 def _source(use: Use, root: Path, sources: dict[Path, Source]) -> Source:
