@@ -183,6 +183,14 @@ def test_a_line_that_only_calls_a_gradient_leads_to_where_it_is_made(folder):
     ]
 
 
+def test_a_line_does_not_lead_to_where_another_line_takes_its_gradient(folder):
+    path = written(folder, "import jax\njax.grad(f)(x)\nlist(map(jax.grad, [f]))[0](x)\n")
+    uses = [Use(str(path), line, "grad", "f") for line in (2, 3)]
+    proposal = proposed(uses, "mixed_bfloat16")
+    assert added(proposal) == ['jax.grad(mpjax.autocast(f, "mixed_bfloat16"))(x)']
+    assert ["train.py:3: " in said for said in proposal.missing] == [True]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
