@@ -157,6 +157,19 @@ def test_spellings(folder, line, new):
     assert path.read_text() == f"{head}import mpjax\n{new}\n"
 
 
+@pytest.mark.parametrize("runs_in", [".", "elsewhere"])
+def test_files_of_two_folders_without_a_repository_are_in_one_diff(tmp_path, runs_in, monkeypatch):
+    for name in ("package/losses", "package/models", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    paths = [written(tmp_path, OPTAX, f"package/{name}.py") for name in ("losses/a", "models/b")]
+    monkeypatch.chdir(tmp_path / runs_in)
+    proposal = proposed([use for path in paths for use in uses_in(path)], "mixed_bfloat16")
+    assert not proposal.missing
+    assert proposal.root == str(tmp_path if runs_in == "." else tmp_path / "package")
+    applied(proposal)
+    assert all("import mpjax\n" in path.read_text() for path in paths)
+
+
 def test_a_line_that_only_calls_a_gradient_leads_to_where_it_is_made(folder):
     text = (
         "import jax\ng = jax.jit(jax.grad(f))\n@jax.grad\ndef h(x):\n    return x\n\n\ng(x)\nh(x)\n"
@@ -168,6 +181,14 @@ def test_a_line_that_only_calls_a_gradient_leads_to_where_it_is_made(folder):
         'g = jax.jit(jax.grad(mpjax.autocast(f, "mixed_bfloat16")))',
         '@mpjax.autocast(policy="mixed_bfloat16")',
     ]
+
+
+def test_a_line_does_not_lead_to_where_another_line_takes_its_gradient(folder):
+    path = written(folder, "import jax\njax.grad(f)(x)\nlist(map(jax.grad, [f]))[0](x)\n")
+    uses = [Use(str(path), line, "grad", "f") for line in (2, 3)]
+    proposal = proposed(uses, "mixed_bfloat16")
+    assert added(proposal) == ['jax.grad(mpjax.autocast(f, "mixed_bfloat16"))(x)']
+    assert ["train.py:3: " in said for said in proposal.missing] == [True]
 
 
 @pytest.mark.parametrize(

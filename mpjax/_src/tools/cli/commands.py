@@ -447,7 +447,7 @@ def run(policy: str, report: Path | None, module: bool, script: str, args: tuple
     """Run a script in mixed precision, with no line changed.
 
     What it differentiates is planned by autocast. Parameters, optimizer and results keep their
-    dtypes. Everything behind SCRIPT are its own arguments, and it ends with its own exit code. A
+    dtypes. Everything after SCRIPT is an argument of it, and it ends with its own exit code. A
     summary is printed to stderr at the end.
 
     \b
@@ -509,8 +509,8 @@ def survey(
     Runs the script as it is, with no line changed, and ends it after one step. Each training step
     is traced again under each policy: a table has its memory, bytes and roofline, the error of its
     gradient on the script's own batch, and the largest batch that fits. What the linter finds in
-    the step follows, and the lines to change, as a diff. Everything behind SCRIPT are its own
-    arguments. Ctrl-C shows what is known so far. Exits with 2 if no training step was found.
+    the step follows, and the lines to change, as a diff. Everything after SCRIPT is an argument
+    of it. Ctrl-C shows what is known so far. Exits with 2 if no training step was found.
 
     \b
     Examples:

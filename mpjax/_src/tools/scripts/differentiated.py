@@ -2,7 +2,7 @@
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mpjax._src.tools.scripts.source import Source, dotted
@@ -122,8 +122,11 @@ def _transformation(source: Source, node: Any, depth: int = 4) -> Gradient | Non
     return None
 
 
-def of_use(source: Source, use: Use) -> list[Gradient]:
-    """Returns the transformations that a use can mean: several only if they are on one line."""
+def of_use(source: Source, use: Use, lines: Container[int] = ()) -> list[Gradient]:
+    """Returns the transformations that a use can mean: several only if they are on one line.
+
+    Those on a line of another use are that one's: ``lines`` are those of all uses of the file.
+    """
     every = gradients(source)
     heads = [each for each in every if on_line(getattr(each.node, "func", each.node), use.line)]
     inside = [each for each in every if on_line(each.node, use.line)]
@@ -133,6 +136,7 @@ def of_use(source: Source, use: Use) -> list[Gradient]:
         return _outermost(source, _likely(found, use))
     alike = [each for each in every if each.transform == use.transform]
     named = [each for each in alike if use.fun and name_of(each.fun) == use.fun]
+    named = [each for each in named if each.node.lineno not in lines]
     return named if len(named) == 1 else []
 
 

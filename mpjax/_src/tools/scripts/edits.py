@@ -8,7 +8,7 @@ import linecache
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,8 @@ def proposed(uses: Sequence[Use], policy: str) -> Proposal:
     for use in dict.fromkeys(uses):
         try:
             source = _source(use, root, sources)
-            for gradient in _gradients(source, use):
+            lines = {each.line for each in uses if each.file == use.file}
+            for gradient in _gradients(source, use, lines):
                 at = short(f"{use.file}:{source.line_of(source.span(gradient.node)[0])}")
                 added, notes = _changed(source, gradient, policy)
                 edits[source.path] |= added
@@ -113,10 +114,12 @@ def _quoted(policy: str) -> str:
 
 
 def _root(files: Sequence[Path]) -> Path:
-    """Returns the folder of the first file's repository, or the folder of the file."""
-    first = next((file.absolute() for file in files if file.is_file()), Path.cwd() / "script")
-    folders = [folder for folder in first.parents if (folder / ".git").exists()]
-    return folders[0] if folders else first.parent
+    """Returns the folder of the first file's repository, or else one that has all files: the one
+    where the command runs, or the nearest."""
+    found = [file.absolute() for file in files if file.is_file()] or [Path.cwd() / "script"]
+    within = [Path(os.path.commonpath([file.parent for file in found]))]
+    within += [Path.cwd()] * within[0].is_relative_to(Path.cwd())
+    return next((f for f in found[0].parents if (f / ".git").exists()), within[-1])
 
 
 def _source(use: Use, root: Path, sources: dict[Path, Source]) -> Source:
@@ -142,9 +145,9 @@ def _source(use: Use, root: Path, sources: dict[Path, Source]) -> Source:
         ) from None
 
 
-def _gradients(source: Source, use: Use) -> list[Gradient]:
-    """Returns the transformations of a use that can be edited."""
-    found = of_use(source, use)
+def _gradients(source: Source, use: Use, lines: Container[int]) -> list[Gradient]:
+    """Returns the transformations of a use that can be edited; ``lines`` are those of all uses."""
+    found = of_use(source, use, lines)
     if not found:
         raise Unknown(
             f"no call of {use.transform} is written here"
