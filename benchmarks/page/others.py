@@ -21,6 +21,7 @@ COSTS = (
 )
 KINDS = ("code base", "version", "its own 16-bit setting", "replaced to run it here")
 HALF = "mixed_bfloat16"
+NO_ERROR = "no error of"  # how notes begin of gradients whose errors are not known
 
 
 def section(stored: Rows, causes: Rows) -> str:
@@ -82,6 +83,8 @@ def kind_cells(case: str) -> tuple[str, ...]:
     version = base.get("packages", [""])[0].replace("==", " ")
     if "repository" in base:
         version = f"{base['repository'].rpartition('github.com/')[2]} at {base['commit'][:12]}"
+    if "jax" in base:
+        version += f", with jax {base['jax']}"
     return title(case), version, base.get("setting", "none"), base.get("shim", "nothing")
 
 
@@ -96,10 +99,21 @@ def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
             yield title(case), f"{', '.join(ways)}: {reason}"
         for reason in rows.get(RUN, {}).get("reasons", ()):
             yield title(case), f"a function stays in float32: {reason}"
+        for reason in unknown(rows):
+            yield title(case), reason
         for note in BASES.get(case, {}).get("notes", ()):
             yield title(case), note
     for base in ABSENT.values():
         yield base["title"], base["why"]
+
+
+def unknown(rows: Rows) -> Iterator[str]:
+    """Yields why a survey says nothing of a gradient's error, or of a step on an H100."""
+    for step in rows.get("survey", {}).get("steps", ()):
+        notes = [note for row in (step, *step["rows"].values()) for note in row.get("notes", ())]
+        yield from dict.fromkeys(f"`{step['name']}`: {x}" for x in notes if x.startswith(NO_ERROR))
+        if refused := step["rows"].get(HALF, {}).get("h100", {}).get("refused"):
+            yield f"`{step['name']}` is not compiled for an H100: {refused}"
 
 
 def title(case: str) -> str:
@@ -107,10 +121,10 @@ def title(case: str) -> str:
 
 
 def script(case: str) -> str:
-    """Returns how the script of a code base is called."""
+    """Returns how the script of a code base is called, without its sizes."""
     first = BASES.get(case, {}).get("command", [f"train_{case}.py"])
-    words = [word.rpartition("/")[2] for word in first if word[:2] != "--" and word != "{source}"]
-    return " ".join(words)
+    shown = (word for word in first if "=" not in word and word[:2] != "--" and word != "{source}")
+    return " ".join(word.rpartition("/")[2] for word in shown)
 
 
 def difference(plain: Rows, other: Rows) -> Cell:

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,30 @@ def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkey
     assert "them/theirs" in runs.measured("mine", absent, "float32", tmp_path)["skipped"]
 
 
+def test_an_environment_has_the_command_and_the_versions_that_a_code_base_needs(
+    tmp_path, monkeypatch
+):
+    asked = []
+
+    def done(command):
+        asked.append(" ".join(map(str, command)))
+        for word in {"venv", "--target"} & {*command}:
+            Path(command[command.index(word) + 1]).mkdir(parents=True)
+
+    monkeypatch.setattr(runs, "done", done)
+    monkeypatch.setattr(runs.shutil, "which", {"python3.20": "/bin/python3.20"}.get)
+    base = {"packages": ["theirs==1.2"], "jax": "0.99", "python": "3.20", "alone": ["odd==1"]}
+    python = runs.environment("mine", base, tmp_path)
+    assert runs.environment("mine", base, tmp_path) == python and len(asked) == 3
+    assert asked[0] == f"/bin/python3.20 -m venv {python.parent.parent}"
+    assert f"--editable {runs.TREE}[cli] jax==0.99 jaxlib==0.99 theirs==1.2" in asked[1]
+    assert asked[2].startswith(f"{python} -m pip") and asked[2].endswith("--no-deps odd==1")
+    assert runs.compilers(base, python, tmp_path).name == "compilers-0.99-3.20"
+    assert asked[3].startswith(f"{python} -m pip") and "jax-cuda12-plugin==0.99" in asked[3]
+    row = runs.measured("mine", {**base, "python": "3.21"}, "float32", tmp_path)
+    assert row == {"skipped": "python3.21 is not on this machine"}
+
+
 def test_the_reason_of_a_failure_is_its_error_and_not_what_follows_it():
     notes = "----\nFor simplicity, JAX has removed its internal frames\n"
     assert (
@@ -127,3 +152,23 @@ def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_
     assert "| yours | own: no dtype |" in text
     assert "| mine | a function stays in float32: forward mode |" in text
     assert all(base["title"] in text for base in ABSENT.values())
+
+
+def test_the_page_tells_why_a_survey_knows_no_error_and_has_no_figures_of_an_h100():
+    seen = runs.step_figures({**step(), "notes": ["no error of the gradient is known: a", "b"]})
+    seen["rows"]["mixed_bfloat16"]["h100"] = {"refused": "CompileError: c"}
+    rows = {"survey": {"steps": [seen]}}
+    assert [*page.unknown(rows)] == [
+        "`train_step`: no error of the gradient is known: a",
+        "`train_step` is not compiled for an H100: CompileError: c",
+    ]
+    assert [*page.cost_cells("mine", rows)] == []
+
+
+def test_a_command_on_the_page_is_without_sizes_and_a_version_tells_another_jax():
+    words = ["-m", "theirs.train", "{source}/configs/base.yml", "width=64", "--steps=8"]
+    command = {"command": words, "packages": ["theirs==1.2"], "title": "Theirs", "jax": "0.99"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BASES, "mine", command)
+        assert page.script("mine") == "-m theirs.train base.yml"
+        assert page.kind_cells("mine")[1] == "theirs 1.2, with jax 0.99"
