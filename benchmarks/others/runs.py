@@ -80,9 +80,12 @@ def interpreter(base: Base) -> str:
     """Returns the Python that makes an environment: a code base may need another than this."""
     if "python" not in base:
         return sys._base_executable
-    if found := shutil.which(f"python{base['python']}"):
-        return found
-    raise Absent(f"python{base['python']} is not on this machine")
+    found = shutil.which(f"python{base['python']}")
+    try:
+        done([found or "", "-c", ""])  # version managers have names of what is not there
+    except (OSError, Failed):
+        raise Absent(f"python{base['python']} is not on this machine") from None
+    return found
 
 
 def jax_of(base: Base) -> str:

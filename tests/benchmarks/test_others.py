@@ -101,12 +101,18 @@ def test_an_environment_has_the_command_and_the_versions_that_a_code_base_needs(
     monkeypatch.setattr(runs.shutil, "which", {"python3.20": "/bin/python3.20"}.get)
     base = {"packages": ["theirs==1.2"], "jax": "0.99", "python": "3.20", "alone": ["odd==1"]}
     python = runs.environment("mine", base, tmp_path)
-    assert runs.environment("mine", base, tmp_path) == python and len(asked) == 3
+    assert runs.environment("mine", base, tmp_path) == python and len(asked) == 4
+    assert asked.pop(0) == "/bin/python3.20 -c "
     assert asked[0] == f"/bin/python3.20 -m venv {python.parent.parent}"
     assert f"--editable {runs.TREE}[cli] jax==0.99 jaxlib==0.99 theirs==1.2" in asked[1]
     assert asked[2].startswith(f"{python} -m pip") and asked[2].endswith("--no-deps odd==1")
     assert runs.compilers(base, python, tmp_path).name == "compilers-0.99-3.20"
     assert asked[3].startswith(f"{python} -m pip") and "jax-cuda12-plugin==0.99" in asked[3]
+
+    def managed(command):
+        raise runs.Failed("exit status 127")
+
+    monkeypatch.setattr(runs, "done", managed)
     row = runs.measured("mine", {**base, "python": "3.21"}, "float32", tmp_path)
     assert row == {"skipped": "python3.21 is not on this machine"}
 
