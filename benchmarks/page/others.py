@@ -29,9 +29,9 @@ def section(stored: Rows, causes: Rows) -> str:
     cases = stored["cases"]
     runs = [run_cells(case, rows) for case, rows in cases.items() if "losses" in rows.get(RUN, {})]
     costs = [cells for case, rows in cases.items() for cells in cost_cells(case, rows)]
-    parts = [f"## Runs\n\n{table(COLUMNS, runs)}"]
+    parts = [f"## Runs\n\n{table(COLUMNS, runs, 2)}"]
     if costs:
-        parts.append(f"## Steps compiled for an H100\n\n{table(COSTS, costs)}")
+        parts.append(f"## Steps compiled for an H100\n\n{table(COSTS, costs, 2)}")
     parts.append(f"## Versions, settings and shims\n\n{prose(KINDS, map(kind_cells, cases))}")
     if failures := [*unmeasured(cases)]:
         parts.append(f"## What did not work, and why\n\n{prose(('code base', 'why'), failures)}")
@@ -48,6 +48,7 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
     ]
     again = rows.get(SAME, {})
     alike = same(rows[PLAIN], again) if "losses" in again else None
+    read = f"yes, {again['numbers']} values" if "numbers" in again else "yes"
     return [
         title(case),
         f"`mpjax run {script(case)}`",
@@ -57,7 +58,7 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
         difference(rows[PLAIN], ran),
         difference(rows[PLAIN], rows.get("own", {})),
         percent(max(worst, default=None)),
-        {True: "yes", False: "**no**", None: None}[alike],
+        {True: read, False: "**no**", None: None}[alike],
     ]
 
 
@@ -98,7 +99,7 @@ def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
         for reason, ways in reasons.items():
             yield title(case), f"{', '.join(ways)}: {reason}"
         for reason in rows.get(RUN, {}).get("reasons", ()):
-            yield title(case), f"a function stays in float32: {reason}"
+            yield title(case), f"no matmul of a function runs in 16 bits: {reason}"
         for reason in unknown(rows):
             yield title(case), reason
         for note in BASES.get(case, {}).get("notes", ()):
@@ -133,7 +134,7 @@ def difference(plain: Rows, other: Rows) -> Cell:
         return None
     pairs = zip(map(float, plain["losses"]), map(float, other["losses"]), strict=True)
     apart, size = map(sum, zip(*((abs(x - y), abs(x)) for x, y in pairs), strict=True))
-    return f"{apart / size:.1e}"
+    return percent(apart / size)
 
 
 def ratio(mine: float | None, other: float | None) -> float | None:
