@@ -150,9 +150,7 @@ def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_
     }
     assert {*rows} == {*WAYS}
     text = page.section({"cases": {"mine": rows, "yours": {"own": {"failed": "no dtype"}}}}, {})
-    command = (
-        "| mine | `mpjax run train_mine.py` | 0 | 1 of 2 | 92% | 1% | 5% | 1% | yes |"
-    )
+    command = "| mine | `mpjax run train_mine.py` | 0 | 1 of 2 | 92% | 1% | 5% | 1% | yes |"
     assert command in text
     assert "| mine | `train_step` | 0.50 MiB | 0.50x | 0.67x | 2.00 MB | 0.50x | 0.67x |" in text
     assert "| yours | own: no dtype |" in text
