@@ -24,6 +24,8 @@ TIMEOUT = 1800
 LOSS = r"\bloss\b\D{0,3}([-+\d.e]+|nan|inf)"
 # What compiles for an absent GPU, in the version of jaxlib: no CUDA, no driver.
 COMPILERS = ("jax-cuda12-plugin=={0}", "jax-cuda12-pjrt=={0}", "nvidia-cuda-nvcc-cu12")
+# How a survey's notes of the compiled steps begin; other notes name files of this machine.
+COMPILED = "for h100"
 # The file that mpjax writes where the script runs.
 REPORT = "report.json"
 
@@ -229,15 +231,18 @@ def survey_figures(
     survey += ["--no-run", "--policy", "float32"] if own else ["--policy", "mixed_bfloat16"]
     survey += base.get("survey", ())
     run = executed(case, base, python, [*survey, *script], home, (compilers(base, python, home),))
-    steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
-    return {"steps": steps}
+    found = json.loads(run.out)
+    notes = [note for note in found["notes"] if note.startswith(COMPILED)]
+    row: Row = {"steps": [step_figures(step) for step in found["steps"]]}
+    return {**row, "notes": notes} if notes else row
 
 
 def step_figures(step: Row) -> Row:
     """Returns what the page needs of a step in a survey's JSON."""
     rows = {}
     for row in step["rows"]:
-        kept = {key: row[key] for key in ("half_flops", "gradient_error", "notes") if row[key]}
+        known = {key: row[key] for key in ("half_flops", "gradient_error", "notes")}
+        kept = {key: value for key, value in known.items() if value not in (None, [])}
         for program in row["programs"]:
             figures = "temp_bytes", "total_bytes", "bytes_accessed", "roofline_ms", "refused"
             kept[program["target"]] = {key: program[key] for key in figures if program[key]}

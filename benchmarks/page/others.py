@@ -110,6 +110,7 @@ def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
 
 def unknown(rows: Rows) -> Iterator[str]:
     """Yields why a survey says nothing of a gradient's error, or of a step on an H100."""
+    yield from rows.get("survey", {}).get("notes", ())
     for step in rows.get("survey", {}).get("steps", ()):
         notes = [note for row in (step, *step["rows"].values()) for note in row.get("notes", ())]
         yield from dict.fromkeys(f"`{step['name']}`: {x}" for x in notes if x.startswith(NO_ERROR))

@@ -161,12 +161,19 @@ def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_
 def test_the_page_tells_why_a_survey_knows_no_error_and_has_no_figures_of_an_h100():
     seen = runs.step_figures({**step(), "notes": ["no error of the gradient is known: a", "b"]})
     seen["rows"]["mixed_bfloat16"]["h100"] = {"refused": "CompileError: c"}
-    rows = {"survey": {"steps": [seen]}}
+    rows = {"survey": {"steps": [seen], "notes": ["for h100 without d"]}}
     assert [*page.unknown(rows)] == [
+        "for h100 without d",
         "`train_step`: no error of the gradient is known: a",
         "`train_step` is not compiled for an H100: CompileError: c",
     ]
     assert [*page.cost_cells("mine", rows)] == []
+
+
+def test_an_error_of_0_is_known():
+    found = step()
+    found["rows"][1]["gradient_error"] = 0.0
+    assert runs.step_figures(found)["rows"]["mixed_bfloat16"]["gradient_error"] == 0
 
 
 def test_a_command_on_the_page_is_without_sizes_and_a_version_tells_another_jax():
