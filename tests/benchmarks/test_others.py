@@ -1,6 +1,7 @@
 """The benchmark of other people's code: its list, its figures, and what its page says of them."""
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_the_page_tells_why_a_survey_knows_no_error_and_has_no_figures_of_an_h10
         "`train_step` is not compiled for an H100: CompileError: c",
     ]
     assert [*page.cost_cells("mine", rows)] == []
+
+
+def test_a_survey_keeps_its_steps_and_what_it_left_out_of_them(monkeypatch):
+    report = {"steps": [step()], "notes": ["for h100 without checks", "/home/me/f was not called"]}
+    run = runs.Run(json.dumps(report), "", None, 1.0, [])
+    monkeypatch.setattr(runs, "executed", lambda *args: run)
+    monkeypatch.setattr(runs, "compilers", lambda *args: None)
+    found = runs.survey_figures("mine", {}, None, ["train.py"], None, False)
+    assert found == {"steps": [runs.step_figures(step())], "notes": ["for h100 without checks"]}
 
 
 def test_an_error_of_0_is_known():
