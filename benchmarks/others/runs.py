@@ -232,7 +232,7 @@ def survey_figures(
     survey += base.get("survey", ())
     run = executed(case, base, python, [*survey, *script], home, (compilers(base, python, home),))
     found = json.loads(run.out)
-    notes = [note for note in found["notes"] if note.startswith(COMPILED)]
+    notes = [note for note in found["not_covered"] if note.startswith(COMPILED)]
     row: Row = {"steps": [step_figures(step) for step in found["steps"]]}
     return {**row, "notes": notes} if notes else row
 
