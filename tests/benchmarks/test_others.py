@@ -172,7 +172,10 @@ def test_the_page_tells_why_a_survey_knows_no_error_and_has_no_figures_of_an_h10
 
 
 def test_a_survey_keeps_its_steps_and_what_it_left_out_of_them(monkeypatch):
-    report = {"steps": [step()], "not_covered": ["for h100 without checks", "/home/me/f was not called"]}
+    report = {
+        "steps": [step()],
+        "not_covered": ["for h100 without checks", "/home/f was not called"],
+    }
     run = runs.Run(json.dumps(report), "", None, 1.0, [])
     monkeypatch.setattr(runs, "executed", lambda *args: run)
     monkeypatch.setattr(runs, "compilers", lambda *args: None)
