@@ -77,13 +77,23 @@ def test_compile_for_refuses_callbacks(monkeypatch, target):
     monkeypatch.setattr(aot, "require", lambda target: None)
 
     def prints(x):
-        jax.debug.print("{}", x)
-        return x
+        jax.debug.print("{}", x, ordered=True)
+        kind = jax.ShapeDtypeStruct((), jnp.float32)
+        checked = lambda: jax.pure_callback(lambda x: x, kind, x)  # noqa: E731
+        return jax.lax.cond(x > 0, checked, lambda: x)
 
     with pytest.raises(
         mpjax.errors.CompileError, match=f"target='{target}': it calls back into Python"
     ):
         mpjax.compile_for(target, prints, 1.0)
+    program = aot.lower(aot.find_target(target), prints, (1.0,), alone=True)
+    assert program.left_out == 2 and "custom_call" not in program.lowered.as_text()
+    reference = jax.new_ref(jnp.ones(3))
+
+    def writes(x):
+        reference[...] = x * reference[...]
+
+    assert not aot.lower(aot.find_target(target), writes, (2.0,), alone=True).left_out
 
 
 def test_compile_for_refuses_callbacks_beside_a_gpu_too(monkeypatch):

@@ -110,7 +110,7 @@ def test_characters_that_no_edit_names_stay(folder):
     path = written(folder, b"\xef\xbb\xbf" + text.encode(), "größe 2.py")
     applied(proposed(uses_in(path), "mixed_bfloat16"))
     new = text.replace("jax.value_and_grad(loss_fn)", LINES["stored"][0][0][10:])
-    new = new.replace("import optax", "import mpjax\r\nimport optax")
+    new = new.replace("import optax", "import optax\r\nimport mpjax")
     assert path.read_bytes() == b"\xef\xbb\xbf" + new.encode()
 
 
@@ -173,7 +173,8 @@ def test_a_line_that_only_calls_a_gradient_leads_to_where_it_is_made(folder):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("import jax\nimport numpy\n", "import jax\n+import numpy\n"),
+        ("import jax\nimport numpy\n", "import jax\nimport numpy\n+"),
+        ("import jax\nx = 1; import os\n", "import jax\n+x = 1; import os\n"),
         ("import jax; import os\n", "import jax; import os\n+"),
         ("import numpy as np\nfrom jax import numpy\nimport jax\n",
          "import numpy as np\nfrom jax import numpy\nimport jax\n+"),
@@ -187,7 +188,7 @@ def test_a_line_that_only_calls_a_gradient_leads_to_where_it_is_made(folder):
         ("import jax\nimport mpjax\n", "import jax\nimport mpjax\n"),
     ],
 )  # fmt: skip
-def test_the_import_stands_beside_others(folder, before, after):
+def test_the_import_stands_after_others(folder, before, after):
     line = "def run():\n  import jax\n  return jax.grad(f)\n"
     path = written(folder, before + line)
     number = len((before + line).splitlines())

@@ -58,7 +58,8 @@ def exact_of(step, *args):
     thorough_but([(normalized, "mixed_float16", 1e-3), (with_casts, "float32", 0.1)], 1),
 )
 def test_the_error_is_that_of_compare(given, loss, policy, tolerance):
-    found = exact_of(lambda *args: jax.grad(loss)(*args), *given).worst(mpjax.get_policy(policy))
+    exact = exact_of(lambda *args: jax.grad(loss)(*args), *given)
+    found, note = exact.worst(mpjax.get_policy(policy))
     jax.effects_barrier()
     assert not PRINTED
     compared = mpjax.compare(loss, policy)(*given)
@@ -68,6 +69,27 @@ def test_the_error_is_that_of_compare(given, loss, policy, tolerance):
     # Between operations, a compiled program may keep more than the casts of a function ask for.
     expected = compared.results[f"gradient of {found.worst}"]
     assert found.gradient_error == pytest.approx(expected, rel=tolerance) and expected > 0
+    assert not note
+
+
+def test_a_gradient_that_is_0_has_no_relative_error(given):
+    _, x = given
+    w = {"edge": jnp.full((16, 1), 0.999 / 16), "scale": jnp.float32(1), "b": x, "unused": x}
+
+    def loss(w, x):
+        # Left of the edge in float32, and right of it in 16 bits.
+        over = jax.nn.relu((jnp.ones((1, 16)) @ w["edge"])[0, 0] - 0.9995)
+        return w["scale"] * over + jnp.mean((x @ w["b"]) ** 2) + 0 * jnp.sum(w["unused"])
+
+    exact = exact_of(lambda *args: jax.grad(loss)(*args), w, x)
+    found, note = exact.worst(mpjax.get_policy("mixed_bfloat16"))
+    assert found.worst == "b" and 0 < found.gradient_error < 0.05
+    assert "gradient of edge is 0 in float32, and up to 1 here" in note
+    exact = exact_of(lambda *args: jax.grad(lambda w: 0 * jnp.sum(x @ w))(*args), x)
+    found, note = exact.worst(mpjax.get_policy("mixed_bfloat16"))
+    assert found.gradient_error == 0 and not note
+    exact.results = {"gradient of w": x + jnp.inf}
+    assert "gradient of w is not finite, also in" in exact.worst(mpjax.get_policy("float32"))[1]
 
 
 def test_a_function_that_asks_python_has_no_error(given):

@@ -44,8 +44,8 @@ def module_function(x):
 
 
 def test_each_way_to_jit_is_told_once():
-    told, plain = Told(), jax.jit
-    with watching(told):
+    told, plain = Told(), (jax.jit, jax.eval_shape, jax.make_jaxpr)
+    with watching(told) as watch:
         called = jax.jit(double)
         assert called(jnp.ones(2)).tolist() == [2, 2]
 
@@ -62,11 +62,15 @@ def test_each_way_to_jit_is_told_once():
         assert called.trace(jnp.ones(2)).lower().compile()(jnp.ones(2)).tolist() == [2, 2]
         jax.eval_shape(called, jnp.ones(2))
         jax.make_jaxpr(called)(jnp.ones(2))
+        inside = []
+        jax.make_jaxpr(lambda: inside.append(watch.is_inside))()
+        jax.jit(lambda: inside.append(watch.is_inside)).eval_shape()
+        assert inside == [True, True] and not watch.is_inside
         spread = jax.pmap(double)
         assert spread(jnp.ones((1, 2))).tolist() == [[2, 2]]
         one = jax.jit(static_argnames="n")(double)
         assert one(jnp.ones(2), n=4).tolist() == [4, 4]
-    assert jax.jit is plain
+    assert (jax.jit, jax.eval_shape, jax.make_jaxpr) == plain
     assert told.met_names == ["double", "decorated", *["double"] * 4]
     assert told.ran == told.met_names
     assert called(jnp.ones(2)).tolist() == [2, 2]  # and nobody is told

@@ -13,7 +13,8 @@ import pytest
 import mpjax.scripts
 from mpjax._src.tools.cli.commands import main
 from mpjax._src.tools.scripts.launch import restored
-from mpjax._src.tools.scripts.running import Run, runs_python, words_of
+from mpjax._src.tools.scripts.running import Run
+from mpjax._src.tools.scripts.started import runs_python, words_of
 
 PY = "/usr/bin/python3.11"
 
@@ -117,6 +118,29 @@ Field().grad(3)
     assert 'mpjax.mixed_precision(optax.adam(1e-2), "mixed_float16")' in changed
     # What is differentiated inside of a loss stays as it is.
     assert "jax.grad(penalty)" in changed and "jax.grad(loss)" not in changed
+
+
+def test_float16_is_refused_with_the_modules_beside_a_script(folder, capsys):
+    (folder / "steps").mkdir()
+    (folder / "main.py").write_text("import jax, steps.train as t\nfrom os import path\nt.run()\n")
+    (folder / "steps" / "train.py").write_text("""
+import jax
+from .optimizers import make, tx
+def run(w, opt_state):
+    grads = jax.grad(loss)(w)
+    return tx.update(grads, opt_state, w)
+""")
+    (folder / "steps" / "optimizers.py").write_text("""
+import optax
+from . import train
+schedule = optax.cosine_decay_schedule(1, 9)
+tx = optax.chain(optax.clip(1.0), optax.adam(schedule))
+""")
+    with pytest.raises(SystemExit):
+        Run("mixed_float16", str(folder / "main.py")).begin()
+    said = capsys.readouterr()
+    assert "train.py:5: where tx is created is not known" in said.err and not said.out
+    assert "Optimizers are created at steps/optimizers.py:5." in said.err
 
 
 @pytest.mark.parametrize(

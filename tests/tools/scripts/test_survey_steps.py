@@ -3,15 +3,17 @@
 import functools
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import pytest
 
 import mpjax
+from mpjax._src.tools.instruments.explain import matmul_flops
 from mpjax._src.tools.scripts import steps
 from mpjax._src.tools.scripts.batches import batch_of
 from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.hooks import hooked
-from mpjax._src.tools.scripts.steps import Call, NoValues, under, values_of
+from mpjax._src.tools.scripts.steps import Call, NoValues, trains, under, values_of
 
 
 def loss_of(w, x, y):
@@ -47,7 +49,7 @@ def noted(step, *args):
 def batch(step, *args):
     call, noting, program = noted(step, *args)
     results = [v.aval for v in program.jaxpr.jaxpr.outvars]
-    return batch_of(call, noting, results, 0.0)
+    return batch_of(call, noting, results, matmul_flops(program.jaxpr.jaxpr)[1])
 
 
 def test_a_program_under_a_policy_is_that_of_changed_lines(hook):
@@ -124,6 +126,64 @@ def test_values_that_are_not_reached_are_told(hook, monkeypatch):
         values_of(*noted(lambda w, x, y: jax.grad(loss_of)(w, x, y), *shapes))
 
 
+def energy(w, x):
+    return jnp.sum(jnp.tanh(x @ w["a"]) @ w["b"])
+
+
+def forces(w, x):
+    return jax.grad(energy, argnums=1)(w, x)
+
+
+def accumulated(w, x, y):
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    turn = lambda g, pair: (updated(g, jax.grad(loss_of)(w, *pair)), None)  # noqa: E731
+    return jax.lax.scan(turn, zeros, (x[:, None], y[:, None]))[0]
+
+
+def raveled(w, x, y):
+    flat, back = jax.flatten_util.ravel_pytree(w)
+    return back(flat - jax.grad(lambda w: loss_of(back(w), x, y))(flat))
+
+
+def in_place(w, x, y):
+    reference = jax.new_ref(w["b"])
+    pushed(reference, w, x, y)
+    return reference[...].sum()
+
+
+@jax.jit
+def pushed(reference, w, x, y):
+    reference[...] -= jax.grad(loss_of)(w, x, y)["b"]
+
+
+def residual(w, x, y):
+    slopes = jax.vmap(lambda s: jax.grad(lambda s: energy(w, s * x))(s))(x[:, 0])
+    return jnp.mean(slopes**2), w, x.mean()
+
+
+TRAINS = {
+    "gradients": (lambda w, x, y: jax.value_and_grad(loss_of)(w, x, y), True),
+    "one weight": (lambda w, x, y: w["b"] - jax.grad(loss_of)(w, x, y)["b"], True),
+    "half": (lambda w, x, y: jax.tree.map(lambda g: g.astype("bfloat16"), forces(w, x)), True),
+    "accumulated": (accumulated, True),
+    "raveled": (raveled, True),
+    "in place": (in_place, True),
+    "devices": (lambda w, x, y: jax.pmap(forces)(*jax.tree.map(lambda a: a[None], (w, x))), True),
+    "forces": (lambda w, x, y: (jnp.mean(forces(w, x) ** 2), x.sum(0)), False),
+    "in a jit": (lambda w, x, y: (jax.jit(lambda w: (w, energy(w, forces(w, x))))(w), y), False),
+    "residual": (residual, False),
+    "printed": (lambda w, x, y: jax.debug.print("{}", forces(w, x).sum()), False),
+    "sent": (lambda w, x, y: jax.debug.callback(print, forces(w, x)), True),
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_step_returns_a_gradient_or_what_it_updates(hook, name):
+    step, expected = TRAINS[name]
+    _, noting, program = noted(step, weights(), *data())
+    assert noting.losses and trains(noting, program) == expected
+
+
 @jax.tree_util.register_pytree_node_class
 class Strict:
     """A state that takes nothing but arrays, as jmp's loss scales do."""
@@ -189,5 +249,14 @@ def test_no_batch_is_made_up(hook):
     def alone(w, teacher):
         return updated(w, jax.grad(lambda w: loss_of(w, teacher["a"].T, jnp.ones((32, 4))))(w))
 
+    def attends(w, tokens):
+        def loss(w):
+            h = w["a"].T[tokens]
+            assert len(h) == 3  # so only the sequence could be longer
+            return jnp.sum(jax.nn.softmax(h @ h.mT) @ h)
+
+        return updated(w, jax.grad(loss)(w))
+
     assert batch(fixed, weights(), *data()) is None
+    assert batch(attends, weights(), jnp.zeros((3, 64), int)) is None
     assert batch(alone, weights(), frozen) is None

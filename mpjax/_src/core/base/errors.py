@@ -199,6 +199,12 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
+def in_one_line(error: BaseException) -> str:
+    """Returns "TypeError: the first line of its message"."""
+    line = first_line(error)
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
 def no_attribute(what: str, name: str, choices: Iterable[str], hint: str = "") -> AttributeError:
     """Returns the error for an attribute that ``what`` lacks, with a hint or the nearest one."""
     message = f"{what} has no attribute {name!r}.{hint or did_you_mean(name, choices)}"

@@ -13,10 +13,12 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 from mpjax._src.core.base import _jax, errors
+from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.devices import traced_for
 from mpjax._src.core.base.errors import CompileError, brief
 from mpjax._src.core.base.patterns import path_of
 from mpjax._src.core.base.progress import advance, progress_bar
+from mpjax._src.core.program.site import equations
 from mpjax._src.tools.hardware.compiler import Options, compilers, require
 from mpjax._src.tools.hardware.report import CompileReport, report_of
 from mpjax._src.tools.hardware.targets import Target, find_target
@@ -141,10 +143,17 @@ class Program(NamedTuple):
 
     stablehlo: bytes  # its StableHLO, as bytecode
     lowered: Any  # the lowered function, which must stay alive until the program is compiled
+    left_out: int = 0  # how many calls back into Python are not in it
 
 
-def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Program:
-    """Lowers a function for a target. The arguments may be on any device."""
+def lower(
+    target: Target, fun: Callable[..., Any], args: Sequence[Any], alone: bool = False
+) -> Program:
+    """Lowers a function for a target. The arguments may be on any device.
+
+    With ``alone``, its calls back into Python are left out, which need a running device. What they
+    would return is not known.
+    """
     abstract = jax.tree.map(functools.partial(_abstract, target.devices > 1), tuple(args))
     jitted: Any = fun  # it keeps its donated and static arguments
     # A jitted function may have static arguments, which need not be arrays; `jax.jit` checks them.
@@ -152,7 +161,13 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Progr
         _check_args(fun, abstract)
         jitted = jax.jit(fun)
     with _lowering_errors(target), _mesh_of(abstract), traced_for(target.chip):
-        lowered = jitted.trace(*abstract).lower(lowering_platforms=(target.platform,))
+        traced = jitted.trace(*abstract)
+        calls = [*_calls_into_python(traced.jaxpr)] if alone else []
+        if calls:
+            left_out = {eqn.primitive for eqn in calls}
+            lowered = _jax.lowered_without(traced, target.platform, left_out)
+        else:
+            lowered = traced.lower(lowering_platforms=(target.platform,))
         module = lowered.compiler_ir("stablehlo")
     buffer = io.BytesIO()
     module.operation.write_bytecode(buffer)
@@ -161,7 +176,7 @@ def lower(target: Target, fun: Callable[..., Any], args: Sequence[Any]) -> Progr
     partitions = mlir.ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value
     if partitions != target.devices:
         _tell_of_partitions(target, partitions)
-    return Program(buffer.getvalue(), lowered)
+    return Program(buffer.getvalue(), lowered, len(calls))
 
 
 def compile_program(job: Job, program: Program) -> CompileReport:
@@ -219,6 +234,15 @@ def _mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
     if mesh is None or not get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return use_abstract_mesh(mesh)
+
+
+def _calls_into_python(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations that call back into Python."""
+    for eqn, _, _ in equations(_jax.open_jaxpr(jaxpr)[0]):
+        refers = any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+        acts = building.acts(eqn.effects) and not (refers or _jax.inner_jaxprs(eqn))
+        if acts or "callback" in eqn.params:
+            yield eqn
 
 
 def _calls_back(target: Target) -> CompileError:

@@ -20,6 +20,7 @@ SIZES = 4  # how many sizes are tried along an axis
 # How many divisors of a size are tried, for what sizes have to be multiples of.
 TRIES = 6
 GROWTH = 1.5  # of the matmuls' FLOPs, at least, where a batch doubles
+LINEAR = 2.001  # at most, if its axis is not the first one
 
 
 class Batch(NamedTuple):
@@ -113,8 +114,10 @@ def _reaches_loss(call: Call, noting: Noting, batch: Batch, flops: float) -> boo
         larger, program = call.noted(batch.arrays(call, 2 * batch.size))
     except Exception:  # whatever the step raises for shapes that it does not expect
         return False
-    # A table of a frozen model may have more rows too, and takes no longer.
-    if matmul_flops(_jax.open_jaxpr(program.jaxpr)[0])[1] < GROWTH * flops:
+    # A table of a frozen model may have more rows too, and takes no longer. A sequence may be
+    # longer too, and takes more than twice as long with attention.
+    taken = matmul_flops(_jax.open_jaxpr(program.jaxpr)[0])[1]
+    if taken < GROWTH * flops or (taken > LINEAR * flops and any(batch.axes.values())):
         return False
     if len(larger.losses) != len(noting.losses):
         return False

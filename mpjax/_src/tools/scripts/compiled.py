@@ -1,6 +1,5 @@
 """Training steps compiled for targets, or for this machine, and the largest batch that fits."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,8 @@ from typing import Any
 
 import jax
 
-from mpjax._src.core.base.errors import OutOfMemoryError, first_line
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.errors import OutOfMemoryError, first_line, in_one_line
 from mpjax._src.core.base.progress import advance
 from mpjax._src.tools.hardware.aot import Job, compile_program, lower
 from mpjax._src.tools.hardware.compiler import require
@@ -24,7 +24,11 @@ from mpjax._src.tools.scripts.surveyed import MOST_BATCH, SurveyedProgram
 
 TRY = "compiled"
 NO_PEAKS = "no roofline on {}, whose peaks are not known: name a target, such as --target h100"
-REFUSALS = (TypeError, ValueError, AttributeError, NotImplementedError)
+ALONE = (
+    "for {} a step is compiled without its calls back into Python (checks such as eqx.error_if, "
+    "jax.debug.print, pure_callback, io_callback), which need a running device: the figures are "
+    "those of the rest"
+)
 
 
 class Compiling:
@@ -62,7 +66,7 @@ class Compiling:
         except OutOfMemoryError as error:
             return SurveyedProgram(target, fits=False, refused=first_line(error))
         except Exception as error:  # whatever a compiler, or the step for this target, raises
-            return SurveyedProgram(target, refused=f"{type(error).__name__}: {first_line(error)}")
+            return SurveyedProgram(target, refused=in_one_line(error))
         if isinstance(report, SurveyedProgram):
             if report.roofline_ms is None and NO_PEAKS.format(target) not in self.notes:
                 self.notes.append(NO_PEAKS.format(target))
@@ -100,19 +104,13 @@ class Compiling:
         self, target: str, call: Call, hook: Hook | None, arrays: Sequence[Any]
     ) -> CompileReport | SurveyedProgram:
         self.compilations += 1
-        try:
-            return self._made(target, call.jitted_under(hook), call.flat.filled(arrays))
-        except REFUSALS as error:
-            # A class of the script may refuse what stands for arrays, here and in JAX's own lower.
-            with contextlib.suppress(*REFUSALS):
-                return self._made(target, call.flattened(hook), arrays)
-            raise error from None
-
-    def _made(self, target: str, step: Any, args: Sequence[Any]) -> CompileReport | SurveyedProgram:
-        found = self._targets.get(target)
+        step, found = call.flattened(hook), self._targets.get(target)
         if found is None:
-            return _compiled_here(target, step, args)
-        return compile_program(Job(found, self.timeout, {}), lower(found, step, args))
+            return _compiled_here(target, step, arrays)
+        program = lower(found, step, arrays, alone=True)
+        if program.left_out and (told := ALONE.format(target)) not in self.notes:
+            self.notes.append(told)
+        return compile_program(Job(found, self.timeout, {}), program)
 
 
 # ---- this machine --------------------------------------------------------------------------------
@@ -128,14 +126,7 @@ def _compiled_here(name: str, jitted: Any, args: Sequence[Any]) -> SurveyedProgr
     lowered = jitted.trace(*args).lower()
     compiled = lowered.compile()
     text = compiled.as_text() or ""
-    memory = compiled.memory_analysis()
-    parts = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-    }
+    parts = _jax.memory_of(compiled.runtime_executable())
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         try:

@@ -4,7 +4,17 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from mpjax._src.tools.scripts.source import FUNCTIONS, Binding, Edit, Source, dotted, insertion
+from mpjax._src.core.base.errors import first_of
+from mpjax._src.core.base.lines import short
+from mpjax._src.tools.scripts.source import (
+    FUNCTIONS,
+    Binding,
+    Edit,
+    Source,
+    beside,
+    dotted,
+    insertion,
+)
 
 LOOP = "docs/frameworks.md#change-your-loop"
 STATE = "flax.training.train_state.TrainState"
@@ -28,6 +38,15 @@ def created(source: Source, kind: str, optimizer: Any, name: str, policy: str) -
     Raises:
         Unknown: If the script does not tell where.
     """
+    try:
+        return _created(source, kind, optimizer, name, policy)
+    except Unknown as unknown:
+        if not (places := [*_elsewhere(source)]):
+            raise
+        raise Unknown(f"{unknown} Optimizers are created at {first_of(places, 3)}.") from None
+
+
+def _created(source: Source, kind: str, optimizer: Any, name: str, policy: str) -> set[Edit]:
     if kind == "nnx":
         return _of_nnx(source, name, policy)
     if kind == "linen" and has_train_state(source):
@@ -100,6 +119,23 @@ def _keyword(source: Source, call: ast.Call, text: str, after: int) -> Edit:
 
 def _calls(source: Source) -> Iterator[ast.Call]:
     return (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+
+
+def _elsewhere(source: Source) -> Iterator[str]:
+    """Yields "file:line" where modules that a script imports create optimizers."""
+    for other in beside(source):
+        found = {call for call in _calls(other) if _creates(other.qualified(call.func))}
+        for call in found:
+            if found.isdisjoint(at for at, _ in other.around(call)):
+                yield short(f"{other.path}:{call.lineno}")
+
+
+def _creates(full: str) -> bool:
+    """Returns whether a function, by its full name, creates an optimizer."""
+    import optax
+
+    annotations = getattr(getattr(optax, full.removeprefix("optax."), None), "__annotations__", {})
+    return full == NNX or "GradientTransformation" in str(annotations.get("return"))
 
 
 class _Wrapped:

@@ -191,7 +191,7 @@ def _name_of_mpjax(source: Source) -> str:
 
 
 def _import(source: Source, edits: set[Edit]) -> list[Edit]:
-    """Returns the line that imports mpjax beside other imports, before its first use."""
+    """Returns the line that imports mpjax after other imports, before its first use."""
     name = _name_of_mpjax(source)
     bound = source.bindings[source.tree].get(name, ())
     if not edits or any(each.value == MINE and each.node in source.tree.body for each in bound):
@@ -203,60 +203,22 @@ def _import(source: Source, edits: set[Edit]) -> list[Edit]:
 
 
 def _place_of_import(source: Source, before: int) -> int:
-    """Returns where the line belongs: in the block that imports JAX, by the alphabet."""
-    imports = [
-        node
-        for node in source.tree.body
-        if isinstance(node, IMPORTS) and source.span(node)[1] < before
-    ]
-    imports = [node for node in imports if _alone(source, node)]
-    of_jax = [node for node in imports if _module(node).split(".")[0] in BESIDE]
-    if not of_jax:
-        return source.after(imports[-1].end_lineno) if imports else _top(source)
-    last, block = of_jax[-1], [of_jax[-1]]
-    for node in reversed(imports[: imports.index(last)]):
-        if node.end_lineno != block[0].lineno - 1:
-            break
-        block.insert(0, node)
-    plain = [node for node in block if isinstance(node, ast.Import) and _module(node) < MINE]
-    if plain:
-        return source.after(plain[-1].end_lineno)
-    future = _module(block[0]) == "__future__"
-    return source.after(block[0].end_lineno) if future else source.offset(block[0].lineno, 0)
+    """Returns where a line of its own belongs: after the imports, or else after the docstring, or
+    the comments at the top, which may be a "#!" line or name the encoding."""
+    found = re.match(r"(?:[ \t]*#[^\r\n]*(?:\r\n|\r|\n))*", source.text[source.starts[0] :])
+    place = source.starts[0] + (found.end() if found else 0)
+    body: list[Any] = source.tree.body
+    for i, node in enumerate(body):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not i
+        # Lines that a statement shares with code belong to that.
+        others = (each for each in body if each is not node and not isinstance(each, IMPORTS))
+        shared = any(e.lineno <= node.end_lineno and node.lineno <= e.end_lineno for e in others)
+        if (is_text or isinstance(node, IMPORTS)) and not shared and source.span(node)[1] < before:
+            place = source.after(node.end_lineno)
+    return place
 
 
 IMPORTS = (ast.Import, ast.ImportFrom)
-BESIDE = ("jax", "flax", "optax", "equinox", "haiku", "numpy", "jaxlib", "chex")
-
-
-def _module(node: ast.Import | ast.ImportFrom) -> str:
-    return (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-
-
-def _alone(source: Source, node: Any) -> bool:
-    """Returns whether a statement shares its lines with imports at most."""
-    others = (each for each in source.tree.body if not isinstance(each, IMPORTS))
-    return not any(
-        each.lineno <= node.end_lineno and node.lineno <= each.end_lineno for each in others
-    )
-
-
-def _top(source: Source) -> int:
-    """Returns the place after the docstring and imports from ``__future__``."""
-    first = 0
-    for i, node in enumerate(source.tree.body):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
-        # Lines that a statement shares with code belong to that.
-        shared = any(each.lineno == node.end_lineno for each in source.tree.body[i + 1 :])
-        if not ((is_text and not first) or future) or shared:
-            break
-        first = source.after(node.end_lineno)
-    if first:
-        return first
-    # After the comments at the top, which may be a "#!" line or name the encoding.
-    found = re.match(r"(?:[ \t]*#[^\r\n]*(?:\r\n|\r|\n))*", source.text[source.starts[0] :])
-    return source.starts[0] + (found.end() if found else 0)
 
 
 # Diffs

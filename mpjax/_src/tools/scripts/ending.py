@@ -73,33 +73,3 @@ def end_process(status: int, at_once: bool = False) -> NoReturn:
         sys.stderr.flush()
         os._exit(status)  # sys.exit would wait for them
     sys.exit(status)
-
-
-class Commands:
-    """The commands that the script starts in other processes, which a survey does not see."""
-
-    _active: "Commands | None" = None
-    _installed = False
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def __enter__(self) -> "Commands":
-        if not Commands._installed:
-            Commands._installed = True
-            sys.addaudithook(_told)  # which cannot be removed
-        Commands._active = self
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        Commands._active = None
-
-
-def _told(event: str, args: tuple[Any, ...]) -> None:
-    active = Commands._active
-    if active is None or event not in ("subprocess.Popen", "os.system", "os.exec"):
-        return
-    command = args[1] if event == "subprocess.Popen" else args[0]
-    if isinstance(command, list | tuple):
-        command = " ".join(map(str, command))
-    active.seen.append(str(command))

@@ -14,7 +14,7 @@ from mpjax._src.core.autocast.transform import trace
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.contexts import unchecked
 from mpjax._src.core.base.devices import traced_for
-from mpjax._src.core.base.errors import first_line
+from mpjax._src.core.base.errors import first_line, in_one_line
 from mpjax._src.core.base.higher_order import WHILE, higher_order
 from mpjax._src.core.base.progress import advance
 from mpjax._src.core.policy.grammar import get_policy
@@ -56,16 +56,6 @@ MOST_OPERATIONS = 5_000
 WRITTEN = "as written"
 SCALES = ("DynamicScale",)  # of other libraries than jmp: Flax's
 SECONDS, LEAST, MOST_ROUNDS = 2.0, 3, 30  # of timing
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a survey looks at."""
-
-    policies: tuple[Policy, ...]  # empty for the default ones
-    run: bool  # whether steps run one by one, for the errors of their gradients and for lint
-    time: bool | None  # None for if this machine has an accelerator
-    batches: bool  # whether the largest batch is looked for
 
 
 @dataclasses.dataclass
@@ -133,18 +123,12 @@ class Examined:
 
     # ---- the stages, in the order of what is asked for most --------------------------------------
 
-    def examine(self, plan: Plan, compiling: Compiling) -> None:
-        """Finds what is asked for. What cannot be found has a note that says why."""
-        stages: list[Callable[[], None]] = [
-            functools.partial(self._trace, plan),
-            functools.partial(self._compile, plan, compiling),
-            functools.partial(self._lint, plan),
-            functools.partial(self._compare, plan, compiling),
-            self._explain,
-            functools.partial(self._batches, plan, compiling),
-            functools.partial(self._time, plan, compiling),
-        ]
-        for stage in stages:
+    def examine(self, asked: Any, compiling: Compiling) -> None:
+        """Finds what is asked for, the options of a survey. What cannot be found has a note that
+        says why."""
+        self.asked, self.compiling = asked, compiling
+        own = self._trace, self._compile, self._lint, self._compare
+        for stage in (*own, self._explain, self._batches, self._time):
             with self._noted("", self.notes):
                 stage()
 
@@ -157,13 +141,13 @@ class Examined:
         except Exception as error:
             notes.append(f"{what}{': ' * bool(what)}{reason_of(error)}")
 
-    def _trace(self, plan: Plan) -> None:
+    def _trace(self) -> None:
         self.rows.append(Row(None, "float32"))
         default = tuple(map(get_policy, POLICIES))
-        if not plan.policies and self._attentions(get_policy(FUSED)):
+        if not self.asked.policies and self._attentions(get_policy(FUSED)):
             default += (get_policy(FUSED),)
-        policies = plan.policies or default
-        names = [str(p) for p in plan.policies] or [*POLICIES, FUSED]
+        policies = self.asked.policies or default
+        names = [str(p) for p in self.asked.policies] or [*POLICIES, FUSED]
         if not self.losses:
             policies = ()
             self.notes.append(OWN)
@@ -208,27 +192,27 @@ class Examined:
                 found |= dict.fromkeys(traced.replaced.attention.values())
         return [*found]
 
-    def _tell_of_attention(self, row: Row, compiling: Compiling) -> None:
+    def _tell_of_attention(self, row: Row) -> None:
         if row.policy is None or not row.policy.fused_attention:
             return
-        for target, chip in compiling.chips():
+        for target, chip in self.compiling.chips():
             kernels = self._attentions(row.policy, chip) or ["none is found"]
             row.notes.append(f"attention on {target}: {'; '.join(kernels)}")
 
-    def _compile(self, plan: Plan, compiling: Compiling) -> None:
+    def _compile(self) -> None:
         for row in self.rows:
-            self._tell_of_attention(row, compiling)
-            for target in compiling.targets:
+            self._tell_of_attention(row)
+            for target in self.compiling.targets:
                 if row.program is None:
                     continue
                 advance(STAGE, f"compiling {row.name} for {target}")
-                row.compiled[target] = compiling.compiled(target, self.call, under(row.policy))
+                row.compiled[target] = self.compiling.compiled(target, self.call, under(row.policy))
                 self.traces += 1
 
-    def _lint(self, plan: Plan) -> None:
+    def _lint(self) -> None:
         advance(STAGE, "lint")
         written = self.rows[0].program
-        run = plan.run and not self.call.is_abstract
+        run = self.asked.run and not self.call.is_abstract
         if run and written is not None:
             jaxpr, _ = _jax.open_jaxpr(written.jaxpr)
             if reason := _too_long(jaxpr):
@@ -239,9 +223,9 @@ class Examined:
             linted = lint(_named(step, self.place[0]), run=run, progress=False)
             self.lint = linted(*self.call.args, **self.call.kwargs)
 
-    def _compare(self, plan: Plan, compiling: Compiling) -> None:
+    def _compare(self) -> None:
         halves = [row for row in self.rows if row.computes_in_half]
-        if not (plan.run and halves and self.losses):
+        if not (self.asked.run and halves and self.losses):
             return
         advance(STAGE, "running up to the gradient")
         try:
@@ -249,20 +233,22 @@ class Examined:
         except Exception as error:
             self.notes.append(f"no error of the gradient is known: {reason_of(error)}")
             return
-        for loss, given in zip(self.losses, values, strict=True):
+        # The errors of results count where nothing has a gradient.
+        scalar = [is_loss(loss.program.returned(), loss.site.has_aux) for loss in self.losses]
+        for loss, given, own in zip(self.losses, values, scalar, strict=True):
+            if any(scalar) and not own:
+                continue
             if given is None:
                 self.notes.append(
                     f"no error of {loss.site.fun} is known: this call of the step does not run it"
                 )
                 continue
             with self._noted(f"no error of {loss.site.fun}", self.notes):
-                self._compare_loss(loss, given, halves, compiling)
+                self._compare_loss(loss, given, halves)
 
-    def _compare_loss(
-        self, loss: Loss, given: Sequence[Any], rows: Sequence[Row], compiling: Compiling
-    ) -> None:
+    def _compare_loss(self, loss: Loss, given: Sequence[Any], rows: Sequence[Row]) -> None:
         exact = Exact(loss, given)
-        known: dict[str, Worst] = {}
+        known: dict[str, tuple[Worst, str]] = {}
         for row in rows:
             # As written, the casts are its own. Storing and computing again are exact.
             policy = (row.policy or get_policy("float32")).replace(storage="fast")
@@ -271,10 +257,12 @@ class Examined:
                 advance(STAGE, f"the gradient's error under {row.name}")
                 with self._noted(f"no error of {loss.site.fun}", row.notes):
                     known[same] = exact.worst(policy)
-            new, old = known.get(same), row.figures.get("gradient_error", -1.0)
-            if new and not new.gradient_error <= old:
-                row.figures |= new._asdict()
-        compiling.compilations += exact.compilations
+            if same in known:
+                (new, note), old = known[same], row.figures.get("gradient_error", -1.0)
+                row.notes += [note] * bool(note)
+                if not new.gradient_error <= old:
+                    row.figures |= new._asdict()
+        self.compiling.compilations += exact.compilations
 
     def _explain(self) -> None:
         policy = next((r.policy for r in self.rows if r.policy and r.computes_in_half), None)
@@ -286,33 +274,33 @@ class Examined:
         argnums = loss.argnums if scalar else None
         self.explained = explain(loss.fun, policy, argnums, loss.site.has_aux)(*args, **kwargs)
 
-    def _batches(self, plan: Plan, compiling: Compiling) -> None:
+    def _batches(self) -> None:
         written = self.rows[0].program
         if written is None:
             return
         advance(STAGE, "looking for the batch")
         results = [v.aval for v in _jax.open_jaxpr(written.jaxpr)[0].outvars]
         self.batch = batch_of(self.call, self.noting, results, self.flops)
+        if not self.asked.batches:
+            return
         if self.batch is None:
             self.notes.append(
                 "no batch axis was found, so no largest batch: no axis of the arguments that the "
                 "step does not return can have another size"
             )
             return
-        if not plan.batches:
-            return
         for row in self.rows:
             for target, known in row.compiled.items():
-                if known.total_bytes is None or not compiling.is_target(target):
+                if known.total_bytes is None or not self.compiling.is_target(target):
                     continue
                 advance(STAGE, f"the largest batch under {row.name} on {target}")
                 with self._noted("no largest batch", row.notes):
                     hook = under(row.policy)
-                    most = compiling.largest(target, self.call, hook, self.batch, known)
+                    most = self.compiling.largest(target, self.call, hook, self.batch, known)
                     row.compiled[target] = dataclasses.replace(known, largest_batch=most)
 
-    def _time(self, plan: Plan, compiling: Compiling) -> None:
-        if not (jax.default_backend() != "cpu" if plan.time is None else plan.time):
+    def _time(self) -> None:
+        if not (jax.default_backend() != "cpu" if self.asked.time is None else self.asked.time):
             return
         if self.call.is_abstract:
             self.notes.append(f"not timed: {self.call.why_abstract}")
@@ -326,7 +314,7 @@ class Examined:
                 if _jax.open_jaxpr(row.program.jaxpr)[0].effects:
                     raise NoValues("the step calls back into Python")
                 jitted = jax.jit(functools.partial(_jax.eval_closed, row.program.jaxpr))
-                compiling.compilations += 1
+                self.compiling.compilations += 1
                 jax.block_until_ready(jitted(*self.call.flat.arrays))
                 runs[i] = functools.partial(jitted, *self.call.flat.arrays)
         for i, seconds in timed(runs).items():
@@ -356,10 +344,7 @@ def timed(runs: dict[int, Callable[[], Any]]) -> dict[int, list[float]]:
 
 def reason_of(error: BaseException) -> str:
     """Returns the first line of an error."""
-    line = first_line(error)
-    if isinstance(error, NoValues):
-        return line
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return first_line(error) if isinstance(error, NoValues) else in_one_line(error)
 
 
 def _too_long(jaxpr: Any) -> str:

@@ -44,17 +44,31 @@ class Exact:
         self.loss, self.values = dataclasses.replace(loss, program=program), values
         self.compilations = 0
 
-    def worst(self, policy: Policy) -> Worst:
-        """Returns the gradient of the largest error under a policy, relative to these."""
+    def worst(self, policy: Policy) -> tuple[Worst, str]:
+        """Returns the gradient of the largest error under a policy, relative to these; and what is
+        to be said of those that are 0, or ""."""
         program = self._program(policy)
         scale = training_scale(program, policy, "auto")
         self.compilations += 1
-        errors = {
-            name: self._error(name, got) for name, got in program.at(scale) if name in self.results
-        }
-        errors = {n: e for n, e in errors.items() if n.startswith(GRADIENT)} or errors
+        found = {name: got for name, got in program.at(scale) if name in self.results}
+        found = {n: got for n, got in found.items() if n.startswith(GRADIENT)} or found
+        errors = {name: self._error(name, got) for name, got in found.items()}
+        # Nothing is relative to 0, so what is 0 in float32 is told apart, if it is finite.
+        zero = {n for n in found if errors[n] == np.inf and np.isfinite(found[n]).all()}
+        if zero < {*errors}:
+            errors = {n: e for n, e in errors.items() if n not in zero}
         name = max(errors, key=lambda name: capped(errors[name]))
-        return Worst(errors[name], name.removeprefix(GRADIENT), scale)
+        note = ""
+        if not np.isfinite(errors[name]):
+            own = np.isfinite(self.results[name]).all()
+            note = f"{name} is not finite{'' if own else ', also in float32'}"
+        elif zero:
+            largest = max(zero, key=lambda name: float(np.abs(found[name]).max()))
+            note = (
+                f"{largest} is 0 in float32, and up to {float(np.abs(found[largest]).max()):.2g} "
+                "here, which is no relative error"
+            )
+        return Worst(errors[name], name.removeprefix(GRADIENT), scale), note
 
     def _error(self, name: str, got: Any) -> float:
         exact = self.results[name]

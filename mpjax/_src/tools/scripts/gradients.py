@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import copy
 import functools
 import os
 import sys
@@ -20,13 +19,13 @@ from mpjax._src.core.autocast.unplanned import ChecksInside, check_no_checks
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.dtypes import FLOAT16, HALVES
-from mpjax._src.core.base.errors import brief
+from mpjax._src.core.base.errors import brief, in_one_line
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike, halves_of
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Hook, Site, hooked
 from mpjax._src.tools.scripts.launch import launch, restored
-from mpjax._src.tools.scripts.missed import code_of
+from mpjax._src.tools.scripts.missed import apart, code_of
 from mpjax._src.tools.scripts.moving import runs_now
 from mpjax._src.tools.scripts.seen import GradientsReport, Seen
 
@@ -39,6 +38,7 @@ CONCRETE = (
 )
 FORWARD = "forward mode alone is left as it is"
 CHECKED = "checkify checks what it computes"
+TWICE = "(its first call was made twice)"
 OWN = "the script has mpjax compute it, under a policy of its own"
 AGAIN = (
     "mpjax raised this error while it planned the function, and called it again without a plan: "
@@ -221,7 +221,9 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
         finished: list[None] = []
         seen = report._of(site)
         try:
-            out = _Planned(_apart(fun), report.policy, seen, finished)(*args, **kwargs)
+            # Flax NNX differentiates an object that hands out the states that it holds, each once.
+            once = apart(fun, collections.deque)
+            out = _Planned(once, report.policy, seen, finished)(*args, **kwargs)
             seen.calls += 1
             return out
         except Exception as error:
@@ -239,7 +241,7 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
                 left[runs_now()] = reason
                 report._of(site, reason).calls += 1
             elif type(error) is not type(failed):
-                failed.add_note(AGAIN.format(_line(error)))
+                failed.add_note(AGAIN.format(in_one_line(error)))
                 raise failed from None
             raise
         left[runs_now()] = reason
@@ -251,23 +253,10 @@ def _around(report: GradientsReport, fun: Callable[..., Any], site: Site) -> Cal
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ChecksInside):
-        return CHECKED
-    reads = isinstance(error, CONCRETE)
-    return "it reads values of its arrays" if reads else f"it cannot be traced: {_line(error)}"
-
-
-def _apart(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose call leaves the original as it is, so that this can be called too.
-
-    Flax NNX differentiates an object that hands out the states that it holds, each once.
-    """
-    held = vars(fun) if hasattr(fun, "__dict__") else {}
-    queues = {name: x.copy() for name, x in held.items() if isinstance(x, collections.deque)}
-    if not queues:
-        return fun
-    fun = copy.copy(fun)
-    vars(fun).update(queues)
-    return fun
+        return f"{CHECKED} {TWICE}"
+    if isinstance(error, CONCRETE):
+        return f"it reads values of its arrays {TWICE}"
+    return f"it cannot be traced {TWICE}: {in_one_line(error)}"
 
 
 def _may_be_of_planning(error: Exception) -> bool:
@@ -288,11 +277,6 @@ def _raised_in(error: BaseException) -> str:
     """Returns the file of the innermost frame of an error that is none of JAX."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((file for file in reversed(files) if not file.startswith(_jax.JAX)), "")
-
-
-def _line(error: Exception) -> str:
-    """Returns the first line of an error's message."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _left(report: GradientsReport, reason: str, site: Site) -> None:

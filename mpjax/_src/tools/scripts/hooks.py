@@ -7,13 +7,14 @@ hook is traced again inside, and the other way round. It is set for all threads.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,57 +72,13 @@ Around = Callable[[Callable[..., Any], Site], Callable[..., Any]]
 Tell = Callable[[Site], None]
 
 
+@dataclasses.dataclass(eq=False)
 class Hook:
     """What is put around differentiated functions.
 
     Hooks with equal keys share what JAX has traced under them.
 
     Attributes:
-        around: Returns what is differentiated in place of a function.
-        forward: Is called with the site of a function that ran in forward mode alone.
-        own: Is called with the site of a gradient that mpjax itself computes.
-        checked: Is called with the site of a function that `checkify` looks into.
-        calls: How many functions were replaced so far.
-    """
-
-    def __init__(
-        self,
-        around: Around,
-        key: Any = None,
-        forward: Tell | None = None,
-        own: Tell | None = None,
-        checked: Tell | None = None,
-    ) -> None:
-        self.around, self.key = around, key or (around,)
-        self.forward, self.own, self.checked = forward, own, checked
-        self.calls = 0
-
-    @property
-    def missed(self) -> tuple[str, ...]:
-        """What holds transformations, or what they made, from before, each a phrase."""
-        return holders_of(_KEPT, _namespaces(), Differentiated)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hook) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@contextlib.contextmanager
-def hooked(
-    around: Around,
-    key: Any = None,
-    forward: Tell | None = None,
-    own: Tell | None = None,
-    checked: Tell | None = None,
-) -> Iterator[Hook]:
-    """Replaces what the code inside differentiates, in all threads; yields the hook.
-
-    Only the outermost function is replaced: not those that are differentiated while it is traced,
-    nor in the rules of custom derivatives. Calls of JAX's and mpjax's own are left alone.
-
-    Args:
         around: Is called with a function and the `Site` where it is differentiated, at each call
             of what the transformation made. Returns what is differentiated in its place.
         key: What traces depend on; by default, ``around`` itself.
@@ -131,8 +88,37 @@ def hooked(
             step does, which is left alone.
         checked: Is called with the site of each function that is differentiated inside of what
             `checkify` looks into, which then is left alone too.
+        calls: How many functions were replaced so far.
     """
-    hook = Hook(around, key, forward, own, checked)
+
+    around: Around
+    key: Any = None
+    forward: Tell | None = None
+    own: Tell | None = None
+    checked: Tell | None = None
+    calls: int = 0
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """What holds transformations, or what they made, from before, each a phrase."""
+        return holders_of([old for old, _ in _REPLACED], _namespaces(), Differentiated)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hook) and (self.key or self.around) == (other.key or other.around)
+
+    def __hash__(self) -> int:
+        return hash(self.key or self.around)
+
+
+@contextlib.contextmanager
+def hooked(*args: Any, **kwargs: Any) -> Iterator[Hook]:
+    """Replaces what the code inside differentiates, in all threads; yields the hook, a `Hook` of
+    the arguments.
+
+    Only the outermost function is replaced: not those that are differentiated while it is traced,
+    nor in the rules of custom derivatives. Calls of JAX's and mpjax's own are left alone.
+    """
+    hook = Hook(*args, **kwargs)
     with _installed():
         _open(hook)
         try:
@@ -185,7 +171,7 @@ class Checked(Differentiated):
             tell(site)
             return fun
 
-        with HOOKED(Hook(around, ("checked", *hook.key), hook.forward, hook.own)):
+        with HOOKED(Hook(around, ("checked", hook.key), hook.forward, hook.own)):
             return self.fun(*args, **kwargs)
 
 
@@ -259,11 +245,13 @@ PLACES: tuple[tuple[types.ModuleType, type[Differentiated], Sequence[str]], ...]
     (jax.scipy.optimize, Differentiated, ("minimize",)),  # by names of JAX's own
     (checkify, Checked, ("checkify",)),
 )
+# These, and where JAX defines them, from where some import them.
+_DEFINED = (getattr(module, name).__module__ for module, _, names in PLACES for name in names)
+HOMES = [vars(sys.modules[name]) for name in {*_DEFINED, *(m.__name__ for m, *_ in PLACES)}]
 _LOCK = threading.RLock()
 _DEPTH = [0]
 _OPEN: list[Hook] = []  # the last one is in force
-_HOOKS: dict[int, Any] = {}  # what replaces a transformation of JAX, by the identity of that
-_KEPT: list[Any] = []  # which has to live for as long
+_REPLACED: list[tuple[Any, Any]] = []  # transformations of JAX, each with what replaces it
 
 
 def _open(hook: Hook) -> None:
@@ -281,15 +269,14 @@ def _close(hook: Hook) -> None:
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """Replaces transformations."""
+    """Replaces transformations, while any hook is open."""
     with _LOCK:
         if not _DEPTH[0]:
-            _KEPT.clear()  # only here: reports are read after their blocks
+            _REPLACED.clear()  # only here: reports are read after their blocks
             for module, kind, names in PLACES:
                 for transform in (getattr(module, name) for name in names):
-                    _KEPT.append(transform)
-                    _HOOKS[id(transform)] = _planning(transform, kind, module.__name__)
-            swept(_HOOKS)
+                    _REPLACED.append((transform, _planning(transform, kind, module.__name__)))
+            swept(_REPLACED)
         _DEPTH[0] += 1
     try:
         yield
@@ -297,13 +284,14 @@ def _installed() -> Iterator[None]:
         with _LOCK:
             _DEPTH[0] -= 1
             if not _DEPTH[0]:
-                swept({id(_HOOKS[id(t)]): t for t in _KEPT})
-                _HOOKS.clear()
+                swept([(new, old) for old, new in _REPLACED])
 
 
-def swept(table: Mapping[int, Any]) -> None:
-    """Replaces variables of modules, by the identity of their values; JAX's and mpjax's stay."""
-    for space in [*(vars(module) for module, *_ in PLACES), *_namespaces()]:
+def swept(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Replaces the first of each pair by the second in variables of modules, by identity; other
+    modules of JAX and those of mpjax keep theirs."""
+    table = {id(old): new for old, new in pairs}
+    for space in [*HOMES, *_namespaces()]:
         for name, value in [*space.items()]:
             if id(value) in table:
                 space[name] = table[id(value)]

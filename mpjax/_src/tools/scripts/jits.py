@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -19,11 +18,8 @@ import jax
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.lines import short
-from mpjax._src.core.base.wrapped import name_in_module
+from mpjax._src.core.base.wrapped import Wrapped, name_in_module
 from mpjax._src.tools.scripts import hooks
-
-# What is replaced, in `jax` and where it was imported before.
-MAKERS = ("jit", "pmap")
 
 
 class Watcher(Protocol):
@@ -45,15 +41,18 @@ def watching(watcher: Watcher) -> Iterator["Watch"]:
 
     Functions that were jitted before are not seen.
     """
-    makers = [getattr(jax, name) for name in MAKERS]
-    watch = Watch(watcher)
-    made = {id(maker): _watched_maker(maker, watch) for maker in makers}
-    hooks.swept(made)
+    watch, make_jaxpr = Watch(watcher), jax.make_jaxpr
+    pairs: list[tuple[Any, Any]] = [(x, _watched_maker(x, watch)) for x in (jax.jit, jax.pmap)]
+    # What only traces, as libraries do to know the shapes of a step: nothing of it runs.
+    pairs.append((jax.eval_shape, watch.unseen(jax.eval_shape)))
+    traced = functools.wraps(make_jaxpr)(lambda *args, **kw: watch.unseen(make_jaxpr(*args, **kw)))
+    pairs.append((make_jaxpr, traced))
+    hooks.swept(pairs)
     try:
         yield watch
     finally:
         watch.watcher = None
-        hooks.swept({id(made[id(maker)]): maker for maker in makers})
+        hooks.swept([(new, old) for old, new in pairs])
 
 
 class Watch:
@@ -96,6 +95,16 @@ class Watch:
         finally:
             self._inside.call = before
 
+    def unseen(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function in which nobody is told of anything."""
+
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.within():
+                return fun(*args, **kwargs)
+
+        return wrapped
+
 
 def _watched_maker(maker: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     @functools.wraps(maker)
@@ -114,11 +123,11 @@ def _decorator(made: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     return lambda fun: watch.wrapped(made(fun))
 
 
-class Jitted:
+class Jitted(Wrapped):
     """What `jax.jit` made of a function, whose outermost calls are told."""
 
     def __init__(self, jitted: Callable[..., Any], watch: Watch) -> None:
-        functools.update_wrapper(self, jitted, updated=())
+        super().__init__(jitted)
         self.jitted, self._watch, self.called = jitted, watch, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +147,9 @@ class Jitted:
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         return self._staged("trace", args, kwargs)
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watch.unseen(self.jitted.eval_shape)(*args, **kwargs)  # type: ignore[attr-defined]
+
     def _staged(self, name: str, args: Any, kwargs: Any) -> Any:
         self.called = True
         watcher, stage = self._watch.told(args, kwargs), getattr(self.jitted, name)
@@ -148,9 +160,6 @@ class Jitted:
             found = stage(*args, **kwargs)
         return found if made is None else Staged(found, self._watch, made)
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else types.MethodType(self, owner)
-
     def __getattr__(self, name: str) -> Any:
         if name == "jitted":  # of a copy that has nothing yet
             raise AttributeError(name)
@@ -158,9 +167,6 @@ class Jitted:
 
     def __reduce__(self) -> Any:
         return name_in_module(self) or (_itself, (self.jitted,))
-
-    def __deepcopy__(self, memo: Any) -> "Jitted":
-        return self  # as functions do
 
     def __repr__(self) -> str:
         return repr(self.jitted)

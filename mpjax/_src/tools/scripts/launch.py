@@ -250,14 +250,14 @@ def _begin_in_its_own_code(error: BaseException) -> None:
 
     def shown(kind: Any, value: Any, trace: Any) -> None:
         if value is error:
-            trace = _own(trace)
+            trace = own_code(trace)
             value = value.with_traceback(trace)
         show(kind, value, trace)
 
     sys.excepthook = shown
 
 
-def _own(trace: Any) -> Any:
+def own_code(trace: Any) -> Any:
     """Returns a traceback behind the last frame that is of this file, or of what runs modules."""
     own = trace
     while trace is not None:

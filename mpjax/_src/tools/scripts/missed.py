@@ -1,17 +1,22 @@
 """What holds a transformation of JAX where no sweep of modules replaces it, in words."""
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from mpjax._src.core.base import _jax
 
 OWN = ("jax.", "jaxlib.", "mpjax.")
+HALF = re.compile(r"\bb?f16\[")
 CONTAINERS = (dict, list, tuple, set, functools.partial)
 
 
@@ -30,6 +35,22 @@ def holders_of(
         gc.collect()  # some of it may be garbage, and nobody calls that
         found = _holders(transforms, swept), _made(transforms, known)
     return tuple(sorted(set().union(*found)))
+
+
+def compiled_before() -> tuple[str, ...]:
+    """Returns phrases for the user's functions that are compiled ahead of time with a gradient, all
+    of whose matmuls are float32: so they stay."""
+    found = set()
+    for stage in gc.get_referrers(jax.stages.Compiled):
+        if isinstance(stage, jax.stages.Compiled):
+            with contextlib.suppress(Exception):  # of a runtime that does not tell
+                text = stage.as_text() or ""
+                files = re.findall(r'^\d+ "(.*)"$', text, re.MULTILINE)
+                matmuls = re.search(r"transpose\(.*(dot|conv)_general", text)
+                if matmuls and not HALF.search(text) and any(map(_jax.is_users_file, files)):
+                    name = text.split(",")[0].split()[-1].removeprefix("jit_")
+                    found.add(f"{name}, compiled ahead of time")
+    return tuple(sorted(found))
 
 
 def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> set[str]:
@@ -71,6 +92,17 @@ def code_of(fun: Any) -> types.CodeType | None:
             return code
         fun = vars(type(fun)).get("__call__") if inner is None else inner
     return None
+
+
+def apart(fun: Any, *kinds: type) -> Any:
+    """Returns a function with containers of its own, of some kinds, if it is an object that holds
+    any: its call leaves the original as it is, so that this can be called too."""
+    held = vars(fun) if hasattr(fun, "__dict__") else {}
+    own = {name: copy.copy(each) for name, each in held.items() if isinstance(each, kinds)}
+    if own:
+        fun = copy.copy(fun)
+        vars(fun).update(own)
+    return fun
 
 
 def defined_at(fun: Any) -> str:

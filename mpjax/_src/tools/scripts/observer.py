@@ -1,10 +1,11 @@
 """Watches a script: finds its training steps, has each examined once, and ends the script."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,10 +22,10 @@ from mpjax._src.tools.scripts.compiled import Compiling
 from mpjax._src.tools.scripts.differentiated import Use
 from mpjax._src.tools.scripts.edits import proposed
 from mpjax._src.tools.scripts.ending import Stopping, quiet_threads
-from mpjax._src.tools.scripts.examine import STAGE, Examined, Plan, reason_of
+from mpjax._src.tools.scripts.examine import STAGE, Examined, reason_of
 from mpjax._src.tools.scripts.hooks import Site, hooked
 from mpjax._src.tools.scripts.jits import Jitted, Watch, watching
-from mpjax._src.tools.scripts.steps import Call, Gradient, muted, with_own_state
+from mpjax._src.tools.scripts.steps import Call, Gradient, muted, trains, with_own_state
 
 NAMED = 4  # how many functions a sentence names
 
@@ -33,18 +34,21 @@ UNSEEN = (
     "{} at {} is differentiated inside a jit, scan or vmap that the survey does not see: the table "
     "is of its gradient alone, whose calls are not counted"
 )
-
-
-def plan_of(options: Any) -> tuple[Plan, Compiling]:
-    """Returns what a survey looks at, and what it compiles for; raises for invalid names."""
-    # Nothing here may start a backend: the script may set it up after its import of JAX.
-    policies = tuple(map(get_policy, options.policies))
-    plan = Plan(policies, options.run, options.time, options.batches)
-    return plan, Compiling(options.targets, options.timeout)
+UNKNOWN = "{} at {} cannot be looked into: {}"
+FORWARD = "{} at {} is differentiated in forward mode (jax.{}), which no policy changes here"
+OWN = (
+    "{} at {} is differentiated by mpjax, under a policy that the script chooses: mpjax.explain "
+    "and mpjax.compile_for report on it"
+)
+# What differentiates and is no step.
+EVALUATES = (
+    "{} at {} differentiates {}, and returns no gradient and nothing that one updates: it is no "
+    "training step"
+)
 
 
 class Observer:
-    """Finds the training steps of what runs while it observes.
+    """Finds the training steps of what runs while it observes; raises for invalid names.
 
     Attributes:
         steps: The steps that were found, in the order of their first calls.
@@ -54,15 +58,13 @@ class Observer:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        compiling: Compiling,
-        count: int | None,
-        progress: bool = True,
-        stuck: Callable[[], None] = lambda: None,
+        self, options: Any, count: int | None, stuck: Callable[[], None] = lambda: None
     ) -> None:
-        self.plan, self.compiling, self.count = plan, compiling, count
-        self.progress, self._stop = progress, Stopping(stuck)
+        # Nothing here may start a backend: the script may set it up after its import of JAX.
+        policies = tuple(map(get_policy, options.policies))
+        self.options = dataclasses.replace(options, policies=policies)
+        self.compiling = Compiling(options.targets, options.timeout)
+        self.count, self._stop = count, Stopping(stuck)
         self.steps: list[Examined] = []
         self.not_covered: dict[str, None] = {}
         self.stopped = self.interrupted = False
@@ -85,10 +87,7 @@ class Observer:
         lines = {site.source for step in self.steps for site in _sites(step)}
         for site in self._forward:
             if site.source not in lines:
-                self.not_covered[
-                    f"{site.fun} at {short(site.source)} is differentiated in forward mode "
-                    f"(jax.{site.transform}), which no policy changes here"
-                ] = None
+                self.not_covered[FORWARD.format(*_named(site), site.transform)] = None
 
     # ---- jitted functions ------------------------------------------------------------------------
 
@@ -98,7 +97,7 @@ class Observer:
         if key not in self._known:
             with self._lock:
                 self._alive.append(jitted)
-                self._known[key] = self._examined(Call(jitted.jitted, args, kwargs), jitted)
+                self._known[key] = self._examined(Call(jitted.jitted, args, kwargs))
         return self._known[key]
 
     def runs(self, what: Examined) -> None:
@@ -109,17 +108,23 @@ class Observer:
                 self._stop()
             what.calls += 1
 
-    def _examined(self, call: Call, jitted: Jitted) -> Examined | None:
+    def _examined(self, call: Call) -> Examined | None:
         try:
             noting, program = call.noted()
-        except Exception as error:
+        except Exception as error:  # of what a program of arrays cannot be
             with contextlib.suppress(Exception):  # the script's own, which its call will raise
-                self._not_looked_into(call.sites(), error)
+                for site in call.sites():
+                    self.not_covered[UNKNOWN.format(*_named(site), reason_of(error))] = None
             return None
         if not (noting.losses or noting.own):
             return None
-        name = getattr(jitted, "__name__", type(jitted).__name__)
-        place = noting.place or (name, *_line_of_call())
+        name = getattr(call.jitted, "__name__", type(call.jitted).__name__)
+        place = call.place or noting.place or (name, *_line_of_call())
+        if not trains(noting, program):
+            name, file, line = place
+            losses = first_of([*dict.fromkeys(loss.site.fun for loss in noting.losses)], NAMED)
+            self.not_covered[EVALUATES.format(name, short(f"{file}:{line}"), losses)] = None
+            return None
         return self._step(Examined(call, noting, program, place))
 
     def _step(self, step: Examined) -> Examined:
@@ -130,9 +135,9 @@ class Observer:
             return known
         self.steps.append(step)
         try:
-            bar = progress_bar(self.progress, f"survey {step.place[0]}", STAGE)
+            bar = progress_bar(self.options.progress, f"survey {step.place[0]}", STAGE)
             with HOOKED(None), muted(), jax.transfer_guard("allow"), bar:
-                step.examine(self.plan, self.compiling)
+                step.examine(self.options, self.compiling)
         except KeyboardInterrupt:
             self.stopped = self.interrupted = True
             self._stop()  # the script would take the interrupt for its own
@@ -169,31 +174,15 @@ class Observer:
     def _gradient(self, fun: Any, site: Site, flat: Flat) -> Examined | None:
         arrays = [jax.lax.stop_gradient(x) for x in flat.arrays]
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            self.not_covered[UNSEEN.format(site.fun, short(site.source))] = None
+            self.not_covered[UNSEEN.format(*_named(site))] = None
             arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         args, kwargs = flat.filled(arrays)
-        gradient = Gradient(fun, site, args, kwargs)
-        try:
-            noting, program = gradient.noted()
-        except Exception as error:  # of what a program of arrays cannot be
-            self._not_looked_into([site], error)
-            return None
-        name = f"gradient of {site.fun}"
-        return self._step(Examined(gradient, noting, program, (name, site.file, site.line)))
-
-    def _not_looked_into(self, sites: Sequence[Site], error: Exception) -> None:
-        for site in sites:
-            self.not_covered[
-                f"{site.fun} at {short(site.source)} cannot be looked into: {reason_of(error)}"
-            ] = None
+        return self._examined(Gradient(fun, site, args, kwargs))
 
     def _ran_own(self, site: Site) -> None:
         if self._watch is not None and self._watch.is_inside:  # a step, which says so
             return
-        self.not_covered[
-            f"{site.fun} at {short(site.source)} is differentiated by mpjax, under a policy that "
-            "the script chooses: mpjax.explain and mpjax.compile_for report on it"
-        ] = None
+        self.not_covered[OWN.format(*_named(site))] = None
 
     def _ran_forward(self, site: Site) -> None:
         self._forward[site] = None
@@ -233,6 +222,10 @@ class Observer:
 
 def _sites(step: Examined) -> list[Site]:
     return [loss.site for loss in step.losses]
+
+
+def _named(site: Site) -> tuple[str, str]:
+    return site.fun, short(site.source)
 
 
 def _line_of_call() -> tuple[str, int]:

@@ -8,15 +8,14 @@ import atexit
 import contextlib
 import json
 import os
-import re
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mpjax._src.core.base.lazy import with_jax
 from mpjax._src.tools.scripts.launch import LaunchError, file_of, launch, refusal
+from mpjax._src.tools.scripts.started import heard, runs_python
 
 WRONG = 2  # the exit status of a wrong command line
 
@@ -54,7 +53,6 @@ class Run:
         self.policy, self.script, self.report_file = policy, script, report_file
         self.report: Any = None
         self.children, self.others = False, 0
-        self._heard_of: list[str] = []
         self.process = os.getpid()  # -1 if nothing ran, of which anything could be told
         self._stack = contextlib.ExitStack()
 
@@ -115,19 +113,14 @@ class Run:
             return {**prepare(name), "mpjax": _InChild(self.policy)}
 
         spawn.get_preparation_data = prepared
-        sys.addaudithook(self._heard)  # there is no way to remove one
+        self._stack.enter_context(heard(self._heard))
 
-    def _heard(self, event: str, args: Any) -> None:
+    def _heard(self, words: Sequence[str], replaced: bool) -> None:
         """Counts processes of Python that the script starts."""
-        if event not in STARTING or os.getpid() != self.process:
-            return
-        with contextlib.suppress(Exception):  # it would end what the script does
-            words = words_of(*STARTING[event](args))
-            again = event == "os.posix_spawn" and words == self._heard_of  # by subprocess itself
-            self._heard_of = words
-            self.others += runs_python(words) and not again
-        if event == "os.exec":
-            self.finish()  # nothing of this process is left to tell it
+        if os.getpid() == self.process:
+            self.others += runs_python(words)
+            if replaced:
+                self.finish()  # nothing of this process is left to tell it
 
     def finish(self) -> None:
         """Prints what was planned, and writes the report."""
@@ -153,36 +146,6 @@ class Run:
         if self.children:
             text += "\nmpjax: processes of multiprocessing plan as this one; they are not counted"
         return text
-
-
-# What Python tells an audit hook when a process is started: the program and its arguments.
-STARTING: dict[str, Callable[[Any], tuple[Any, Any]]] = {
-    "subprocess.Popen": lambda args: args[:2],
-    "os.posix_spawn": lambda args: args[:2],
-    "os.exec": lambda args: args[:2],
-    "os.spawn": lambda args: args[1:3],
-    "os.system": lambda args: (None, args[0]),
-}
-PYTHON = re.compile(r"(^|[/\\])(python|pypy)[0-9.]*(\.exe)?$", re.IGNORECASE)
-# What starts Python of its own accord, but for its own processes.
-OWN_PROCESSES = ("multiprocessing", "mpjax")
-
-
-def words_of(program: Any, args: Any) -> list[str]:
-    """Returns the words of a command: a list, a text, or a list that hands a shell a text."""
-    if isinstance(args, (str, bytes, os.PathLike)):
-        return shlex.split(os.fsdecode(args))
-    words = [os.fsdecode(each) for each in args]
-    words[:1] = [os.fsdecode(program)] if program is not None else words[:1]
-    shell = words[1:2] == ["-c"] and not PYTHON.search(words[0])
-    return shlex.split(words[2]) if shell else words
-
-
-def runs_python(words: Sequence[str]) -> bool:
-    """Returns whether a command runs code of Python, and not as multiprocessing or mpjax would."""
-    at = next((i for i, word in enumerate(words) if PYTHON.search(word)), len(words))
-    rest = words[at + 1 :]
-    return bool(rest) and not any(own in " ".join(rest[:3]) for own in OWN_PROCESSES)
 
 
 class _InChild:

@@ -18,6 +18,7 @@ from mpjax._src.tools.document.model import Document, Table, share
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments.explain import matmul_flops
 from mpjax._src.tools.scripts.hooks import Hook, Site
+from mpjax._src.tools.scripts.missed import compiled_before
 from mpjax._src.tools.scripts.moving import Moving
 
 # How many programs of a function are counted: one that has no key gets a new one in each step.
@@ -73,8 +74,8 @@ class GradientsReport(Report):
         rows: The functions, a `GradientRow` each, in the order of their first calls.
         half_flops: The share of the matmul FLOPs of all planned programs that run on 16-bit
             operands, from 0 to 1; None if there are none.
-        missed: What holds a transformation of JAX, or a derivative, from before, each a phrase.
-            What calls it is not planned.
+        missed: What holds a transformation of JAX, or a derivative, from before, and what is
+            compiled ahead of time in float32, each a phrase. What calls it is not planned.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -93,7 +94,8 @@ class GradientsReport(Report):
 
     @property
     def missed(self) -> tuple[str, ...]:
-        return self._hook.missed if self._hook else ()
+        halves = halves_of(self.policy)
+        return (*self._hook.missed, *(compiled_before() if halves else ())) if self._hook else ()
 
     @property
     def rows(self) -> tuple[GradientRow, ...]:

@@ -5,11 +5,14 @@ Only the characters that an edit names change: comments, formatting, quotes and 
 
 import ast
 import bisect
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from mpjax._src.core.base.lines import is_library
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 SCOPES = (*FUNCTIONS, ast.ClassDef, ast.Module)
@@ -215,6 +218,37 @@ class Source:
             parts += [self.text[last:start], text]
             last = end
         return "".join([*parts, self.text[last:]])
+
+
+def beside(source: Source) -> Iterator[Source]:
+    """Yields the modules in a script's folders that it imports, and those that these import."""
+    known, waiting = {source.path}, [source]
+    while waiting:
+        each = waiting.pop(0)
+        bound = (
+            b for names in each.bindings.values() for several in names.values() for b in several
+        )
+        for full in dict.fromkeys(b.value for b in bound if b.kind == "import"):
+            path = _file_of(each.path, full)
+            if path is not None and path not in known:
+                known.add(path)
+                with contextlib.suppress(OSError, SyntaxError, ValueError):
+                    waiting.append(Source(path))
+                    yield waiting[-1]
+
+
+def _file_of(importer: Path, full: str) -> Path | None:
+    """Returns the file of a module, or of what is imported from it, if no package is installed."""
+    names = full.lstrip(".").split(".")
+    dots = len(full) - len(full.lstrip("."))
+    # A script's own folder is on the path, or one above it, as of `python -m package.train`.
+    for folder in importer.parents[dots - 1 : dots] if dots else importer.parents[:3]:
+        for count in range(len(names), 0, -1):
+            stem = folder.joinpath(*names[:count])
+            files = (stem.with_suffix(".py"), stem / "__init__.py")
+            if found := [file for file in files if file.is_file()]:
+                return None if is_library(str(found[0])) else found[0]
+    return None
 
 
 def dotted(node: Any) -> str:

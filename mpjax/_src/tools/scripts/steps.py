@@ -8,7 +8,6 @@ values that it gets there.
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -23,7 +22,9 @@ import numpy as np
 
 from mpjax._src.core.autocast.transform import autocast
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax import held
 from mpjax._src.core.base.contexts import HOOKED, unchecked
+from mpjax._src.core.base.higher_order import CALL, MAP, higher_order
 from mpjax._src.core.base.trees import is_array, is_key
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program import trace as programs
@@ -32,6 +33,7 @@ from mpjax._src.core.program.site import Site as Place
 from mpjax._src.core.program.site import equations
 from mpjax._src.core.program.trace import Flat
 from mpjax._src.tools.scripts.hooks import Around, Hook, Site, is_within
+from mpjax._src.tools.scripts.missed import apart
 
 # The scope of what a function is differentiated at, with the number of the function.
 MARK = "mpjax.survey"
@@ -95,11 +97,17 @@ class Loss:
         return tuple(int(i) % count for i in several)
 
     @property
+    def places(self) -> list[int]:
+        """The numbers of the floating arrays that it is differentiated with respect to."""
+        arrays = self.call.arrays
+        args, _ = self.call.tree.unflatten(self.call.spread(range(len(arrays))))
+        numbers = [n for i in self.argnums for n in jax.tree.leaves(args[i])]
+        return [n for n in numbers if jnp.issubdtype(arrays[n].dtype, jnp.inexact)]
+
+    @property
     def parameters(self) -> list[Any]:
-        """The abstract values of the floating arrays that it is differentiated with respect to."""
-        args, _ = self.call.filled(self.call.arrays)
-        leaves = [x for i in self.argnums for x in jax.tree.leaves(args[i])]
-        return [x for x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)]
+        """The abstract values of these."""
+        return [self.call.arrays[n] for n in self.places]
 
 
 # ---- what is put around a differentiated function ------------------------------------------------
@@ -152,6 +160,50 @@ class Noting:
         self._alive.clear()  # no tracer may outlive its trace
 
 
+def trains(noting: Noting, program: programs.Traced) -> bool:
+    """Returns whether gradients come out of a step, or what they update: an array of the shape of
+    one that it differentiates with respect to, or as many numbers as these have.
+
+    What it writes to references or hands to Python comes out too. A validation pass that computes
+    forces returns neither.
+    """
+    inner, _ = _jax.open_jaxpr(program.jaxpr)
+    own = _passed_on(inner)
+    out = [v.aval for i, v in enumerate(inner.outvars) if i not in own]
+    asked: dict[int, list[Any]] = {}  # what is marked, with the axes that a vmap adds
+    for eqn, place, _ in equations(inner):
+        if (number := _marked(place)) is not None:
+            asked[number] = [v.aval for v in eqn.invars]
+        elif eqn.effects and not _jax.inner_jaxprs(eqn):
+            out += [getattr(v.aval, "inner_aval", v.aval) for v in eqn.invars]
+    shapes = [x.shape for x in out if _jax.is_array(x)]  # weights may be stored as integers
+    numbers = _numbers([x.shape for x in out if held.is_inexact(x)])
+    for number, loss in enumerate(noting.losses):
+        arrays = asked.get(number, loss.call.arrays)
+        wanted = [arrays[n].shape for n in loss.places]
+        if not {*wanted}.isdisjoint(shapes) or _numbers(wanted) <= numbers:
+            return True
+    return bool(noting.own)
+
+
+def _numbers(shapes: Sequence[Any]) -> int:
+    return sum(map(_jax.size_of, shapes))
+
+
+def _passed_on(jaxpr: Any) -> dict[int, int]:
+    """Returns the results of an open jaxpr that are its arguments, each with the argument."""
+    known = {v: i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        row = higher_order(eqn.primitive.name)
+        for inside in row.wire(eqn) if row.kind in (CALL, MAP) else ():
+            for out, argument in _passed_on(_jax.open_jaxpr(inside.program)[0]).items():
+                given, place = eqn.invars[inside.ins[argument]], inside.outs[out]
+                if place is not None and not isinstance(given, _jax.Literal) and given in known:
+                    known[eqn.outvars[place]] = known[given]
+    found = ((i, v) for i, v in enumerate(jaxpr.outvars) if not isinstance(v, _jax.Literal))
+    return {i: known[v] for i, v in found if v in known}
+
+
 def under(policy: Policy | None) -> Hook | None:
     """Returns the hook that plans what is differentiated; None for a step as it is written."""
     if policy is None:
@@ -191,10 +243,12 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 class Call:
     """A call of a jitted function, which is traced under any hook."""
 
+    place: tuple[str, str, int] | None = None  # its name, its file and line, where it has them
     why_abstract = "the script compiles the step for shapes, so no batch is known"
 
     def __init__(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.jitted, self.args, self.kwargs = jitted, args, kwargs
+        self.marked: programs.Traced | None = None  # its program, as `noted` has it
 
     @functools.cached_property
     def flat(self) -> Flat:
@@ -204,18 +258,28 @@ class Call:
     def is_abstract(self) -> bool:
         return any(isinstance(x, jax.ShapeDtypeStruct) for x in self.flat.arrays)
 
-    def jitted_under(self, hook: Hook | None) -> "Jitted":
-        """Returns a jitted function of (args, kwargs), for `compile_for`."""
-        return Jitted(self.jitted, hook)
+    def planned(self, hook: Hook | None) -> tuple[Callable[..., Any], Hook | None]:
+        """Returns what is traced where a hook plans it, and the hook to trace it under."""
+        return self.jitted, hook
 
-    def flattened(self, hook: Hook | None) -> "Flattened":
-        """Returns a jitted function of the arrays of the call, for `compile_for`."""
-        return Flattened(_calling(self.flat.on(self.jitted)), hook, self.donated)
+    def flattened(self, hook: Hook | None) -> Any:
+        """Returns a jitted function of the arrays of the call, to compile.
+
+        A class of the script may refuse what stands for arrays, so it is none of its arguments.
+        """
+        fun, hook = self.planned(hook)
+        flat = self.flat.on(fun)
+
+        def step(*arrays: Any) -> Any:
+            with traced_again(hook):
+                return _call_traced(flat, *arrays)
+
+        return jax.jit(step, donate_argnums=tuple(self.donated))
 
     @functools.cached_property
     def donated(self) -> list[int]:
         """The numbers of the arrays that the step donates."""
-        inner, _ = _jax.open_jaxpr(self.program(None).jaxpr)
+        inner, _ = _jax.open_jaxpr((self.marked or self.program(None)).jaxpr)
         found = (
             zip(e.invars, e.params.get("donated_invars", ()), strict=False) for e in inner.eqns
         )
@@ -225,8 +289,10 @@ class Call:
     def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
         """Returns the step as a program of its arrays."""
         given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
+        fun, hook = self.planned(hook)
         with traced_again(hook):
-            return programs.trace(_calling(given.on(self.jitted)), given.avals, "step")
+            flat = functools.partial(_call_traced, given.on(fun))
+            return programs.trace(flat, given.avals, "step")
 
     def sites(self) -> list[Site]:
         """Returns where the step differentiates, also where it cannot be looked into."""
@@ -245,7 +311,8 @@ class Call:
         try:
             # A key of its own: a cached trace would note nothing.
             hook = Hook(noting, key=(noting,), own=noting.computed)
-            return noting, self.program(hook, arrays)
+            self.marked = self.program(hook, arrays)
+            return noting, self.marked
         finally:
             noting.done()
 
@@ -257,53 +324,16 @@ class Gradient(Call):
 
     def __init__(self, fun: Callable[..., Any], site: Site, args: Any, kwargs: Any) -> None:
         self.fun, self.site = fun, site
-        super().__init__(self._planned(None), args, kwargs)
+        self.place = f"gradient of {site.fun}", site.file, site.line
+        super().__init__(self.planned(None)[0], args, kwargs)
 
-    def _planned(self, hook: Hook | None) -> Callable[..., Any]:
+    def planned(self, hook: Hook | None) -> tuple[Callable[..., Any], Hook | None]:
         own = with_own_state(self.fun)
         fun = own if hook is None else hook.around(own, self.site)
-        return _derivative(fun, self.site)
+        return _derivative(fun, self.site), None
 
-    def jitted_under(self, hook: Hook | None) -> "Jitted":
-        return Jitted(self._planned(hook), None)
-
-    def flattened(self, hook: Hook | None) -> "Flattened":
-        return Flattened(_calling(self.flat.on(self._planned(hook))), None, ())
-
-    def program(self, hook: Hook | None, arrays: Sequence[Any] = ()) -> programs.Traced:
-        given = dataclasses.replace(self.flat, arrays=tuple(arrays) or self.flat.arrays)
-        with traced_again(None):
-            return programs.trace(_calling(given.on(self._planned(hook))), given.avals, "step")
-
-
-class Jitted:
-    """A jitted function of (args, kwargs) that is traced under a hook."""
-
-    def __init__(self, jitted: Any, hook: Hook | None) -> None:
-        self.hook = hook
-        # What `jax.pmap` makes has no trace of its own, nor has a gradient.
-        self.jitted = jitted if hasattr(jitted, "trace") else jax.jit(_called(jitted))
-
-    def trace(self, args: Any, kwargs: Any) -> Any:
-        with traced_again(self.hook):
-            return self.jitted.trace(*args, **kwargs)
-
-    def lower(self, args: Any, kwargs: Any) -> Any:
-        return self.trace(args, kwargs).lower()
-
-
-class Flattened:
-    """A step as a jitted function of its arrays, that is traced under a hook."""
-
-    def __init__(self, flat: Callable[..., Any], hook: Hook | None, donated: Sequence[int]) -> None:
-        self.jitted, self.hook = jax.jit(flat, donate_argnums=tuple(donated)), hook
-
-    def trace(self, *arrays: Any) -> Any:
-        with traced_again(self.hook):
-            return self.jitted.trace(*arrays)
-
-    def lower(self, *arrays: Any) -> Any:
-        return self.trace(*arrays).lower()
+    def sites(self) -> list[Site]:
+        return [self.site]
 
 
 @contextlib.contextmanager
@@ -335,35 +365,15 @@ class _Muted:
         return getattr(self._stream, name)
 
 
-def _calling(flat: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_call_traced, flat)
-
-
 def _call_traced(flat: Callable[..., Any], *arrays: Any) -> Any:
     """Calls what is traced: the frames above belong to the step."""
     return flat(*arrays)
 
 
-def _called(fun: Callable[..., Any]) -> Callable[..., Any]:
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    step.__name__ = getattr(fun, "__name__", "step")
-    return step
-
-
 def with_own_state(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that may be called once more: with containers of its own, if it is an
-    object that holds any. Flax NNX's hold states that a call takes out."""
-    held = vars(fun) if hasattr(fun, "__dict__") and not inspect.isroutine(fun) else {}
-    kinds = (list, dict, set, collections.deque)
-    if not any(isinstance(each, kinds) for each in held.values()):
-        return fun
-    mine = copy.copy(fun)
-    for name, each in held.items():
-        if isinstance(each, kinds):
-            object.__setattr__(mine, name, copy.copy(each))
-    return mine
+    """Returns a function that may be called once more. Flax NNX's hold states that a call takes
+    out."""
+    return fun if inspect.isroutine(fun) else apart(fun, list, dict, set, collections.deque)
 
 
 def _derivative(fun: Callable[..., Any], site: Site) -> Callable[..., Any]:

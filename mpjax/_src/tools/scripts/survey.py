@@ -4,6 +4,7 @@ JAX is imported by the script, which may set its environment before.
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 import traceback
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax._src.core.base.lazy import with_jax
 from mpjax._src.core.base.lines import is_library
-from mpjax._src.tools.scripts.ending import PATIENCE, Commands, Stop
-from mpjax._src.tools.scripts.launch import LaunchError, launch, restored
+from mpjax._src.tools.scripts.ending import PATIENCE, Stop
+from mpjax._src.tools.scripts.launch import LaunchError, launch, own_code, restored
+from mpjax._src.tools.scripts.started import heard
 
 if TYPE_CHECKING:
     from mpjax._src.tools.scripts.surveyed import Survey
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 RUNNERS = ("pytest", "py.test", "unittest")
 
 NOTHING = (
-    "no function was differentiated by jax.grad, jax.vjp or their like, so there is no training "
-    "step to look at"
+    "no function was differentiated by jax.grad, jax.vjp or their like, but for what is named "
+    "here, so there is no training step to look at"
 )
 FAILED = "the script failed before the first call of a training step had run"
 STUCK = (
@@ -94,34 +96,32 @@ def survey(
         return surveyed(options, os.fspath(script), [*map(str, args)], module)
 
 
+@dataclasses.dataclass
 class Options:
-    """What a survey was asked for, checked as far as that needs no JAX."""
+    """What a survey was asked for, as `survey` has it, checked as far as that needs no JAX."""
 
-    def __init__(
-        self,
-        policies: Any,
-        targets: Any,
-        steps: int | None,
-        run: bool,
-        batches: bool,
-        time: bool | None,
-        timeout: float = 600.0,
-        progress: bool = True,
-    ) -> None:
+    policies: Any
+    targets: Any
+    steps: int | None
+    run: bool
+    batches: bool
+    time: bool | None
+    timeout: float = 600.0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
         from mpjax._src.core.base.errors import brief, check_count, check_flag
 
-        if steps is not None:
-            check_count("steps", steps)
-        for name, flag in (("run", run), ("batches", batches), ("progress", progress)):
-            check_flag(name, flag)
-        if not isinstance(timeout, int | float) or not timeout > 0:
+        self.policies = _several(self.policies)
+        self.targets = tuple(dict.fromkeys(_several(self.targets)))
+        if self.steps is not None:
+            check_count("steps", self.steps)
+        for name in ("run", "batches", "progress"):
+            check_flag(name, getattr(self, name))
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise ValueError(
-                f"timeout={brief(timeout)} must be a number of seconds greater than 0."
+                f"timeout={brief(self.timeout)} must be a number of seconds greater than 0."
             )
-        self.policies = _several(policies)
-        self.targets = tuple(dict.fromkeys(_several(targets)))
-        self.steps, self.run, self.batches = steps, run, batches
-        self.time, self.timeout, self.progress = time, float(timeout), progress
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -142,13 +142,14 @@ def surveyed(
     """
     command = " ".join([*(["-m"] * module), script, *args])
     ended, error = "ended", ""
+    commands: list[str] = []
 
     def stuck() -> None:
         running.observer.not_covered[STUCK] = None
-        finish(running.report(command, "stopped", "", commands.seen))
+        finish(running.report(command, "stopped", "", commands))
 
     running = Running(options, module and script in RUNNERS, stuck)
-    with Commands() as commands, running.observing():
+    with heard(lambda words, _: commands.append(" ".join(words))), running.observing():
         try:
             launch(script, args, module)
         except LaunchError:
@@ -165,19 +166,18 @@ def surveyed(
         raise running.refused
     if running.observer is not None:
         ended = running.observer.ending(ended)
-    return running.report(command, ended, error, commands.seen)
+    return running.report(command, ended, error, commands)
 
 
 def _told(error: BaseException) -> str:
     """Prints a traceback of the script, and returns its error in one line."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("mpjax."):
-        trace = trace.tb_next
+    from mpjax._src.core.base.errors import in_one_line
+
+    trace = own_code(error.__traceback__)
     traceback.print_exception(type(error), error, trace)
-    text = next(iter(str(error).splitlines()), "")
     frames = [f for f in traceback.extract_tb(trace) if not is_library(f.filename)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' * bool(text)}{text}{place}"
+    return f"{in_one_line(error)}{place}"
 
 
 class Running:
@@ -192,8 +192,8 @@ class Running:
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        if "jax" in sys.modules:
-            self._check()
+        if "jax" in sys.modules:  # what is invalid is refused before anything runs
+            self._observer()
         self._active = True
         with_jax(self._begin)
         try:
@@ -202,27 +202,24 @@ class Running:
             self._active = False
             self._stack.close()
 
-    def _check(self) -> Any:
-        """Returns the plan; raises for an invalid policy or target."""
-        from mpjax._src.tools.scripts.observer import plan_of
+    def _observer(self) -> Any:
+        from mpjax._src.tools.scripts.observer import Observer
 
-        return plan_of(self.options)
+        return Observer(self.options, None if self.whole else self.options.steps, self._stuck)
 
     def _begin(self) -> None:
         if not self._active:  # JAX is imported after the survey has ended
             return
-        from mpjax._src.tools.scripts.observer import Observer
-
         try:
-            plan, compiling = self._check()
+            self.observer = self._observer()
         except (ValueError, TypeError) as error:
             self.refused = error
             raise Stop from None  # the script's import of JAX would fail
-        count = None if self.whole else self.options.steps
-        self.observer = Observer(plan, compiling, count, self.options.progress, self._stuck)
         self._stack.enter_context(self.observer.observing())
 
-    def report(self, command: str, ended: str, error: str, commands: Sequence[str]) -> "Survey":
+    def report(
+        self, command: str, ended: str, error: str, commands: Sequence[Sequence[str]]
+    ) -> "Survey":
         from mpjax._src.tools.scripts.surveyed import Survey
 
         seen = self.observer

@@ -1,6 +1,7 @@
 """The report of `survey`: what each policy would make of the training steps of a script."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -273,7 +274,7 @@ def _cells(row: SurveyRow) -> tuple[str, ...]:
     return (
         row.policy,
         "-" if row.half_flops is None else share(row.half_flops),
-        "-" if error is None else share(error),
+        "-" if error is None else share(error) if math.isfinite(error) else "not finite",
         "" if row.time_ms is None else figure(row.time_ms),
         "" if row.speed is None else f"{row.speed:.2f}x",
         "; ".join(row.notes),

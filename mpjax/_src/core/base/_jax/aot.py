@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.backend import get_compile_options
 from jax.interpreters import mlir
@@ -55,7 +57,7 @@ def compile_only(
     optimized = executable.hlo_modules()[0]
     return {
         "left_out": left_out,
-        "memory": _memory_of(executable),
+        "memory": memory_of(executable),
         "asked": before.as_hlo_module().to_string(),
         "hlo": optimized.to_string(),
         "xla_costs": _costs_of(optimized),
@@ -76,7 +78,7 @@ def _executable(devices: tuple[Any, ...], program: bytes, options: dict[str, Any
         )
 
 
-def _memory_of(executable: Any) -> dict[str, int]:
+def memory_of(executable: Any) -> dict[str, int]:
     """Returns the bytes of a program on one device, by kind."""
     stats = executable.get_compiled_memory_stats()
     return {
@@ -98,6 +100,21 @@ def _costs_of(module: Any) -> dict[str, float]:
         for name in ("flops", "bytes accessed", "transcendentals")
         if name in costs
     }
+
+
+def lowered_without(traced: Any, platform: str, primitives: Iterable[Any]) -> Any:
+    """Lowers a traced function without what some primitives do. Their results are zeros that no
+    compiler sees as such, as if they came from elsewhere."""
+    rules: Any = tuple((primitive, _zeros) for primitive in primitives)
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+
+
+def _zeros(ctx: Any, *args: Any, **params: Any) -> Any:
+    def zeros(*_: Any) -> list[Any]:
+        return [jax.lax.optimization_barrier(jnp.zeros(a.shape, a.dtype)) for a in ctx.avals_out]
+
+    return mlir.lower_fun(zeros, multiple_results=True)(ctx, *args)
 
 
 CUDNN_VERSION = 91000  # version 9.10, which has all features that JAX checks

@@ -8,19 +8,25 @@ from typing import Any
 
 import jax
 
+from mpjax._src.core.base._jax.sources import JAX
+
 # The functions of JAX that call a rule of a custom_jvp or a custom_vjp.
 RULES = ("_flatten_jvp", "_flatten_fwd", "_flatten_bwd", "call_with_accums")
 THEIRS = inspect.unwrap(jax.custom_vjp.defvjp).__code__.co_filename
+BACKWARD = "backward_pass"  # how the names of those begin that call rules of transposition
 
 
 def in_custom_rule(frame: FrameType | None) -> bool:
     """Returns whether a frame is called by the rule of a custom derivative.
 
-    Such a rule computes a derivative of what is around it. The function itself is no rule.
+    Such a rule computes a derivative of what is around it, and so does one that transposes. The
+    function itself is no rule.
     """
     while frame is not None:
         code = frame.f_code
         if code.co_name in RULES and code.co_filename == THEIRS:
+            return True
+        if code.co_name.startswith(BACKWARD) and code.co_filename.startswith(JAX):
             return True
         frame = frame.f_back
     return False
