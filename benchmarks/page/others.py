@@ -21,7 +21,8 @@ COSTS = (
 )
 KINDS = ("code base", "version", "its own 16-bit setting", "replaced to run it here")
 HALF = "mixed_bfloat16"
-NO_ERROR = "no error of"  # how notes begin of gradients whose errors are not known
+# What notes say of gradients whose errors are not known.
+NO_ERROR = ("no error of", "is not finite", "is no relative error")
 
 
 def section(stored: Rows, causes: Rows) -> str:
@@ -113,7 +114,8 @@ def unknown(rows: Rows) -> Iterator[str]:
     yield from rows.get("survey", {}).get("notes", ())
     for step in rows.get("survey", {}).get("steps", ()):
         notes = [note for row in (step, *step["rows"].values()) for note in row.get("notes", ())]
-        yield from dict.fromkeys(f"`{step['name']}`: {x}" for x in notes if x.startswith(NO_ERROR))
+        told = [note for note in notes if any(words in note for words in NO_ERROR)]
+        yield from dict.fromkeys(f"`{step['name']}`: {note}" for note in told)
         if refused := step["rows"].get(HALF, {}).get("h100", {}).get("refused"):
             yield f"`{step['name']}` is not compiled for an H100: {refused}"
 
