@@ -1,9 +1,10 @@
 """Suite "others": other people's training code under `mpjax run` and `mpjax survey`, unchanged.
 
-    python -m benchmarks --suite others [CASE ...] [--cache FOLDER]
+    python -m benchmarks --suite others [CASE ...] [--cache FOLDER] [--part ROW] [--fresh]
 
 `bases.toml` lists the code bases. Each gets a virtual environment of its own in FOLDER (by default
-~/.cache/mpjax-others), with pinned versions from the package registry. A code base that is no
+~/.cache/mpjax-others), with pinned versions from the package registry; what needs another Python
+is skipped if that is not on the path. Rows that failed stay until `--fresh`. A code base that is no
 package is read from FOLDER/sources/NAME-COMMIT, and its rows are skipped if this folder is absent.
 A script in `scripts` trains it as its users do; it has no line of mpjax. The rows of a case:
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 
 from benchmarks.results import FAILED, SKIPPED, Row
 
@@ -25,6 +24,8 @@ TIMEOUT = 1800
 LOSS = r"\bloss\b\D{0,3}([-+\d.e]+|nan|inf)"
 # What compiles for an absent GPU, in the version of jaxlib: no CUDA, no driver.
 COMPILERS = ("jax-cuda12-plugin=={0}", "jax-cuda12-pjrt=={0}", "nvidia-cuda-nvcc-cu12")
+# How a survey's notes of the compiled steps begin; other notes name files of this machine.
+COMPILED = "for h100"
 # The file that mpjax writes where the script runs.
 REPORT = "report.json"
 
@@ -61,28 +62,46 @@ def measured(case: str, base: Base, way: str, home: Path) -> Row:
 
 def environment(case: str, base: Base, home: Path) -> Path:
     """Returns the Python of a code base's environment, which is made if it is absent."""
-    wanted = [f"jax=={jax.__version__}", f"jaxlib=={jaxlib.__version__}", *base["packages"]]
-    key = "\n".join([sys.version, *wanted, *base.get("alone", ())])
+    wanted = [f"{name}=={jax_of(base)}" for name in ("jax", "jaxlib")] + base["packages"]
+    key = "\n".join([base.get("python", sys.version), *wanted, *base.get("alone", ())])
     name = hashlib.sha256(key.encode()).hexdigest()[:8]
     folder = home / "environments" / f"{base.get('shares', case)}-{name}"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        done([sys._base_executable, "-m", "venv", str(folder)])
+        done([interpreter(base), "-m", "venv", str(folder)])
         pip = [str(python), "-m", "pip", "install", "--quiet"]
-        done([*pip, "--editable", str(TREE), *wanted])
+        done([*pip, "--editable", f"{TREE}[cli]", *wanted])
         if base.get("alone"):  # whose other requirements contradict these, or are of no use here
             done([*pip, "--no-deps", *base["alone"]])
         (folder / "ready").touch()
     return python
 
 
-def compilers(home: Path) -> Path:
+def interpreter(base: Base) -> str:
+    """Returns the Python that makes an environment: a code base may need another than this."""
+    if "python" not in base:
+        return sys._base_executable
+    found = shutil.which(f"python{base['python']}")
+    try:
+        done([found or "", "-c", ""])  # version managers have names of what is not there
+    except (OSError, Failed):
+        raise Absent(f"python{base['python']} is not on this machine") from None
+    return found
+
+
+def jax_of(base: Base) -> str:
+    """Returns the version of JAX and jaxlib of an environment."""
+    return base.get("jax", jax.__version__)
+
+
+def compilers(base: Base, python: Path, home: Path) -> Path:
     """Returns the folder of the compiler for absent GPUs, which is filled if it is absent."""
-    folder = home / f"compilers-{jaxlib.__version__}-{sys.version_info[0]}.{sys.version_info[1]}"
+    version = base.get("python", f"{sys.version_info[0]}.{sys.version_info[1]}")
+    folder = home / f"compilers-{jax_of(base)}-{version}"
     if not (folder / "ready").exists():
-        packages = [package.format(jaxlib.__version__) for package in COMPILERS]
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        packages = [package.format(jax_of(base)) for package in COMPILERS]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
         done([*pip, str(folder), *packages])
         (folder / "ready").touch()
     return folder
@@ -211,16 +230,19 @@ def survey_figures(
     survey = ["-m", "mpjax", "survey", "--target", "h100", "--json", "--no-batch"]
     survey += ["--no-run", "--policy", "float32"] if own else ["--policy", "mixed_bfloat16"]
     survey += base.get("survey", ())
-    run = executed(case, base, python, [*survey, *script], home, (compilers(home),))
-    steps = [step_figures(step) for step in json.loads(run.out)["steps"]]
-    return {"steps": steps}
+    run = executed(case, base, python, [*survey, *script], home, (compilers(base, python, home),))
+    found = json.loads(run.out)
+    notes = [note for note in found["not_covered"] if note.startswith(COMPILED)]
+    row: Row = {"steps": [step_figures(step) for step in found["steps"]]}
+    return {**row, "notes": notes} if notes else row
 
 
 def step_figures(step: Row) -> Row:
     """Returns what the page needs of a step in a survey's JSON."""
     rows = {}
     for row in step["rows"]:
-        kept = {key: row[key] for key in ("half_flops", "gradient_error", "notes") if row[key]}
+        known = {key: row[key] for key in ("half_flops", "gradient_error", "notes")}
+        kept = {key: value for key, value in known.items() if value not in (None, [])}
         for program in row["programs"]:
             figures = "temp_bytes", "total_bytes", "bytes_accessed", "roofline_ms", "refused"
             kept[program["target"]] = {key: program[key] for key in figures if program[key]}

@@ -21,6 +21,8 @@ COSTS = (
 )
 KINDS = ("code base", "version", "its own 16-bit setting", "replaced to run it here")
 HALF = "mixed_bfloat16"
+# What notes say of gradients whose errors are not known.
+NO_ERROR = ("no error of", "is not finite", "is no relative error")
 
 
 def section(stored: Rows, causes: Rows) -> str:
@@ -28,9 +30,9 @@ def section(stored: Rows, causes: Rows) -> str:
     cases = stored["cases"]
     runs = [run_cells(case, rows) for case, rows in cases.items() if "losses" in rows.get(RUN, {})]
     costs = [cells for case, rows in cases.items() for cells in cost_cells(case, rows)]
-    parts = [f"## Runs\n\n{table(COLUMNS, runs)}"]
+    parts = [f"## Runs\n\n{table(COLUMNS, runs, 2)}"]
     if costs:
-        parts.append(f"## Steps compiled for an H100\n\n{table(COSTS, costs)}")
+        parts.append(f"## Steps compiled for an H100\n\n{table(COSTS, costs, 2)}")
     parts.append(f"## Versions, settings and shims\n\n{prose(KINDS, map(kind_cells, cases))}")
     if failures := [*unmeasured(cases)]:
         parts.append(f"## What did not work, and why\n\n{prose(('code base', 'why'), failures)}")
@@ -47,6 +49,7 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
     ]
     again = rows.get(SAME, {})
     alike = same(rows[PLAIN], again) if "losses" in again else None
+    read = f"yes, {again['numbers']} values" if "numbers" in again else "yes"
     return [
         title(case),
         f"`mpjax run {script(case)}`",
@@ -56,7 +59,7 @@ def run_cells(case: str, rows: Rows) -> list[Cell]:
         difference(rows[PLAIN], ran),
         difference(rows[PLAIN], rows.get("own", {})),
         percent(max(worst, default=None)),
-        {True: "yes", False: "**no**", None: None}[alike],
+        {True: read, False: "**no**", None: None}[alike],
     ]
 
 
@@ -82,6 +85,8 @@ def kind_cells(case: str) -> tuple[str, ...]:
     version = base.get("packages", [""])[0].replace("==", " ")
     if "repository" in base:
         version = f"{base['repository'].rpartition('github.com/')[2]} at {base['commit'][:12]}"
+    if "jax" in base:
+        version += f", with jax {base['jax']}"
     return title(case), version, base.get("setting", "none"), base.get("shim", "nothing")
 
 
@@ -95,11 +100,24 @@ def unmeasured(cases: Rows) -> Iterator[tuple[str, str]]:
         for reason, ways in reasons.items():
             yield title(case), f"{', '.join(ways)}: {reason}"
         for reason in rows.get(RUN, {}).get("reasons", ()):
-            yield title(case), f"a function stays in float32: {reason}"
+            yield title(case), f"no matmul of a function runs in 16 bits: {reason}"
+        for reason in unknown(rows):
+            yield title(case), reason
         for note in BASES.get(case, {}).get("notes", ()):
             yield title(case), note
     for base in ABSENT.values():
         yield base["title"], base["why"]
+
+
+def unknown(rows: Rows) -> Iterator[str]:
+    """Yields why a survey says nothing of a gradient's error, or of a step on an H100."""
+    yield from rows.get("survey", {}).get("notes", ())
+    for step in rows.get("survey", {}).get("steps", ()):
+        notes = [note for row in (step, *step["rows"].values()) for note in row.get("notes", ())]
+        told = [note for note in notes if any(words in note for words in NO_ERROR)]
+        yield from dict.fromkeys(f"`{step['name']}`: {note}" for note in told)
+        if refused := step["rows"].get(HALF, {}).get("h100", {}).get("refused"):
+            yield f"`{step['name']}` is not compiled for an H100: {refused}"
 
 
 def title(case: str) -> str:
@@ -107,10 +125,10 @@ def title(case: str) -> str:
 
 
 def script(case: str) -> str:
-    """Returns how the script of a code base is called."""
+    """Returns how the script of a code base is called, without its sizes."""
     first = BASES.get(case, {}).get("command", [f"train_{case}.py"])
-    words = [word.rpartition("/")[2] for word in first if word[:2] != "--" and word != "{source}"]
-    return " ".join(words)
+    shown = (word for word in first if "=" not in word and word[:2] != "--" and word != "{source}")
+    return " ".join(word.rpartition("/")[2] for word in shown)
 
 
 def difference(plain: Rows, other: Rows) -> Cell:
@@ -119,7 +137,7 @@ def difference(plain: Rows, other: Rows) -> Cell:
         return None
     pairs = zip(map(float, plain["losses"]), map(float, other["losses"]), strict=True)
     apart, size = map(sum, zip(*((abs(x - y), abs(x)) for x, y in pairs), strict=True))
-    return f"{apart / size:.1e}"
+    return percent(apart / size)
 
 
 def ratio(mine: float | None, other: float | None) -> float | None:

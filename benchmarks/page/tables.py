@@ -36,17 +36,18 @@ NAMES = (
 )
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[Cell]]) -> str:
-    """Returns a table whose first column is text. The other columns are numbers."""
+def table(header: Iterable[str], rows: Iterable[Iterable[Cell]], texts: int = 1) -> str:
+    """Returns a table whose first column, or columns, are text. The others are numbers."""
     header = list(header)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts)]
     lines += [["-" if cell is None else cell for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def prose(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Returns a table whose columns are all text."""
-    return re.sub("---:", "---", table(header, rows), count=len(list(header)))
+    header = list(header)
+    return table(header, rows, len(header))
 
 
 def shown(name: str) -> str:

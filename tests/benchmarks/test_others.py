@@ -1,8 +1,10 @@
 """The benchmark of other people's code: its list, its figures, and what its page says of them."""
 
 import ast
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +88,36 @@ def test_a_script_is_run_and_its_losses_and_its_report_are_kept(tmp_path, monkey
     assert "them/theirs" in runs.measured("mine", absent, "float32", tmp_path)["skipped"]
 
 
+def test_an_environment_has_the_command_and_the_versions_that_a_code_base_needs(
+    tmp_path, monkeypatch
+):
+    asked = []
+
+    def done(command):
+        asked.append(" ".join(map(str, command)))
+        for word in {"venv", "--target"} & {*command}:
+            Path(command[command.index(word) + 1]).mkdir(parents=True)
+
+    monkeypatch.setattr(runs, "done", done)
+    monkeypatch.setattr(runs.shutil, "which", {"python3.20": "/bin/python3.20"}.get)
+    base = {"packages": ["theirs==1.2"], "jax": "0.99", "python": "3.20", "alone": ["odd==1"]}
+    python = runs.environment("mine", base, tmp_path)
+    assert runs.environment("mine", base, tmp_path) == python and len(asked) == 4
+    assert asked.pop(0) == "/bin/python3.20 -c "
+    assert asked[0] == f"/bin/python3.20 -m venv {python.parent.parent}"
+    assert f"--editable {runs.TREE}[cli] jax==0.99 jaxlib==0.99 theirs==1.2" in asked[1]
+    assert asked[2].startswith(f"{python} -m pip") and asked[2].endswith("--no-deps odd==1")
+    assert runs.compilers(base, python, tmp_path).name == "compilers-0.99-3.20"
+    assert asked[3].startswith(f"{python} -m pip") and "jax-cuda12-plugin==0.99" in asked[3]
+
+    def managed(command):
+        raise runs.Failed("exit status 127")
+
+    monkeypatch.setattr(runs, "done", managed)
+    row = runs.measured("mine", {**base, "python": "3.21"}, "float32", tmp_path)
+    assert row == {"skipped": "python3.21 is not on this machine"}
+
+
 def test_the_reason_of_a_failure_is_its_error_and_not_what_follows_it():
     notes = "----\nFor simplicity, JAX has removed its internal frames\n"
     assert (
@@ -119,11 +151,48 @@ def test_the_page_compares_with_float32_and_with_the_own_setting_and_tells_what_
     }
     assert {*rows} == {*WAYS}
     text = page.section({"cases": {"mine": rows, "yours": {"own": {"failed": "no dtype"}}}}, {})
-    command = (
-        "| mine | `mpjax run train_mine.py` | 0 | 1 of 2 | 92% | 1.0e-02 | 5.0e-02 | 1% | yes |"
-    )
+    command = "| mine | `mpjax run train_mine.py` | 0 | 1 of 2 | 92% | 1% | 5% | 1% | yes |"
     assert command in text
     assert "| mine | `train_step` | 0.50 MiB | 0.50x | 0.67x | 2.00 MB | 0.50x | 0.67x |" in text
     assert "| yours | own: no dtype |" in text
-    assert "| mine | a function stays in float32: forward mode |" in text
+    assert "| mine | no matmul of a function runs in 16 bits: forward mode |" in text
     assert all(base["title"] in text for base in ABSENT.values())
+
+
+def test_the_page_tells_why_a_survey_knows_no_error_and_has_no_figures_of_an_h100():
+    seen = runs.step_figures({**step(), "notes": ["no error of the gradient is known: a", "b"]})
+    seen["rows"]["mixed_bfloat16"]["h100"] = {"refused": "CompileError: c"}
+    rows = {"survey": {"steps": [seen], "notes": ["for h100 without d"]}}
+    assert [*page.unknown(rows)] == [
+        "for h100 without d",
+        "`train_step`: no error of the gradient is known: a",
+        "`train_step` is not compiled for an H100: CompileError: c",
+    ]
+    assert [*page.cost_cells("mine", rows)] == []
+
+
+def test_a_survey_keeps_its_steps_and_what_it_left_out_of_them(monkeypatch):
+    report = {
+        "steps": [step()],
+        "not_covered": ["for h100 without checks", "/home/f was not called"],
+    }
+    run = runs.Run(json.dumps(report), "", None, 1.0, [])
+    monkeypatch.setattr(runs, "executed", lambda *args: run)
+    monkeypatch.setattr(runs, "compilers", lambda *args: None)
+    found = runs.survey_figures("mine", {}, None, ["train.py"], None, False)
+    assert found == {"steps": [runs.step_figures(step())], "notes": ["for h100 without checks"]}
+
+
+def test_an_error_of_0_is_known():
+    found = step()
+    found["rows"][1]["gradient_error"] = 0.0
+    assert runs.step_figures(found)["rows"]["mixed_bfloat16"]["gradient_error"] == 0
+
+
+def test_a_command_on_the_page_is_without_sizes_and_a_version_tells_another_jax():
+    words = ["-m", "theirs.train", "{source}/configs/base.yml", "width=64", "--steps=8"]
+    command = {"command": words, "packages": ["theirs==1.2"], "title": "Theirs", "jax": "0.99"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BASES, "mine", command)
+        assert page.script("mine") == "-m theirs.train base.yml"
+        assert page.kind_cells("mine")[1] == "theirs 1.2, with jax 0.99"

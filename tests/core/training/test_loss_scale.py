@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from mpjax._src.core.training.loss_scale import get_loss_scale, resolve_loss_scale
+from mpjax._src.core.training.loss_scale import get_loss_scale, has_protocol, resolve_loss_scale
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -400,3 +400,15 @@ def test_equal_loss_scales_compare_equal():
     assert mpjax.DynamicLossScale() == mpjax.DynamicLossScale()
     assert mpjax.DynamicLossScale() != mpjax.DynamicLossScale().adjust(False)
     assert mpjax.StaticLossScale(2.0) != mpjax.StaticLossScale(4.0)
+
+
+def test_no_property_of_a_users_object_is_run_to_see_that_it_is_no_loss_scale():
+    class Normal:  # as flowjax.distributions.Normal is, whose property needs arrays
+        @property
+        def scale(self):
+            raise TypeError("'NoneType' object is not callable")
+
+    with pytest.raises(ValueError, match="Unknown loss_scale"):
+        resolve_loss_scale(Normal(), True)
+    assert not has_protocol(Normal())
+    assert all(map(has_protocol, (mpjax.DynamicLossScale(), jmp.NoOpLossScale())))

@@ -186,10 +186,11 @@ def test_a_step_returns_a_gradient_or_what_it_updates(hook, name):
 
 @jax.tree_util.register_pytree_node_class
 class Strict:
-    """A state that takes nothing but arrays, as jmp's loss scales do."""
+    """A state that takes nothing but arrays of its shape, as jmp's loss scales and xarray's do."""
 
     def __init__(self, array):
         array + 1
+        assert array.shape
         self.array = array
 
     def tree_flatten(self):
@@ -211,6 +212,18 @@ def test_a_state_that_takes_no_placeholders_is_compiled(hook):
     program = compiling.compiled(compiling.targets[0], call, None)
     assert not program.refused and call.donated == [0] and compiling.compilations == 1
     assert 0 <= program.temp_bytes < program.total_bytes < 4 * (16 * 16 + 6 * 20) + 4096
+
+
+def test_what_is_differentiated_is_found_in_a_state_that_takes_no_placeholders(hook):
+    def step(state, x, y):
+        def loss(y, state):
+            return jnp.mean((x @ state.array - y) ** 2)
+
+        return jax.grad(loss, argnums=(1, 0))(y, state)
+
+    _, noting, program = noted(step, Strict(jnp.ones((16, 4))), *data())
+    (loss,) = noting.losses
+    assert loss.places == [1, 0] and trains(noting, program)
 
 
 def test_the_batch_is_the_axis_that_reaches_the_loss(hook):

@@ -7,6 +7,7 @@ static. Micikevicius et al. 2017, "Mixed Precision Training", https://arxiv.org/
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -401,9 +402,13 @@ def resolve_loss_scale(loss_scale: LossScale, scaling_needed: bool) -> LossScale
 
 
 def has_protocol(loss_scale: Any) -> bool:
-    """Returns whether an object, not a class, has the methods of a loss scale."""
+    """Returns whether an object, not a class, has the methods of a loss scale.
+
+    No property is run: this is asked of each node of a user's trees, as of a distribution's scale.
+    """
     protocol = ("scale", "unscale", "adjust", "loss_scale")
-    return not isinstance(loss_scale, type) and all(hasattr(loss_scale, n) for n in protocol)
+    found = (inspect.getattr_static(loss_scale, name, None) is not None for name in protocol)
+    return not isinstance(loss_scale, type) and all(found)
 
 
 def _check_number(name: str, value: Any) -> float:

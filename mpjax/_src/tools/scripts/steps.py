@@ -90,7 +90,8 @@ class Loss:
     @property
     def argnums(self) -> tuple[int, ...]:
         """The positions of the differentiated arguments."""
-        count, given = len(self.call.filled(self.call.arrays)[0]), self.site.argnums
+        args, _ = self.call.tree.children()
+        count, given = len(args.children()), self.site.argnums
         if given is None:
             return tuple(range(count))
         several = given if isinstance(given, Sequence) else (given,)
@@ -99,10 +100,10 @@ class Loss:
     @property
     def places(self) -> list[int]:
         """The numbers of the floating arrays that it is differentiated with respect to."""
-        arrays = self.call.arrays
-        args, _ = self.call.tree.unflatten(self.call.spread(range(len(arrays))))
-        numbers = [n for i in self.argnums for n in jax.tree.leaves(args[i])]
-        return [n for n in numbers if jnp.issubdtype(arrays[n].dtype, jnp.inexact)]
+        # By their paths, (args, kwargs)[0][argnum]...: a user's nodes may refuse leaves of ours.
+        paths = [jax.tree_util.keystr(keys[:2]) for keys in self.call.keys]
+        numbers = [n for i in self.argnums for n, at in enumerate(paths) if at == f"[0][{i}]"]
+        return [n for n in numbers if jnp.issubdtype(self.call.arrays[n].dtype, jnp.inexact)]
 
     @property
     def parameters(self) -> list[Any]:
