@@ -1,0 +1,227 @@
+"""What each operation of a program contributes to the error of its loss and of its gradient.
+
+With x_i + m_i d_i in place of each result x_i (`masked`), the outputs y(m) move from float32 to the
+program's dtypes as m goes from 0 to 1. To first order place i contributes the vector J_i d_i, the
+derivative of y by m_i at 0. For a vector u of random signs, one reverse pass gives u . J_i d_i for
+every place at once, and the mean of its square over several u is |J_i d_i|^2, because the mean of
+u u^T is the identity. The relative standard error of that square is at most sqrt(2 / probes). All
+places share the probes, so their order is known better than that.
+
+Sources: adjoint error estimates (Vassiliadis et al., Towards automatic significance analysis,
+CGO 2016; Menon et al., ADAPT, SC 2018; Singh et al., CHEF-FP, IPDPS 2023), and traces by random
+signs (Hutchinson, 1989).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.program.interpret import root_of
+from mpjax._src.tools.instruments import masked
+from mpjax._src.tools.instruments.masked import Block, Step
+from mpjax._src.tools.instruments.programs import Program
+
+# The probes that run at once: more are faster, and hold more cotangents.
+TOGETHER = 3
+
+# The parts that reverse mode computes again: what lives between them is kept.
+SEGMENTS = 16
+
+# The groups that are measured one by one: the largest, and at most so many that act through a kink.
+LARGEST, KINKS = 10, 32
+
+# What is not seen to first order is measured one by one from this share of the whole error on.
+SMALL = 2.0**-7
+
+# Errors at least as large count as infinite: those of what overflows.
+INFINITE = 1e12
+
+TINY = 1e-30  # in place of a norm of 0
+
+
+class Pair(NamedTuple):
+    """An error of the loss and one of the gradient, relative to the norm of each in float32.
+
+    Without gradients, the second is that of all results.
+    """
+
+    loss: float
+    gradient: float
+
+
+class Contributions(NamedTuple):
+    """What groups of places contribute to the error."""
+
+    pairs: Sequence[Pair]  # of each group
+    measured: Sequence[bool]  # whether that of each group is measured, not derived
+    worst: Sequence[tuple[int, ...]]  # of each group, the iterations of its largest entry
+    first_order: Pair  # of all together, to first order
+    squares: Pair  # the root of the sum of all squares
+    total: Pair  # of all together, measured
+    unseen: Pair  # of those together that are too many to measure one by one
+    results: dict[str, float]  # the measured error of each result
+
+
+class Entry(NamedTuple):
+    """An entry of the mask: a place, in one iteration of the loops around it."""
+
+    step: Step
+    turns: tuple[int, ...]  # the iterations
+    times: int  # how often the loops run it
+
+
+class Runner:
+    """A program that is compiled once, and rounds by a mask."""
+
+    def __init__(self, program: Program, scale: float, probes: int):
+        self.program, self.inputs = program, program.inputs(scale)
+        self.block = masked.masked(program.jaxpr, root_of(program.jaxpr))
+        self.entries = [*_entries(self.block)]
+        outs = zip(program.results, program.jaxpr.out_avals, strict=True)
+        self.floats = [i for i, (_, aval) in enumerate(outs) if is_float(aval) and aval.size]
+        self.names = [program.results[i] for i in self.floats]
+        self.turns = -(-(probes + 1) // TOGETHER)
+        self._run = jax.jit(self._compiled)
+
+    def at(self, mask: Any) -> list[jax.Array]:
+        """Returns the floating results with some entries rounded: a mask of 0 and 1."""
+        none = jnp.zeros((2, len(self.names)))
+        return self._run(self.inputs, jnp.asarray(mask, jnp.float32), none, False)[0]
+
+    def derived(self, weights: Any) -> np.ndarray:
+        """Returns the derivative by each entry at 0 of a weighted sum of the results, and of sums
+        with random signs: ``(1 + probes, entries)``.
+
+        ``weights`` are those of the results in the sum, and in the others: ``(2, results)``.
+        """
+        mask = jnp.zeros(len(self.entries))
+        return np.asarray(self._run(self.inputs, mask, jnp.asarray(weights), True)[1], np.float64)
+
+    def _compiled(self, inputs, mask, weights, probing):
+        def run(mask):
+            parts = masked.split(self.block, mask)
+            outs = masked.evaluate(self.block, parts, inputs, SEGMENTS)
+            return [outs[i] for i in self.floats]
+
+        outs, back = jax.vjp(run, mask)
+
+        def probe(number):
+            key = jax.random.fold_in(jax.random.key(0), number)
+            signs = [
+                jax.random.rademacher(jax.random.fold_in(key, i), x.shape, x.dtype)
+                for i, x in enumerate(outs)
+            ]
+            rows = zip(*weights, signs, strict=True)
+            return back([jnp.where(number == 0, a, b * s) for a, b, s in rows])[0]
+
+        numbers = jnp.arange(self.turns * TOGETHER).reshape(self.turns, TOGETHER)
+        derived = jax.lax.cond(
+            probing,
+            lambda: jax.lax.map(jax.vmap(probe), numbers).reshape(-1, mask.size),
+            lambda: jnp.zeros((numbers.size, mask.size)),
+        )
+        return outs, derived
+
+
+def _entries(block: Block) -> Iterator[Entry]:
+    for each in block.blocks():
+        for turns in itertools.product(*map(range, each.turns)):
+            for step in each.places:
+                yield Entry(step, turns, math.prod(each.turns))
+
+
+class Measure:
+    """Measures errors with some entries rounded."""
+
+    def __init__(self, runner: Runner, of_loss: Sequence[float], of_gradient: Sequence[float]):
+        """``of_loss`` and ``of_gradient`` are 1 for the results that count, and else 0."""
+        self.runner, self.weights = runner, np.array([of_loss, of_gradient])
+        self.exact = runner.at(np.zeros(len(runner.entries)))
+        self.sizes = self._norms(self.exact)
+
+    def _norms(self, outs: Sequence[Any]) -> np.ndarray:
+        return np.sqrt(self.weights @ np.array([float(jnp.sum(jnp.square(x))) for x in outs]))
+
+    def differences(self, mask: np.ndarray) -> list[jax.Array]:
+        outs = self.runner.at(mask)
+        return [jnp.where(a == b, 0, a - b) for a, b in zip(outs, self.exact, strict=True)]
+
+    def pair(self, mask: np.ndarray) -> Pair:
+        return Pair(*map(ratio, self._norms(self.differences(mask)), self.sizes))
+
+    def results(self, mask: np.ndarray) -> dict[str, float]:
+        pairs = zip(self.differences(mask), self.exact, strict=True)
+        norms = [[float(jnp.linalg.norm(jnp.ravel(x))) for x in pair] for pair in pairs]
+        return {n: ratio(*pair) for n, pair in zip(self.runner.names, norms, strict=True)}
+
+
+def ratio(error: float, size: float) -> float:
+    value = float(error) / float(size) if size else (0.0 if error == 0 else math.inf)
+    return value if value < INFINITE else math.inf
+
+
+def contributions(
+    runner: Runner,
+    group_of: Sequence[int],
+    of_loss: Sequence[float],
+    of_gradient: Sequence[float],
+) -> Contributions:
+    """Returns what groups of places contribute to the error.
+
+    Args:
+        runner: The program.
+        group_of: The number of each entry's group.
+        of_loss: Of each result, 1 if it is the loss, and else 0.
+        of_gradient: Of each result, 1 if it belongs to the gradient, and else 0.
+    """
+    measure = Measure(runner, of_loss, of_gradient)
+    weights = measure.weights / np.maximum(measure.sizes, TINY)[:, None]
+    by_entry = runner.derived(weights.astype(np.float32))
+    one_hot = np.eye(1 + max(group_of, default=-1))[np.array(group_of, int)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        derived = by_entry @ one_hot
+        loss, gradient = np.abs(derived[0]), np.sqrt((derived[1:] ** 2).mean(0))
+        finite = np.isfinite(loss + gradient) & (loss + gradient < INFINITE)
+        size = np.abs(by_entry).max(0, initial=0)
+    all_of = lambda groups: one_hot[:, groups].sum(1)  # noqa: E731
+    total = measure.pair(np.ones(len(group_of)))
+    hidden = (masked.hidden(runner.block)[:, None] * one_hot).any(0)
+    odd = np.flatnonzero(~finite | hidden | (loss + gradient == 0))
+    unseen = measure.pair(all_of(odd)) if len(odd) else Pair(0.0, 0.0)
+    matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
+    order = np.argsort(-np.where(finite, np.maximum(loss, gradient), 0))
+    alone = {int(i) for i in order[:LARGEST] if finite[i] and loss[i] + gradient[i]}
+    if matters and len(odd) <= KINKS:
+        alone |= {*map(int, odd)}
+        unseen = Pair(0.0, 0.0)
+    pairs = [
+        measure.pair(all_of([i]))
+        if i in alone
+        else Pair(loss[i], gradient[i])
+        if finite[i]
+        else Pair(math.inf, math.inf)
+        for i in range(len(loss))
+    ]
+    summed = np.nan_to_num(derived[:, finite]).sum(1)
+    return Contributions(
+        pairs,
+        [i in alone for i in range(len(loss))],
+        [_worst(runner, size * one_hot[:, i]) for i in range(len(loss))],
+        Pair(abs(summed[0]), math.sqrt((summed[1:] ** 2).mean())),
+        Pair(*(math.sqrt(sum(x**2 for x in column)) for column in zip(*pairs, strict=True)))
+        if pairs
+        else Pair(0.0, 0.0),
+        total,
+        unseen,
+        measure.results(np.ones(len(group_of))),
+    )
+
+
+def _worst(runner: Runner, sizes: np.ndarray) -> tuple[int, ...]:
+    return runner.entries[int(np.argmax(np.nan_to_num(sizes)))].turns
