@@ -146,7 +146,9 @@ class Measure:
         self.sizes = self._norms(self.exact)
 
     def _norms(self, outs: Sequence[Any]) -> np.ndarray:
-        return np.sqrt(self.weights @ np.array([float(jnp.sum(jnp.square(x))) for x in outs]))
+        squares = np.array([float(jnp.sum(jnp.square(x))) for x in outs])
+        # Not by a product: 0 times the square of what overflows is NaN.
+        return np.sqrt(np.where(self.weights, squares, 0).sum(1))
 
     def differences(self, mask: np.ndarray) -> list[jax.Array]:
         outs = self.runner.at(mask)
@@ -183,45 +185,38 @@ def contributions(
     measure = Measure(runner, of_loss, of_gradient)
     weights = measure.weights / np.maximum(measure.sizes, TINY)[:, None]
     by_entry = runner.derived(weights.astype(np.float32))
-    one_hot = np.eye(1 + max(group_of, default=-1))[np.array(group_of, int)]
+    member = np.eye(1 + max(group_of, default=-1))[np.array(group_of, int)]  # (entries, groups)
     with np.errstate(invalid="ignore", over="ignore"):
-        derived = by_entry @ one_hot
-        loss, gradient = np.abs(derived[0]), np.sqrt((derived[1:] ** 2).mean(0))
-        finite = np.isfinite(loss + gradient) & (loss + gradient < INFINITE)
-        size = np.abs(by_entry).max(0, initial=0)
-    all_of = lambda groups: one_hot[:, groups].sum(1)  # noqa: E731
-    total = measure.pair(np.ones(len(group_of)))
-    hidden = (masked.hidden(runner.block)[:, None] * one_hot).any(0)
-    odd = np.flatnonzero(~finite | hidden | (loss + gradient == 0))
-    unseen = measure.pair(all_of(odd)) if len(odd) else Pair(0.0, 0.0)
+        derived = by_entry @ member
+        sizes = np.stack([np.abs(derived[0]), np.sqrt((derived[1:] ** 2).mean(0))])
+        finite = (sizes < INFINITE).all(0)
+
+    def measured(groups: Any) -> Pair:
+        return measure.pair(member[:, groups].sum(1))
+
+    everything = np.arange(member.shape[1])
+    total = measured(everything)
+    largest = np.argsort(-np.where(finite, sizes.max(0, initial=0), 0))[:LARGEST]
+    # Kinks, overflow, and what leads into operations without a derivative.
+    hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
+    odd = everything[~finite | hidden | (sizes.max(0, initial=0) == 0)]
+    unseen = measured(odd) if len(odd) else Pair(0.0, 0.0)
     matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
-    order = np.argsort(-np.where(finite, np.maximum(loss, gradient), 0))
-    alone = {int(i) for i in order[:LARGEST] if finite[i] and loss[i] + gradient[i]}
+    alone = {int(i) for i in largest if finite[i] and sizes[:, i].any()}
     if matters and len(odd) <= KINKS:
         alone |= {*map(int, odd)}
         unseen = Pair(0.0, 0.0)
-    pairs = [
-        measure.pair(all_of([i]))
-        if i in alone
-        else Pair(loss[i], gradient[i])
-        if finite[i]
-        else Pair(math.inf, math.inf)
-        for i in range(len(loss))
-    ]
-    summed = np.nan_to_num(derived[:, finite]).sum(1)
+    estimates = np.where(finite, sizes, math.inf).T.tolist()
+    pairs = [measured([i]) if i in alone else Pair(*each) for i, each in enumerate(estimates)]
+    summed = derived[:, finite].sum(1)
+    largest_of = (np.abs(np.nan_to_num(by_entry)).max(0, initial=0)[:, None] * member).argmax(0)
     return Contributions(
-        pairs,
-        [i in alone for i in range(len(loss))],
-        [_worst(runner, size * one_hot[:, i]) for i in range(len(loss))],
-        Pair(abs(summed[0]), math.sqrt((summed[1:] ** 2).mean())),
-        Pair(*(math.sqrt(sum(x**2 for x in column)) for column in zip(*pairs, strict=True)))
-        if pairs
-        else Pair(0.0, 0.0),
-        total,
-        unseen,
-        measure.results(np.ones(len(group_of))),
+        pairs=pairs,
+        measured=[i in alone for i in everything],
+        worst=[runner.entries[i].turns for i in largest_of],
+        first_order=Pair(abs(float(summed[0])), float(np.sqrt((summed[1:] ** 2).mean()))),
+        squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
+        total=total,
+        unseen=unseen,
+        results=measure.results(np.ones(len(group_of))),
     )
-
-
-def _worst(runner: Runner, sizes: np.ndarray) -> tuple[int, ...]:
-    return runner.entries[int(np.argmax(np.nan_to_num(sizes)))].turns

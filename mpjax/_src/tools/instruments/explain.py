@@ -27,7 +27,7 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments import planned, rows
-from mpjax._src.tools.instruments.errors import ERROR, ErrorReport, ErrorRow, errors_of
+from mpjax._src.tools.instruments.error_report import ERROR, ErrorReport, ErrorRow, errors_of
 from mpjax._src.tools.instruments.planned import Kept, kept_by
 from mpjax._src.tools.instruments.programs import make_program, training_scale
 from mpjax._src.tools.instruments.rows import Row

@@ -343,7 +343,7 @@ def _bounded(error: Any) -> Any:
     return jax.lax.select(jnp.abs(error) < OVERFLOW, error, jnp.full_like(error, OVERFLOW))
 
 
-def _rounded(step: Step, ins: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+def _rounded(step: Step, ins: list[Any]) -> tuple[Any, list[Any], Any]:
     """Returns the results in float32; and, on operands in the program's dtypes, the program's own
     and those in float32."""
     eqn = step.eqn

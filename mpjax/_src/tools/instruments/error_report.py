@@ -120,9 +120,9 @@ class ErrorReport(Report):
         ]
         if not self.is_first_order:
             lines.append(
-                "The contributions do not add up to the measured error: overflow, underflow, or "
-                "operations that act together decide it. mpjax.debug.find_nonfinite and compare "
-                "look at the values."
+                "The contributions do not add up to the measured error: a rounding is too large "
+                "for a first-order estimate (a phase, an overflow), or operations act together. "
+                "Rows without ~ are measured."
             )
         if self.unseen:
             lines.append(
@@ -194,7 +194,7 @@ def errors_of(
         backward: The indices among them of the equations of the backward pass.
     """
     runner = Runner(program, scale, probes)
-    of_loss, of_gradient = _weights(program, runner.names, parameters)
+    of_loss, of_gradient = weights_of(program, runner.names, parameters)
     keys: dict[Any, int] = {}
     firsts: list[tuple[Entry, int | None]] = []  # of each group: an entry, and the index of its row
     group_of = []
@@ -212,10 +212,16 @@ def errors_of(
         if any(found.pairs[group])
     ]
     return ErrorReport(
-        tuple(sorted(made, key=lambda row: (-row.gradient, -row.loss))),
-        *(found.total.gradient, found.total.loss),
-        *(found.first_order.gradient, found.squares.gradient, found.results),
-        *(found.unseen.gradient, probes, scale, parameters or ""),
+        rows=tuple(sorted(made, key=lambda row: (-row.gradient, -row.loss))),
+        gradient=found.total.gradient,
+        loss=found.total.loss,
+        first_order=found.first_order.gradient,
+        squares=found.squares.gradient,
+        results=found.results,
+        unseen=found.unseen.gradient,
+        probes=probes,
+        loss_scale=scale,
+        parameters=parameters or "",
     )
 
 
@@ -243,7 +249,7 @@ def _row(
     )
 
 
-def _weights(
+def weights_of(
     program: Program, names: Sequence[str], parameters: str | None
 ) -> tuple[list[float], list[float]]:
     """Returns which results are the loss, and which belong to the gradient: 1 or 0 for each."""
