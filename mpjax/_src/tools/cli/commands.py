@@ -133,7 +133,7 @@ def explain(
     """
     fun, args = _loaded(target, argnums)
     title = f"{target} under {policy}"
-    settings = {"errors": True, "probes": probes, "parameters": parameters} if errors else {}
+    settings: dict[str, Any] = {"errors": errors, "probes": probes, "parameters": parameters}
     with running(f"explaining {target}"):
         report = mpjax.explain(fun, policy, argnums, has_aux, device, **settings)(*args)
         output.draw(report, title)

@@ -340,9 +340,10 @@ def explain(
     check_flag("errors", errors)
     if (whole_number(probes) or 0) < 1:
         raise ValueError(f"explain: probes={brief(probes)} must be a positive integer such as 8.")
-    if not errors and (parameters is not None or probes != 8):
+    if not errors and (parameters is not None or probes != 8 or loss_scale != "auto"):
         raise ValueError(
-            "explain: probes and parameters say how to estimate errors: pass errors=True too."
+            "explain: probes, parameters and loss_scale say how to estimate errors: pass "
+            "errors=True too."
         )
     resolve_loss_scale(loss_scale, False)
 
