@@ -65,6 +65,7 @@ def row(model: str, policy: str, smoke: bool = False) -> Row:
         derived = each.derived(scaled.astype(np.float32))[1:] @ one_hot
         estimated = np.sqrt((derived**2).mean(0))
         largest = np.argsort(-alone)[:10]
+        largest = largest[(alone * estimated)[largest] > 0]
         factors = np.maximum(estimated / alone, alone / estimated)[largest]
         figures |= {
             f"rank_{probes}": float(spearmanr(estimated, alone).statistic),

@@ -27,11 +27,8 @@ from mpjax._src.tools.instruments import masked
 from mpjax._src.tools.instruments.masked import Block, Step
 from mpjax._src.tools.instruments.programs import Program
 
-# The probes that run at once: more are faster, and hold more cotangents.
-TOGETHER = 3
-
 # The parts that reverse mode computes again: what lives between them is kept.
-SEGMENTS = 16
+SEGMENTS = 8
 
 # The groups that are measured one by one: the largest, and at most so many that act through a kink.
 LARGEST, KINKS = 10, 32
@@ -86,7 +83,7 @@ class Runner:
         outs = zip(program.results, program.jaxpr.out_avals, strict=True)
         self.floats = [i for i, (_, aval) in enumerate(outs) if is_float(aval) and aval.size]
         self.names = [program.results[i] for i in self.floats]
-        self.turns = -(-(probes + 1) // TOGETHER)
+        self.numbers = jnp.arange(1 + probes)
         self._run = jax.jit(self._compiled)
 
     def at(self, mask: Any) -> list[jax.Array]:
@@ -120,11 +117,11 @@ class Runner:
             rows = zip(*weights, signs, strict=True)
             return back([jnp.where(number == 0, a, b * s) for a, b, s in rows])[0]
 
-        numbers = jnp.arange(self.turns * TOGETHER).reshape(self.turns, TOGETHER)
+        # One after the other: together they would hold as many cotangents of every value.
         derived = jax.lax.cond(
             probing,
-            lambda: jax.lax.map(jax.vmap(probe), numbers).reshape(-1, mask.size),
-            lambda: jnp.zeros((numbers.size, mask.size)),
+            lambda: jax.lax.map(probe, self.numbers),
+            lambda: jnp.zeros((self.numbers.size, mask.size)),
         )
         return outs, derived
 
@@ -143,24 +140,32 @@ class Measure:
         """``of_loss`` and ``of_gradient`` are 1 for the results that count, and else 0."""
         self.runner, self.weights = runner, np.array([of_loss, of_gradient])
         self.exact = runner.at(np.zeros(len(runner.entries)))
-        self.sizes = self._norms(self.exact)
+        self.norms = np.array(_norms(self.exact, [jnp.zeros_like(x) for x in self.exact]))
+        self.sizes = self._joined(self.norms)
 
-    def _norms(self, outs: Sequence[Any]) -> np.ndarray:
-        squares = np.array([float(jnp.sum(jnp.square(x))) for x in outs])
-        # Not by a product: 0 times the square of what overflows is NaN.
-        return np.sqrt(np.where(self.weights, squares, 0).sum(1))
+    def _joined(self, norms: np.ndarray) -> np.ndarray:
+        """Returns the norms of the loss and of the gradient."""
+        # Not by a product: 0 times what overflows is NaN.
+        return np.sqrt(np.where(self.weights, norms**2, 0).sum(1))
 
-    def differences(self, mask: np.ndarray) -> list[jax.Array]:
-        outs = self.runner.at(mask)
-        return [jnp.where(a == b, 0, a - b) for a, b in zip(outs, self.exact, strict=True)]
+    def _distances(self, mask: np.ndarray) -> np.ndarray:
+        return np.array(_norms(self.runner.at(mask), self.exact), np.float64)
 
     def pair(self, mask: np.ndarray) -> Pair:
-        return Pair(*map(ratio, self._norms(self.differences(mask)), self.sizes))
+        """Returns the errors of the loss and of the gradient under a mask."""
+        return Pair(*map(ratio, self._joined(self._distances(mask)), self.sizes))
 
     def results(self, mask: np.ndarray) -> dict[str, float]:
-        pairs = zip(self.differences(mask), self.exact, strict=True)
-        norms = [[float(jnp.linalg.norm(jnp.ravel(x))) for x in pair] for pair in pairs]
-        return {n: ratio(*pair) for n, pair in zip(self.runner.names, norms, strict=True)}
+        """Returns the error of each result under a mask."""
+        errors = map(ratio, self._distances(mask), self.norms)
+        return dict(zip(self.runner.names, errors, strict=True))
+
+
+@jax.jit
+def _norms(got: list[jax.Array], wanted: list[jax.Array]) -> list[jax.Array]:
+    """Returns the norms of the differences of arrays. Equal infinities do not differ."""
+    pairs = zip(got, wanted, strict=True)
+    return [jnp.linalg.norm(jnp.ravel(jnp.where(a == b, 0, a - b))) for a, b in pairs]
 
 
 def ratio(error: float, size: float) -> float:
@@ -189,20 +194,21 @@ def contributions(
     with np.errstate(invalid="ignore", over="ignore"):
         derived = by_entry @ member
         sizes = np.stack([np.abs(derived[0]), np.sqrt((derived[1:] ** 2).mean(0))])
-        finite = (sizes < INFINITE).all(0)
+    biggest = sizes.max(0)
+    finite = biggest < INFINITE
 
     def measured(groups: Any) -> Pair:
         return measure.pair(member[:, groups].sum(1))
 
     everything = np.arange(member.shape[1])
     total = measured(everything)
-    largest = np.argsort(-np.where(finite, sizes.max(0, initial=0), 0))[:LARGEST]
+    largest = np.argsort(-np.where(finite, biggest, 0))[:LARGEST]
     # Kinks, overflow, and what leads into operations without a derivative.
     hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
-    odd = everything[~finite | hidden | (sizes.max(0, initial=0) == 0)]
+    odd = everything[~finite | hidden | (biggest == 0)]
     unseen = measured(odd) if len(odd) else Pair(0.0, 0.0)
     matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
-    alone = {int(i) for i in largest if finite[i] and sizes[:, i].any()}
+    alone = {int(i) for i in largest if finite[i] and biggest[i]}
     if matters and len(odd) <= KINKS:
         alone |= {*map(int, odd)}
         unseen = Pair(0.0, 0.0)

@@ -281,11 +281,6 @@ def split(block: Block, flat: Any) -> Masks:
     return parts
 
 
-def joined(block: Block, parts: Masks) -> Any:
-    """Returns what each block has for its entries as one array."""
-    return jnp.concatenate([jnp.ravel(parts[each.number]) for each in block.blocks()])
-
-
 def evaluate(block: Block, masks: Masks, args: Sequence[Any], count: int = 1) -> list[Any]:
     """Returns the results of a block, floating ones in float32.
 
@@ -296,21 +291,64 @@ def evaluate(block: Block, masks: Masks, args: Sequence[Any], count: int = 1) ->
         count: The number of segments for reverse mode.
     """
     env = dict(zip(block.args, map(widen, args), strict=True))
+    always = jnp.all(jnp.stack([m.sum() for m in masks.values()]) >= 0)
     for part in segments(block, count) if count > 1 else [_whole(block)]:
-
-        def compute(masks, ins, part=part):
-            inside = dict(zip(part.reads, ins, strict=True))
-            for step in part.steps:
-                read = [_constant(x) if isinstance(x, Constant) else inside[x] for x in step.ins]
-                entry = None if step.place is None else masks[block.number][step.place]
-                inside |= zip(step.outs, _step(step, read, masks, entry), strict=True)
-            return [inside[v] for v in part.writes]
-
         numbers = [b.number for step in part.steps for each in step.blocks for b in each.blocks()]
         given = {n: masks[n] for n in (block.number, *numbers)}
-        run = jax.checkpoint(compute) if count > 1 else compute
-        env |= zip(part.writes, run(given, [env[v] for v in part.reads]), strict=True)
+        read = {v: env[v] for v in part.reads}
+        if count > 1:
+            env |= _again(block, part, given, read, always)
+        else:
+            env |= _computed(block, part, given, read)
     return [_constant(x) if isinstance(x, Constant) else env[x] for x in block.results]
+
+
+def _computed(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> dict[int, Any]:
+    """Returns what a segment writes."""
+    env = dict(read)
+    for step in part.steps:
+        ins = [_constant(x) if isinstance(x, Constant) else env[x] for x in step.ins]
+        entry = None if step.place is None else masks[block.number][step.place]
+        env |= zip(step.outs, _step(step, ins, masks, entry), strict=True)
+    return {v: env[v] for v in part.writes}
+
+
+def _again(
+    block: Block, part: Segment, masks: Masks, read: dict[int, Any], always: Any
+) -> dict[int, Any]:
+    """Returns what a segment writes; reverse mode keeps what it reads, and computes it again.
+
+    `jax.checkpoint` would say so by barriers, which XLA drops on CPUs. Here it is a branch that is
+    ``always`` taken, which XLA does not know.
+    """
+    moving = {v: x for v, x in read.items() if is_float(x)}
+    others = {v: x for v, x in read.items() if v not in moving}
+
+    @jax.custom_vjp
+    def run(always, masks, moving, others):
+        return _computed(block, part, masks, moving | others)
+
+    def forward(*args):
+        return run(*args), args
+
+    def backward(args, cotangents):
+        always, masks, moving, others = args
+
+        def floats(*args):
+            outs = _computed(block, part, args[0], args[1] | others)
+            return {v: x for v, x in outs.items() if is_float(x)}
+
+        def pull(cotangents):
+            return jax.vjp(floats, masks, moving)[1](cotangents)
+
+        def nothing(cotangents):
+            return jax.tree.map(jnp.zeros_like, (masks, moving))
+
+        known = {v: x for v, x in cotangents.items() if x.dtype != jax.dtypes.float0}
+        return None, *jax.lax.cond(always, pull, nothing, known), None
+
+    run.defvjp(forward, backward)
+    return run(always, masks, moving, others)
 
 
 def _constant(x: Constant) -> Any:
