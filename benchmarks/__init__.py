@@ -30,6 +30,7 @@ SUITES = {
     "expected": "times of steps on an H100 as compile_for expects them, and as they were measured",
     "weights": "ways to store weights and moments: bytes, bytes moved, and held-out quality",
     "scaling": "loss scaling, memory and time as models and devices grow",
+    "errors": "what explain(errors=True) estimates: held against measurements, time and memory",
     "watching": "steps whose precision is watched, cross-compiled for a GPU: memory and bytes",
     "ladder": "settings that save memory, on language models cross-compiled for a GPU",
     "fit": "settings that save memory, and jax.checkpoint: the frontier of memory and time",

@@ -12,6 +12,7 @@ from ._src.tools.hardware.trials import FitTry
 from ._src.tools.instruments.agreement import Agreement, Parting
 from ._src.tools.instruments.alignment import AlignedRow
 from ._src.tools.instruments.compare import Comparison
+from ._src.tools.instruments.error_report import ErrorReport, ErrorRow
 from ._src.tools.instruments.explain import CastReport, Row
 from ._src.tools.instruments.histogram import GradientHistogram, HistogramRow, LossScaleAdvice
 from ._src.tools.instruments.nonfinite import NonfiniteReport
@@ -46,6 +47,8 @@ __all__ = [
     "CompileReport",
     "DeviceFacts",
     "DeviceReport",
+    "ErrorReport",
+    "ErrorRow",
     "Figures",
     "Finding",
     "FitTry",

@@ -179,6 +179,13 @@ def test_explain_as_json_is_the_report(folder):
     assert found["stored_before"] == report.stored_before > 0
 
 
+def test_explain_lists_what_the_error_comes_from(folder):
+    data = as_json(run("explain", "program:real", "--errors", "--probes", "2", "--json"))
+    assert data["errors"]["probes"] == 2
+    assert data["errors"]["gradient"] >= 0
+    assert "errors=True" in run("explain", "program:loss", "--parameters", "w").stderr
+
+
 def test_explain_lists_all_rows(folder):
     report = as_json(run("explain", "program:loss", "--json"))
     listed = run("explain", "program:loss", "--all").stdout.split("Rows:\n")[1]

@@ -101,6 +101,11 @@ def doctor(platform: tuple[str, ...], as_json: bool) -> None:
     *(options.Number(0, 1), "SHARE"),
 )
 @options.device("Plan attention for this accelerator, such as h100. This machine need not have it.")
+@options.flag("--errors", "Run it, and list what each operation adds to the gradient's error.")
+@options.option("--probes", "Random vectors of that estimate.", click.IntRange(1), "N", default=8)
+@options.option(
+    "--parameters", "Only the gradients of these parameters, such as 'blocks/3/*'.", str, "PATTERN"
+)
 @options.output()
 def explain(
     target: str,
@@ -111,9 +116,12 @@ def explain(
     all_rows: bool,
     fail_under: float | None,
     device: str | None,
+    errors: bool,
+    probes: int,
+    parameters: str | None,
     output: printing.Output,
 ) -> None:
-    """Show what autocast would do to a function, without running it.
+    """Show what autocast would do to a function, without running it, or what its error comes from.
 
     \b
     Examples:
@@ -121,11 +129,13 @@ def explain(
       mpjax explain train:loss --argnums 0 --all    with gradients, op by op
       mpjax explain train:loss --fail-under 0.9     for a script
       mpjax explain train:loss --html map.html      a map of the program
+      mpjax explain train:loss --errors             where the error comes from
     """
     fun, args = _loaded(target, argnums)
     title = f"{target} under {policy}"
+    settings: dict[str, Any] = {"errors": errors, "probes": probes, "parameters": parameters}
     with running(f"explaining {target}"):
-        report = mpjax.explain(fun, policy, argnums, has_aux, device)(*args)
+        report = mpjax.explain(fun, policy, argnums, has_aux, device, **settings)(*args)
         output.draw(report, title)
     data = {"target": target, "policy": str(policy), **report.to_dict()}
     output.tell(data, title, report.document(len(report.rows) if all_rows else rows))

@@ -12,20 +12,26 @@ from mpjax._src.core.autocast.transform import Traced, call, trace
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.devices import check_name, traced_for
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
+from mpjax._src.core.base.errors import brief, check_flag, whole_number
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import HALF, rule_of
 from mpjax._src.core.base.trees import is_array
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
+from mpjax._src.core.program.derived import key_of
 from mpjax._src.core.program.gradient import check_loss, check_result, differentiated, pull_back
 from mpjax._src.core.program.graph import ATTENTION, LOSS
 from mpjax._src.core.program.site import equations
+from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments import planned, rows
+from mpjax._src.tools.instruments.error_report import ERROR, ErrorReport, ErrorRow, errors_of
 from mpjax._src.tools.instruments.planned import Kept, kept_by
+from mpjax._src.tools.instruments.programs import make_program, training_scale
 from mpjax._src.tools.instruments.rows import Row
+from mpjax._src.tools.instruments.shadows import percent
 
 # The summary of a report names this many of the arrays kept for the backward pass.
 LARGEST = 8
@@ -68,6 +74,7 @@ class CastReport(Report):
         wide: Pairs (path, row) of the differentiated arguments that an operation reads in float32,
             with the index of the first row that does. Devices that each have a part of such an
             argument exchange it in float32. Empty without gradients.
+        errors: What each operation contributes to the error, if ``errors`` was given.
     """
 
     rows: tuple[Row, ...]
@@ -78,6 +85,7 @@ class CastReport(Report):
     stored_after: int | None = None
     kept: tuple[Kept, ...] = ()
     wide: tuple[tuple[str, int], ...] = ()
+    errors: ErrorReport | None = None
 
     def calls(self) -> dict[str, dict[str, int]]:
         """Returns the number of equations by primitive and compute dtype.
@@ -127,7 +135,7 @@ class CastReport(Report):
             )
         else:
             lines.append("with argnums: the backward pass too, and what is stored for it")
-        return lines
+        return [*lines, *(self.errors.summary() if self.errors else [])]
 
     def document(self, most: int = 0) -> model.Document:
         """Returns what the report shows, with so many of its rows."""
@@ -138,6 +146,7 @@ class CastReport(Report):
         frames = sum(rows.is_frame(row.primitive) for row in self.rows)
         note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
         tables = (
+            *(self.errors.tables() if self.errors else ()),
             model.Table(
                 "Read in float32, and exchanged between devices in float32",
                 ("row", "operation", "array", "why"),
@@ -186,16 +195,21 @@ class CastReport(Report):
         for index in sorted(kept, key=lambda i: -1 if i is None else i):
             row = None if index is None else self.rows[index]
             scopes[model.box_of(row.scope, row.source) if row else "of no row"] += kept[index]
+        by_row = {row.row: row for row in self.errors.rows} if self.errors else {}
         words = "Grouped by the scope of the operation that computed it."
         bar = model.Bar(
             "Stored from the forward to the backward pass", model.shares(scopes), words=words
         )
         return model.Drawing(
             bars=(bar,) if kept else (),
-            operations=tuple(_operation(i, row, kept[i]) for i, row in enumerate(self.rows)),
-            colors=(model.DTYPE, BYTES)
-            if self.stored_after is None
-            else (model.DTYPE, BYTES, KEPT, model.PASS),
+            operations=tuple(
+                _operation(i, row, kept[i], by_row.get(i)) for i, row in enumerate(self.rows)
+            ),
+            colors=(
+                *((ERROR,) if self.errors else ()),
+                *(model.DTYPE, BYTES),
+                *(() if self.stored_after is None else (KEPT, model.PASS)),
+            ),
         )
 
 
@@ -211,7 +225,7 @@ def _cells(index: int, row: Row) -> tuple[str, ...]:
     return (str(index), row.primitive, row.before, row.after, place, why)
 
 
-def _operation(index: int, row: Row, kept: int) -> model.Operation:
+def _operation(index: int, row: Row, kept: int, error: ErrorRow | None) -> model.Operation:
     return model.Operation(
         label=row.primitive,
         scope=model.box_of(row.scope, row.source),
@@ -230,8 +244,11 @@ def _operation(index: int, row: Row, kept: int) -> model.Operation:
             FLOPs=f"{row.flops:,}" if row.flops else "",
             runs=f"{row.times} times" if row.times > 1 else "",
             forward_row="" if row.forward is None else f"#{row.forward}",
+            error_of_the_gradient=percent(error.gradient) if error else "",
+            error_of_the_loss=percent(error.loss) if error else "",
         ),
         colors={
+            "error": error.gradient if error else None,
             "dtype": model.DTYPES[row.computes_in],
             "bytes": row.bytes * row.times,
             "kept": kept,
@@ -250,8 +267,25 @@ def explain(
     argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     target: str | None = None,
+    *,
+    errors: bool = False,
+    probes: int = 8,
+    parameters: str | None = None,
+    loss_scale: LossScale | str | float | None = "auto",
 ) -> Callable[..., CastReport]:
     """Reports what `autocast` does to each operation of a function, without running it.
+
+    With ``errors=True`` it runs the function, and reports what the rounding of each operation,
+    forward and backward, contributes to the relative error of the loss and of the gradient. Each
+    result x_i of the float32 run becomes ``x_i + m_i d_i``, where d_i is the rounding error that
+    the operation makes itself under the policy, and m_i is 0 or 1. The derivative of the outputs by
+    m_i at 0 is the operation's contribution to first order, the vector J_i d_i. For a vector u of
+    random signs, one reverse pass gives u . J_i d_i for all operations at once, and the mean of its
+    square over ``probes`` vectors estimates |J_i d_i|^2, with a relative standard error of
+    sqrt(2 / probes). The ten largest, and those that the first order does not see (a comparison, a
+    kernel without a derivative, an overflow), are then measured: one run each of the same compiled
+    program. Its sources are adjoint error estimates (ADAPT, SC 2018; CHEF-FP, IPDPS 2023) and
+    Hutchinson's estimate of a trace (1989).
 
     Args:
         fun: The function, as for `autocast`.
@@ -263,6 +297,13 @@ def explain(
         has_aux: Whether ``fun`` returns a pair ``(loss, aux)``, as for `jax.value_and_grad`.
         target: The device for which attention is planned, as for `recommend_policy`: "h100" or
             "v5e", for example. It need not exist, and nothing is compiled. None for the local one.
+        errors: Whether to report where the error comes from, in ``report.errors``. Then the
+            arguments must be concrete arrays, and a function that returns a loss is differentiated
+            by its first argument if ``argnums`` is None. ``argnums=()`` is the forward pass alone.
+        probes: The number of random vectors, for ``errors``. 8 take about 20 gradients' time.
+        parameters: For ``errors``, a pattern of the parameters whose gradients count, such as
+            "blocks/3/*", as in overrides; None for all.
+        loss_scale: For ``errors``, the loss scale, as for `compare`.
 
     Returns:
         A function that takes the arguments of ``fun`` and returns a `CastReport`; with these
@@ -273,7 +314,8 @@ def explain(
         TypeError: If ``fun`` is not a function; with ``argnums``, if it does not return a scalar
             loss.
         ValueError: If the policy or the target is invalid, if a pattern of its overrides matches
-            nothing, or if ``argnums`` are not positions of floating arguments.
+            nothing, if ``argnums`` are not positions of floating arguments, or if ``probes`` or
+            ``parameters`` is invalid.
 
     Example:
         >>> import jax.numpy as jnp, mpjax
@@ -295,6 +337,15 @@ def explain(
     policy = get_policy(policy)
     if target is not None:
         check_name("target", target)
+    check_flag("errors", errors)
+    if (whole_number(probes) or 0) < 1:
+        raise ValueError(f"explain: probes={brief(probes)} must be a positive integer such as 8.")
+    if not errors and (parameters is not None or probes != 8 or loss_scale != "auto"):
+        raise ValueError(
+            "explain: probes, parameters and loss_scale say how to estimate errors: pass "
+            "errors=True too."
+        )
+    resolve_loss_scale(loss_scale, False)
 
     def report(*args, **kwargs):
         with traced_for(target) if target else contextlib.nullcontext():
@@ -305,7 +356,28 @@ def explain(
             check_loss(traced.returned(), has_aux, "explain")
             return _with_gradients(traced, active, has_aux)
 
-    return report
+    def with_errors(*args, **kwargs):
+        wanted = 0 if argnums is None else argnums
+        by = None if wanted == () else wanted
+        program = make_program("explain", fun, policy, args, kwargs, by, has_aux)
+        traced = trace(fun, policy, args, kwargs, by is not None)
+        jaxpr = _jax.open_jaxpr(program.jaxpr)[0]
+        if program.follows_gradient:
+            active = differentiated("explain", args, kwargs, by)
+            told = _with_gradients(traced, active, has_aux, jaxpr)
+        else:
+            told = _without_gradients(traced)
+        keys = [key_of(each.eqn, each.site.callers) for each in _backward(jaxpr)]
+        first = len(told.rows) - len(keys)
+        return dataclasses.replace(
+            told,
+            errors=errors_of(
+                *(program, training_scale(program, policy, loss_scale), probes, parameters),
+                *(told.rows, {key: first + i for i, key in enumerate(keys)}),
+            ),
+        )
+
+    return with_errors if errors else report
 
 
 def _without_gradients(traced: Traced) -> CastReport:
@@ -317,8 +389,10 @@ def _without_gradients(traced: Traced) -> CastReport:
     return CastReport(tuple(planned.rows_of(traced, runs)), _half_share(runs), *casts)
 
 
-def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> CastReport:
-    """Returns the report with the backward pass of ``value_and_grad``."""
+def _with_gradients(
+    traced: Traced, active: Sequence[bool], has_aux: bool, runs: Any = None
+) -> CastReport:
+    """Returns the report with the backward pass of ``value_and_grad``, or of what runs."""
 
     def new(*arrays):
         return traced.rebuild(call(traced, list(arrays), rows=True))
@@ -339,7 +413,8 @@ def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> Ca
         return [x for x in jax.tree.leaves(pulled.residuals) if is_array(x)]
 
     written = _jax.in_avals(traced.jaxpr)
-    after, before = program(new, traced.avals, gradients), program(old, written, gradients)
+    after = program(new, traced.avals, gradients) if runs is None else runs
+    before = program(old, written, gradients)
     kept = kept_by(program(new, traced.avals, stored))
     as_written = kept_by(program(old, written, stored))
     forward = [*planned.rows_of(traced, after, kept)]
@@ -356,11 +431,16 @@ def _with_gradients(traced: Traced, active: Sequence[bool], has_aux: bool) -> Ca
     )
 
 
+def _backward(jaxpr: Any) -> Iterator[planned.Running]:
+    """Yields the equations of the backward pass that have rows."""
+    for each in planned.running(jaxpr):
+        if each.back and not planned.is_for_compilers(each.eqn):
+            yield each
+
+
 def _backward_rows(jaxpr: Any, forward: Sequence[Row]) -> Iterator[Row]:
     rounded = planned.rounded_for(jaxpr)
-    for eqn, site, times, back in planned.running(jaxpr):
-        if not back or planned.is_for_compilers(eqn):
-            continue
+    for eqn, site, times, _ in _backward(jaxpr):
         index = site.op
         origin = forward[index] if index is not None else None
         dtypes = rows.signature_of(eqn.invars, eqn.outvars)

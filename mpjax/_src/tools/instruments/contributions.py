@@ -1,0 +1,228 @@
+"""What each operation of a program contributes to the error of its loss and of its gradient.
+
+With x_i + m_i d_i in place of each result x_i (`masked`), the outputs y(m) move from float32 to the
+program's dtypes as m goes from 0 to 1. To first order place i contributes the vector J_i d_i, the
+derivative of y by m_i at 0. For a vector u of random signs, one reverse pass gives u . J_i d_i for
+every place at once, and the mean of its square over several u is |J_i d_i|^2, because the mean of
+u u^T is the identity. The relative standard error of that square is at most sqrt(2 / probes). All
+places share the probes, so their order is known better than that.
+
+Sources: adjoint error estimates (Vassiliadis et al., Towards automatic significance analysis,
+CGO 2016; Menon et al., ADAPT, SC 2018; Singh et al., CHEF-FP, IPDPS 2023), and traces by random
+signs (Hutchinson, 1989).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.program.interpret import root_of
+from mpjax._src.tools.instruments import masked
+from mpjax._src.tools.instruments.masked import Block, Step
+from mpjax._src.tools.instruments.programs import Program
+
+# The parts that reverse mode computes again: what lives between them is kept.
+SEGMENTS = 8
+
+# The groups that are measured one by one: the largest, and at most so many that act through a kink.
+LARGEST, KINKS = 10, 32
+
+# What is not seen to first order is measured one by one from this share of the whole error on.
+SMALL = 2.0**-7
+
+# Errors at least as large count as infinite: those of what overflows.
+INFINITE = 1e12
+
+TINY = 1e-30  # in place of a norm of 0
+
+
+class Pair(NamedTuple):
+    """An error of the loss and one of the gradient, relative to the norm of each in float32.
+
+    Without gradients, the second is that of all results.
+    """
+
+    loss: float
+    gradient: float
+
+
+class Contributions(NamedTuple):
+    """What groups of places contribute to the error."""
+
+    pairs: Sequence[Pair]  # of each group
+    measured: Sequence[bool]  # whether that of each group is measured, not derived
+    worst: Sequence[tuple[int, ...]]  # of each group, the iterations of its largest entry
+    first_order: Pair  # of all together, to first order
+    squares: Pair  # the root of the sum of all squares
+    total: Pair  # of all together, measured
+    unseen: Pair  # of those together that are too many to measure one by one
+    results: dict[str, float]  # the measured error of each result
+
+
+class Entry(NamedTuple):
+    """An entry of the mask: a place, in one iteration of the loops around it."""
+
+    step: Step
+    turns: tuple[int, ...]  # the iterations
+    times: int  # how often the loops run it
+
+
+class Runner:
+    """A program that is compiled once, and rounds by a mask."""
+
+    def __init__(self, program: Program, scale: float, probes: int):
+        self.program, self.inputs = program, program.inputs(scale)
+        self.block = masked.masked(program.jaxpr, root_of(program.jaxpr))
+        self.entries = [*_entries(self.block)]
+        outs = zip(program.results, program.jaxpr.out_avals, strict=True)
+        self.floats = [i for i, (_, aval) in enumerate(outs) if is_float(aval) and aval.size]
+        self.names = [program.results[i] for i in self.floats]
+        self.numbers = jnp.arange(1 + probes)
+        self._run = jax.jit(self._compiled)
+
+    def at(self, mask: Any) -> list[jax.Array]:
+        """Returns the floating results with some entries rounded: a mask of 0 and 1."""
+        none = jnp.zeros((2, len(self.names)))
+        return self._run(self.inputs, jnp.asarray(mask, jnp.float32), none, False)[0]
+
+    def derived(self, weights: Any) -> np.ndarray:
+        """Returns the derivative by each entry at 0 of a weighted sum of the results, and of sums
+        with random signs: ``(1 + probes, entries)``.
+
+        ``weights`` are those of the results in the sum, and in the others: ``(2, results)``.
+        """
+        mask = jnp.zeros(len(self.entries))
+        return np.asarray(self._run(self.inputs, mask, jnp.asarray(weights), True)[1], np.float64)
+
+    def _compiled(self, inputs, mask, weights, probing):
+        def run(mask):
+            parts = masked.split(self.block, mask)
+            outs = masked.evaluate(self.block, parts, inputs, SEGMENTS)
+            return [outs[i] for i in self.floats]
+
+        outs, back = jax.vjp(run, mask)
+
+        def probe(number):
+            key = jax.random.fold_in(jax.random.key(0), number)
+            signs = [
+                jax.random.rademacher(jax.random.fold_in(key, i), x.shape, x.dtype)
+                for i, x in enumerate(outs)
+            ]
+            rows = zip(*weights, signs, strict=True)
+            return back([jnp.where(number == 0, a, b * s) for a, b, s in rows])[0]
+
+        # One after the other: together they would hold as many cotangents of every value.
+        derived = jax.lax.cond(
+            probing,
+            lambda: jax.lax.map(probe, self.numbers),
+            lambda: jnp.zeros((self.numbers.size, mask.size)),
+        )
+        return outs, derived
+
+
+def _entries(block: Block) -> Iterator[Entry]:
+    for each in block.blocks():
+        for turns in itertools.product(*map(range, each.turns)):
+            for step in each.places:
+                yield Entry(step, turns, math.prod(each.turns))
+
+
+class Measure:
+    """Measures errors with some entries rounded."""
+
+    def __init__(self, runner: Runner, of_loss: Sequence[float], of_gradient: Sequence[float]):
+        """``of_loss`` and ``of_gradient`` are 1 for the results that count, and else 0."""
+        self.runner, self.weights = runner, np.array([of_loss, of_gradient])
+        self.exact = runner.at(np.zeros(len(runner.entries)))
+        self.norms = np.array(_norms(self.exact, [jnp.zeros_like(x) for x in self.exact]))
+        self.sizes = self._joined(self.norms)
+
+    def _joined(self, norms: np.ndarray) -> np.ndarray:
+        """Returns the norms of the loss and of the gradient."""
+        # Not by a product: 0 times what overflows is NaN.
+        return np.sqrt(np.where(self.weights, norms**2, 0).sum(1))
+
+    def _distances(self, mask: np.ndarray) -> np.ndarray:
+        return np.array(_norms(self.runner.at(mask), self.exact), np.float64)
+
+    def pair(self, mask: np.ndarray) -> Pair:
+        """Returns the errors of the loss and of the gradient under a mask."""
+        return Pair(*map(ratio, self._joined(self._distances(mask)), self.sizes))
+
+    def results(self, mask: np.ndarray) -> dict[str, float]:
+        """Returns the error of each result under a mask."""
+        errors = map(ratio, self._distances(mask), self.norms)
+        return dict(zip(self.runner.names, errors, strict=True))
+
+
+@jax.jit
+def _norms(got: list[jax.Array], wanted: list[jax.Array]) -> list[jax.Array]:
+    """Returns the norms of the differences of arrays. Equal infinities do not differ."""
+    pairs = zip(got, wanted, strict=True)
+    return [jnp.linalg.norm(jnp.ravel(jnp.where(a == b, 0, a - b))) for a, b in pairs]
+
+
+def ratio(error: float, size: float) -> float:
+    value = float(error) / float(size) if size else (0.0 if error == 0 else math.inf)
+    return value if value < INFINITE else math.inf
+
+
+def contributions(
+    runner: Runner,
+    group_of: Sequence[int],
+    of_loss: Sequence[float],
+    of_gradient: Sequence[float],
+) -> Contributions:
+    """Returns what groups of places contribute to the error.
+
+    Args:
+        runner: The program.
+        group_of: The number of each entry's group.
+        of_loss: Of each result, 1 if it is the loss, and else 0.
+        of_gradient: Of each result, 1 if it belongs to the gradient, and else 0.
+    """
+    measure = Measure(runner, of_loss, of_gradient)
+    weights = measure.weights / np.maximum(measure.sizes, TINY)[:, None]
+    by_entry = runner.derived(weights.astype(np.float32))
+    member = np.eye(1 + max(group_of, default=-1))[np.array(group_of, int)]  # (entries, groups)
+    with np.errstate(invalid="ignore", over="ignore"):
+        derived = by_entry @ member
+        sizes = np.stack([np.abs(derived[0]), np.sqrt((derived[1:] ** 2).mean(0))])
+    biggest = sizes.max(0)
+    finite = biggest < INFINITE
+
+    def measured(groups: Any) -> Pair:
+        return measure.pair(member[:, groups].sum(1))
+
+    everything = np.arange(member.shape[1])
+    total = measured(everything)
+    largest = np.argsort(-np.where(finite, biggest, 0))[:LARGEST]
+    # Kinks, overflow, and what leads into operations without a derivative.
+    hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
+    odd = everything[~finite | hidden | (biggest == 0)]
+    unseen = measured(odd) if len(odd) else Pair(0.0, 0.0)
+    matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
+    alone = {int(i) for i in largest if finite[i] and biggest[i]}
+    if matters and len(odd) <= KINKS:
+        alone |= {*map(int, odd)}
+        unseen = Pair(0.0, 0.0)
+    estimates = np.where(finite, sizes, math.inf).T.tolist()
+    pairs = [measured([i]) if i in alone else Pair(*each) for i, each in enumerate(estimates)]
+    summed = derived[:, finite].sum(1)
+    largest_of = (np.abs(np.nan_to_num(by_entry)).max(0, initial=0)[:, None] * member).argmax(0)
+    return Contributions(
+        pairs=pairs,
+        measured=[i in alone for i in everything],
+        worst=[runner.entries[i].turns for i in largest_of],
+        first_order=Pair(abs(float(summed[0])), float(np.sqrt((summed[1:] ** 2).mean()))),
+        squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
+        total=total,
+        unseen=unseen,
+        results=measure.results(np.ones(len(group_of))),
+    )

@@ -1,0 +1,427 @@
+"""A program in float32 whose operations round, or do not, by a mask that it is given when it runs.
+
+A *place* is an operation whose result the program rounds to 16 bits. Its result is ``x + m d``: x
+is the operation in float32, d its local rounding error (the operation in the program's dtypes,
+less the same in float32, both on operands in these dtypes), and m the place's entry of the mask.
+With 0 everywhere that is the float32 program, with 1 everywhere the given one. The derivative by m
+at 0 is what each place contributes to first order (`contributions`).
+
+Calls are written out. A scan has one entry of the mask for each place and iteration. What has no
+derivative (a `while`, a kernel) is one place, behind which nothing is differentiated.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from mpjax._src.core.base import _jax
+from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
+from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.core.base.rules import CAST, HALF, MOVE, rule_of
+from mpjax._src.core.program.interpret import NARROW, run, run_in, widen
+from mpjax._src.core.program.site import Site
+from mpjax._src.core.program.unmapped import unmapped
+from mpjax._src.tools.instruments.shadows import CHOOSES
+
+# The error of what overflows: finite, because 0 times infinity is NaN, and beyond all that is not.
+OVERFLOW = 1e36
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """An operation of a block."""
+
+    eqn: Any
+    site: Site
+    ins: list[Any]  # the numbers of values, or constants
+    outs: list[int]
+    place: int | None = None  # the number of its entry in the mask of the block
+    blocks: Sequence["Block"] = ()  # the programs of a scan or a conditional
+    opaque: bool = False  # has no derivative
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """An array that is part of the program, or a number written in it."""
+
+    array: Any
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A program without calls. It keeps alive the jaxprs that it was made from."""
+
+    args: list[int]
+    turns: tuple[int, ...]  # the lengths of the scans around it
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    results: list[Any] = dataclasses.field(default_factory=list)
+    places: list[Step] = dataclasses.field(default_factory=list)
+    values: int = 0
+    number: int = 0  # its place in the order of the mask
+
+    def value(self) -> int:
+        self.values += 1
+        return self.values - 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of its entries of the mask."""
+        return (*self.turns, len(self.places))
+
+    def blocks(self) -> Iterator["Block"]:
+        """Yields the block and those inside it, in the order of the mask."""
+        yield self
+        for step in self.steps:
+            for inside in step.blocks:
+                yield from inside.blocks()
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The number of entries of the mask."""
+        return sum(math.prod(block.shape) for block in self.blocks())
+
+
+def masked(jaxpr: Any, site: Site) -> Block:
+    """Returns a jaxpr as a block, with its places."""
+    block = _block(jaxpr, site, ())
+    for number, each in enumerate(block.blocks()):
+        each.number = number
+    return block
+
+
+def _block(jaxpr: Any, site: Site, turns: tuple[int, ...]) -> Block:
+    inner, _ = _jax.open_jaxpr(jaxpr)
+    block = Block([], turns)
+    block.args = [block.value() for _ in inner.invars]
+    block.results = _flatten(jaxpr, block.args, block, site)
+    return block
+
+
+def _flatten(jaxpr: Any, args: Sequence[Any], block: Block, site: Site) -> list[Any]:
+    """Appends the operations of a jaxpr to a block, and returns its results."""
+    inner, consts = _jax.open_jaxpr(jaxpr)
+    env = dict(zip(inner.invars, args, strict=True))
+    env |= {v: Constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
+
+    def read(atom):
+        if not isinstance(atom, _jax.Literal):
+            return env[atom]
+        dtype = getattr(atom.aval, "dtype", None)
+        return Constant(atom.val if dtype is None else np.asarray(atom.val, dtype))
+
+    for eqn in inner.eqns:
+        if not eqn.outvars:  # it only prints, or checks
+            continue
+        here, ins = site.at(eqn), [*map(read, eqn.invars)]
+        called = _called(eqn)
+        if called is not None:
+            env |= zip(eqn.outvars, _flatten(called, ins, block, here.inside(eqn)), strict=True)
+            continue
+        step = Step(eqn, here, ins, [block.value() for _ in eqn.outvars])
+        kind = higher_order(eqn.primitive.name)
+        if kind.kind == SCAN:
+            (inside,) = kind.wire(eqn)
+            length, _, _ = kind.turns(eqn)
+            step.blocks = [_block(inside.program, here.inside(eqn), (*block.turns, length))]
+        elif kind.kind == BRANCH:
+            programs = (inside.program for inside in kind.wire(eqn))
+            step.blocks = [_block(p, here.inside(eqn), block.turns) for p in programs]
+        else:
+            step.opaque = kind.kind == WHILE or bool(eqn.effects) or not has_derivative(eqn)
+            if rounds(eqn):
+                step.place = len(block.places)
+                block.places.append(step)
+        block.steps.append(step)
+        env |= zip(eqn.outvars, step.outs, strict=True)
+    return [*map(read, inner.outvars)]
+
+
+def _called(eqn: Any) -> Any:
+    """Returns the program that an equation calls once on all of its operands, or None."""
+    kind = higher_order(eqn.primitive.name)
+    if kind.kind == MAP:
+        return unmapped(eqn)
+    if kind.kind != CALL:
+        return None
+    (inside,) = kind.wire(eqn)
+    return inside.program
+
+
+def has_derivative(eqn: Any) -> bool:
+    """Returns whether JAX has a derivative of an equation; of kernels it is not asked."""
+    return eqn.primitive in ad.primitive_jvps and eqn.primitive.name not in NARROW
+
+
+def rounds(eqn: Any) -> bool:
+    """Returns whether an equation may round its result to 16 bits."""
+    name = eqn.primitive.name
+    if higher_order(name).kind == WHILE:
+        inside = (v for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns for v in e.outvars)
+        return any(dtype_of(v.aval) in HALVES for v in (*eqn.outvars, *inside))
+    if eqn.params.get("half") in HALVES:
+        return True
+    if not any(dtype_of(v.aval) in HALVES for v in eqn.outvars):
+        return False
+    if name == CAST:
+        return dtype_of(eqn.invars[0].aval) != dtype_of(eqn.outvars[0].aval)
+    return rule_of(name).need != MOVE and name not in CHOOSES
+
+
+def hidden(block: Block) -> np.ndarray:
+    """Returns of each entry of the mask whether it leads into what has no derivative."""
+    found: dict[int, bool] = {}
+    _mark(block, [False] * len(block.results), found)
+    parts = []
+    for each in block.blocks():
+        row = np.array([found.get(id(step), False) for step in each.places], bool)
+        parts.append(np.broadcast_to(row, each.shape).ravel())
+    return np.concatenate(parts)
+
+
+def _mark(block: Block, ends: Sequence[bool], found: dict[int, bool]) -> set[int]:
+    """Marks the places of a block that lead into what has no derivative, and returns the values
+    that do.
+
+    ``ends`` says which results do, outside of the block.
+    """
+    leads = {v for v, end in zip(block.results, ends, strict=True) if end and isinstance(v, int)}
+    for step in reversed(block.steps):
+        outs = [v in leads for v in step.outs]
+        inside = step.blocks and any(_is_opaque(each) for each in step.blocks)
+        if not (step.opaque or inside or any(outs)):
+            continue
+        leads |= {v for v in step.ins if isinstance(v, int)}
+        if step.place is not None:
+            found[id(step)] = any(outs)
+        for each in step.blocks:  # a scan hands on what it carries: all that is in it counts
+            _mark(each, [True] * len(each.results), found)
+    return leads
+
+
+def _is_opaque(block: Block) -> bool:
+    return any(step.opaque for each in block.blocks() for step in each.steps)
+
+
+# ---- segments -----------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """Operations of a block that reverse mode computes again together."""
+
+    steps: Sequence[Step]
+    reads: Sequence[int]
+    writes: Sequence[int]
+
+
+def segments(block: Block, count: int) -> list[Segment]:
+    """Returns the operations of a block in parts that make about as many bytes each.
+
+    A part ends where little is alive.
+    """
+    last = {v: len(block.steps) for v in block.results if isinstance(v, int)}
+    for i, step in reversed([*enumerate(block.steps)]):
+        for v in step.ins:
+            if isinstance(v, int):
+                last.setdefault(v, i)
+    made = [sum(map(_bytes, step.eqn.outvars)) for step in block.steps]
+    size = {v: _bytes(a) for s in block.steps for v, a in zip(s.outs, s.eqn.outvars, strict=True)}
+    # What lives across the end of each operation, of what the operations made.
+    alive, total = [], 0
+    ending: dict[int, int] = {}
+    for i, step in enumerate(block.steps):
+        for v in step.outs:
+            if v in last:
+                total += size[v]
+                ending[last[v]] = ending.get(last[v], 0) + size[v]
+        total -= ending.pop(i, 0)
+        alive.append(total)
+    cuts, begun, target = [0], 0, sum(made) / count
+    summed = np.cumsum([0, *made])
+    while summed[-1] - summed[begun] > 1.5 * target:
+        near = np.searchsorted(summed, [summed[begun] + 0.6 * target, summed[begun] + 1.4 * target])
+        low, high = max(int(near[0]), begun + 1), max(int(near[1]), begun + 2)
+        begun = min(range(low, min(high, len(made))), key=lambda i: alive[i - 1], default=len(made))
+        cuts.append(begun)
+    cuts.append(len(made))
+    parts = []
+    for start, end in itertools.pairwise(dict.fromkeys(cuts)):
+        steps = block.steps[start:end]
+        own = {v for step in steps for v in step.outs}
+        reads = dict.fromkeys(v for s in steps for v in s.ins if isinstance(v, int))
+        writes = [v for step in steps for v in step.outs if last.get(v, -1) >= end]
+        parts.append(Segment(steps, [v for v in reads if v not in own], writes))
+    return parts
+
+
+def _bytes(v: Any) -> int:
+    # In float32, whatever the program stores.
+    return _jax.bytes_of(v.aval, FLOAT32 if is_float(v.aval) else None)
+
+
+# ---- evaluation ---------------------------------------------------------------------------------
+
+Masks = dict[int, Any]  # the entries of a mask for each block, by its number
+
+
+def split(block: Block, flat: Any) -> Masks:
+    """Returns the entries of a mask for each block."""
+    parts, start = {}, 0
+    for each in block.blocks():
+        size = math.prod(each.shape)
+        parts[each.number] = flat[start : start + size].reshape(each.shape)
+        start += size
+    return parts
+
+
+def evaluate(block: Block, masks: Masks, args: Sequence[Any], count: int = 1) -> list[Any]:
+    """Returns the results of a block, floating ones in float32.
+
+    Args:
+        block: The program.
+        masks: The entries of the mask for each block.
+        args: The arguments.
+        count: The number of segments for reverse mode.
+    """
+    env = dict(zip(block.args, map(widen, args), strict=True))
+    always = jnp.all(jnp.stack([m.sum() for m in masks.values()]) >= 0)
+    for part in segments(block, count) if count > 1 else [_whole(block)]:
+        numbers = [b.number for step in part.steps for each in step.blocks for b in each.blocks()]
+        given = {n: masks[n] for n in (block.number, *numbers)}
+        read = {v: env[v] for v in part.reads}
+        if count > 1:
+            env |= _again(block, part, given, read, always)
+        else:
+            env |= _computed(block, part, given, read)
+    return [_constant(x) if isinstance(x, Constant) else env[x] for x in block.results]
+
+
+def _computed(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> dict[int, Any]:
+    """Returns what a segment writes."""
+    env = dict(read)
+    for step in part.steps:
+        ins = [_constant(x) if isinstance(x, Constant) else env[x] for x in step.ins]
+        entry = None if step.place is None else masks[block.number][step.place]
+        env |= zip(step.outs, _step(step, ins, masks, entry), strict=True)
+    return {v: env[v] for v in part.writes}
+
+
+def _again(
+    block: Block, part: Segment, masks: Masks, read: dict[int, Any], always: Any
+) -> dict[int, Any]:
+    """Returns what a segment writes; reverse mode keeps what it reads, and computes it again.
+
+    `jax.checkpoint` would say so by barriers, which XLA drops on CPUs. Here it is a branch that is
+    ``always`` taken, which XLA does not know.
+    """
+    moving = {v: x for v, x in read.items() if is_float(x)}
+    others = {v: x for v, x in read.items() if v not in moving}
+
+    @jax.custom_vjp
+    def run(always, masks, moving, others):
+        return _computed(block, part, masks, moving | others)
+
+    def forward(*args):
+        return run(*args), args
+
+    def backward(args, cotangents):
+        always, masks, moving, others = args
+
+        def floats(*args):
+            outs = _computed(block, part, args[0], args[1] | others)
+            return {v: x for v, x in outs.items() if is_float(x)}
+
+        def pull(cotangents):
+            return jax.vjp(floats, masks, moving)[1](cotangents)
+
+        def nothing(cotangents):
+            return jax.tree.map(jnp.zeros_like, (masks, moving))
+
+        known = {v: x for v, x in cotangents.items() if x.dtype != jax.dtypes.float0}
+        return None, *jax.lax.cond(always, pull, nothing, known), None
+
+    run.defvjp(forward, backward)
+    return run(always, masks, moving, others)
+
+
+def _constant(x: Constant) -> Any:
+    return widen(jnp.asarray(x.array))
+
+
+def _whole(block: Block) -> Segment:
+    return Segment(block.steps, block.args, [v for v in block.results if isinstance(v, int)])
+
+
+def _step(step: Step, ins: list[Any], masks: Masks, entry: Any) -> list[Any]:
+    if step.blocks:
+        kind = higher_order(step.eqn.primitive.name).kind
+        return (_scan if kind == SCAN else _branch)(step, ins, masks)
+    if step.opaque:
+        ins = jax.lax.stop_gradient(ins)
+    if entry is None:
+        return run_in(FLOAT32, step.eqn, ins) or [*map(widen, run(step.eqn, _typed(step, ins)))]
+    exact, got, local = _rounded(step, ins)
+    if exact is None:
+        exact = local = [*map(widen, got)]
+    return [
+        x + entry * _bounded(jax.lax.stop_gradient(widen(rounded) - own)) if is_float(x) else x
+        for x, rounded, own in zip(exact, got, local, strict=True)
+    ]
+
+
+def _bounded(error: Any) -> Any:
+    """Returns an error as a finite number: 0 times what overflows would be NaN."""
+    return jax.lax.select(jnp.abs(error) < OVERFLOW, error, jnp.full_like(error, OVERFLOW))
+
+
+def _rounded(step: Step, ins: list[Any]) -> tuple[Any, list[Any], Any]:
+    """Returns the results in float32; and, on operands in the program's dtypes, the program's own
+    and those in float32."""
+    eqn = step.eqn
+    exact = run_in(FLOAT32, eqn, ins)
+    # Products are added in float32, and the sum is rounded once.
+    once = rule_of(eqn.primitive.name).need == HALF and dtype_of(eqn.outvars[0].aval) in HALVES
+    if once and exact is not None:
+        got = [x.astype(v.aval.dtype) for x, v in zip(exact, eqn.outvars, strict=True)]
+        return exact, got, exact
+    typed = _typed(step, jax.lax.stop_gradient(ins))
+    got = run(eqn, typed)
+    local = got if exact is None else run_in(FLOAT32, eqn, typed)
+    return exact, got, local
+
+
+def _typed(step: Step, ins: list[Any]) -> list[Any]:
+    """Returns operands in the dtypes that the program has."""
+    dtypes = [dtype_of(v.aval) for v in step.eqn.invars]
+    return [x.astype(d) if is_float(x) else x for x, d in zip(ins, dtypes, strict=True)]
+
+
+def _scan(step: Step, ins: list[Any], masks: Masks) -> list[Any]:
+    row, (block,) = higher_order(step.eqn.primitive.name), step.blocks
+    (inside,) = row.wire(step.eqn)
+    first, last = inside.consts, inside.consts + len(inside.carry)
+    length, reverse, unroll = row.turns(step.eqn)
+    given = {b.number: masks[b.number] for b in block.blocks()}
+
+    def body(carry, xs):
+        masks, slices = xs
+        outs = evaluate(block, masks, [*ins[:first], *carry, *slices])
+        return outs[: last - first], outs[last - first :]
+
+    body = jax.checkpoint(body, prevent_cse=False)
+    carry, ys = jax.lax.scan(body, ins[first:last], (given, ins[last:]), length, reverse, unroll)
+    return [*carry, *ys]
+
+
+def _branch(step: Step, ins: list[Any], masks: Masks) -> list[Any]:
+    index, *operands = ins
+    given = {b.number: masks[b.number] for each in step.blocks for b in each.blocks()}
+    branches = [jax.checkpoint(functools.partial(evaluate, block)) for block in step.blocks]
+    return jax.lax.switch(index, branches, given, operands)

@@ -1,0 +1,147 @@
+"""Tests of programs that round by a mask."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax._src.core.planner import rounding
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.program.interpret import Wide, interpret, root_of
+from mpjax._src.tools.instruments.masked import (
+    evaluate,
+    hidden,
+    masked,
+    rounds,
+    segments,
+    split,
+)
+from mpjax._src.tools.instruments.programs import make_program
+from tests.helpers.support import fresh_rng
+
+
+@pytest.fixture(autouse=True)
+def small_matmuls_round(monkeypatch):
+    monkeypatch.setattr(rounding, "SMALL", 1)
+
+
+def layers(w, x):
+    h = jnp.tanh(x @ w["a"])
+    return jnp.mean((jax.nn.softmax(h @ w["b"]) @ w["a"]) ** 2)
+
+
+def scanned(w, x):
+    def body(h, _):
+        return jnp.tanh(h @ w["a"]), h.sum()
+
+    h, sums = jax.lax.scan(body, x, None, length=3)
+    return jnp.mean(h**2) + 1e-2 * jnp.mean(sums)
+
+
+def branching(w, x):
+    h = jax.lax.cond(x[0, 0] > 5, lambda h: h @ w["a"], lambda h: jnp.sin(h @ w["b"]), x)
+    return jnp.mean(h**2)
+
+
+def checkpointed(w, x):
+    return layers(w, jax.checkpoint(lambda x: jnp.tanh(x @ w["b"]))(x))
+
+
+@jax.custom_vjp
+def scaled(x, w):
+    return x @ w
+
+
+scaled.defvjp(lambda x, w: (scaled(x, w), (x, w)), lambda res, g: (2 * g @ res[1].T, res[0].T @ g))
+
+
+def with_own_rule(w, x):
+    return jnp.mean(scaled(jnp.tanh(x @ w["a"]), w["b"]) ** 2)
+
+
+def searching(w, x):
+    # A loop of unknown length has no reverse: what is in front of it acts through it alone.
+    start = jnp.abs(x @ w["a"]).astype(jnp.bfloat16).astype(jnp.float32)
+    found = jax.lax.while_loop(lambda s: s.sum() > 1.0, lambda s: 0.5 * s, start)
+    return jnp.mean((x @ w["b"]) ** 2) * jax.lax.stop_gradient(found.sum())
+
+
+FUNCTIONS = [layers, scanned, branching, checkpointed, with_own_rule, searching]
+
+
+def problem(fun, policy="mixed_bfloat16"):
+    numbers = fresh_rng()
+    draw = lambda *shape: jnp.asarray(numbers.normal(size=shape), jnp.float32)  # noqa: E731
+    w = {"a": 0.5 * draw(4, 4), "b": 0.5 * draw(4, 4)}
+    program = make_program("explain", fun, get_policy(policy), (w, draw(8, 4)), {}, 0, False)
+    return program, masked(program.jaxpr, root_of(program.jaxpr))
+
+
+def run_at(program, block, mask, count=1):
+    return jax.jit(
+        lambda mask, *args: evaluate(block, split(block, mask), args, count),
+    )(jnp.asarray(mask, jnp.float32), *program.inputs(1.0))
+
+
+def distance(got, wanted):
+    pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(got, wanted, strict=True)]
+    return np.sqrt(
+        sum(np.sum((a - b) ** 2) for a, b in pairs) / sum(np.sum(b**2) for _, b in pairs)
+    )
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS)
+def test_a_mask_of_zeros_is_float32_and_one_of_ones_the_program(fun):
+    program, block = problem(fun)
+    assert block.size > 0
+    exact = interpret(program.jaxpr, program.inputs(1.0), Wide())
+    planned = program.compiled(*program.inputs(1.0))
+    assert distance(run_at(program, block, np.zeros(block.size)), exact) < 1e-6
+    # The compiler adds in another order, and a last bit of float32 may round another way.
+    got = run_at(program, block, np.ones(block.size))
+    assert distance(got, planned) < 0.5 * distance(planned, exact)
+
+
+@pytest.mark.parametrize("fun", [layers, scanned])
+def test_segments_change_no_result_and_no_derivative(fun):
+    program, block = problem(fun)
+    cut = segments(block, 4)
+    assert len(cut) > 1
+    assert [step for part in cut for step in part.steps] == block.steps
+
+    def derivative(count):
+        run = functools.partial(evaluate, block, count=count)
+        summed = lambda m: sum(  # noqa: E731
+            jnp.sum(x) for x in run(split(block, m), program.inputs(1.0))
+        )
+        return jax.jit(jax.value_and_grad(summed))(jnp.zeros(block.size))
+
+    for got, wanted in zip(derivative(4), derivative(1), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_a_scan_has_an_entry_for_each_iteration():
+    _, block = problem(scanned)
+    inside = [each for each in block.blocks() if each.turns]
+    assert {each.turns for each in inside} == {(3,)}
+    assert block.size == len(block.places) + 3 * sum(len(each.places) for each in inside)
+
+
+def test_what_leads_into_a_loop_without_a_derivative_is_hidden():
+    _, block = problem(searching)
+    behind = hidden(block)
+    assert behind.any()
+    assert not behind.all()
+    assert not hidden(problem(layers)[1]).any()
+
+
+def test_moves_round_nothing():
+    jaxpr = jax.make_jaxpr(lambda x: (x.T, -x, x + x, x.astype(jnp.float32)))(
+        jnp.ones((2, 3), jnp.bfloat16)
+    )
+    found = {eqn.primitive.name: rounds(eqn) for eqn in jaxpr.eqns}
+    assert not found["transpose"]
+    assert found["add"]
+    assert not found["convert_element_type"]
