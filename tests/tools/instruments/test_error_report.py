@@ -142,6 +142,12 @@ def test_overflow_is_said_not_to_add_up():
     assert not (told.is_first_order and np.isfinite(told.gradient))
 
 
+def test_a_program_that_rounds_nothing_has_no_rows():
+    told = report(loss, *parameters("a", "b", "c"), policy="float32").errors
+    assert told.rows == ()
+    assert told.gradient == told.first_order == told.squares == 0
+
+
 def test_the_forward_pass_alone():
     w, x = parameters("a")
     told = report(lambda w, x: jnp.tanh(x @ w["a"]), w, x).errors

@@ -236,7 +236,7 @@ def test_what_reads_values_runs_as_it_is_and_is_named(capsys):
     twice = "(its first call was made twice): "
     assert f"not planned, it reads values of its arrays {twice}" in said and "branches (" in said
     assert f"not planned, it cannot be traced {twice}TypeError: unsupported format" in said
-    assert "called: _lambda, compiled ahead of time\n" in said, (early, late)
+    assert "_lambda, compiled ahead of time\n" in said, (early, late)
     assert "not planned, forward mode alone is left as it is: loss (" in said
     assert "not planned, the script has mpjax compute it, under a policy of its own: loss (" in said
 

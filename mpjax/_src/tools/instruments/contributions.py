@@ -215,11 +215,12 @@ def contributions(
     estimates = np.where(finite, sizes, math.inf).T.tolist()
     pairs = [measured([i]) if i in alone else Pair(*each) for i, each in enumerate(estimates)]
     summed = derived[:, finite].sum(1)
-    largest_of = (np.abs(np.nan_to_num(by_entry)).max(0, initial=0)[:, None] * member).argmax(0)
+    by_size = np.abs(np.nan_to_num(by_entry)).max(0)
+    firsts = [np.flatnonzero(column)[np.argmax(by_size[column > 0])] for column in member.T]
     return Contributions(
         pairs=pairs,
         measured=[i in alone for i in everything],
-        worst=[runner.entries[i].turns for i in largest_of],
+        worst=[runner.entries[i].turns for i in firsts],
         first_order=Pair(abs(float(summed[0])), float(np.sqrt((summed[1:] ** 2).mean()))),
         squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
         total=total,

@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,17 +41,25 @@ def holders_of(
 def compiled_before() -> tuple[str, ...]:
     """Returns phrases for the user's functions that are compiled ahead of time with a gradient, all
     of whose matmuls are float32: so they stay."""
-    found = set()
-    for stage in gc.get_referrers(jax.stages.Compiled):
-        if isinstance(stage, jax.stages.Compiled):
-            with contextlib.suppress(Exception):  # of a runtime that does not tell
-                text = stage.as_text() or ""
-                files = re.findall(r'^\d+ "(.*)"$', text, re.MULTILINE)
-                matmuls = re.search(r"transpose\(.*(dot|conv)_general", text)
-                if matmuls and not HALF.search(text) and any(map(_jax.is_users_file, files)):
-                    name = text.split(",")[0].split()[-1].removeprefix("jit_")
-                    found.add(f"{name}, compiled ahead of time")
-    return tuple(sorted(found))
+    stages = gc.get_referrers(jax.stages.Compiled)
+    for stage in [s for s in stages if isinstance(s, jax.stages.Compiled) and s not in _SAID]:
+        _SAID[stage] = ""
+        with contextlib.suppress(Exception):  # of a runtime that does not tell
+            _SAID[stage] = _said_of(stage.as_text() or "")
+    return tuple(sorted({*_SAID.values()} - {""}))
+
+
+# The phrases of functions that are compiled ahead of time, whose text takes a while to print.
+_SAID: weakref.WeakKeyDictionary[jax.stages.Compiled, str] = weakref.WeakKeyDictionary()
+
+
+def _said_of(text: str) -> str:
+    matmuls = re.search(r"transpose\(.*(dot|conv)_general", text)
+    if not matmuls or HALF.search(text):
+        return ""
+    files = re.findall(r'^\d+ "(.*)"$', text, re.MULTILINE)
+    name = text.split(",")[0].split()[-1].removeprefix("jit_")
+    return f"{name}, compiled ahead of time" * any(map(_jax.is_users_file, files))
 
 
 def _holders(transforms: Sequence[Any], swept: Sequence[dict[str, Any]]) -> set[str]:
