@@ -49,6 +49,7 @@ TITLES = {
     "gpu_session": "Predictions tried on a GPU",
     "expected": "Expected and measured times",
     "cpu": "Timed on a CPU",
+    "errors": "Estimated and measured errors",
     "scaling": "Size of models and number of devices",
 }
 UNMEASURED = "Not measured.\n"

@@ -217,6 +217,25 @@ def survey():
     )
 
 
+def errors():
+    """A report of errors whose figures are given."""
+    row = mpjax.reports.ErrorRow
+    forward = (
+        "dot_general",
+        "model.py:9",
+        "",
+        "body",
+        "up/w",
+        False,
+        "bf16,bf16->bf16",
+        "a reason",
+    )
+    backward = ("add_any", "model.py:12", "flax.py:3", "", "", True, "bf16,bf16->bf16", "backward")
+    rows = (row(4, *forward, 0.012, 0.001, True), row(None, *backward, 0.003, 0.0, False, 8, (5,)))
+    results = {"loss": 0.001, "gradient of up/w": 0.02}
+    return mpjax.reports.ErrorReport(rows, 0.0125, 0.001, 0.05, 0.0124, results, 1e-4)
+
+
 def devices(*names):
     return DeviceReport(tuple(map(device_facts, names)), "1.2.3", {"bfloat16": 0.5, "float16": 2.0})
 
@@ -231,6 +250,7 @@ REPORTS = {
     "explain_attention": lambda: mpjax.explain(
         MODEL["heads"], "mixed_bfloat16,fused_attention=true", target="h100"
     )(jax.ShapeDtypeStruct((1, 128, 2, 32), jnp.float32)),
+    "error_report": errors,
     "compare": compared,
     "agreement": lambda: mpjax.compare(OUTPUTS, mpjax.autocast(OUTPUTS, "O3"))(PARAMS, X),
     "find_nonfinite": lambda: mpjax.find_nonfinite(LOSS, "mixed_float16")(PARAMS, X * 60),

@@ -157,7 +157,10 @@ def planning(report: GradientsReport) -> Iterator[Hook]:
     # What was traced under a policy is planned in the same way by the next block of it.
     with hooked(around, ("gradients", report.policy), forward, own, checked) as hook:
         report._hook = hook
-        yield hook
+        try:
+            yield hook
+        finally:
+            report._ended = True
 
 
 def blamed(error: BaseException) -> str:

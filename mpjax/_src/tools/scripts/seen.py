@@ -67,7 +67,7 @@ class GradientRow:
 class GradientsReport(Report):
     """What was differentiated under `mpjax.scripts.autocast_gradients`. ``print`` it.
 
-    It is up to date at any time.
+    It is up to date at any time until the block ends.
 
     Attributes:
         policy: The policy.
@@ -81,6 +81,8 @@ class GradientsReport(Report):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._hook: Hook | None = None
+        self._ended = False
+        self._missed: tuple[str, ...] | None = None  # found after the end: each look takes a while
         self._seen: dict[tuple[Site, str], Seen] = {}
         # Functions that could not be planned; why, by whether they ran outside of jit.
         self._as_it_is: dict[Any, dict[bool, str]] = {}
@@ -94,8 +96,11 @@ class GradientsReport(Report):
 
     @property
     def missed(self) -> tuple[str, ...]:
-        halves = halves_of(self.policy)
-        return (*self._hook.missed, *(compiled_before() if halves else ())) if self._hook else ()
+        if self._missed is not None or self._hook is None:
+            return self._missed or ()
+        found = *self._hook.missed, *(compiled_before() if halves_of(self.policy) else ())
+        self._missed = found if self._ended else None
+        return found
 
     @property
     def rows(self) -> tuple[GradientRow, ...]:
