@@ -1,8 +1,6 @@
 import functools
 import itertools
 import json
-import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +8,6 @@ import pytest
 from support import normal, thorough_but
 
 import mpjax
-from mpjax._src.tools.instruments import tune as tuning
-from mpjax._src.tools.instruments.places import Place
 from mpjax._src.tools.instruments.tune import tune
 
 LAYERS, WIDTH = 3, 16
@@ -77,7 +73,7 @@ class TestSearch:
 
     def test_tune_returns_a_policy_that_meets_the_tolerance_as_it_is(self, model):
         tuned = tune(layers, "mixed_float16", 1.0)(*model)
-        assert tuned.met and tuned.steps == () and tuned.least and not tuned.cut_short
+        assert tuned.met and tuned.steps == () and not tuned.cut_short and tuned.cost == 0
         assert tuned.policy == mpjax.get_policy("mixed_float16")
         assert tuned.runs >= 3  # float32, at least one for the loss scale, and the policy
 
@@ -128,38 +124,23 @@ class TestSearch:
         ("policy", "limits"),
         thorough_but(
             [
-                ("mixed_bfloat16", (6, 100)),
+                ("mixed_bfloat16", (6, 1000)),
                 ("mixed_bfloat16", (2,)),
                 ("mixed_float16", (2, 9)),
             ],
             ("mixed_bfloat16", (2,)),
         ),
     )
-    def test_tune_counts_every_run_and_stops_at_max_runs(self, model, policy, limits):
-        def loss(params, x):
-            jax.debug.callback(lambda: count.append(1))
-            return layers(params, x)
-
+    def test_tune_stops_at_max_runs(self, model, policy, limits):
         for max_runs in limits:
-            count = []
-            tuned = tune(loss, policy, 0.004, max_runs=max_runs)(*model)
-            jax.effects_barrier()
-            for _ in range(500):  # the barrier waits for the last run of a device alone
-                if len(count) >= tuned.runs:
-                    break
-                time.sleep(0.01)
-            assert len(count) == tuned.runs <= max_runs
-            assert tuned.cut_short == (max_runs < 100)
+            tuned = tune(layers, policy, 0.004, max_runs=max_runs)(*model)
+            assert tuned.runs <= max_runs
+            assert tuned.cut_short == (max_runs < 1000)
             assert ("stopped at max_runs" in str(tuned)) == tuned.cut_short
-            assert "*" not in dict(tuned.policy.overrides) or not tuned.cut_short
-            if tuned.results:
+            if tuned.results and not tuned.cut_short:
                 # Operation by operation, which rounds otherwise than the compiled program.
-                found = error(layers, tuned.policy, *model)
-                assert found <= 0.006 if tuned.met else found > 0.0025
-            assert tuned.cut_short or (tuned.met and tuned.least)
-            assert tuned.needed <= tuned.places
-            alone = [step.alone for step in tuned.steps if step.alone is not None]
-            assert not tuned.met or all(error > 0.004 for error in alone)
+                assert tuned.met and error(layers, tuned.policy, *model) <= 0.006
+                assert tuned.bound <= tuned.cost * (1 + 1e-6)
 
     def test_tune_holds_rounding_error_to_its_terms(self, rng):
         def loss(params, x):
@@ -219,20 +200,6 @@ class TestSearch:
         assert forward.met and set(forward.results) == {"result logits"}
 
 
-def test_tune_prunes_the_costliest_place_first():
-    """Where errors cancel, less float32 can be enough though the search found that more is not."""
-    small, large, needed = (Place("abc"[i], frozenset({i})) for i in range(3))
-    cost = {0: 1, 1: 5, 2: 9}
-    enough = [{0, 1, 2}, {0, 2}, {1, 2}]  # and {2} alone is not
-    trial = types.SimpleNamespace(
-        places=types.SimpleNamespace(cost=lambda ops: sum(cost[i] for i in ops)),
-        _without=lambda place, kept: (
-            1.0 if {i for p in kept if p is not place for i in p.ops} in enough else 3.0
-        ),
-    )
-    assert tuning._Trial._pruned(trial, [small, large, needed], 2.0) == [small, needed]
-
-
 class TestReport:
     def test_tune_report_says_what_each_step_bought(self, model):
         tuned = tune(layers, "mixed_bfloat16", 0.02)(*model)
@@ -243,13 +210,14 @@ class TestReport:
         assert {s.pattern for s in tuned.steps} == set(dict(tuned.policy.overrides))
         data = json.loads(json.dumps(tuned.to_dict()))
         assert mpjax.get_policy(data["policy"]) == tuned.policy
-        assert 1 <= tuned.needed <= tuned.places == len(tuned.steps)
+        assert tuned.places >= len(tuned.steps) and tuned.before > 0.02 >= tuned.error
+        assert tuned.cost == pytest.approx(sum(step.seconds for step in tuned.steps))
         text = "".join(str(tuned).split())
         for part in (
             "meets the tolerance of 0.02",
             str(tuned.policy),
             "left out",
-            f"in float32: {tuned.places}; ",
+            f"in float32: {tuned.places}; they add",
         ):
             assert "".join(part.split()) in text
 

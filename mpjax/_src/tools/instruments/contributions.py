@@ -73,16 +73,39 @@ class Entry(NamedTuple):
     times: int  # how often the loops run it
 
 
-class Runner:
-    """A program that is compiled once, and rounds by a mask."""
+class Rounding:
+    """A program that is compiled once, and rounds by a mask.
 
-    def __init__(self, program: Program, scale: float, probes: int):
-        self.program, self.inputs = program, program.inputs(scale)
+    Attributes:
+        entries: The entries of the mask.
+        names: The names of the floating results.
+    """
+
+    def __init__(self, program: Program):
         self.block = masked.masked(program.jaxpr, root_of(program.jaxpr))
         self.entries = [*_entries(self.block)]
         outs = zip(program.results, program.jaxpr.out_avals, strict=True)
         self.floats = [i for i, (_, aval) in enumerate(outs) if is_float(aval) and aval.size]
         self.names = [program.results[i] for i in self.floats]
+        self._compiled = jax.jit(self.evaluated)
+
+    def evaluated(self, inputs: Any, mask: Any, count: int = 1) -> list[Any]:
+        """Returns the floating results, computed in as many segments."""
+        outs = masked.evaluate(self.block, masked.split(self.block, mask), inputs, count)
+        return [outs[i] for i in self.floats]
+
+    def at(self, inputs: Any, mask: Any) -> list[jax.Array]:
+        """Returns the floating results with some entries rounded: a mask of 0 and 1."""
+        return self._compiled(inputs, jnp.asarray(mask, jnp.float32))
+
+
+class Runner:
+    """A `Rounding` whose derivative by the mask is compiled with it."""
+
+    def __init__(self, program: Program, scale: float, probes: int):
+        self.inputs, self.rounding = program.inputs(scale), Rounding(program)
+        self.block, self.entries = self.rounding.block, self.rounding.entries
+        self.names = self.rounding.names
         self.numbers = jnp.arange(1 + probes)
         self._run = jax.jit(self._compiled)
 
@@ -101,12 +124,7 @@ class Runner:
         return np.asarray(self._run(self.inputs, mask, jnp.asarray(weights), True)[1], np.float64)
 
     def _compiled(self, inputs, mask, weights, probing):
-        def run(mask):
-            parts = masked.split(self.block, mask)
-            outs = masked.evaluate(self.block, parts, inputs, SEGMENTS)
-            return [outs[i] for i in self.floats]
-
-        outs, back = jax.vjp(run, mask)
+        outs, back = jax.vjp(lambda mask: self.rounding.evaluated(inputs, mask, SEGMENTS), mask)
 
         def probe(number):
             key = jax.random.fold_in(jax.random.key(0), number)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from mpjax._src.core.autocast.classify import Outline
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.program.graph import Op
 from mpjax._src.core.program.site import shown
@@ -54,6 +55,26 @@ class Places:
             else:
                 made.update(other.outs)
         return found
+
+    def owners(self, number: int | None) -> frozenset[int]:
+        """Returns the ops, by number, for one of which at least something is rounded.
+
+        That is the op itself if it can move. What else is rounded, such as what an op stores, is so
+        for the movable ops that read it, or else for any.
+        """
+        if number is None:
+            return frozenset(self._spots)
+        if number in self._spots:
+            return frozenset([number])
+        readers = frozenset(self.rows[op] for op in self._readers(self._pairs[number][0]))
+        return readers or frozenset(self._spots)
+
+    def is_written(self, number: int | None) -> bool:
+        """Returns whether the program itself has an op, by number, in 16 bits."""
+        if number is None:
+            return False
+        op = self._pairs[number][0]
+        return any(getattr(v.aval, "dtype", None) in HALVES for v in (*op.ins, *op.outs))
 
     def finest(self) -> list[Place]:
         """Returns the smallest places that patterns can name; together they move everything."""

@@ -1,242 +1,249 @@
-"""Searches for the fewest places that must be float32, in few measurements.
+"""Searches the cheapest places to run in float32 so that no error exceeds a tolerance.
 
-The error of a set of places is estimated from all measurements (`estimate`). While no set is known
-to be enough, the smallest set that probably is enough is measured next. Then smaller sets are
-measured, as long as the probability that one of them is enough is worth a run.
+To first order the error of a result is the sum of one vector for each place that rounds, which is
+measured with that place alone in 16 bits. A part of it is another one in each run, because other
+places change what is rounded: its squares add up. So the square of an error is a quadratic form of
+the places that round (`Model`). What is cheapest under it is a knapsack whose items interact: an
+integer program takes the squares alone (HiGHS), and exchanges of places the products too. Each
+proposal is measured, and corrects the budget of the next one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpjax._src.tools.instruments.estimate import Estimate, chances, excess
+# The shares of a place's squared error that may be new in each run. On small networks it was a
+# third.
+FRESH = (0.0, 0.05, 0.15, 0.33, 0.6)
 
-# Larger errors, relative to the tolerance, are cut to this.
-BEYOND = 1e5
+# So many places are searched exhaustively under the model.
+FEW = 14
 
-# The prior share of the squared error of all unsuspected places, and of the part that no place
-# removes.
-UNSUSPECTED, NOBODY = 1e-3, 1e-6
+# Proposals that are measured, and how near two budgets are that need none between them.
+PROPOSALS, NEAR = 12, 1.03
 
-# After this many failures all places together are tried, to see the error that no place removes.
-PATIENCE = 3
+# Then so many cheaper sets are measured, whose squared error is predicted within this factor.
+MORE, DOUBT = 24, 2.0
 
-# A set is worth a run if its probability to be enough is LIKELY, while no set is known; later, if
-# it saves GAIN places on average; at last, the likeliest set, if DOUBT sets with at least two
-# places fewer are expected to be enough.
-LIKELY, GAIN, DOUBT = 0.5, 0.25, 0.25
 
-# The search ends after this many guesses at smaller sets that are not enough.
-GUESSES = 16
+class Model:
+    """The squared errors of results by which places round, relative to the tolerance."""
 
-# Of sets whose probabilities are within this ratio, the cheapest is taken.
-AS_GOOD = 0.98
+    def __init__(self, vectors: Sequence[np.ndarray], rest: Sequence[np.ndarray]):
+        """
+        Args:
+            vectors: Of each result, the error vectors of the places, ``(places, entries)``, in
+                units of the tolerance.
+            rest: Of each result, the error vector of what no place moves, ``(entries,)``.
+        """
+        self.products: list[np.ndarray] = []
+        self.squares: list[np.ndarray] = []
+        self.fresh = FRESH[-2]
+        for each, other in zip(vectors, rest, strict=True):
+            terms = np.vstack([each, other])
+            products = np.nan_to_num(terms @ terms.T, nan=1e30, posinf=1e30, neginf=-1e30)
+            self.products.append(products)
+            self.squares.append(np.diag(products))
 
-# The number of sets considered per size is WIDTH over the cube of the number of places; all sets
-# for up to 12 places.
-WIDTH, NARROWEST = 924 * 12**3, 8
+    def predicted(self, rounds: np.ndarray) -> np.ndarray:
+        """Returns the largest squared error of each row: 1 for the places that round."""
+        z = np.column_stack([rounds, np.ones(len(rounds))]).astype(float)
+        old = [np.einsum("ij,ij->i", z @ form, z) for form in self.products]
+        new = [z @ squares for squares in self.squares]
+        return np.max((1 - self.fresh) * np.array(old) + self.fresh * np.array(new), 0, initial=0)
+
+    def fit(self, rounds: np.ndarray, squares: np.ndarray) -> None:
+        """Takes the share of new errors with which measured squares are predicted best."""
+
+        def doubt(fresh: float) -> float:
+            self.fresh = fresh
+            logs = np.log((self.predicted(rounds) + 1e-12) / (squares + 1e-12))
+            return float(np.median(np.abs(logs)))
+
+        self.fresh = min(FRESH, key=doubt)
 
 
 class Search:
-    """Measures sets of places, and records which are enough.
+    """Searches sets of places to run in float32, and measures them.
 
     Attributes:
-        best: The smallest set known to be enough, or None.
-        least: Whether every set with one of its places left out was found not to be enough.
-        tried: The largest error of each set that was measured.
+        best: The cheapest set that was measured to be enough, or None.
+        tried: The error of each set that was measured.
+        bound: No set that is enough costs less than this, if the model of errors holds as well as
+            where it was measured to be worst.
     """
 
     def __init__(
         self,
-        measure: Callable[[frozenset[int]], Sequence[Any]],
-        suspicion: Callable[[], Sequence[float]],
-        costs: Sequence[Any],
+        measure: Callable[[frozenset[int]], float],
+        model: Model,
+        costs: Sequence[float],
         tolerance: float,
         inside: Sequence[Sequence[int]] | None = None,
     ):
         """
         Args:
-            measure: Returns the error of each result with a set of places in float32: a vector, or
-                a projection of it, of the error's norm. What it raises ends the search.
-            suspicion: Returns how much of the squared error is expected of each place, in any unit;
-                not called before it is needed.
-            costs: What moving each place costs, numbers or tuples: of as many places, the cheaper
-                ones are taken.
-            tolerance: What the norm of no error may exceed.
+            measure: Returns the largest error with a set of places in float32. What it raises ends
+                the search.
+            model: The model of the errors.
+            costs: What each place costs in float32.
+            tolerance: What no error may exceed.
             inside: Of each place, the others that are within it: they are in float32 with it.
         """
-        self._measure, self.tolerance = measure, tolerance
+        self._measure, self.model, self.tolerance = measure, model, tolerance
+        self.costs = np.asarray(costs, float)
         self.count = len(costs)
-        order = sorted(range(self.count), key=lambda i: costs[i])
-        self._cost = np.argsort(order)  # the cheapest place has 0
-        self.tried: dict[frozenset[int], float] = {}
-        self.best: frozenset[int] | None = None
-        self.least = False
-        self._guessed: list[frozenset[int]] = []  # smaller sets than the best one was
-        self._runs: list[tuple[np.ndarray, list[np.ndarray]]] = []  # what was in 16 bits, errors
         self._inside = np.eye(self.count, dtype=bool)
         for place, others in enumerate(inside or ()):
             self._inside[place, list(others)] = True
-        self._suspicion = suspicion
-        self._suspected: np.ndarray | None = None
+        self.tried: dict[frozenset[int], float] = {}
+        self.best: frozenset[int] | None = None
+        self.bound = 0.0
+        self._all = self._every() if self.count <= FEW else None
 
     def run(self) -> None:
-        """Searches until no smaller set is worth a run, or a measurement raises."""
+        """Searches until a proposal repeats, or a measurement raises."""
         everything = frozenset(range(self.count))
         if self.is_enough(frozenset()):
-            self.least = True
             return
-        while candidates := self._candidates():
-            any(map(self.is_enough, candidates))  # up to the first that is
-            if self.best is None and len(self.tried) > PATIENCE and not self.is_enough(everything):
+        low, high, budget = 0.0, math.inf, 1.0
+        for _ in range(PROPOSALS):
+            chosen = self._proposed(budget)
+            known = chosen in self.tried
+            if self.is_enough(chosen):
+                low = max(low, budget)
+            elif chosen == everything:
                 return
-        self.least = self.best is not None and not self._open_parts()
+            else:
+                high = min(high, budget)
+            if high <= NEAR * low or (known and low and high < math.inf):
+                break
+            off = (self.tolerance / max(self.tried[chosen], 1e-30)) ** 2
+            if low and high < math.inf:
+                budget = math.sqrt(low * high)
+            else:  # what the measurement says of the model, and a little more
+                budget *= min(max(off, 1 / 64), 64) * (1.02 if off > 1 else 0.98)
+        if self.best is None:
+            self.is_enough(everything)
+        self._trim()
+        self._retry()
+        self.bound = self._cost(self._proposed(self._most()))
 
     def is_enough(self, places: frozenset[int]) -> bool:
         """Returns whether a set of places meets the tolerance; measures it if needed."""
         if places not in self.tried:
-            errors = [_bounded(np.asarray(e) / self.tolerance) for e in self._measure(places)]
-            self.tried[places] = max(map(_norm, errors), default=0.0) * self.tolerance
-            self._runs.append((self._left([places])[0], errors))
+            error = self._measure(places)
+            self.tried[places] = error if error == error else math.inf
+            rows, errors = self._measured()
+            if len(rows):
+                self.model.fit(rows, (errors / self.tolerance) ** 2)
         enough = self.tried[places] <= self.tolerance
-        if enough and (self.best is None or self._rank(places) < self._rank(self.best)):
+        if enough and (self.best is None or self._cost(places) < self._cost(self.best)):
             self.best = places
         return enough
 
-    def needed(self) -> int:
-        """Returns a lower bound of the places, assuming less float32 never reduces the error.
+    # ---- proposals ------------------------------------------------------------------------------
 
-        Every set that is enough has a place outside of each set that failed. The smallest set with
-        that property is a lower bound (minimum hitting set; Reiter, 1987).
-        """
+    def _proposed(self, budget: float) -> frozenset[int]:
+        """Returns the cheapest set whose squared error is within a budget under the model."""
+        if self._all is not None:
+            enough = self._all[self.model.predicted(~self._all) <= budget]
+            rows = enough if len(enough) else np.ones((1, self.count), bool)
+        else:
+            rows = self._exchanged(self._knapsack(budget), budget)[None]
+        best = rows[np.lexsort((rows.sum(1), rows @ self.costs))[0]]
+        return frozenset(np.flatnonzero(best).tolist())
+
+    def _every(self) -> np.ndarray:
+        """Returns all sets that contain what is within their places."""
+        sets = np.array([*itertools.product([False, True], repeat=self.count)], bool)
+        sets = sets.reshape(-1, self.count)
+        return sets[((sets.astype(int) @ self._inside > 0) == sets).all(1)]
+
+    def _knapsack(self, budget: float) -> np.ndarray:
+        """Returns the cheapest set if squares alone added up."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # here, because it imports slowly
 
-        failed = [s for s, error in self.tried.items() if error > self.tolerance]
-        if not failed or self.best is None:
-            return 0
-        outside, one = self._left(failed)[:, :-1], np.ones(self.count)
+        squares = np.array([each[:-1] for each in self.model.squares])
+        rest = np.array([each[-1] for each in self.model.squares])
+        needed = squares.sum(1) + rest - budget  # what float32 has to take away
+        outer, inner = np.nonzero(self._inside & ~np.eye(self.count, dtype=bool))
+        within = np.zeros((len(outer), self.count))
+        within[np.arange(len(outer)), outer], within[np.arange(len(outer)), inner] = -1, 1
+        # Very large squares would hide the others.
+        limits = np.minimum(needed, squares.sum(1))
+        scale = np.maximum(squares.max(1, initial=0), 1e-30)
         solution = milp(
-            one, constraints=LinearConstraint(outside, 1), integrality=one, bounds=Bounds(0, 1)
+            self.costs + 1e-9 * (self.costs.max(initial=0) or 1),
+            constraints=[
+                LinearConstraint(squares / scale[:, None], limits / scale),
+                LinearConstraint(within, 0),
+            ],
+            integrality=np.ones(self.count),
+            bounds=Bounds(0, 1),
+            options={"time_limit": 5, "mip_rel_gap": 1e-3},
         )
-        return round(solution.fun)
+        if solution.x is None:
+            return np.ones(self.count, bool)
+        return solution.x > 0.5
 
-    # ---- what to try next -----------------------------------------------------------------------
-
-    def _candidates(self) -> list[frozenset[int]]:
-        """Returns the sets to try next, one after the other until one is enough."""
-        estimates = self._estimates()
-        if self.best is None:
-            return self._first(estimates)
-        parts = self._open_parts()
-        wrong = sum(self.tried[places] > self.tolerance for places in self._guessed)
-        guess = self._guess(estimates, bool(parts)) if wrong < GUESSES else None
-        if guess is not None:
-            self._guessed.append(guess)
-            return [guess]
-        # Leaves out one place at a time, beginning with the one that is probably least needed.
-        odds = chances(estimates, self._left(parts))
-        return [parts[i] for i in np.argsort(-odds)]
-
-    def _first(self, estimates: Sequence[Estimate]) -> list[frozenset[int]]:
-        """Returns the fewest places that are likely to be enough, or else the likeliest set."""
-        candidates: list[tuple[float, frozenset[int]]] = []
-        for sets, odds in self._by_size(estimates, self.count):
-            candidates.append((odds.max(), self._likeliest(sets, odds)))
-            if odds.max() >= LIKELY:
+    def _exchanged(self, chosen: np.ndarray, budget: float) -> np.ndarray:
+        """Returns a set that is within the budget under the model, improved place by place."""
+        while self.model.predicted(~chosen[None])[0] > budget and not chosen.all():
+            more = np.array([chosen | self._inside[i] for i in np.flatnonzero(~chosen)])
+            gain = self.model.predicted(~chosen[None])[0] - self.model.predicted(~more)
+            price = more @ self.costs - chosen @ self.costs
+            chosen = more[np.argmax(gain / np.maximum(price, 1e-30))]
+        for _ in range(4 * self.count):
+            near = self._neighbors(chosen)
+            cheaper = near[near @ self.costs < chosen @ self.costs * (1 - 1e-9)]
+            if not len(cheaper):
                 break
-        return [max(candidates, key=lambda each: each[0])[1]] if candidates else []
+            enough = cheaper[self.model.predicted(~cheaper) <= budget]
+            if not len(enough):
+                break
+            chosen = enough[np.argmin(enough @ self.costs)]
+        return chosen
 
-    def _guess(self, estimates: Sequence[Estimate], has_parts: bool) -> frozenset[int] | None:
-        """Returns a smaller set than the best one, if one is worth a run."""
-        size, doubt = len(self.best or ()), 0.0
-        # The expected saving, the probability, the set.
-        guesses: list[tuple[float, float, frozenset[int]]] = []
-        for sets, odds in self._by_size(estimates, size - 1):
-            fewer = size - int(sets[0].sum())
-            doubt += odds.sum() * (fewer > 1)
-            guesses.append((fewer * odds.max(), odds.max(), self._likeliest(sets, odds)))
-        worth = max(guesses, key=lambda guess: guess[0], default=None)
-        if worth is not None and worth[0] >= GAIN:
-            return worth[2]
-        two = [guess for guess in guesses if len(guess[2]) < size - 1]
-        if has_parts or doubt < DOUBT:
-            return None
-        return max(two, key=lambda guess: guess[1])[2]
+    def _neighbors(self, chosen: np.ndarray) -> np.ndarray:
+        """Returns the sets without a place, and with another one in its place."""
+        without = [chosen & ~self._inside[:, i] for i in np.flatnonzero(chosen)]
+        instead = [each | self._inside[i] for each in without for i in np.flatnonzero(~chosen)]
+        return np.array([*without, *instead]).reshape(-1, self.count)
 
-    def _by_size(
-        self, estimates: Sequence[Estimate], largest: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the best untried sets of each size, and their probabilities to be enough."""
-        # A beam search: the sets of each size grow from the most promising smaller ones.
-        tried = {np.packbits(~self._left([s])[0, :-1].astype(bool)).tobytes() for s in self.tried}
-        width = max(WIDTH // self.count**3, NARROWEST)
-        sizes = {0: np.zeros((1, self.count), bool)}
-        for size in range(largest + 1):
-            sets = sizes.pop(size, None)
-            if sets is None:
-                continue
-            if len(sets) > width:
-                sets = sets[np.argsort(excess(estimates, _terms(sets)))[:width]]
-            more = (sets[:, None] | self._inside)[~sets]  # each with each place that it lacks
-            counts = more.sum(1)
-            for count in np.unique(counts[counts <= largest]):
-                parts = [more[counts == count], *(sizes[count] for _ in range(count in sizes))]
-                sizes[count] = np.unique(np.concatenate(parts), axis=0)
-            sets = sets[[np.packbits(s).tobytes() not in tried for s in sets]]
-            if len(sets):
-                yield sets, chances(estimates, _terms(sets))
+    def _trim(self) -> None:
+        """Leaves out of the best set, one after the other, what need not be in it."""
+        for place in sorted(self.best or (), key=lambda i: -self.costs[i]):
+            around = frozenset(np.flatnonzero(self._inside[:, place]).tolist())
+            if self.best and place in self.best:
+                self.is_enough(self.best - around)
 
-    def _likeliest(self, sets: np.ndarray, odds: np.ndarray) -> frozenset[int]:
-        """Returns the likeliest set, or the cheapest of those that are about as likely."""
-        good = sets[odds >= AS_GOOD * odds.max()]
-        return frozenset(np.flatnonzero(good[np.argmin(good @ self._cost)]).tolist())
+    def _retry(self) -> None:
+        """Measures cheaper sets that the model holds for too wrong by a little."""
+        for _ in range(MORE):
+            if self.best is None:
+                return
+            best = np.isin(np.arange(self.count), [*self.best])
+            rows = self._neighbors(best) if self._all is None else self._all
+            rows = rows[rows @ self.costs < 0.99 * self._cost(self.best)]
+            rows = rows[[frozenset(np.flatnonzero(row).tolist()) not in self.tried for row in rows]]
+            predicted = self.model.predicted(~rows)
+            if not len(rows) or predicted.min() > DOUBT:
+                return
+            self.is_enough(frozenset(np.flatnonzero(rows[np.argmin(predicted)]).tolist()))
 
-    def _open_parts(self) -> list[frozenset[int]]:
-        """Returns the best set without one of its places, for each place not known as needed."""
-        failed = [s for s, error in self.tried.items() if error > self.tolerance]
-        parts = [(self.best or frozenset()) - self._around(i) for i in self.best or ()]
-        return [part for part in parts if not any(part <= other for other in failed)]
+    def _most(self) -> float:
+        """Returns the largest budget at which a measured error was within the tolerance's."""
+        rows, errors = self._measured()
+        return max([1.0, *(self.model.predicted(rows) * (self.tolerance / errors) ** 2)])
 
-    def _around(self, place: int) -> frozenset[int]:
-        """Returns the places that contain a place, itself included."""
-        return frozenset(np.flatnonzero(self._inside[:, place]).tolist())
+    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which places rounded in each measurement, and its error."""
+        sets = [(s, e) for s, e in self.tried.items() if 0 < e < math.inf]
+        rows = [[i not in s for i in range(self.count)] for s, _ in sets]
+        return np.array(rows, bool).reshape(-1, self.count), np.array([e for _, e in sets])
 
-    def _estimates(self) -> list[Estimate]:
-        """Returns the estimate of each result's error, from all measurements."""
-        if self._suspected is None:
-            prior = np.maximum(np.asarray(self._suspicion(), float), 0)
-            prior = prior / (prior.sum() or 1) + UNSUSPECTED / self.count
-            self._suspected = np.array([*prior, NOBODY])
-        left = np.array([left for left, _ in self._runs])
-        results = zip(*(errors for _, errors in self._runs), strict=True)
-        return [Estimate(left, np.array(errors), self._suspected) for errors in results]
-
-    def _left(self, sets: Sequence[frozenset[int]]) -> np.ndarray:
-        """Returns the terms that sets of places leave in 16 bits; the last term always stays."""
-        chosen = np.zeros((len(sets), self.count), bool)
-        for row, places in zip(chosen, sets, strict=True):
-            row[list(places)] = True
-        return _terms(chosen)
-
-    def _rank(self, places: frozenset[int]) -> tuple[int, float]:
-        return len(places), float(self._cost[list(places)].sum())
-
-
-def _terms(chosen: np.ndarray) -> np.ndarray:
-    return np.column_stack([~chosen, np.ones(len(chosen), bool)]).astype(float)
-
-
-def _norm(error: np.ndarray) -> float:
-    return float(np.linalg.norm(error))
-
-
-def _bounded(error: np.ndarray) -> np.ndarray:
-    """Returns an error vector whose norm is at most `BEYOND`."""
-    error = np.asarray(error, float).ravel()
-    size = _norm(error)
-    if size < BEYOND:
-        return error
-    # An infinite error has no direction; one of the greatest norm represents it.
-    whole = np.isfinite(size)
-    return error * (BEYOND / size) if whole else np.full_like(error, BEYOND / len(error) ** 0.5)
+    def _cost(self, places: frozenset[int]) -> float:
+        return float(self.costs[[*places]].sum())

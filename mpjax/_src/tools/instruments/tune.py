@@ -1,7 +1,8 @@
-"""`tune`: finds the fewest float32 operations with which a program meets an error tolerance.
+"""`tune`: finds the cheapest float32 operations with which a program meets an error tolerance.
 
-`compare` estimates which operations matter. Which of them must be float32 is then measured on the
-compiled program, one set of places at a time.
+Each set of places is measured by one program that is compiled once and rounds by a mask
+(`masked`). What the search finds is then measured as it would be trained: with the overrides of
+the policy, compiled.
 """
 
 import dataclasses
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._src.core.base.dtypes import FLOAT32
 from mpjax._src.core.base.errors import (
     brief,
     check_flag,
@@ -30,10 +30,11 @@ from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.instruments.compare import compare_program
+from mpjax._src.tools.hardware.targets import Target, find_target
+from mpjax._src.tools.instruments.contributions import Rounding
 from mpjax._src.tools.instruments.places import Place, Places
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
-from mpjax._src.tools.instruments.search import Search
+from mpjax._src.tools.instruments.search import Model, Search
 from mpjax._src.tools.instruments.shadows import SUSPICIOUS, perturbed, size_of_terms
 
 # The error of a gradient is relative to at least this share of the norm of all gradients together.
@@ -45,7 +46,14 @@ ENTRIES = 64
 
 LEAST_RUNS = 2  # the float32 reference, and the policy without overrides
 
-COLUMNS = ("operations", "FLOPs", "error before", "after", "left out", "in float32")
+# The overrides are measured as they train so often; each time the search's tolerance shrinks by
+# what the masks did not see.
+VERIFIED = 3
+
+# The device whose times count if this one's are not known.
+TARGET = "h100"
+
+COLUMNS = ("operations", "FLOPs", "time", "error before", "after", "left out", "in float32")
 
 ALONE = WORST(
     "error without it",
@@ -63,6 +71,7 @@ class TuneStep:
         pattern: The pattern of the override.
         operations: The number of operations of the program that it moves.
         flops: The share of the program's matmul FLOPs that it moves, from 0 to 1.
+        seconds: The time that it adds to a step on the target, as ``cost`` of `Tuning`.
         error_before: The largest relative error of a result with the previous steps only; None if
             the search did not measure it.
         error: The largest relative error with the previous steps and this one; None if the search
@@ -74,6 +83,7 @@ class TuneStep:
     pattern: str
     operations: int
     flops: float
+    seconds: float
     error_before: float | None
     error: float | None
     alone: float | None
@@ -86,20 +96,24 @@ class Tuning(Report):
 
     Attributes:
         policy: The tuned policy: the given one with overrides.
-        met: Whether it meets the tolerance.
+        met: Whether it meets the tolerance. It was compiled and measured.
         error: The largest relative error of a result under it.
         tolerance: The tolerance.
         results: The relative error of each result under it, by name.
         steps: The effect of each override, the most valuable first.
         runs: The number of times a program was run, in float32 and in 16 bits.
-        least: Whether no single part can be left out. This follows from the measurements, assuming
-            that less float32 never reduces the error.
         cut_short: Whether the search stopped at ``max_runs``. Then this is the best set that was
             tried.
         places: The number of parts of the program in float32, counted in the smallest parts that
             patterns can name. A step may contain more than one.
-        needed: A lower bound of ``places``. It follows from the sets that were tried and failed,
-            assuming that less float32 never reduces the error.
+        cost: The time that float32 adds to a step on the target, in seconds: matmul FLOPs at its
+            peak rates, and bytes at the bandwidth of its memory.
+        bound: What no policy that meets the tolerance costs less than, in seconds, if errors add as
+            they did where the search's model of them was most wrong.
+        target: The device of these times.
+        before: The largest relative error of a result under the given policy.
+        remaining: If the tolerance is not met: the largest relative error of a result with all of
+            these parts in float32. The rest of the policy, such as its storage, makes it.
     """
 
     policy: Policy
@@ -109,10 +123,13 @@ class Tuning(Report):
     results: dict[str, float]
     steps: tuple[TuneStep, ...]
     runs: int
-    least: bool
     cut_short: bool = False
     places: int = 0
-    needed: int = 0
+    cost: float = 0.0
+    bound: float = 0.0
+    target: str = TARGET
+    before: float = math.nan
+    remaining: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "policy": str(self.policy)}
@@ -131,15 +148,20 @@ class Tuning(Report):
             )
         elif self.met and self.places:
             lines.append(
-                f"parts of the program in float32: {self.places}; every smaller set that was tried "
-                "exceeds the tolerance"
+                f"parts of the program in float32: {self.places}; they add {_time(self.cost)} to a "
+                f"step on {self.target}, and at least {_time(self.bound)} are needed"
+            )
+        elif self.remaining is not None:
+            lines.append(
+                f"With all parts in float32 that an override can move, the error is "
+                f"{self.remaining:.3g}: storage, or casts of the program itself, make the rest."
             )
         results = sorted(self.results.items(), key=lambda item: -item[1])
         named = tuple((f"{error:.3g}", name) for name, error in results)
         return Document(
-            "Fewest float32 parts that meet a tolerance",
-            f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}, after "
-            f"{self.runs} runs",
+            "Cheapest float32 parts that meet a tolerance",
+            f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
+            f"{self.before:.3g}, after {self.runs} runs",
             (*lines, f"policy  {self.policy}"),
             (
                 Table("Overrides", COLUMNS, tuple(map(_cells, self.steps)), COLUMNS[-1:]),
@@ -151,10 +173,15 @@ class Tuning(Report):
         )
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
 def _cells(step: TuneStep) -> tuple[str, ...]:
     errors = (step.error_before, step.error, step.alone)
     texts = ("-" if error is None else f"{error:.3g}" for error in errors)
-    return (str(step.operations), f"{step.flops:.1%}", *texts, step.pattern)
+    counted = (str(step.operations), f"{step.flops:.1%}", _time(step.seconds))
+    return (*counted, *texts, step.pattern)
 
 
 def _place(step: TuneStep) -> Operation:
@@ -174,12 +201,19 @@ def tune(
     tolerance: float,
     argnums: int | Sequence[int] | None = 0,
     has_aux: bool = False,
-    max_runs: int = 100,
+    max_runs: int = 1000,
     *,
+    target: str | None = None,
     loss_scale: LossScale | str | float | None = "auto",
     progress: bool = True,
 ) -> Callable[..., Tuning]:
-    """Finds the fewest parts to run in float32 so that value and gradients meet a tolerance.
+    """Finds the cheapest parts to run in float32 so that value and gradients meet a tolerance.
+
+    Each part is measured alone in 16 bits, then sets of parts, all by one compiled program that
+    rounds by a mask. The error of a set is predicted from these error vectors (to first order it
+    is their sum), the cheapest set under that prediction is measured, and corrects it. The policy
+    that is found is compiled and measured as it trains. Searches of precision by measurement are
+    Precimonious (SC 2013) and, with costs of casts, Campo (2021).
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient counts too.
@@ -191,20 +225,19 @@ def tune(
         argnums: The arguments to differentiate; None for the forward pass only.
         has_aux: Whether ``fun`` returns ``(loss, aux)``.
         max_runs: The largest number of runs of a program: 2 or more, because the float32 reference
-            and the given policy take one each. For float16, finding the loss scale takes one or
-            more.
+            and the given policy take one each. One per part is needed to know what it adds.
+        target: The device whose times are minimized, such as "h100" or "v5e". It need not exist.
+            None for the local one, or an H100 if its peak rates are not known.
         loss_scale: The loss scale, as for `compare`.
         progress: Whether to show a progress bar if stderr is a terminal. It counts runs up to
             ``max_runs``; most searches end earlier.
 
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`,
-        whose ``policy`` is the given one with the fewest parts in float32 that were found to be
-        enough; of sets of equal size, the one with less work. In tests on sums of up to 12 errors,
-        as vectors or as squares, it had at most one part more than an exhaustive search. If the
-        result is a single number and the tolerance is far below the errors of most parts, only sets
-        whose errors happen to cancel meet it, and few runs do not find all of them.
-        With these arguments after the tolerance, the report.
+        whose ``policy`` is the given one with the parts in float32 that add the least time on the
+        target, of those that were found to be enough. In tests on sums of up to 12 errors, as
+        vectors or as squares, they cost at most 5% more than the best of all sets. With these
+        arguments after the tolerance, the report.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
@@ -238,28 +271,28 @@ def tune(
 
     resolve_loss_scale(loss_scale, False)
 
+    chip = find_target(target) if target is not None else _local()
+
     def report(*args, **kwargs):
         make = functools.partial(
             make_program, "tune", fun, args=args, kwargs=kwargs, argnums=argnums, has_aux=has_aux
         )
         with progress_bar(progress, "tune", RUN, max_runs):
-            trial = _Trial(make, policy, max_runs, loss_scale)
-            places = trial.places.finest()
-            search = Search(
-                lambda chosen: trial.vectors([places[i] for i in sorted(chosen)]),
-                lambda: _suspicions(trial, places),
-                [trial.places.cost(place.ops) for place in places],
-                tolerance,
-                [[i for i, q in enumerate(places) if q.ops <= p.ops] for p in places],
-            )
             try:
-                search.run()
-                cut_short = False
-            except _OutOfRuns:
-                cut_short = True
-            return trial.report(search, places, cut_short)
+                trial = _Trial(make, policy, max_runs, loss_scale, chip)
+            except _OutOfRuns:  # no run was left for the given policy
+                return Tuning(policy, False, math.nan, tolerance, {}, (), max_runs, True)
+            return trial.report(tolerance)
 
     return report
+
+
+def _local() -> Target:
+    """Returns this device, or the default where its times are not known."""
+    try:
+        return find_target(jax.devices()[0].device_kind)
+    except ValueError:
+        return find_target(TARGET)
 
 
 # ---- trials -------------------------------------------------------------------------------------
@@ -273,27 +306,34 @@ class _OutOfRuns(Exception):
 
 
 class _Trial:
-    """Runs the program with some places in float32, and keeps the results."""
+    """Runs the program with some places in float32, by the mask or as it trains."""
 
-    def __init__(self, make: Callable[..., Program], policy: Policy, max_runs: int, loss_scale):
-        self.policy, self.max_runs, self.loss_scale = policy, max_runs, loss_scale
+    def __init__(
+        self,
+        make: Callable[..., Program],
+        policy: Policy,
+        max_runs: int,
+        loss_scale: Any,
+        target: Target,
+    ):
+        self.policy, self.max_runs, self.target = policy, max_runs, target
         self.runs = 0
         self._make = functools.partial(make, ran=self._count)
         self.program = self._make(policy=policy)
-        self.arrays = self.program.arrays
         self.places = Places(self.program.plan)
-        self._scale: float | None = None  # a loss scale at which the gradients are finite
-        self._known: dict[frozenset[int], tuple[dict[str, float], list[Any]]] = {}
-        # The reference keeps the rest of the policy, such as its storage.
-        full = dataclasses.replace(
-            policy, overrides=(), half_ops=(), compute_dtype=FLOAT32, output_dtype=FLOAT32
-        )
-        self._full = self._make(policy=full)
-        self.wanted = self._results(self._full, 1.0, self.arrays)
+        self.scale = training_scale(self.program, policy, loss_scale)
+        self.rounding = Rounding(self.program)
+        numbers = [entry.step.site.op for entry in self.rounding.entries]
+        owners = {n: self.places.owners(n) for n in {*numbers}}
+        self._owners = [owners[n] for n in numbers]
+        # The float32 reference has the program's own casts.
+        self._written = np.array([self.places.is_written(n) for n in numbers], bool)
+        self.wanted = self._by_mask(self._mask(frozenset()))
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
         self._terms: dict[str, float] = {}  # the sizes of canceled terms, by result
+        self._known: dict[Any, tuple[dict[str, float], list[np.ndarray]]] = {}
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:
@@ -301,56 +341,58 @@ class _Trial:
         self.runs += 1
         advance(RUN)
 
-    def _results(self, program: Program, scale: float, arrays) -> dict[str, jax.Array]:
+    # ---- measurements ----
+
+    def _named(self, outs: Iterable[tuple[str, Any]]) -> dict[str, jax.Array]:
         # An auxiliary result of a loss trains nothing, so the tolerance does not concern it.
-        outs = program.compiled(*arrays, jnp.float32(scale))
         return {
             name: x
-            for name, x in zip(program.results, outs, strict=True)
+            for name, x in outs
             if jnp.issubdtype(x.dtype, jnp.floating)
-            and not (name.startswith("aux") and program.follows_gradient)
+            and not (name.startswith("aux") and self.program.follows_gradient)
         }
 
-    def with_places(self, places: Iterable[Place]) -> Policy:
-        patterns = dict.fromkeys((p.pattern for p in places), "float32")
-        return self.policy.override(patterns) if patterns else self.policy
+    def _by_mask(self, mask: np.ndarray, arrays: Any = None) -> dict[str, jax.Array]:
+        self._count()
+        inputs = self.program.inputs(self.scale)
+        if arrays is not None:
+            inputs[: len(arrays)] = arrays
+        outs = self.rounding.at(inputs, mask)
+        return self._named(zip(self.rounding.names, outs, strict=True))
 
-    def errors(self, places: Sequence[Place]) -> dict[str, float]:
-        """Returns the error of each result with these places in float32."""
-        return self._measured(places)[0]
+    def masked(self, moved: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
+        """Returns the error of each result, and its error vector, with some ops in float32."""
+        movable = self.places.owners(None)
+        return self._measured(moved, movable - moved)
 
-    def vectors(self, places: Sequence[Place]) -> list[Any]:
-        """Returns the errors as vectors: projections of the errors of all entries."""
-        return self._measured(places)[1]
+    def alone(self, ops: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
+        """Returns the same with these ops alone in 16 bits."""
+        return self._measured(("alone", ops), ops)
 
-    def worst(self, places: Sequence[Place]) -> float | None:
-        """Returns the largest error of a result, or None if that was not measured."""
-        measured = self._known.get(_ops(places))
-        return measured and max(measured[0].values(), default=0.0)
-
-    def _measured(self, places: Sequence[Place]) -> tuple[dict[str, float], list[Any]]:
-        key = _ops(places)
+    def _measured(self, key: Any, ops: frozenset[int]):
         if key not in self._known:
-            program = self._make(policy=self.with_places(places)) if places else self.program
-            got = self._results(program, self.scale(program), self.arrays)
-            distances = jax.device_get(_distances(got, self.wanted, self._signs))
-            errors = self._errors({name: float(d) for name, (d, _) in distances.items()}, program)
-            vectors = [_of_length(v, errors[name]) for name, (_, v) in distances.items()]
-            self._known[key] = errors, vectors
+            self._known[key] = self._errors(self._by_mask(self._mask(ops)))
         return self._known[key]
 
-    def scale(self, program: Program) -> float:
-        """Returns the loss scale of all runs, which is fixed once gradients are finite."""
-        if self._scale is not None:
-            return self._scale
-        scale = training_scale(program, self.policy, self.loss_scale)
-        # 1 may also mean that no scale was finite with these places; with others one may be.
-        if scale != 1 or not self.policy.needs_loss_scaling:
-            self._scale = scale
-        return scale
+    def _mask(self, ops: frozenset[int]) -> np.ndarray:
+        """Returns the mask with which ops are in 16 bits, by number, and no others."""
+        rounds = np.array([not ops.isdisjoint(owners) for owners in self._owners], bool)
+        return (rounds | self._written).astype(float)
 
-    def _errors(self, distances: dict[str, float], program: Program) -> dict[str, float]:
-        is_gradient = dict(zip(program.results, program.gradients, strict=True))
+    def trained(self, policy: Policy) -> dict[str, float]:
+        """Returns the error of each result under a policy, compiled as it trains."""
+        program = self.program if policy == self.policy else self._make(policy=policy)
+        return self._errors(self._named(program.at(self.scale)))[0]
+
+    def _errors(self, got: dict[str, jax.Array]) -> tuple[dict[str, float], list[np.ndarray]]:
+        distances = jax.device_get(_distances(got, self.wanted, self._signs))
+        sizes = self._sizes({name: float(d) for name, (d, _) in distances.items()})
+        errors = {name: _ratio(float(d), sizes[name]) for name, (d, _) in distances.items()}
+        return errors, [_of_length(v, errors[name]) for name, (_, v) in distances.items()]
+
+    def _sizes(self, distances: dict[str, float]) -> dict[str, float]:
+        """Returns what each result's error is relative to."""
+        is_gradient = dict(zip(self.program.results, self.program.gradients, strict=True))
         everything = math.hypot(*(norm for name, norm in self._norms.items() if is_gradient[name]))
         norms = {
             name: max(norm, SMALL * everything) if is_gradient[name] else norm
@@ -359,79 +401,119 @@ class _Trial:
         odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
         if any(name not in self._terms for name in odd):
             # One more run tells results that are noise in float32 from results that are wrong.
-            changed = self._results(self._full, 1.0, perturbed(self.arrays))
+            changed = self._by_mask(self._mask(frozenset()), perturbed(self.program.arrays))
             self._terms = {n: size_of_terms(x, changed[n]) for n, x in self.wanted.items()}
-        return {
-            name: _ratio(distance, max(norms[name], self._terms.get(name, 0.0)))
-            for name, distance in distances.items()
-        }
+        return {name: max(norm, self._terms.get(name, 0.0)) for name, norm in norms.items()}
 
-    # ---- the report ----
+    # ---- the search ----
 
-    def report(self, search: Search, places: Sequence[Place], cut_short: bool) -> "Tuning":
-        """Returns the best set that was found, and the effect of each of its places."""
-        best = search.best
-        if best is None or (cut_short and len(best) == len(places)):
-            # A search that was cut short does not report all of the program in float32.
-            tried = [s for s in search.tried if not cut_short or len(s) < len(places)]
-            best = min(tried, key=lambda s: search.tried[s], default=None)
-        if best is None:  # no run was left for the given policy
-            return Tuning(
-                self.policy, False, math.nan, search.tolerance, {}, (), self.runs, False, True
-            )
-        chosen = [places[i] for i in sorted(best)]
-        merged = self._pruned(self.places.merged(_ops(chosen), chosen), search.tolerance)
-        chosen = [place for place in chosen if place.ops <= _ops(merged)]
-        results = self.errors(chosen)
-        worst = max(results.values(), default=0.0)
+    def report(self, tolerance: float) -> Tuning:
+        """Returns the cheapest places that were found to be enough, and the effect of each."""
+        before = remaining = math.nan
+        best: list[Place] = []
+        results: dict[str, float] = {}
+        met = cut_short = False
+        bound, allowed = 0.0, tolerance
+        places = self.places.finest()
+        try:
+            results = self.trained(self.policy)
+            before = _worst(results)
+            met = before <= tolerance
+            for _ in range(0 if met else VERIFIED):
+                search = self._search(places, allowed) if places else None
+                if search is None or search.best is None:
+                    everything = frozenset().union(*(p.ops for p in places))
+                    remaining = _worst(self.masked(everything)[0])
+                    break
+                chosen = [places[i] for i in sorted(search.best)]
+                errors = self.trained(self.with_places(self._merged(chosen)))
+                if _worst(errors) < _worst(results) or not best:
+                    best, results, bound = chosen, errors, search.bound
+                met = _worst(errors) <= tolerance
+                if met:
+                    break
+                # The masks did not see this much: the next search leaves room for it.
+                allowed *= 0.9 * tolerance / _worst(errors)
+        except _OutOfRuns:
+            cut_short = True
+        merged = self._merged(best)
         return Tuning(
             policy=self.with_places(merged),
-            met=worst <= search.tolerance,
-            error=worst,
-            tolerance=search.tolerance,
+            met=met,
+            error=_worst(results) if results else math.nan,
+            tolerance=tolerance,
             results=results,
             steps=tuple(self._steps(merged)),
             runs=self.runs,
-            least=search.least and not cut_short,
             cut_short=cut_short,
-            places=len(chosen),
-            needed=min(search.needed(), len(chosen)),
+            places=len(best),
+            cost=self._seconds(_ops(best)),
+            bound=bound,
+            target=self.target.name,
+            before=before,
+            remaining=None if math.isnan(remaining) else remaining,
         )
 
-    def _pruned(self, merged: Sequence[Place], tolerance: float) -> list[Place]:
-        """Returns the places without those that need not be in float32, the costliest first.
+    def _search(self, places: Sequence[Place], tolerance: float) -> Search:
+        inside = [[i for i, q in enumerate(places) if q.ops < p.ops] for p in places]
+        own = [p.ops - _ops(places[i] for i in of) for p, of in zip(places, inside, strict=True)]
+        vectors = [self.alone(ops)[1] for ops in own]
+        rest = self.masked(_ops(places))[1]
+        by_result = range(len(rest))
+        model = Model(
+            [np.array([vector[r] for vector in vectors]) / tolerance for r in by_result],
+            [rest[r] / tolerance for r in by_result],
+        )
+        search = Search(
+            lambda chosen: _worst(self.masked(_ops(places[i] for i in chosen))[0]),
+            model,
+            [self._seconds(ops) for ops in own],
+            tolerance,
+            inside,
+        )
+        search.run()
+        return search
 
-        The search leaves out single places; overrides may contain several. And less float32 can
-        reduce the error, against the search's assumption, where errors cancel.
-        """
-        kept = list(merged)
-        for place in sorted(merged, key=lambda p: self.places.cost(p.ops), reverse=True):
-            alone = self._without(place, kept)
-            if alone is not None and alone <= tolerance:
-                kept.remove(place)
-        return kept
+    def _seconds(self, ops: Iterable[int]) -> float:
+        """Returns the time that ops take longer in float32 on the target."""
+        flops, entries = self.places.cost(ops)
+        peaks = self.target.peaks
+        wide = peaks.get("tf32", peaks["f32"])
+        slower = 1 / wide - 1 / max(peaks.get("bf16", wide), peaks.get("f16", wide))
+        return max(slower, 0.0) * flops + 2 * entries / self.target.bandwidth
+
+    def with_places(self, places: Iterable[Place]) -> Policy:
+        patterns = dict.fromkeys((p.pattern for p in places), "float32")
+        return self.policy.override(patterns) if patterns else self.policy
+
+    def _merged(self, chosen: Sequence[Place]) -> list[Place]:
+        return self.places.merged(_ops(chosen), chosen) if chosen else []
 
     def _steps(self, merged: Sequence[Place]) -> list["TuneStep"]:
-        alone = {place: self._without(place, merged) for place in merged}
+        alone = {place: self._error_with([p for p in merged if p is not place]) for place in merged}
         steps: list[TuneStep] = []
         done: list[Place] = []
         for place in sorted(merged, key=lambda p: -(alone[p] or 0.0)):
-            before = self.worst(done)
+            before = self._error_with(done)
             done.append(place)
-            flops, after = self.places.flops(place.ops), self.worst(done)
+            flops, seconds = self.places.flops(place.ops), self._seconds(place.ops)
+            after = self._error_with(done)
+            count = len(place.ops)
             steps.append(
-                TuneStep(place.pattern, len(place.ops), flops, before, after, alone[place])
+                TuneStep(place.pattern, count, flops, seconds, before, after, alone[place])
             )
         return steps
 
-    def _without(self, place: Place, merged: Sequence[Place]) -> float | None:
-        """Returns the error without one place, or None if no run is left."""
-        others = [other for other in merged if other is not place]
+    def _error_with(self, places: Sequence[Place]) -> float | None:
+        """Returns the largest error with these places in float32, or None if no run is left."""
         try:
-            self.errors(others)
+            return _worst(self.masked(_ops(places))[0])
         except _OutOfRuns:
             return None
-        return self.worst(others)
+
+
+def _worst(errors: dict[str, float]) -> float:
+    return max(errors.values(), default=0.0)
 
 
 def _ops(places: Iterable[Place]) -> frozenset[int]:
@@ -471,19 +553,3 @@ def _of_length(vector: np.ndarray, length: float) -> np.ndarray:
     if 0 < size < math.inf and length < math.inf:
         return vector * (length / size)
     return np.full(max(len(vector), 1), length / max(len(vector), 1) ** 0.5)
-
-
-def _suspicions(trial: _Trial, places: Sequence[Place]) -> list[float]:
-    """Returns the expected share of the squared error of each place, from its ops' own errors."""
-    squares: dict[int, float] = {}
-    compared = compare_program(trial.program, trial.scale(trial.program))
-    for row in compared.rows:
-        if row.op is not None and not row.noise:
-            # An operation that overflows adds an infinite error, which would hide all others.
-            squares[row.op] = squares.get(row.op, 0.0) + min(row.added, 1.0) ** 2
-    # An op is suspected in the smallest place that contains it.
-    inner = [frozenset().union(*(q.ops for q in places if q.ops < p.ops)) for p in places]
-    return [
-        sum(squares.get(op, 0.0) for op in place.ops - inside)
-        for place, inside in zip(places, inner, strict=True)
-    ]
