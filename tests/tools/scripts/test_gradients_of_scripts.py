@@ -19,8 +19,6 @@ import mpjax.scripts
 from mpjax._src.core.planner import program
 from mpjax._src.core.planner.program import Derivative
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((8, 8), (4, 8)))
 BF16 = "mixed_bfloat16"

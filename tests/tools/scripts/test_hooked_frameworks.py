@@ -17,8 +17,6 @@ import mpjax
 import mpjax.scripts
 from mpjax._src.core.program.site import equations
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((4, 8)), jnp.float32)
 quiet = functools.partial(mpjax.scripts.autocast_gradients, tell=False)
