@@ -131,30 +131,31 @@ class ErrorReport(Report):
             )
         return lines
 
-    def tables(self, most: int = MOST) -> tuple[model.Table, ...]:
-        """Returns the tables of the report."""
-        results = sorted(self.results.items(), key=lambda item: -item[1])
-        return (
-            model.Table(
-                "Where the error comes from",
-                COLUMNS,
-                tuple(map(_cells, self.rows)),
-                COLUMNS[3:],
-                most=most,
-                note="~ estimated to first order; the others are measured",
-            ),
-            model.Table(
-                "Error of the results",
-                ("error", "result"),
-                tuple((percent(error), name) for name, error in results),
-                ("result",),
-                most=5,
-            ),
-        )
-
     def document(self) -> model.Document:
         sentence, *lines = self.summary()
-        return model.Document("Where the error comes from", sentence, tuple(lines), self.tables())
+        return model.Document("Where the error comes from", sentence, tuple(lines), tables_of(self))
+
+
+def tables_of(report: ErrorReport, most: int = MOST) -> tuple[model.Table, ...]:
+    """Returns the tables of a report."""
+    results = sorted(report.results.items(), key=lambda item: -item[1])
+    return (
+        model.Table(
+            "Where the error comes from",
+            COLUMNS,
+            tuple(map(_cells, report.rows)),
+            COLUMNS[3:],
+            most=most,
+            note="~ estimated to first order; the others are measured",
+        ),
+        model.Table(
+            "Error of the results",
+            ("error", "result"),
+            tuple((percent(error), name) for name, error in results),
+            ("result",),
+            most=5,
+        ),
+    )
 
 
 def _cells(row: ErrorRow) -> tuple[str, ...]:

@@ -27,7 +27,13 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments import planned, rows
-from mpjax._src.tools.instruments.error_report import ERROR, ErrorReport, ErrorRow, errors_of
+from mpjax._src.tools.instruments.error_report import (
+    ERROR,
+    ErrorReport,
+    ErrorRow,
+    errors_of,
+    tables_of,
+)
 from mpjax._src.tools.instruments.planned import Kept, kept_by
 from mpjax._src.tools.instruments.programs import make_program, training_scale
 from mpjax._src.tools.instruments.rows import Row
@@ -146,7 +152,7 @@ class CastReport(Report):
         frames = sum(rows.is_frame(row.primitive) for row in self.rows)
         note = f"and equations that only contain a program or set an order: {frames}" * bool(frames)
         tables = (
-            *(self.errors.tables() if self.errors else ()),
+            *(tables_of(self.errors) if self.errors else ()),
             model.Table(
                 "Read in float32, and exchanged between devices in float32",
                 ("row", "operation", "array", "why"),
@@ -279,13 +285,13 @@ def explain(
     forward and backward, contributes to the relative error of the loss and of the gradient. Each
     result x_i of the float32 run becomes ``x_i + m_i d_i``, where d_i is the rounding error that
     the operation makes itself under the policy, and m_i is 0 or 1. The derivative of the outputs by
-    m_i at 0 is the operation's contribution to first order, the vector J_i d_i. For a vector u of
-    random signs, one reverse pass gives u . J_i d_i for all operations at once, and the mean of its
-    square over ``probes`` vectors estimates |J_i d_i|^2, with a relative standard error of
-    sqrt(2 / probes). The ten largest, and those that the first order does not see (a comparison, a
-    kernel without a derivative, an overflow), are then measured: one run each of the same compiled
-    program. Its sources are adjoint error estimates (ADAPT, SC 2018; CHEF-FP, IPDPS 2023) and
-    Hutchinson's estimate of a trace (1989).
+    m_i at 0 is the operation's contribution to first order, the vector ``J_i d_i``. For a vector u
+    of random signs, one reverse pass gives ``u . J_i d_i`` for all operations at once, and the mean
+    of its square over ``probes`` vectors estimates the square of that vector's norm, with a
+    relative standard error of sqrt(2 / probes). The ten largest, and those that the first order
+    does not see (a comparison, a kernel without a derivative, an overflow), are then measured: one
+    run each of the same compiled program. Its sources are adjoint error estimates (ADAPT, SC 2018;
+    CHEF-FP, IPDPS 2023) and Hutchinson's estimate of a trace (1989).
 
     Args:
         fun: The function, as for `autocast`.
@@ -302,7 +308,7 @@ def explain(
             by its first argument if ``argnums`` is None. ``argnums=()`` is the forward pass alone.
         probes: The number of random vectors, for ``errors``. 8 take about 20 gradients' time.
         parameters: For ``errors``, a pattern of the parameters whose gradients count, such as
-            "blocks/3/*", as in overrides; None for all.
+            ``"blocks/3/*"``, as in overrides; None for all.
         loss_scale: For ``errors``, the loss scale, as for `compare`.
 
     Returns:
