@@ -216,7 +216,7 @@ def tune(
     rounds by a mask. The error of a set is predicted from these error vectors (to first order it
     is their sum), the cheapest set under that prediction is measured, and corrects it. The policy
     that is found is compiled and measured as it trains. Searches of precision by measurement are
-    Precimonious (SC 2013) and, with costs of casts, Campo (2021).
+    Precimonious (SC 2013) and, with costs of casts, Campo (ATC 2022).
 
     Args:
         fun: A function, as for `autocast`. If it returns a scalar loss, its gradient counts too.
@@ -238,9 +238,9 @@ def tune(
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`,
         whose ``policy`` is the given one with the parts in float32 that add the least time on the
-        target, of those that were found to be enough. In tests on sums of up to 12 errors, as
-        vectors or as squares, they cost at most 5% more than the best of all sets. With these
-        arguments after the tolerance, the report.
+        target, of those that were found to be enough. In a test on 220 sums of 9 errors, those of
+        210 or more cost at most 5% more than the best of all sets. With these arguments after the
+        tolerance, the report.
 
     Raises:
         TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
