@@ -238,8 +238,8 @@ def tune(
     Returns:
         A function of the same arguments, which must be concrete arrays. It returns a `Tuning`,
         whose ``policy`` is the given one with the parts in float32 that add the least time on the
-        target, of those that were found to be enough. In a test on 220 sums of 9 errors, those of
-        210 or more cost at most 5% more than the best of all sets. With these arguments after the
+        target, of those that were found to be enough. In a test on 220 sums of 9 errors, each
+        cost at most 5% more than the best of all sets. With these arguments after the
         tolerance, the report.
 
     Raises:
