@@ -137,6 +137,20 @@ def test_what_leads_into_a_loop_without_a_derivative_is_hidden():
     assert not hidden(problem(layers)[1]).any()
 
 
+def test_what_jax_does_not_reverse_is_opaque():
+    def program(x, w, sizes):
+        return jax.grad(lambda w: jnp.sum(jax.lax.ragged_dot(x, w, sizes) ** 2))(w)
+
+    shapes = (8, 4), (2, 4, 4)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jaxpr = jax.make_jaxpr(program)(*args, jax.ShapeDtypeStruct((2,), jnp.int32))
+    block = masked(jaxpr, root_of(jaxpr))
+    run = lambda x, w, s: evaluate(block, split(block, jnp.zeros(0)), [x, w, s])  # noqa: E731
+    # Whether JAX has the rule or not, its reverse can be traced.
+    reverse = lambda x, w, s: jax.vjp(lambda x: run(x, w, s), x)[1]([w])  # noqa: E731
+    jax.eval_shape(reverse, *args, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
 def test_moves_round_nothing():
     jaxpr = jax.make_jaxpr(lambda x: (x.T, -x, x + x, x.astype(jnp.float32)))(
         jnp.ones((2, 3), jnp.bfloat16)

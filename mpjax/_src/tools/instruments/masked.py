@@ -26,7 +26,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
 from mpjax._src.core.base.rules import CAST, HALF, MOVE, rule_of
-from mpjax._src.core.program.interpret import NARROW, run, run_in, widen
+from mpjax._src.core.program.interpret import NARROW, holds_program, run, run_in, widen
 from mpjax._src.core.program.site import Site
 from mpjax._src.core.program.unmapped import unmapped
 from mpjax._src.tools.instruments.shadows import CHOOSES
@@ -155,9 +155,42 @@ def _called(eqn: Any) -> Any:
     return inside.program
 
 
+_REVERSED: dict[Any, bool] = {}  # by what equations of one kind have in common
+
+
 def has_derivative(eqn: Any) -> bool:
-    """Returns whether JAX has a derivative of an equation; of kernels it is not asked."""
-    return eqn.primitive in ad.primitive_jvps and eqn.primitive.name not in NARROW
+    """Returns whether JAX differentiates an equation in reverse; of kernels it is not asked."""
+    if eqn.primitive not in ad.primitive_jvps or eqn.primitive.name in NARROW:
+        return False
+    dims = tuple(np.ndim(v.aval) for v in eqn.invars)
+    key = eqn.primitive, dims, repr([v for v in eqn.params.items() if not holds_program(v[1])])
+    if key not in _REVERSED:
+        _REVERSED[key] = _is_reversed(eqn)
+    return _REVERSED[key]
+
+
+def _is_reversed(eqn: Any) -> bool:
+    """Returns whether JAX traces the reverse of an equation: some rules are not written yet."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, dtype_of(v.aval)) for v in eqn.invars]
+    moving = [is_float(aval) for aval in avals]
+
+    def reverse(*arrays):
+        def compute(floats):
+            rest = iter(floats)
+            ins = [next(rest) if m else a for m, a in zip(moving, arrays, strict=True)]
+            return [x for x in run_in(FLOAT32, eqn, ins) or () if is_float(x)]
+
+        floats = [widen(a) for m, a in zip(moving, arrays, strict=True) if m]
+        outs, back = jax.vjp(compute, floats)
+        return back(outs)
+
+    try:
+        jax.eval_shape(reverse, *avals)
+    except NotImplementedError:
+        return False
+    except (TypeError, ValueError, KeyError):  # of abstract values that are no arrays: it is used
+        return True
+    return True
 
 
 def rounds(eqn: Any) -> bool:
