@@ -135,7 +135,9 @@ def _flatten(jaxpr: Any, args: Sequence[Any], block: Block, site: Site) -> list[
             programs = (inside.program for inside in kind.wire(eqn))
             step.blocks = [_block(p, here.inside(eqn), block.turns) for p in programs]
         else:
-            step.opaque = kind.kind == WHILE or bool(eqn.effects) or not has_derivative(eqn)
+            reads = any(is_float(v.aval) for v in eqn.invars)
+            reverses = kind.kind != WHILE and not eqn.effects and has_derivative(eqn)
+            step.opaque = reads and not reverses
             if rounds(eqn):
                 step.place = len(block.places)
                 block.places.append(step)
