@@ -121,8 +121,8 @@ class ErrorReport(Report):
         if not self.is_first_order:
             lines.append(
                 "The contributions do not add up to the measured error: a rounding is too large "
-                "for a first-order estimate (a phase, an overflow), or operations act together. "
-                "Rows without ~ are measured."
+                "for a first-order estimate (it flips a kink such as relu's, turns a phase, or "
+                "overflows), or operations act together. Rows without ~ are measured."
             )
         if self.unseen:
             lines.append(
