@@ -134,6 +134,17 @@ def test_parameters_select_the_gradients_that_count():
     assert not any(row.backward and "first" in row.scope for row in told.rows)
 
 
+def test_masks_of_relu_that_flip_are_said_to_be_of_no_order():
+    def flipping(w, x):
+        # Near zero, the sign of what is rounded far from zero is the rounding's.
+        h = (30 + x @ w["a"]).astype(jnp.bfloat16).astype(jnp.float32) - 30
+        return jnp.mean(jax.nn.relu(h))
+
+    told = report(flipping, *parameters("a"))
+    assert not told.errors.is_first_order
+    assert "first-order estimate" in str(told)
+
+
 def test_overflow_is_said_not_to_add_up():
     def overflowing(w, x):
         return 1e-6 * jnp.mean(((300 * x) @ (300 * w["a"])) ** 2)

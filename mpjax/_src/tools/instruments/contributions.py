@@ -39,6 +39,9 @@ SMALL = 2.0**-7
 # Errors at least as large count as infinite: those of what overflows.
 INFINITE = 1e12
 
+# A measured contribution that is larger than its estimate by this factor is not of first order.
+SURPRISING = 2.5
+
 TINY = 1e-30  # in place of a norm of 0
 
 
@@ -63,6 +66,7 @@ class Contributions(NamedTuple):
     total: Pair  # of all together, measured
     unseen: Pair  # of those together that are too many to measure one by one
     results: dict[str, float]  # the measured error of each result
+    surprising: bool  # whether a measured one is far larger than its estimate
 
 
 class Entry(NamedTuple):
@@ -220,28 +224,37 @@ def contributions(
 
     everything = np.arange(member.shape[1])
     total = measured(everything)
-    largest = np.argsort(-np.where(finite, biggest, 0))[:LARGEST]
+    order = np.argsort(-np.where(finite, biggest, 0))
     # Kinks, overflow, and what leads into operations without a derivative.
     hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
     odd = everything[~finite | hidden | (biggest == 0)]
     unseen = measured(odd) if len(odd) else Pair(0.0, 0.0)
     matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
-    alone = {int(i) for i in largest if finite[i] and biggest[i]}
+    alone = {int(i) for i in order[:LARGEST] if finite[i] and biggest[i]}
     if matters and len(odd) <= KINKS:
         alone |= {*map(int, odd)}
         unseen = Pair(0.0, 0.0)
     estimates = np.where(finite, sizes, math.inf).T.tolist()
-    pairs = [measured([i]) if i in alone else Pair(*each) for i, each in enumerate(estimates)]
+    exact = {i: measured([i]) for i in alone}
+    surprising = any(
+        exact[i].gradient > max(SURPRISING * sizes[1, i], SMALL * total.gradient)
+        for i in alone
+        if finite[i] and not hidden[i]
+    )
+    if surprising:  # others may be larger than they seem, too
+        exact |= {int(i): measured([i]) for i in order[:KINKS] if int(i) not in exact}
+    pairs = [exact.get(i) or Pair(*each) for i, each in enumerate(estimates)]
     summed = derived[:, finite].sum(1)
     by_size = np.abs(np.nan_to_num(by_entry)).max(0)
     firsts = [np.flatnonzero(column)[np.argmax(by_size[column > 0])] for column in member.T]
     return Contributions(
         pairs=pairs,
-        measured=[i in alone for i in everything],
+        measured=[i in exact for i in everything],
         worst=[runner.entries[i].turns for i in firsts],
         first_order=Pair(abs(float(summed[0])), float(np.sqrt((summed[1:] ** 2).mean()))),
         squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
         total=total,
         unseen=unseen,
         results=measure.results(np.ones(len(group_of))),
+        surprising=surprising,
     )

@@ -91,6 +91,7 @@ class ErrorReport(Report):
         probes: The number of random vectors of the estimate.
         loss_scale: The scale that the loss was multiplied by.
         parameters: The pattern of the parameters whose gradients count, or "".
+        surprising: Whether a row is measured to be far larger than its first-order estimate.
     """
 
     rows: tuple[ErrorRow, ...]
@@ -103,12 +104,13 @@ class ErrorReport(Report):
     probes: int = 8
     loss_scale: float = 1.0
     parameters: str = ""
+    surprising: bool = False
 
     @property
     def is_first_order(self) -> bool:
-        """Whether the contributions add up to the error that was measured."""
+        """Whether the contributions add up to the error that was measured, and none surprises."""
         low, high = sorted((self.first_order, self.gradient))
-        return high <= AGREES * low or high < 2.0**-20
+        return not self.surprising and (high <= AGREES * low or high < 2.0**-20)
 
     def summary(self) -> list[str]:
         """Returns the report's totals as lines of text."""
@@ -120,8 +122,8 @@ class ErrorReport(Report):
         ]
         if not self.is_first_order:
             lines.append(
-                "The contributions do not add up to the measured error: a rounding is too large "
-                "for a first-order estimate (it flips a kink such as relu's, turns a phase, or "
+                "The estimates do not add up to what was measured: a rounding is too large for a "
+                "first-order estimate (it flips a kink such as relu's, turns a phase, or "
                 "overflows), or operations act together. Rows without ~ are measured."
             )
         if self.unseen:
@@ -223,6 +225,7 @@ def errors_of(
         probes=probes,
         loss_scale=scale,
         parameters=parameters or "",
+        surprising=found.surprising,
     )
 
 
