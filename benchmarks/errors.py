@@ -56,9 +56,9 @@ def row(model: str, policy: str, smoke: bool = False) -> Row:
     measure = contributions.Measure(runner, *weights)
     one_hot = np.eye(len(numbers))[group_of]
     alone = np.array([measure.pair(one_hot[:, i]).gradient for i in range(len(numbers))])
-    measured = measure.pair(np.ones(len(group_of))).gradient
+    together, results = measure.errors(np.ones(len(group_of)))
     compared = mpjax.compare(loss, policy, has_aux=True)(*args)
-    figures = {"rows": len(numbers), "error": measured}
+    figures = {"rows": len(numbers), "error": together.gradient}
     for probes in (PROBES, MORE):
         each = contributions.Runner(program, scale, probes) if probes != PROBES else runner
         scaled = np.array(weights) / measure.sizes[:, None]
@@ -71,7 +71,6 @@ def row(model: str, policy: str, smoke: bool = False) -> Row:
             f"rank_{probes}": float(spearmanr(estimated, alone).statistic),
             f"factor_{probes}": float(factors.max()),
         }
-    results = measure.results(np.ones(len(group_of)))
     shared = [n for n in results if n in compared.results and n not in compared.noise]
     figures["to_compare"] = float(
         np.median([results[n] / compared.results[n] for n in shared if compared.results[n]])

@@ -176,6 +176,7 @@ def test_the_forward_pass_alone():
         ({"errors": True, "parameters": "nothing/*"}, "parameters='nothing/"),
         ({"probes": 4}, "errors=True"),
         ({"errors": 1}, "errors=1"),
+        ({"errors": True, "target": "h100"}, "target='h100'"),
     ],
 )
 def test_invalid_settings_are_named(options, named):

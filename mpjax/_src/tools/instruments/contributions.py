@@ -170,17 +170,15 @@ class Measure:
         # Not by a product: 0 times what overflows is NaN.
         return np.sqrt(np.where(self.weights, norms**2, 0).sum(1))
 
-    def _distances(self, mask: np.ndarray) -> np.ndarray:
-        return np.array(_norms(self.runner.at(mask), self.exact), np.float64)
-
     def pair(self, mask: np.ndarray) -> Pair:
         """Returns the errors of the loss and of the gradient under a mask."""
-        return Pair(*map(ratio, self._joined(self._distances(mask)), self.sizes))
+        return self.errors(mask)[0]
 
-    def results(self, mask: np.ndarray) -> dict[str, float]:
-        """Returns the error of each result under a mask."""
-        errors = map(ratio, self._distances(mask), self.norms)
-        return dict(zip(self.runner.names, errors, strict=True))
+    def errors(self, mask: np.ndarray) -> tuple[Pair, dict[str, float]]:
+        """Returns the same, and the error of each result."""
+        distances = np.array(_norms(self.runner.at(mask), self.exact), np.float64)
+        results = zip(self.runner.names, map(ratio, distances, self.norms), strict=True)
+        return Pair(*map(ratio, self._joined(distances), self.sizes)), dict(results)
 
 
 @jax.jit
@@ -191,6 +189,7 @@ def _norms(got: list[jax.Array], wanted: list[jax.Array]) -> list[jax.Array]:
 
 
 def ratio(error: float, size: float) -> float:
+    """Returns a relative error; infinity for what is not a number, or overflows."""
     value = float(error) / float(size) if size else (0.0 if error == 0 else math.inf)
     return value if value < INFINITE else math.inf
 
@@ -223,7 +222,7 @@ def contributions(
         return measure.pair(member[:, groups].sum(1))
 
     everything = np.arange(member.shape[1])
-    total = measured(everything)
+    total, results = measure.errors(np.ones(len(group_of)))
     order = np.argsort(-np.where(finite, biggest, 0))
     # Kinks, overflow, and what leads into operations without a derivative.
     hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
@@ -255,6 +254,6 @@ def contributions(
         squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
         total=total,
         unseen=unseen,
-        results=measure.results(np.ones(len(group_of))),
+        results=results,
         surprising=surprising,
     )

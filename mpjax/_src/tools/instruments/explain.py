@@ -351,6 +351,11 @@ def explain(
             "explain: probes, parameters and loss_scale say how to estimate errors: pass "
             "errors=True too."
         )
+    if errors and target is not None:
+        raise ValueError(
+            f"explain: target={brief(target)} plans for a device that need not exist, and "
+            "errors=True runs the function on this one. Pass one of them."
+        )
     resolve_loss_scale(loss_scale, False)
 
     def report(*args, **kwargs):
@@ -366,8 +371,7 @@ def explain(
         wanted = 0 if argnums is None else argnums
         by = None if wanted == () else wanted
         program = make_program("explain", fun, policy, args, kwargs, by, has_aux)
-        traced = trace(fun, policy, args, kwargs, by is not None)
-        jaxpr = _jax.open_jaxpr(program.jaxpr)[0]
+        traced, jaxpr = program.traced, _jax.open_jaxpr(program.jaxpr)[0]
         if program.follows_gradient:
             active = differentiated("explain", args, kwargs, by)
             told = _with_gradients(traced, active, has_aux, jaxpr)

@@ -71,6 +71,7 @@ class Program:
     # The equations of ``alone`` by their numbers; empty if they are not numbered.
     equations: Sequence[Any] = ()
     held: Held | None = None  # the loss scale among the arguments
+    traced: Any = None  # the function, traced and planned
 
     @functools.cached_property
     def ops(self) -> list[Op]:
@@ -238,7 +239,7 @@ def make_program(
     gradients = tuple(name.startswith(GRADIENT) for name in results)
     return Program(
         *(jaxpr, arrays, names, tuple(results), gradients, parameters),
-        *(traced.outline, ran, alone, equations, held),
+        *(traced.outline, ran, alone, equations, held, traced),
     )
 
 

@@ -336,7 +336,7 @@ class _Trial:
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
         self._terms: dict[str, float] = {}  # the sizes of canceled terms, by result
-        self._known: dict[Any, tuple[dict[str, float], list[np.ndarray]]] = {}
+        self._known: dict[frozenset[int], tuple[dict[str, float], list[np.ndarray]]] = {}
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:
@@ -365,17 +365,13 @@ class _Trial:
 
     def masked(self, moved: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
         """Returns the error of each result, and its error vector, with some ops in float32."""
-        movable = self.places.owners(None)
-        return self._measured(moved, movable - moved)
+        return self.alone(self.places.owners(None) - moved)
 
     def alone(self, ops: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
         """Returns the same with these ops alone in 16 bits."""
-        return self._measured(("alone", ops), ops)
-
-    def _measured(self, key: Any, ops: frozenset[int]):
-        if key not in self._known:
-            self._known[key] = self._errors(self._by_mask(self._mask(ops)))
-        return self._known[key]
+        if ops not in self._known:
+            self._known[ops] = self._errors(self._by_mask(self._mask(ops)))
+        return self._known[ops]
 
     def _mask(self, ops: frozenset[int]) -> np.ndarray:
         """Returns the mask with which ops are in 16 bits, by number, and no others."""
