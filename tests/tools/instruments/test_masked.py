@@ -122,6 +122,28 @@ def test_segments_change_no_result_and_no_derivative(fun):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-7)
 
 
+def test_segments_are_computed_again_and_not_kept():
+    def deep(w, x):
+        for _ in range(24):
+            x = jnp.tanh(jnp.sin(x)).astype(jnp.bfloat16).astype(jnp.float32) + w
+        return jnp.sum(x)
+
+    arrays = (
+        jax.ShapeDtypeStruct((256,), jnp.float32),
+        jax.ShapeDtypeStruct((256, 256), jnp.float32),
+    )
+    jaxpr = jax.make_jaxpr(deep)(*arrays)
+    block = masked(jaxpr, root_of(jaxpr))
+
+    def memory(count):
+        run = lambda m, *args: evaluate(block, split(block, m), args, count)[0]  # noqa: E731
+        mask = jax.ShapeDtypeStruct((block.size,), jnp.float32)
+        compiled = jax.jit(jax.grad(run)).lower(mask, *arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert memory(6) < 0.7 * memory(1)
+
+
 def test_a_scan_has_an_entry_for_each_iteration():
     _, block = problem(scanned)
     inside = [each for each in block.blocks() if each.turns]
