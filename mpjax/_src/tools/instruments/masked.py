@@ -26,7 +26,14 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
 from mpjax._src.core.base.rules import CAST, HALF, MOVE, rule_of
-from mpjax._src.core.program.interpret import NARROW, holds_program, run, run_in, widen
+from mpjax._src.core.program.interpret import (
+    NARROW,
+    holds_program,
+    is_precise,
+    run,
+    run_in,
+    widen,
+)
 from mpjax._src.core.program.site import Site
 from mpjax._src.core.program.unmapped import unmapped
 from mpjax._src.tools.instruments.shadows import CHOOSES
@@ -203,7 +210,9 @@ def rounds(eqn: Any) -> bool:
         return any(dtype_of(v.aval) in HALVES for v in (*eqn.outvars, *inside))
     if eqn.params.get("half") in HALVES:
         return True
-    if not any(dtype_of(v.aval) in HALVES for v in eqn.outvars):
+    # The mark of a 16-bit array, which compilers respect, would round a second time what another
+    # place has rounded.
+    if is_precise(eqn) or not any(dtype_of(v.aval) in HALVES for v in eqn.outvars):
         return False
     if name == CAST:
         return dtype_of(eqn.invars[0].aval) != dtype_of(eqn.outvars[0].aval)
