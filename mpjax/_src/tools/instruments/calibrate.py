@@ -249,7 +249,7 @@ def calibrate(
         make = functools.partial(make, argnums=argnums, has_aux=has_aux)
         with progress_bar(progress, "calibrate", RUN, max_runs):
             trial = Trial(make, overridden(start, ranged), max_runs, loss_scale, chip)
-            before = worst(trial.trained(start))
+            before = worst(trial.trained(start)[0])
             tuning = trial.report(tolerance)
         parts = [*earlier, *(_ranged(place, places, seen, chip) for place in ranged)]
         for step in tuning.steps:
@@ -355,7 +355,7 @@ class Seen(Wide):
         """Yields the ops that read what an op makes, up to the second matmul behind it."""
         found, ahead = {op}, [op]
         for _ in range(2):
-            matmuls = []
+            matmuls = list[Op]()
             while ahead:
                 for reader in (r for v in ahead.pop().outs for r in self._readers.get(v, ())):
                     if reader not in found:

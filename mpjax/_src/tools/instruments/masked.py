@@ -23,10 +23,14 @@ import numpy as np
 from jax.interpreters import ad
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base.coded import KINDS
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
+from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.rules import CAST, HALF, MOVE, rule_of
+from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.interpret import (
+    BITS,
     NARROW,
     holds_program,
     is_precise,
@@ -40,6 +44,9 @@ from mpjax._src.tools.instruments.shadows import CHOOSES
 
 # The error of what overflows: finite, because 0 times infinity is NaN, and beyond all that is not.
 OVERFLOW = 1e36
+
+KERNELS = NARROW - {BITS}  # take other operands in float32
+CODES = {code.dtype for code in KINDS.values()}
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -252,6 +259,21 @@ def _mark(block: Block, ends: Sequence[bool], found: dict[int, bool]) -> set[int
 
 def _is_opaque(block: Block) -> bool:
     return any(step.opaque for each in block.blocks() for step in each.steps)
+
+
+def unfollowed(block: Block, policy: Policy) -> str:
+    """Returns what a mask cannot follow, because it is no rounding of a result; or ""."""
+    if policy.casting != "op":
+        return f"casting={policy.casting}"
+    for step in (step for each in block.blocks() for step in each.steps):
+        name, ins, outs = step.eqn.primitive.name, step.eqn.invars, step.eqn.outvars
+        if name in KERNELS and any(dtype_of(v.aval) in HALVES for v in (*ins, *outs)):
+            return f"{name} at {where(*step.site.lines(step.eqn))}"
+        codes = name == CAST and dtype_of(outs[0].aval) in CODES and is_float(ins[0].aval)
+        # Without this setting codes are the function's own, which float32 has too.
+        if codes and policy.storage not in ("fast", "lean"):
+            return "the 8-bit codes of storage"
+    return ""
 
 
 # ---- segments -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Each set of places is measured by one program that is compiled once and rounds b
 the policy, compiled.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base.dtypes import FLOAT64, default_device
 from mpjax._src.core.base.errors import (
     brief,
     check_flag,
@@ -22,6 +24,7 @@ from mpjax._src.core.base.errors import (
     misplaced,
     whole_number,
 )
+from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import BARRIERS
@@ -33,8 +36,9 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table, time
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target, find_target
+from mpjax._src.tools.instruments.compare import compare_program
 from mpjax._src.tools.instruments.contributions import Rounding
-from mpjax._src.tools.instruments.masked import masked
+from mpjax._src.tools.instruments.masked import masked, unfollowed
 from mpjax._src.tools.instruments.places import Place, Places, overridden, own_pattern
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.search import Model, Search
@@ -115,8 +119,14 @@ class Tuning(Report):
             they did where the search's model of them was most wrong.
         target: The device of these times.
         before: The largest relative error of a result under the given policy.
-        remaining: If the tolerance is not met: the largest relative error of a result with all of
-            these parts in float32. The rest of the policy, such as its storage, makes it.
+        unfollowed: What a mask cannot follow in the program, such as a kernel. Then each set was
+            compiled. Else "", and the search rounded by a mask.
+        remaining: If the tolerance is not met: the largest relative error of a result with all
+            parts in float32 that an override can move, compiled and measured.
+        left: What rounds to 16 bits even then, by operation and line, with the largest relative
+            error of a result that each makes alone; or ``unfollowed``, with ``remaining``.
+        float32_error: In that case, the largest relative error of a result in float32 itself,
+            relative to float64; None on a TPU, or if no run was left.
     """
 
     policy: Policy
@@ -132,7 +142,10 @@ class Tuning(Report):
     bound: float = 0.0
     target: str = TARGET
     before: float = math.nan
+    unfollowed: str = ""
     remaining: float | None = None
+    left: dict[str, float] = dataclasses.field(default_factory=dict)
+    float32_error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "policy": str(self.policy)}
@@ -140,6 +153,8 @@ class Tuning(Report):
     def document(self) -> Document:
         verdict = "meets" if self.met else "does not meet"
         lines = []
+        if self.unfollowed:
+            lines.append(f"Each set was compiled: a mask cannot follow {self.unfollowed}.")
         if self.cut_short:
             lines.append(
                 "The search stopped at max_runs. This is the best policy that was tried; "
@@ -152,28 +167,37 @@ class Tuning(Report):
         elif self.met and self.places:
             lines.append(
                 f"parts of the program in float32: {self.places}; they add {time(self.cost)} to a "
-                f"step on {self.target}, and at least {time(self.bound)} are needed"
+                f"step on {self.target}; at least {time(self.bound)} by the model of errors"
             )
-        elif self.remaining is not None:
+        if self.remaining is not None:
             lines.append(
-                f"With all parts in float32 that an override can move, the error is "
-                f"{self.remaining:.3g}: storage, or casts of the program itself, make the rest."
+                "With all parts in float32 that an override can move, the error is "
+                f"{self.remaining:.3g}."
             )
-        results = sorted(self.results.items(), key=lambda item: -item[1])
-        named = tuple((f"{error:.3g}", name) for name, error in results)
+        if self.float32_error is not None:
+            lines.append(f"The error of float32, relative to float64, is {self.float32_error:.3g}.")
         return Document(
             "Cheapest float32 parts that meet a tolerance",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
-            f"{self.before:.3g}, after {self.runs} runs",
+            f"{self.before:.3g}, after {self.runs} runs"
+            if self.results
+            else f"max_runs left no run for the policy: {self.runs} runs",
             (*lines, f"policy  {self.policy}"),
             (
                 Table("Overrides", COLUMNS, tuple(map(_cells, self.steps)), COLUMNS[-1:]),
-                Table("Error of the results", ("error", "result"), named, ("result",), most=5),
+                _table("Rounds even with all these parts in float32", "operation", self.left, 12),
+                _table("Error of the results", "result", self.results, 5),
             ),
             drawing=lambda: Drawing(
                 operations=tuple(map(_place, self.steps)), colors=(ALONE, WORK), things="parts"
             ),
         )
+
+
+def _table(title: str, of: str, errors: dict[str, float], most: int) -> Table:
+    order = sorted(errors.items(), key=lambda item: -item[1])
+    rows = tuple((f"{error:.3g}", name) for name, error in order)
+    return Table(title, ("error", of), rows, (of,), most=most)
 
 
 def _cells(step: TuneStep) -> tuple[str, ...]:
@@ -322,12 +346,12 @@ class Trial:
         self.places = Places(self.program.plan, self._stopped(self.program))
         self.scale = training_scale(self.program, policy, loss_scale)
         self.rounding = Rounding(self.program)
+        self.unfollowed = unfollowed(self.rounding.block, policy)
         numbers = [entry.step.site.op for entry in self.rounding.entries]
         owners = {n: self.places.owners(n) for n in {*numbers}}
         self._owners = [owners[n] for n in numbers]
-        # The float32 reference has the program's own casts.
-        self._written = np.array([self.places.is_written(n) for n in numbers], bool)
-        self.wanted = self._by_mask(self._mask(frozenset()))
+        self._written = self._own(self.rounding)
+        self.wanted = self._exact()
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
@@ -359,13 +383,28 @@ class Trial:
             and not (name.startswith("aux") and self.program.follows_gradient)
         }
 
-    def _by_mask(self, mask: np.ndarray, arrays: Any = None) -> dict[str, jax.Array]:
+    def _own(self, rounding: Rounding) -> np.ndarray:
+        """Returns the mask of what rounds in the float32 reference too: the program's own casts."""
+        numbers = (entry.step.site.op for entry in rounding.entries)
+        return np.array([self.places.is_written(n) for n in numbers], bool)
+
+    def _exact(self, arrays: Any = None) -> dict[str, jax.Array]:
+        """Returns the results in float32, of these arrays if any are given."""
+        if self.unfollowed:
+            program = self._make(policy=get_policy("float32"))
+            arrays = program.arrays if arrays is None else arrays
+            return self._named(dataclasses.replace(program, arrays=arrays).at(self.scale))
+        return self._by_mask(self.rounding, self._written, arrays)
+
+    def _by_mask(
+        self, rounding: Rounding, mask: np.ndarray, arrays: Any = None
+    ) -> dict[str, jax.Array]:
         self._count()
         inputs = self.program.inputs(self.scale)
         if arrays is not None:
             inputs[: len(arrays)] = arrays
-        outs = self.rounding.at(inputs, mask)
-        return self._named(zip(self.rounding.names, outs, strict=True))
+        outs = rounding.at(inputs, mask.astype(float))
+        return self._named(zip(rounding.names, outs, strict=True))
 
     def masked(self, moved: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
         """Returns the error of each result, and its error vector, with some ops in float32."""
@@ -374,18 +413,19 @@ class Trial:
     def alone(self, ops: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
         """Returns the same with these ops alone in 16 bits."""
         if ops not in self._known:
-            self._known[ops] = self._errors(self._by_mask(self._mask(ops)))
+            if self.unfollowed:
+                moved = [p for p in self.places.finest() if p.ops.isdisjoint(ops)]
+                self._known[ops] = self.trained(overridden(self.policy, moved))
+            else:
+                rounds = np.array([not ops.isdisjoint(owners) for owners in self._owners], bool)
+                outs = self._by_mask(self.rounding, rounds | self._written)
+                self._known[ops] = self._errors(outs)
         return self._known[ops]
 
-    def _mask(self, ops: frozenset[int]) -> np.ndarray:
-        """Returns the mask with which ops are in 16 bits, by number, and no others."""
-        rounds = np.array([not ops.isdisjoint(owners) for owners in self._owners], bool)
-        return (rounds | self._written).astype(float)
-
-    def trained(self, policy: Policy) -> dict[str, float]:
-        """Returns the error of each result under a policy, compiled as it trains."""
+    def trained(self, policy: Policy) -> tuple[dict[str, float], list[np.ndarray]]:
+        """Returns the same under a policy, compiled as it trains."""
         program = self.program if policy == self.policy else self._make(policy=policy)
-        return self._errors(self._named(program.at(self.scale)))[0]
+        return self._errors(self._named(program.at(self.scale)))
 
     def _errors(self, got: dict[str, jax.Array]) -> tuple[dict[str, float], list[np.ndarray]]:
         distances = jax.device_get(_distances(got, self.wanted, self._signs))
@@ -404,7 +444,7 @@ class Trial:
         odd = (n for n, d in distances.items() if norms[n] * SUSPICIOUS < d < math.inf)
         if any(name not in self._terms for name in odd):
             # One more run tells results that are noise in float32 from results that are wrong.
-            changed = self._by_mask(self._mask(frozenset()), perturbed(self.program.arrays))
+            changed = self._exact(perturbed(self.program.arrays))
             self._terms = {n: size_of_terms(x, changed[n]) for n, x in self.wanted.items()}
         return {name: max(norm, self._terms.get(name, 0.0)) for name, norm in norms.items()}
 
@@ -412,28 +452,26 @@ class Trial:
 
     def report(self, tolerance: float) -> Tuning:
         """Returns the cheapest places that were found to be enough, and the effect of each."""
-        before = remaining = math.nan
-        best: list[Place] = []
+        before = math.nan
+        best: Sequence[Place] = []
         results: dict[str, float] = {}
         met = cut_short = False
-        bound, allowed = 0.0, tolerance
+        bound, allowed, unmet = 0.0, tolerance, dict[str, Any]()
         places = self.places.finest()
         try:
-            results = self.trained(self.policy)
+            results, _ = self.trained(self.policy)
             before = worst(results)
             met = before <= tolerance
-            for _ in range(0 if met else VERIFIED):
-                search = self._search(places, allowed) if places else None
-                if search is None or search.best is None:
-                    everything = frozenset().union(*(p.ops for p in places))
-                    remaining = worst(self.masked(everything)[0])
-                    break
-                chosen = [places[i] for i in sorted(search.best)]
-                errors = self.trained(overridden(self.policy, self._merged(chosen)))
+            for attempt in range(0 if met else VERIFIED + 1):
+                searching = places and attempt < VERIFIED
+                chosen, least = self._search(places, allowed) if searching else (places, 0.0)
+                errors, _ = self.trained(overridden(self.policy, self._merged(chosen)))
                 if worst(errors) < worst(results) or not best:
-                    best, results, bound = chosen, errors, search.bound
+                    best, results, bound = chosen, errors, least
                 met = worst(errors) <= tolerance
-                if met:
+                if not met and len(chosen) == len(places):
+                    unmet = self._unmet(errors, places)
+                if met or unmet:
                     break
                 # The masks did not see this much: the next search leaves room for it.
                 allowed *= 0.9 * tolerance / worst(errors)
@@ -454,10 +492,43 @@ class Trial:
             bound=bound,
             target=self.target.name,
             before=before,
-            remaining=None if math.isnan(remaining) else remaining,
+            unfollowed=self.unfollowed,
+            **unmet,
         )
 
-    def _search(self, places: Sequence[Place], tolerance: float) -> Search:
+    def _unmet(self, errors: dict[str, float], places: Sequence[Place]) -> dict[str, Any]:
+        """Returns what there is to say if all places in float32 are not enough.
+
+        ``errors`` are those with all of them in float32.
+        """
+        remaining = worst(errors)
+        left = {self.unfollowed: remaining} if self.unfollowed else {}
+        told: dict[str, Any] = {"remaining": remaining, "left": left}
+        with contextlib.suppress(OutOfRuns):
+            if not self.unfollowed:
+                told["left"] = self._left(overridden(self.policy, self._merged(places)))
+            if default_device().platform != "tpu":  # which have no float64
+                program = self._make(policy=get_policy("float32"))
+                compared = compare_program(program, self.scale, FLOAT64)
+                # The program's own casts are not float32's.
+                told["float32_error"] = worst(compared.float32 or compared.results)
+        return told
+
+    def _left(self, policy: Policy) -> dict[str, float]:
+        """Returns what rounds under a policy beside own casts, with the error of each alone."""
+        program = self._make(policy=policy)
+        rounding = Rounding(program)
+        own = self._own(rounding)
+        masks: dict[str, np.ndarray] = {}
+        for i in np.flatnonzero(~own):
+            step = rounding.entries[i].step
+            line = where(*program.lines(step.eqn, step.site))
+            masks.setdefault(f"{step.eqn.primitive.name}  {line}".strip(), own.copy())[i] = True
+        errors = {n: self._errors(self._by_mask(rounding, m))[0] for n, m in masks.items()}
+        return {name: worst(each) for name, each in errors.items() if worst(each)}
+
+    def _search(self, places: Sequence[Place], tolerance: float) -> tuple[Sequence[Place], float]:
+        """Returns the cheapest places that were found, or all, and what is needed at least."""
         inside = [[i for i, q in enumerate(places) if q.ops < p.ops] for p in places]
         own = [p.ops - _ops(places[i] for i in of) for p, of in zip(places, inside, strict=True)]
         vectors = [self.alone(ops)[1] for ops in own]
@@ -475,7 +546,8 @@ class Trial:
             inside,
         )
         search.run()
-        return search
+        best = range(len(places)) if search.best is None else sorted(search.best)
+        return [places[i] for i in best], search.bound
 
     def _merged(self, chosen: Sequence[Place]) -> list[Place]:
         return self.places.merged(_ops(chosen), chosen) if chosen else []
