@@ -117,7 +117,8 @@ def test_what_no_static_plan_knows_is_found_and_mended(make):
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_values_of_common_size_need_nothing(policy):
     def loss(p, x):
-        return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+        nothing = jnp.sum(2 * x[:0])  # an array without entries
+        return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2) + nothing
 
     found = mpjax.debug.calibrate(loss, policy, 0.02)({"a": square(), "b": square()}, draw(T, D))
     assert found.policy == mpjax.get_policy(policy)

@@ -309,7 +309,8 @@ class Seen(Wide):
     def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         outs = super().operation(eqn, ins, place)
         op = None if place.op is None else self._ops[place.op]
-        if op is not None and op.name == eqn.primitive.name and all(map(is_float, outs)):
+        made = all(is_float(x) and x.size for x in outs)
+        if op is not None and op.name == eqn.primitive.name and made:
             floats = [x for x in ins if is_float(x) and x.size]
             new = Sizes(tuple(map(largest_finite, (*floats, *outs))), _gain(eqn, floats, outs))
             old = self._sizes.get(op, new)
