@@ -116,7 +116,7 @@ class Runner:
     def at(self, mask: Any) -> list[jax.Array]:
         """Returns the floating results with some entries rounded: a mask of 0 and 1."""
         none = jnp.zeros((2, len(self.names)))
-        return self._run(self.inputs, jnp.asarray(mask, jnp.float32), none, False)[0]
+        return self._run(self.inputs, jnp.asarray(mask, jnp.float32), none, self.numbers, False)[0]
 
     def derived(self, weights: Any) -> np.ndarray:
         """Returns the derivative by each entry at 0 of a weighted sum of the results, and of sums
@@ -124,10 +124,10 @@ class Runner:
 
         ``weights`` are those of the results in the sum, and in the others: ``(2, results)``.
         """
-        mask = jnp.zeros(len(self.entries))
-        return np.asarray(self._run(self.inputs, mask, jnp.asarray(weights), True)[1], np.float64)
+        given = jnp.zeros(len(self.entries)), jnp.asarray(weights), self.numbers
+        return np.asarray(self._run(self.inputs, *given, True)[1], np.float64)
 
-    def _compiled(self, inputs, mask, weights, probing):
+    def _compiled(self, inputs, mask, weights, numbers, probing):
         outs, back = jax.vjp(lambda mask: self.rounding.evaluated(inputs, mask, SEGMENTS), mask)
 
         def probe(number):
@@ -142,8 +142,8 @@ class Runner:
         # One after the other: together they would hold as many cotangents of every value.
         derived = jax.lax.cond(
             probing,
-            lambda: jax.lax.map(probe, self.numbers),
-            lambda: jnp.zeros((self.numbers.size, mask.size)),
+            lambda: jax.lax.map(probe, numbers),
+            lambda: jnp.zeros((numbers.size, mask.size)),
         )
         return outs, derived
 
