@@ -14,7 +14,8 @@ and the others in random order as long as there is time: all of them, in most mo
   measurements, of those that have an estimate
 - ``shown``: the largest factor between the first ten rows of the report and their measurements
 - ``first_order``: whether the report says that the first order explains the error
-- ``gradients``: processor time of the estimates by 8 probes, in gradients of the float32 program
+- ``gradients``: processor time of the estimates by 8 probes, in gradients of the float32 program;
+  of each the shortest of several runs
 - ``memory``: theirs beside the arguments, relative to that gradient's without `jax.checkpoint`
 """
 
@@ -46,7 +47,7 @@ PLAIN = {"llama_remat": "llama"}  # the same model without `jax.checkpoint`
 PARTS = ("mixed_bfloat16", "mixed_float16")
 PROBES, TEN = 8, 10
 FIRST, LEAST, SECONDS = 15, 60, 60.0  # rows that are measured in any case, and the time for others
-ROUNDS, SHORT = 3, 0.2  # what takes less than so many seconds is timed several times
+ROUNDS, SHORT = 3, 1.0  # how often a program is timed, and for how many seconds at least
 
 
 def run(options: Options, results: Results) -> None:
@@ -63,14 +64,23 @@ def row(case: str, policy: str, smoke: bool = False) -> Row:
     loss, params, rest, batch, _ = MODELS[model](**SMALL[model] if smoke else sizes)
     plain, *_ = MODELS[PLAIN.get(model, model)](**SMALL[model] if smoke else sizes)
     args = drawn(params, 0), drawn(rest, 1), drawn(batch, 2, data=True)
-    program = make_program("explain", loss, get_policy(policy), args, {}, 0, True)
-    runner = contributions.Runner(program, training_scale(program, get_policy(policy), "auto"), 8)
+    figures, probing = checked(loss, policy, args, True)
+    return figures | cost(probing, jax.jit(jax.value_and_grad(plain, has_aux=True)), args)
+
+
+def checked(
+    loss: Any, policy: str, args: Any, has_aux: bool = False, probes: int = PROBES
+) -> tuple[Row, Any]:
+    """Returns what measurements say of the estimates, and what estimates, with its arguments."""
+    program = make_program("explain", loss, get_policy(policy), args, {}, 0, has_aux)
+    scale = training_scale(program, get_policy(policy), "auto")
+    runner = contributions.Runner(program, scale, probes)
     weights = error_report.weights_of(program, runner.names, None)
     probing = compiled(runner, weights)
     numbers: dict[Any, int] = {}
     group_of = [numbers.setdefault(id(entry.step), len(numbers)) for entry in runner.entries]
     found = contributions.contributions(runner, group_of, *weights)
-    compared = mpjax.compare(loss, policy, has_aux=True)(*args)
+    compared = mpjax.compare(loss, policy, has_aux=has_aux)(*args)
     shared = [n for n in found.results if n not in compared.noise and compared.results.get(n)]
     of_compare = [found.results[n] / compared.results[n] for n in shared]
     return {
@@ -79,8 +89,7 @@ def row(case: str, policy: str, smoke: bool = False) -> Row:
         "to_compare": float(np.median(of_compare)),
         **held_against(runner, group_of, weights, found),
         "first_order": is_first_order(found),
-        **cost(probing, jax.jit(jax.value_and_grad(plain, has_aux=True)), args),
-    }
+    }, probing
 
 
 def is_first_order(found: contributions.Contributions) -> bool:
@@ -106,10 +115,10 @@ def held_against(
     measure = contributions.Measure(runner, *weights)
     scaled = (measure.weights / measure.sizes[:, None]).astype(np.float32)
     member = np.eye(1 + max(group_of))[group_of]
-    probes = [runner.derived(scaled)[1:] @ member]
-    runner.numbers += PROBES
-    probes.append(runner.derived(scaled)[1:] @ member)
-    estimates = [np.sqrt((np.concatenate(probes[:n]) ** 2).mean(0)) for n in (1, 2)]
+    probes, found_by = len(runner.numbers) - 1, [runner.derived(scaled)[1:] @ member]
+    runner.numbers += probes
+    found_by.append(runner.derived(scaled)[1:] @ member)
+    estimates = [np.sqrt((np.concatenate(found_by[:n]) ** 2).mean(0)) for n in (1, 2)]
     shown = np.array([pair.gradient for pair in found.pairs])
     order = np.random.default_rng(0).permutation(len(shown))
     first = {*np.argsort(-shown)[:FIRST].tolist(), *np.argsort(-estimates[0])[:FIRST].tolist()}
@@ -121,7 +130,7 @@ def held_against(
         alone.append(measure.pair(member[:, i]).gradient)
     order, exact = order[: len(alone)], np.array(alone)
     figures: Row = {"checked": len(alone)}
-    for count, estimated in zip((PROBES, 2 * PROBES), estimates, strict=True):
+    for count, estimated in zip((probes, 2 * probes), estimates, strict=True):
         figures[f"rank_{count}"] = float(spearmanr(estimated[order], exact).statistic)
         figures[f"factor_{count}"] = largest_factor(estimated[order], exact, np.argsort(-exact))
     reported = shown[order]
@@ -139,12 +148,8 @@ def largest_factor(some: Any, others: Any, order: Any) -> float:
 def cost(probing: tuple[Any, Any], gradient: Any, args: Any) -> Row:
     """Returns the cost of the estimates relative to a gradient."""
     (estimate, inputs), gradient = probing, gradient.lower(*args).compile()
-    seconds = [
-        seconds_of(lambda: estimate(*inputs)) / seconds_of(lambda: gradient(*args))
-        for _ in range(ROUNDS)
-    ]
     return {
-        "gradients": float(np.median(seconds)),
+        "gradients": seconds_of(lambda: estimate(*inputs)) / seconds_of(lambda: gradient(*args)),
         "memory": memory_of(estimate) / memory_of(gradient),
     }
 
@@ -156,10 +161,10 @@ def memory_of(compiled: Any) -> int:
 
 
 def seconds_of(run: Any) -> float:
-    """Returns the processor time of a run; the mean of several, if they are short."""
-    start = time.process_time()
-    for times in itertools.count(1):
+    """Returns the processor time of a program: that of the shortest run."""
+    begun, took = time.process_time(), list[float]()
+    while len(took) < ROUNDS or time.process_time() - begun < SHORT:
+        start = time.process_time()
         jax.block_until_ready(run())
-        if (took := time.process_time() - start) > SHORT:
-            return took / times
-    raise AssertionError
+        took.append(time.process_time() - start)
+    return min(took)
