@@ -11,7 +11,8 @@ and the others in random order as long as there is time: all of them, in most mo
   `compare` finds (the median)
 - ``rank_8``, ``rank_16``: the rank correlation of measurements with the estimates by 8 and by 16
   probes; ``factor_8``, ``factor_16``: the largest factor between the two among the ten largest
-  measurements, of those that have an estimate
+  measurements. Both of rows that have an estimate: the report measures the others.
+- ``unseen``: the share of the error from rows that the report neither estimates nor measures
 - ``shown``: the largest factor between the first ten rows of the report and their measurements
 - ``first_order``: whether the report says that the first order explains the error
 - ``gradients``: processor time of the estimates by 8 probes, in gradients of the float32 program;
@@ -130,11 +131,16 @@ def held_against(
         alone.append(measure.pair(member[:, i]).gradient)
     order, exact = order[: len(alone)], np.array(alone)
     figures: Row = {"checked": len(alone)}
-    for count, estimated in zip((probes, 2 * probes), estimates, strict=True):
-        figures[f"rank_{count}"] = float(spearmanr(estimated[order], exact).statistic)
-        figures[f"factor_{count}"] = largest_factor(estimated[order], exact, np.argsort(-exact))
+    for count, each in zip((probes, 2 * probes), estimates, strict=True):
+        seen = each[order] > 0
+        estimated, measured = each[order][seen], exact[seen]
+        figures[f"rank_{count}"] = float(spearmanr(estimated, measured).statistic)
+        figures[f"factor_{count}"] = largest_factor(estimated, measured, np.argsort(-measured))
     reported = shown[order]
-    return figures | {"shown": largest_factor(reported, exact, np.argsort(-reported))}
+    return figures | {
+        "shown": largest_factor(reported, exact, np.argsort(-reported)),
+        "unseen": contributions.ratio(found.unseen.gradient, found.total.gradient),
+    }
 
 
 def largest_factor(some: Any, others: Any, order: Any) -> float:
