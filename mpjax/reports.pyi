@@ -11,6 +11,7 @@ from ._src.tools.hardware.times import KernelRow
 from ._src.tools.hardware.trials import FitTry
 from ._src.tools.instruments.agreement import Agreement, Parting
 from ._src.tools.instruments.alignment import AlignedRow
+from ._src.tools.instruments.calibrate import CalibratedPart, Calibration
 from ._src.tools.instruments.compare import Comparison
 from ._src.tools.instruments.error_report import ErrorReport, ErrorRow
 from ._src.tools.instruments.explain import CastReport, Row
@@ -40,6 +41,8 @@ __all__ = [
     "Agreement",
     "AlignedRow",
     "BatchTry",
+    "CalibratedPart",
+    "Calibration",
     "CastReport",
     "CollectiveRow",
     "CompareRow",

@@ -8,6 +8,7 @@ from measure import run
 from support import assert_near, found, normal
 
 import mpjax
+from mpjax._src.core.planner import rounding
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 
@@ -120,3 +121,35 @@ def test_nothing_inside_a_float32_region_is_rounded_not_even_for_the_backward_pa
         assert "bf16" not in str(jax.make_jaxpr(jax.value_and_grad(fun))(ws, x))
         # Float32 itself is no closer to the exact gradient; one rounding changes it by a tenth.
         assert_near(run(jax.value_and_grad(fun), ws, x), want, 5e-4)
+
+
+def _norm(h):
+    return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+
+
+def _summed(apart):
+    return lambda ws, x: jnp.mean(
+        (_norm(apart(jnp.add)(x @ ws[0], _norm(x @ ws[0]) @ ws[1])) @ ws[2]) ** 2
+    )
+
+
+def _nested(apart):
+    def fun(ws, x):
+        h = x @ ws[0]
+        for w in ws[1:]:
+            h = h + apart(jnp.tanh)(_norm(h)) @ w
+        return jnp.mean(h**2)
+
+    return fun
+
+
+@pytest.mark.parametrize("make", [_summed, _nested])  # a stream, and cotangents
+def test_what_a_float32_region_makes_is_not_rounded_for_all_who_read_it(make, monkeypatch):
+    monkeypatch.setattr(rounding, "SMALL", 1)
+    ws, x = [normal(i, 32, 32, scale=0.2) for i in range(3)], normal(3, 64, 32)
+
+    def marks(apart):
+        fun = mpjax.autocast(make(apart), "mixed_bfloat16")
+        return str(jax.make_jaxpr(jax.grad(fun))(ws, x)).count("reduce_precision")
+
+    assert marks(mpjax.precision("float32")) < marks(lambda part: part)

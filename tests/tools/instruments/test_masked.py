@@ -104,6 +104,13 @@ def test_a_mask_of_zeros_is_float32_and_one_of_ones_the_program(fun):
     assert distance(got, planned) < 0.5 * distance(planned, exact)
 
 
+def test_what_is_in_16_bits_has_one_place():
+    program, block = problem(layers)
+    # Compilers would skip the rounding of a result without this mark, which rounds nothing more.
+    assert "reduce_precision" in str(program.jaxpr)
+    assert not any(step.eqn.primitive.name == "reduce_precision" for step in block.places)
+
+
 @pytest.mark.parametrize("fun", [layers, scanned])
 def test_segments_change_no_result_and_no_derivative(fun):
     program, block = problem(fun)

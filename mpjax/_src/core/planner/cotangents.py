@@ -182,7 +182,8 @@ def _written(both: Parts) -> set[Value]:
     """Returns the large values that the backward part would write in float32."""
     late, results = both.late, both.results
     made = rounding.made(late, (), both.half)
-    large = {v for e in late for v in e.outs if rounding.is_large(v) and v not in made}
+    own = (e.outs for e in late if not rounding.is_full(e))
+    large = {v for outs in own for v in outs if rounding.is_large(v) and v not in made}
     if not large:
         return set()
     # Compilers write the operand of a view, and each reader lays it out.

@@ -192,6 +192,11 @@ def is_plain(e: Equation) -> bool:
     return computes and not e.row.kind and not e.region.dtype
 
 
+def is_full(e: Equation) -> bool:
+    """Returns whether a region of float32 makes the results: nobody rounds them for all readers."""
+    return e.region.dtype == FLOAT32.name
+
+
 def _follows(e: Equation) -> bool:
     """Returns whether a list asks an equation to return 16 bits if it reads them."""
     asked = e.region.dtype == FOLLOWING and not e.region.back

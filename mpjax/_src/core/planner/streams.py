@@ -396,7 +396,7 @@ def candidates(
     return [
         out
         for e in equations
-        if not rounding.is_view(e)
+        if not (rounding.is_view(e) or rounding.is_full(e))
         for out in e.outs
         if out in several and rounding.is_large(out) and out not in made
     ]

@@ -38,7 +38,8 @@ def get_policy(x: "PolicyLike", half: dtypes.DTypeLike | None = None, **settings
     written in JSON.
 
     Args:
-        x: The string. A `Policy` is returned as it is; a `jmp.Policy` is converted. Configuration
+        x: The string. A `Policy` is returned as it is, and so is that of a report that found one
+            (`debug.tune`, `debug.calibrate`); a `jmp.Policy` is converted. Configuration
             files may also have a mapping of settings, ``{"policy": "mixed_bfloat16", "storage":
             "lean"}``, and a list of what stands between the commas, mappings included.
         half: The dtype that "half" and a level without a suffix mean: float16 or bfloat16. If
@@ -66,6 +67,8 @@ def get_policy(x: "PolicyLike", half: dtypes.DTypeLike | None = None, **settings
         'O2:float16,storage=lean,moments=8bit'
     """
     half = None if half is None else _as_half(half)
+    found = getattr(x, "policy", None)  # of a report
+    x = found if isinstance(found, Policy) else x
     if isinstance(x, jmp.Policy):
         base = x if isinstance(x, Policy) else Policy(**vars(x))
         return _refined(base, _added({}, settings.items(), x), x, half) if settings else base

@@ -24,6 +24,14 @@ def size(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
+def time(seconds: float) -> str:
+    """Returns a time as text, such as "1.5 ms"."""
+    for unit, each in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= each:
+            return f"{seconds / each:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
 def share(part: float) -> str:
     """Returns a share or a relative error as text: a percentage, or "10.2 times"."""
     return f"{100 * part:.3g}%" if part < 10 else f"{part:.3g} times"

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from mpjax._src.core.autocast.classify import Outline
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.patterns import matches
+from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import Op
 from mpjax._src.core.program.site import shown
+from mpjax._src.tools.hardware.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +25,15 @@ class Place:
 class Places:
     """The ops of a plan that an override can move, and the patterns that move them."""
 
-    def __init__(self, plan: Outline):
+    def __init__(self, plan: Outline, stopped: Collection[int] = ()):
+        """``stopped`` are the numbers of ops whose results autocast rounds, but not in float32."""
         self._pairs = pairs = plan.numbered
-        rulings = plan.rulings
-        self.rows = plan.rows
-        self.movable = [op for op, _ in pairs if rulings[op].in_force == "half" and op.has_float32]
+        rulings, self.rows = plan.rulings, plan.rows
+        self.movable = [
+            op
+            for op, _ in pairs
+            if op.has_float32 and (rulings[op].in_force == "half" or self.rows[op] in stopped)
+        ]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
         self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
@@ -98,6 +104,14 @@ class Places:
         ops = tuple(ops)
         return sum(self._flops[i] for i in ops), sum(self._entries[i] for i in ops)
 
+    def seconds(self, ops: Iterable[int], target: Target) -> float:
+        """Returns the time that ops take longer in float32 on a target."""
+        flops, entries = self.cost(ops)
+        peaks = target.peaks
+        wide = peaks.get("tf32", peaks["f32"])
+        slower = 1 / wide - 1 / max(peaks.get("bf16", wide), peaks.get("f16", wide))
+        return max(slower, 0.0) * flops + 2 * entries / target.bandwidth
+
     def merged(self, moved: frozenset[int], places: Iterable[Place]) -> list[Place]:
         """Returns the fewest places that move exactly these ops; scopes replace their parts."""
         if all(self.rows[op] in moved for op in self.movable):
@@ -118,6 +132,12 @@ class Places:
         return chosen
 
 
+def overridden(policy: Policy, places: Iterable[Place]) -> Policy:
+    """Returns a policy with float32 overrides for places."""
+    patterns = dict.fromkeys((p.pattern for p in places), "float32")
+    return policy.override(patterns) if patterns else policy
+
+
 def spots(op: Op) -> list[str]:
     """Returns the names of an op that the pattern of an override may match."""
     return ["/".join(op.scopes), "/".join((*op.scopes, op.name)), *_paths(op)]
@@ -127,11 +147,15 @@ def _paths(op: Op) -> list[str]:
     return [path for v in op.ins for path in v.paths if path]
 
 
+def own_pattern(op: Op) -> str:
+    """Returns the pattern of an op's scope and primitive."""
+    return _escape("/".join((*shown(op.scopes), op.name)))
+
+
 def patterns(op: Op) -> list[str]:
     """Returns patterns that move an op, exact ones first."""
     scopes = shown(op.scopes)
-    exact = [_escape(path) for path in _paths(op)]
-    exact.append(_escape("/".join((*scopes, op.name))))
+    exact = [*(_escape(path) for path in _paths(op)), own_pattern(op)]
     return [*exact, *(_escape("/".join(scopes[:i])) + "/*" for i in range(len(scopes), 0, -1))]
 
 

@@ -27,17 +27,19 @@ from mpjax._src.core.base.errors import (
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.base.public import public
+from mpjax._src.core.base.rules import BARRIERS
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
+from mpjax._src.core.program.interpret import is_precise, root_of
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
-from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table
+from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table, time
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target, find_target
 from mpjax._src.tools.instruments.compare import compare_program
 from mpjax._src.tools.instruments.contributions import Rounding
-from mpjax._src.tools.instruments.masked import unfollowed
-from mpjax._src.tools.instruments.places import Place, Places
+from mpjax._src.tools.instruments.masked import masked, unfollowed
+from mpjax._src.tools.instruments.places import Place, Places, overridden, own_pattern
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.search import Model, Search
 from mpjax._src.tools.instruments.shadows import SUSPICIOUS, perturbed, size_of_terms
@@ -164,8 +166,8 @@ class Tuning(Report):
             )
         elif self.met and self.places:
             lines.append(
-                f"parts of the program in float32: {self.places}; they add {_time(self.cost)} to a "
-                f"step on {self.target}; at least {_time(self.bound)} by the model of errors"
+                f"parts of the program in float32: {self.places}; they add {time(self.cost)} to a "
+                f"step on {self.target}; at least {time(self.bound)} by the model of errors"
             )
         if self.remaining is not None:
             lines.append(
@@ -193,22 +195,15 @@ class Tuning(Report):
 
 
 def _table(title: str, of: str, errors: dict[str, float], most: int) -> Table:
-    worst = sorted(errors.items(), key=lambda item: -item[1])
-    rows = tuple((f"{error:.3g}", name) for name, error in worst)
+    order = sorted(errors.items(), key=lambda item: -item[1])
+    rows = tuple((f"{error:.3g}", name) for name, error in order)
     return Table(title, ("error", of), rows, (of,), most=most)
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 def _cells(step: TuneStep) -> tuple[str, ...]:
     errors = (step.error_before, step.error, step.alone)
     texts = ("-" if error is None else f"{error:.3g}" for error in errors)
-    counted = (str(step.operations), f"{step.flops:.1%}", _time(step.seconds))
+    counted = (str(step.operations), f"{step.flops:.1%}", time(step.seconds))
     return (*counted, *texts, step.pattern)
 
 
@@ -299,7 +294,7 @@ def tune(
 
     resolve_loss_scale(loss_scale, False)
 
-    chip = find_target(target) if target is not None else _local()
+    chip = find_target(target) if target is not None else local()
 
     def report(*args, **kwargs):
         make = functools.partial(
@@ -307,15 +302,15 @@ def tune(
         )
         with progress_bar(progress, "tune", RUN, max_runs):
             try:
-                trial = _Trial(make, policy, max_runs, loss_scale, chip)
-            except _OutOfRuns:  # no run was left for the given policy
+                trial = Trial(make, policy, max_runs, loss_scale, chip)
+            except OutOfRuns:  # no run was left for the given policy
                 return Tuning(policy, False, math.nan, tolerance, {}, (), max_runs, True)
             return trial.report(tolerance)
 
     return report
 
 
-def _local() -> Target:
+def local() -> Target:
     """Returns this device, or the default where its times are not known."""
     try:
         return find_target(jax.devices()[0].device_kind)
@@ -329,11 +324,11 @@ def _local() -> Target:
 RUN = "run"  # what progress counts
 
 
-class _OutOfRuns(Exception):
+class OutOfRuns(Exception):
     """All runs are used up."""
 
 
-class _Trial:
+class Trial:
     """Runs the program with some places in float32, by the mask or as it trains."""
 
     def __init__(
@@ -348,7 +343,7 @@ class _Trial:
         self.runs = 0
         self._make = functools.partial(make, ran=self._count)
         self.program = self._make(policy=policy)
-        self.places = Places(self.program.plan)
+        self.places = Places(self.program.plan, self._stopped(self.program))
         self.scale = training_scale(self.program, policy, loss_scale)
         self.rounding = Rounding(self.program)
         self.unfollowed = unfollowed(self.rounding.block, policy)
@@ -365,9 +360,17 @@ class _Trial:
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:
-            raise _OutOfRuns
+            raise OutOfRuns
         self.runs += 1
         advance(RUN)
+
+    def _stopped(self, program: Program) -> set[int]:
+        """Returns the ops, by number, whose results are rounded unless an override names them."""
+        rounded = _rounded(program) - Places(program.plan).owners(None)
+        named = {own_pattern(program.ops[n]): "float32" for n in rounded}
+        if not named:
+            return set()
+        return rounded - _rounded(self._make(policy=self.policy.override(named)))
 
     # ---- measurements ----
 
@@ -412,7 +415,7 @@ class _Trial:
         if ops not in self._known:
             if self.unfollowed:
                 moved = [p for p in self.places.finest() if p.ops.isdisjoint(ops)]
-                self._known[ops] = self.trained(self.with_places(moved))
+                self._known[ops] = self.trained(overridden(self.policy, moved))
             else:
                 rounds = np.array([not ops.isdisjoint(owners) for owners in self._owners], bool)
                 outs = self._by_mask(self.rounding, rounds | self._written)
@@ -457,35 +460,35 @@ class _Trial:
         places = self.places.finest()
         try:
             results, _ = self.trained(self.policy)
-            before = _worst(results)
+            before = worst(results)
             met = before <= tolerance
             for attempt in range(0 if met else VERIFIED + 1):
                 searching = places and attempt < VERIFIED
                 chosen, least = self._search(places, allowed) if searching else (places, 0.0)
-                errors, _ = self.trained(self.with_places(self._merged(chosen)))
-                if _worst(errors) < _worst(results) or not best:
+                errors, _ = self.trained(overridden(self.policy, self._merged(chosen)))
+                if worst(errors) < worst(results) or not best:
                     best, results, bound = chosen, errors, least
-                met = _worst(errors) <= tolerance
+                met = worst(errors) <= tolerance
                 if not met and len(chosen) == len(places):
                     unmet = self._unmet(errors, places)
                 if met or unmet:
                     break
                 # The masks did not see this much: the next search leaves room for it.
-                allowed *= 0.9 * tolerance / _worst(errors)
-        except _OutOfRuns:
+                allowed *= 0.9 * tolerance / worst(errors)
+        except OutOfRuns:
             cut_short = True
         merged = self._merged(best)
         return Tuning(
-            policy=self.with_places(merged),
+            policy=overridden(self.policy, merged),
             met=met,
-            error=_worst(results) if results else math.nan,
+            error=worst(results) if results else math.nan,
             tolerance=tolerance,
             results=results,
             steps=tuple(self._steps(merged)),
             runs=self.runs,
             cut_short=cut_short,
             places=len(best),
-            cost=self._seconds(_ops(best)),
+            cost=self.places.seconds(_ops(best), self.target),
             bound=bound,
             target=self.target.name,
             before=before,
@@ -498,17 +501,17 @@ class _Trial:
 
         ``errors`` are those with all of them in float32.
         """
-        worst = _worst(errors)
-        left = {self.unfollowed: worst} if self.unfollowed else {}
-        told: dict[str, Any] = {"remaining": worst, "left": left}
-        with contextlib.suppress(_OutOfRuns):
+        remaining = worst(errors)
+        left = {self.unfollowed: remaining} if self.unfollowed else {}
+        told: dict[str, Any] = {"remaining": remaining, "left": left}
+        with contextlib.suppress(OutOfRuns):
             if not self.unfollowed:
-                told["left"] = self._left(self.with_places(self._merged(places)))
+                told["left"] = self._left(overridden(self.policy, self._merged(places)))
             if default_device().platform != "tpu":  # which have no float64
                 program = self._make(policy=get_policy("float32"))
                 compared = compare_program(program, self.scale, FLOAT64)
                 # The program's own casts are not float32's.
-                told["float32_error"] = _worst(compared.float32 or compared.results)
+                told["float32_error"] = worst(compared.float32 or compared.results)
         return told
 
     def _left(self, policy: Policy) -> dict[str, float]:
@@ -522,7 +525,7 @@ class _Trial:
             line = where(*program.lines(step.eqn, step.site))
             masks.setdefault(f"{step.eqn.primitive.name}  {line}".strip(), own.copy())[i] = True
         errors = {n: self._errors(self._by_mask(rounding, m))[0] for n, m in masks.items()}
-        return {name: _worst(each) for name, each in errors.items() if _worst(each)}
+        return {name: worst(each) for name, each in errors.items() if worst(each)}
 
     def _search(self, places: Sequence[Place], tolerance: float) -> tuple[Sequence[Place], float]:
         """Returns the cheapest places that were found, or all, and what is needed at least."""
@@ -536,27 +539,15 @@ class _Trial:
             [rest[r] / tolerance for r in by_result],
         )
         search = Search(
-            lambda chosen: _worst(self.masked(_ops(places[i] for i in chosen))[0]),
+            lambda chosen: worst(self.masked(_ops(places[i] for i in chosen))[0]),
             model,
-            [self._seconds(ops) for ops in own],
+            [self.places.seconds(ops, self.target) for ops in own],
             tolerance,
             inside,
         )
         search.run()
         best = range(len(places)) if search.best is None else sorted(search.best)
         return [places[i] for i in best], search.bound
-
-    def _seconds(self, ops: Iterable[int]) -> float:
-        """Returns the time that ops take longer in float32 on the target."""
-        flops, entries = self.places.cost(ops)
-        peaks = self.target.peaks
-        wide = peaks.get("tf32", peaks["f32"])
-        slower = 1 / wide - 1 / max(peaks.get("bf16", wide), peaks.get("f16", wide))
-        return max(slower, 0.0) * flops + 2 * entries / self.target.bandwidth
-
-    def with_places(self, places: Iterable[Place]) -> Policy:
-        patterns = dict.fromkeys((p.pattern for p in places), "float32")
-        return self.policy.override(patterns) if patterns else self.policy
 
     def _merged(self, chosen: Sequence[Place]) -> list[Place]:
         return self.places.merged(_ops(chosen), chosen) if chosen else []
@@ -568,7 +559,10 @@ class _Trial:
         for place in sorted(merged, key=lambda p: -(alone[p] or 0.0)):
             before = self._error_with(done)
             done.append(place)
-            flops, seconds = self.places.flops(place.ops), self._seconds(place.ops)
+            flops, seconds = (
+                self.places.flops(place.ops),
+                self.places.seconds(place.ops, self.target),
+            )
             after = self._error_with(done)
             count = len(place.ops)
             steps.append(
@@ -579,12 +573,33 @@ class _Trial:
     def _error_with(self, places: Sequence[Place]) -> float | None:
         """Returns the largest error with these places in float32, or None if no run is left."""
         try:
-            return _worst(self.masked(_ops(places))[0])
-        except _OutOfRuns:
+            return worst(self.masked(_ops(places))[0])
+        except OutOfRuns:
             return None
 
 
-def _worst(errors: dict[str, float]) -> float:
+def _rounded(program: Program) -> set[int]:
+    """Returns the ops, by number, that autocast rounds for others than matmuls, and for no matmul.
+
+    A matmul rounds what it reads itself.
+    """
+    found: set[Any] = set()
+    read: set[Any] = {None}
+    for block in masked(program.jaxpr, root_of(program.jaxpr)).blocks():
+        others: set[int] = set()  # what is read in 16 bits
+        for step in reversed(block.steps):
+            name, ins = step.eqn.primitive.name, step.ins
+            if name in BARRIERS:
+                ins = [v for v, out in zip(ins, step.outs, strict=False) if out in others]
+            if not is_precise(step.eqn):
+                others.update(v for v in ins if isinstance(v, int))
+        for step in block.places:
+            into = read if others.intersection(step.outs) else found
+            into.add(step.site.op)
+    return found - read
+
+
+def worst(errors: dict[str, float]) -> float:
     return max(errors.values(), default=0.0)
 
 

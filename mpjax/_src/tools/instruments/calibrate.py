@@ -1,0 +1,379 @@
+"""`calibrate`: finds what the values of a model need in float32, and returns the policy for it.
+
+A policy is made before there are values, so it knows neither a range nor an error. The function
+runs once in float32, operation by operation. Matmuls whose operands or results come near the end
+of the 16-bit range are put into float32. Then `tune` finds what else the tolerance asks for. Each
+override has the cause that the values show.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from mpjax._src.core.base.dtypes import is_float
+from mpjax._src.core.base.progress import progress_bar
+from mpjax._src.core.base.public import public
+from mpjax._src.core.base.rules import AMPLIFIES, HALF, SUM, rule_of
+from mpjax._src.core.policy.grammar import get_policy
+from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.program.curried import takes_arguments
+from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.interpret import Wide, interpret, root_of
+from mpjax._src.core.program.site import Site
+from mpjax._src.core.training.loss_scale import LossScale
+from mpjax._src.tools.document.model import Document, Table, time
+from mpjax._src.tools.document.report import Report
+from mpjax._src.tools.hardware.targets import Target, find_target
+from mpjax._src.tools.instruments.places import Place, Places, overridden
+from mpjax._src.tools.instruments.programs import Program, make_program
+from mpjax._src.tools.instruments.ranges import largest_finite
+from mpjax._src.tools.instruments.tune import RUN, TARGET, Trial, Tuning, local, tune, worst
+
+# Values grow in training: what comes within this factor of the largest 16-bit number needs float32.
+HEADROOM = 4.0
+
+# The causes of an override, beside a rounding that nothing amplifies.
+RANGE, AMPLIFIED, CANCELED, ROUNDED = "range", "amplified", "canceled", "rounding"
+
+# By so much an operation has to amplify the rounding of a value to be its cause.
+CAUSE = 8.0
+
+COLUMNS = ("cause", "operations", "FLOPs", "time", "left out", "in float32")
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class CalibratedPart:
+    """A part of a program that its values need in float32.
+
+    Attributes:
+        pattern: The pattern of its override.
+        kind: "range" for values near the end of the 16-bit range, "amplified" for a rounding that
+            an exponential, a sine or the like amplifies, "canceled" for one that is large beside a
+            difference, and "rounding" otherwise.
+        cause: The same in words, with the sizes that were seen.
+        operations: The number of operations that the override moves.
+        flops: The share of the program's matmul FLOPs that it moves, from 0 to 1.
+        seconds: The time that it adds to a step on the target.
+        alone: The largest relative error if only this part is left in 16 bits; None if it was not
+            measured.
+    """
+
+    pattern: str
+    kind: str
+    cause: str
+    operations: int
+    flops: float
+    seconds: float
+    alone: float | None
+
+
+@public("mpjax.reports")
+@dataclasses.dataclass(frozen=True)
+class Calibration(Report):
+    """The result of `calibrate`. It is taken wherever a policy is.
+
+    Attributes:
+        policy: The policy with the overrides that the values need.
+        met: Whether it meets the tolerance. It was compiled and measured.
+        before: The largest relative error of a result under the given policy.
+        error: The same under the calibrated one.
+        tolerance: The tolerance.
+        results: The relative error of each result under the calibrated policy, by name.
+        parts: What is in float32, and why.
+        target: The device of the times.
+        batches: The number of calibrations that were joined.
+        tuning: The result of `tune` for the last of them.
+    """
+
+    policy: Policy
+    met: bool
+    before: float
+    error: float
+    tolerance: float
+    results: dict[str, float]
+    parts: tuple[CalibratedPart, ...]
+    target: str = TARGET
+    batches: int = 1
+    tuning: Tuning | None = None
+
+    @property
+    def flops(self) -> float:
+        """The share of the matmul FLOPs in the parts, from 0 to 1."""
+        return min(sum(part.flops for part in self.parts), 1.0)
+
+    @property
+    def seconds(self) -> float:
+        """The time that the parts add to a step on the target."""
+        return sum(part.seconds for part in self.parts)
+
+    def __or__(self, other: "Calibration") -> "Calibration":
+        """Returns a calibration with the parts of both, for the batches of both.
+
+        Its errors are the larger ones of the two, each measured with its own parts.
+        """
+        if not isinstance(other, Calibration):
+            return NotImplemented
+        given = {part.pattern: part for part in (*other.parts, *self.parts)}
+        return dataclasses.replace(
+            other,
+            policy=self.policy.override(dict(other.policy.overrides)),
+            met=self.met and other.met,
+            before=max(self.before, other.before),
+            error=max(self.error, other.error),
+            tolerance=max(self.tolerance, other.tolerance),
+            results={
+                name: max(each.results.get(name, 0.0) for each in (self, other))
+                for name in self.results | other.results
+            },
+            parts=tuple(given.values()),
+            batches=self.batches + other.batches,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        tuning = self.tuning and self.tuning.to_dict()
+        return {**super().to_dict(), "policy": str(self.policy), "tuning": tuning}
+
+    def summary(self) -> str:
+        """Returns what the calibration changed, as a line of text."""
+        if not self.parts:
+            return "nothing needs float32"
+        return (
+            f"parts in float32: {len(self.parts)}, with {self.flops:.1%} of the matmul FLOPs; "
+            f"they add {time(self.seconds)} to a step on {self.target}. Largest error of a "
+            f"result: {self.error:.3g}, without them {self.before:.3g}"
+        )
+
+    def document(self) -> Document:
+        verdict = "meets" if self.met else "does not meet"
+        results = sorted(self.results.items(), key=lambda item: -item[1])
+        named = tuple((f"{error:.3g}", name) for name, error in results)
+        return Document(
+            "What the values need in float32",
+            f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
+            f"{self.before:.3g}",
+            (self.summary(), f"policy  {self.policy}"),
+            (
+                Table("Parts", COLUMNS, tuple(map(_cells, self.parts)), (COLUMNS[0], COLUMNS[-1])),
+                Table("Error of the results", ("error", "result"), named, ("result",), most=5),
+            ),
+        )
+
+
+def _cells(part: CalibratedPart) -> tuple[str, ...]:
+    alone = "-" if part.alone is None else f"{part.alone:.3g}"
+    work = (str(part.operations), f"{part.flops:.1%}", time(part.seconds))
+    return (part.cause, *work, alone, part.pattern)
+
+
+@takes_arguments
+def calibrate(
+    fun: Callable[..., Any],
+    policy: "PolicyLike",
+    tolerance: float = 1e-2,
+    argnums: int | Sequence[int] | None = 0,
+    has_aux: bool = False,
+    max_runs: int = 1000,
+    *,
+    target: str | None = None,
+    loss_scale: LossScale | str | float | None = "auto",
+    progress: bool = True,
+) -> Callable[..., Calibration]:
+    """Returns the policy with overrides for what the values of a model need in float32.
+
+    A policy alone promises no tolerance: it knows no values. On a batch, these are seen: matmuls
+    with values within a factor of 4 of the largest 16-bit number, or all of them below its normal
+    ones; and what makes the error larger than the tolerance, such as scores of a softmax that is
+    almost one-hot, phases, or large values that are taken off again. They get overrides, at the
+    least time on the target that is found (`tune`).
+
+    Further batches join: pass a calibration as the policy, and its parts stay, or write
+    ``first | second``.
+
+    Args:
+        fun: A function, as for `autocast`. If it returns a scalar loss, its gradient counts too.
+        policy: The policy to start from, its name, or an earlier calibration.
+        tolerance: The largest relative error allowed of a result or gradient, as for `tune`.
+        argnums: The arguments to differentiate; None for the forward pass only.
+        has_aux: Whether ``fun`` returns ``(loss, aux)``.
+        max_runs: The largest number of runs of a program, as for `tune`.
+        target: The device whose times are minimized, as for `tune`.
+        loss_scale: The loss scale, as for `compare`.
+        progress: Whether to show a progress bar if stderr is a terminal.
+
+    Returns:
+        A function of the same arguments, which must be concrete arrays. It returns a
+        `Calibration`, which is taken wherever a policy is. With these arguments after the
+        tolerance, the calibration.
+
+    Raises:
+        TypeError: If ``fun`` is not a function, or an array is abstract or being traced.
+        ValueError: If an argument is invalid, there are no arrays, or nothing to differentiate.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss(w, batch):
+        ...     x, unit = batch
+        ...     with jax.named_scope("physics"):
+        ...         force = (x * unit) @ w["a"]
+        ...     with jax.named_scope("head"):
+        ...         return jnp.mean(jnp.tanh(force / unit @ w["b"]) ** 2)
+        >>> w = {"a": jnp.eye(4) * 0.3, "b": jnp.ones((4, 2))}
+        >>> x = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+        >>> calibrated = mpjax.debug.calibrate(loss, "mixed_float16")(w, (x, jnp.float32(1e6)))
+        >>> calibrated.met, calibrated.parts[0].pattern, calibrated.parts[0].kind
+        (True, 'physics/*', 'range')
+        >>> step = mpjax.autocast(loss, calibrated)
+    """
+    earlier = policy.parts if isinstance(policy, Calibration) else ()
+    batches = policy.batches if isinstance(policy, Calibration) else 0
+    start = get_policy(policy)
+    tune(  # which checks these settings
+        *(fun, start, tolerance, argnums, has_aux, max_runs),
+        target=target,
+        loss_scale=loss_scale,
+        progress=progress,
+    )
+    chip = find_target(target) if target is not None else local()
+
+    def report(*args, **kwargs):
+        make = functools.partial(make_program, "calibrate", fun, args=args, kwargs=kwargs)
+        program = make(policy=start, argnums=None, has_aux=False)
+        places, seen = Places(program.plan), Seen(program)
+        near = (places.around(op)[0] for op in places.movable if seen.leaves_range(op, start))
+        ranged = [*dict.fromkeys(near)]
+        make = functools.partial(make, argnums=argnums, has_aux=has_aux)
+        with progress_bar(progress, "calibrate", RUN, max_runs):
+            trial = Trial(make, overridden(start, ranged), max_runs, loss_scale, chip)
+            before = worst(trial.trained(start)[0])
+            tuning = trial.report(tolerance)
+        parts = [*earlier, *(_ranged(place, places, seen, chip) for place in ranged)]
+        for step in tuning.steps:
+            ops = places.place(step.pattern).ops
+            kind, cause = seen.cause(program.ops[n] for n in sorted(ops))
+            parts.append(
+                CalibratedPart(
+                    *(step.pattern, kind, cause, step.operations),
+                    *(step.flops, step.seconds, step.alone),
+                )
+            )
+        return Calibration(
+            policy=tuning.policy,
+            met=tuning.met,
+            before=before,
+            error=tuning.error,
+            tolerance=tolerance,
+            results=tuning.results,
+            parts=tuple({part.pattern: part for part in parts}.values()),
+            target=tuning.target,
+            batches=1 + batches,
+            tuning=tuning,
+        )
+
+    return report
+
+
+def _ranged(place: Place, places: Places, seen: "Seen", chip: Target) -> CalibratedPart:
+    ops = [op for op in places.movable if places.rows[op] in place.ops]
+    low, high = zip(*(seen.ends(op) for op in ops), strict=True)
+    return CalibratedPart(
+        pattern=place.pattern,
+        kind=RANGE,
+        cause=f"values up to {max(high):.3g}"
+        if max(high) > 1
+        else f"no values above {max(low):.3g}",
+        operations=len(place.ops),
+        flops=places.flops(place.ops),
+        seconds=places.seconds(place.ops, chip),
+        alone=None,
+    )
+
+
+# ---- what a run in float32 shows -----------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """The sizes of an operation's operands and result, over all iterations.
+
+    Attributes:
+        largest: The largest magnitude of each operand, and of the result.
+        amplifies: By how much the operation amplifies a relative error of an operand.
+    """
+
+    largest: tuple[float, ...]
+    amplifies: float
+
+
+class Seen(Wide):
+    """Runs a program in float32, operation by operation, and looks at the values of its ops."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self._ops, self._sizes = program.ops, dict[Op, Sizes]()
+        self._readers: dict[Any, list[Op]] = {}
+        for op in self._ops:
+            for v in op.ins:
+                self._readers.setdefault(v, []).append(op)
+        interpret(program.jaxpr, program.inputs(1.0), self, root_of(program.jaxpr))
+
+    def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
+        outs = super().operation(eqn, ins, place)
+        op = None if place.op is None else self._ops[place.op]
+        if op is not None and op.name == eqn.primitive.name and all(map(is_float, outs)):
+            floats = [x for x in ins if is_float(x) and x.size]
+            new = Sizes(tuple(map(largest_finite, (*floats, *outs))), _gain(eqn, floats, outs))
+            old = self._sizes.get(op, new)
+            largest = tuple(map(max, old.largest, new.largest))
+            self._sizes[op] = Sizes(largest, max(old.amplifies, new.amplifies))
+        return outs
+
+    def ends(self, op: Op) -> tuple[float, float]:
+        """Returns the largest magnitudes of an op's smallest and largest array."""
+        found = [x for x in self._sizes[op].largest if x] if op in self._sizes else []
+        return min(found, default=1.0), max(found, default=1.0)
+
+    def leaves_range(self, op: Op, policy: Policy) -> bool:
+        """Returns whether values of an op come near an end of the 16-bit range, or beyond."""
+        info, (low, high) = jnp.finfo(policy.compute_dtype), self.ends(op)
+        return high * HEADROOM > float(info.max) or low < float(info.smallest_normal)
+
+    def cause(self, ops: Iterable[Op]) -> tuple[str, str]:
+        """Returns why ops need float32: what amplifies the rounding of their results most."""
+        behind = [(self._sizes[op].amplifies, op) for each in ops for op in self._behind(each)]
+        gain, op = max(behind, key=lambda pair: pair[0], default=(0.0, None))
+        if op is None or gain < CAUSE:
+            return ROUNDED, "rounding errors add up"
+        if op.spec.gain_of(op.params) == SUM:
+            return CANCELED, f"{op.name} cancels all but 1/{gain:.3g} of it"
+        return AMPLIFIED, f"{op.name} of up to {gain:.3g} reads it"
+
+    def _behind(self, op: Op) -> Iterator[Op]:
+        """Yields the ops that read what an op makes, up to the second matmul behind it."""
+        found, ahead = {op}, [op]
+        for _ in range(2):
+            matmuls = list[Op]()
+            while ahead:
+                for reader in (r for v in ahead.pop().outs for r in self._readers.get(v, ())):
+                    if reader not in found:
+                        found.add(reader)
+                        (matmuls if reader.spec.need == HALF else ahead).append(reader)
+            yield from (each for each in found if each is not op and each in self._sizes)
+            ahead = matmuls
+
+
+def _gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
+    """Returns by how much an operation amplifies a relative error of an operand."""
+    gain = rule_of(eqn.primitive.name).gain_of(eqn.params)
+    if gain in AMPLIFIES:  # |x f'(x) / f(x)| of an exponential or of a sine
+        return max(map(largest_finite, ins), default=0.0)
+    if gain == SUM and len(ins) == 2:
+        return max(map(_rms, ins)) / (_rms(outs[0]) or math.inf)
+    return 1.0
+
+
+def _rms(x: Any) -> float:
+    return float(jnp.sqrt(jnp.mean(jnp.square(jnp.where(jnp.isfinite(x), x, 0)))))
