@@ -110,7 +110,7 @@ PROGRAMS = {  # with the policy that is tuned
 }
 
 
-class Trial(tune._Trial):
+class Trial(tune.Trial):
     """Runs a program as `tune` does; with a rival's algorithm it searches by that."""
 
     algorithm: Any = None
@@ -123,9 +123,9 @@ class Trial(tune._Trial):
             return tune._ops(places[i] for i in chosen)
 
         def enough(chosen):
-            return tune._worst(self.masked(ops(chosen))[0]) <= tolerance
+            return tune.worst(self.masked(ops(chosen))[0]) <= tolerance
 
-        found = self.algorithm(len(places), enough, lambda chosen: self._seconds(ops(chosen)))
+        found = self.algorithm(len(places), enough, lambda chosen: self.places.seconds(ops(chosen), self.target))
         return [places[i] for i in sorted(found)], 0.0
 
 
@@ -139,7 +139,7 @@ def of_program(program: str, name: str) -> dict[str, Any]:
     start = time.process_time()
     trial = Trial(make, policy, MOST, "auto", find_target(TARGET))
     trial.algorithm = RIVALS.get(name)
-    tolerance = tune._worst(trial.trained(policy)[0]) / PART
+    tolerance = tune.worst(trial.trained(policy)[0]) / PART
     told = trial.report(tolerance)
     seconds = time.process_time() - start
     return {
