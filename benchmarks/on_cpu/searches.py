@@ -125,7 +125,9 @@ class Trial(tune.Trial):
         def enough(chosen):
             return tune.worst(self.masked(ops(chosen))[0]) <= tolerance
 
-        found = self.algorithm(len(places), enough, lambda chosen: self.places.seconds(ops(chosen), self.target))
+        found = self.algorithm(
+            len(places), enough, lambda chosen: self.places.seconds(ops(chosen), self.target)
+        )
         return [places[i] for i in sorted(found)], 0.0
 
 
