@@ -76,6 +76,7 @@ class Entry(NamedTuple):
     step: Step
     turns: tuple[int, ...]  # the iterations
     times: int  # how often the loops run it
+    reads: bool = False  # whether it is that of the operands
 
 
 class Rounding:
@@ -86,8 +87,8 @@ class Rounding:
         names: The names of the floating results.
     """
 
-    def __init__(self, program: Program):
-        self.block = masked.masked(program.jaxpr, root_of(program.jaxpr))
+    def __init__(self, program: Program, operands: bool = False):
+        self.block = masked.masked(program.jaxpr, root_of(program.jaxpr), operands)
         self.entries = [*_entries(self.block)]
         outs = zip(program.results, program.jaxpr.out_avals, strict=True)
         self.floats = [i for i, (_, aval) in enumerate(outs) if is_float(aval) and aval.size]
@@ -152,8 +153,8 @@ class Runner:
 def _entries(block: Block) -> Iterator[Entry]:
     for each in block.blocks():
         for turns in itertools.product(*map(range, each.turns)):
-            for step in each.places:
-                yield Entry(step, turns, math.prod(each.turns))
+            for number, step in enumerate(each.places):
+                yield Entry(step, turns, math.prod(each.turns), number == step.reading)
 
 
 class Measure:

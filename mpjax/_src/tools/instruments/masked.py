@@ -58,6 +58,7 @@ class Step:
     ins: list[Any]  # the numbers of values, or constants
     outs: list[int]
     place: int | None = None  # the number of its entry in the mask of the block
+    reading: int | None = None  # that of an entry for its operands
     blocks: Sequence["Block"] = ()  # the programs of a scan or a conditional
     opaque: bool = False  # has no derivative
 
@@ -103,23 +104,29 @@ class Block:
         return sum(math.prod(block.shape) for block in self.blocks())
 
 
-def masked(jaxpr: Any, site: Site) -> Block:
-    """Returns a jaxpr as a block, with its places."""
-    block = _block(jaxpr, site, ())
+def masked(jaxpr: Any, site: Site, operands: bool = False) -> Block:
+    """Returns a jaxpr as a block, with its places.
+
+    With ``operands``, what an operation reads in 16 bits has an entry of its own, which rounds it
+    where what makes it does not.
+    """
+    block = _block(jaxpr, site, (), operands)
     for number, each in enumerate(block.blocks()):
         each.number = number
     return block
 
 
-def _block(jaxpr: Any, site: Site, turns: tuple[int, ...]) -> Block:
+def _block(jaxpr: Any, site: Site, turns: tuple[int, ...], operands: bool) -> Block:
     inner, _ = _jax.open_jaxpr(jaxpr)
     block = Block([], turns)
     block.args = [block.value() for _ in inner.invars]
-    block.results = _flatten(jaxpr, block.args, block, site)
+    block.results = _flatten(jaxpr, block.args, block, site, operands)
     return block
 
 
-def _flatten(jaxpr: Any, args: Sequence[Any], block: Block, site: Site) -> list[Any]:
+def _flatten(
+    jaxpr: Any, args: Sequence[Any], block: Block, site: Site, operands: bool
+) -> list[Any]:
     """Appends the operations of a jaxpr to a block, and returns its results."""
     inner, consts = _jax.open_jaxpr(jaxpr)
     env = dict(zip(inner.invars, args, strict=True))
@@ -137,23 +144,29 @@ def _flatten(jaxpr: Any, args: Sequence[Any], block: Block, site: Site) -> list[
         here, ins = site.at(eqn), [*map(read, eqn.invars)]
         called = _called(eqn)
         if called is not None:
-            env |= zip(eqn.outvars, _flatten(called, ins, block, here.inside(eqn)), strict=True)
+            outs = _flatten(called, ins, block, here.inside(eqn), operands)
+            env |= zip(eqn.outvars, outs, strict=True)
             continue
         step = Step(eqn, here, ins, [block.value() for _ in eqn.outvars])
         kind = higher_order(eqn.primitive.name)
         if kind.kind == SCAN:
             (inside,) = kind.wire(eqn)
             length, _, _ = kind.turns(eqn)
-            step.blocks = [_block(inside.program, here.inside(eqn), (*block.turns, length))]
+            step.blocks = [
+                _block(inside.program, here.inside(eqn), (*block.turns, length), operands)
+            ]
         elif kind.kind == BRANCH:
             programs = (inside.program for inside in kind.wire(eqn))
-            step.blocks = [_block(p, here.inside(eqn), block.turns) for p in programs]
+            step.blocks = [_block(p, here.inside(eqn), block.turns, operands) for p in programs]
         else:
             reads = any(is_float(v.aval) for v in eqn.invars)
             reverses = kind.kind != WHILE and not eqn.effects and has_derivative(eqn)
             step.opaque = reads and not reverses
             if rounds(eqn):
                 step.place = len(block.places)
+                block.places.append(step)
+            if operands and reads_half(eqn):
+                step.reading = len(block.places)
                 block.places.append(step)
         block.steps.append(step)
         env |= zip(eqn.outvars, step.outs, strict=True)
@@ -224,6 +237,13 @@ def rounds(eqn: Any) -> bool:
     if name == CAST:
         return dtype_of(eqn.invars[0].aval) != dtype_of(eqn.outvars[0].aval)
     return rule_of(name).need != MOVE and name not in CHOOSES
+
+
+def reads_half(eqn: Any) -> bool:
+    """Returns whether an equation computes with what it reads in 16 bits."""
+    name = eqn.primitive.name
+    moves = name == CAST or rule_of(name).need == MOVE or name in CHOOSES
+    return not moves and any(dtype_of(v.aval) in HALVES for v in eqn.invars)
 
 
 def hidden(block: Block) -> np.ndarray:
@@ -373,7 +393,10 @@ def _computed(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -
     env = dict(read)
     for step in part.steps:
         ins = [_constant(x) if isinstance(x, Constant) else env[x] for x in step.ins]
-        entry = None if step.place is None else masks[block.number][step.place]
+        own = masks[block.number]
+        if step.reading is not None:
+            ins = _read(step, ins, own[step.reading])
+        entry = None if step.place is None else own[step.place]
         env |= zip(step.outs, _step(step, ins, masks, entry), strict=True)
     return {v: env[v] for v in part.writes}
 
@@ -413,6 +436,12 @@ def _again(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> d
 
     run.defvjp(forward, backward)
     return run(masks, moving, others)
+
+
+def _read(step: Step, ins: list[Any], entry: Any) -> list[Any]:
+    """Returns operands as a step reads them: in 16 bits, or as they are."""
+    rounded = map(widen, _typed(step, ins))
+    return [jnp.where(entry > 0, r, x) for r, x in zip(rounded, ins, strict=True)]
 
 
 def _constant(x: Constant) -> Any:

@@ -345,7 +345,7 @@ class Trial:
         self.program = self._make(policy=policy)
         self.places = Places(self.program.plan, self._stopped(self.program))
         self.scale = training_scale(self.program, policy, loss_scale)
-        self.rounding = Rounding(self.program)
+        self.rounding = Rounding(self.program, operands=True)
         self.unfollowed = unfollowed(self.rounding.block, policy)
         numbers = [entry.step.site.op for entry in self.rounding.entries]
         owners = {n: self.places.owners(n) for n in {*numbers}}
