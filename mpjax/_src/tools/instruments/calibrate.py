@@ -170,7 +170,7 @@ class Calibration(Report):
             "What the values need in float32",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
             f"{self.before:.3g}",
-            (self._cost(), f"policy  {self.policy}"),
+            (self._cost(), *(self.tuning.notes() if self.tuning else ()), f"policy  {self.policy}"),
             (
                 Table("Parts", COLUMNS, tuple(map(_cells, self.parts)), (COLUMNS[0], COLUMNS[-1])),
                 Table("Error of the results", ("error", "result"), named, ("result",), most=5),
