@@ -236,8 +236,8 @@ def calibrate(
         ...         force = (x * unit) @ w["a"]
         ...     with jax.named_scope("head"):
         ...         return jnp.mean(jnp.tanh(force / unit @ w["b"]) ** 2)
-        >>> w = {"a": jnp.eye(4) * 0.3, "b": jnp.ones((4, 2))}
-        >>> x = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+        >>> w = {"a": jnp.eye(8) * 0.3, "b": jnp.ones((8, 2))}
+        >>> x = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
         >>> calibrated = mpjax.debug.calibrate(loss, "mixed_float16")(w, (x, jnp.float32(1e6)))
         >>> calibrated.met, calibrated.parts[0].pattern, calibrated.parts[0].kind
         (True, 'physics/*', 'range')
@@ -321,12 +321,17 @@ class Seen(Wide):
     def out_of_range(self, policy: Policy) -> list[Place]:
         """Returns the smallest places whose values come near an end of the 16-bit range."""
         info = jnp.finfo(policy.compute_dtype)
-        found: dict[Place, None] = {}
-        for op in self.places.movable:
-            low, high = self._ends(op)
-            if high * HEADROOM > float(info.max) or low < float(info.smallest_normal):
-                found[self.places.around(op)[0]] = None
-        return [*found]
+
+        def is_near(n: int) -> bool:
+            low, high = self._ends(self._ops[n])
+            return high * HEADROOM > float(info.max) or low < float(info.smallest_normal)
+
+        found: list[Place] = []
+        for place in sorted(self.places.finest(), key=lambda place: len(place.ops)):
+            moved = {n for each in found for n in each.ops}
+            if any(map(is_near, place.ops - moved)):
+                found.append(place)
+        return found
 
     def _ends(self, op: Op) -> tuple[float, float]:
         """Returns the largest magnitudes of an op's smallest and largest array."""
