@@ -5,16 +5,16 @@ from typing import Any
 from benchmarks.models import TITLES
 from benchmarks.page.tables import table
 
-NOTE = """\
-Each operation that rounds was measured: the error of the gradient with that operation alone in
-16 bits. *rank* is the rank correlation of the estimates by 8 and by 16 random vectors with
-these errors; *ten largest* the largest factor between the two among the ten largest. *as shown*
-is that factor for the first ten rows of the report, which measures them. *adds up* is what the
-report says: whether first-order estimates explain the error. *beside compare* is the measured
-error of all together, relative to what `compare` finds (the median of all results). *time* is
-that of the estimates by 8 random vectors, in float32 gradients: each vector is one reverse pass
-through the gradient, which computes it again in parts. *memory*, beside the arguments, is
-relative to that gradient's without `jax.checkpoint`.
+NOTE = """
+Each operation that rounds was measured: the error of the gradient with it alone in 16 bits. *rank*
+is the rank correlation of these errors with the estimates by 8 and by 16 random vectors; *ten
+largest* the largest factor between the two among the ten largest errors. *as shown* is that factor
+for the first ten rows of the report, which measures them. *adds up* is what the report says:
+whether the estimates explain the error. *beside compare* is the measured error of all together,
+relative to what `compare` finds (the median of all results). *time* is that of the estimates by 8
+random vectors, in float32 gradients: a vector is a reverse pass through the gradient, parts of
+which are computed again for it; on CPUs, roundings of small arrays take longer than their float32
+gradient. *memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`.
 """
 FIGURES = {
     "rows": "{}",
@@ -46,4 +46,4 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
         for case, found in stored["cases"].items()
         for policy, row in found.items()
     ]
-    return f"{NOTE}\n{table(HEAD, rows, 3)}"
+    return f"{NOTE[1:]}\n{table(HEAD, rows, 3)}"

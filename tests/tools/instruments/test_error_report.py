@@ -10,7 +10,7 @@ from flax import nnx
 
 import mpjax
 from mpjax._src.core.planner import rounding
-from tests.helpers.support import fresh_rng, thorough_but
+from tests.helpers.support import fresh_rng
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,8 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", thorough_but(WRITTEN, "vmap"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WRITTEN)
 def test_programs_of_all_kinds_are_explained(name):
     (fun, make), (w, x) = WRITTEN[name], parameters("a", "b", "c")
     w = make() if make else w

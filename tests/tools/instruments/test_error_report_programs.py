@@ -34,29 +34,28 @@ def written(seed):
     return lambda *args: jnp.mean(fun(*args) ** 2), people.arguments(steps, seed)
 
 
+# One rounding alone may turn a sign that all together do not: no estimate of it adds up.
+SMOOTH = [
+    seed
+    for seed in range(22)
+    if not any(people.PARTS[step.name].kinks for step in people.generate(seed))
+]
 PROGRAMS = {
     **{
         name: lambda fun=fun: (fun, (programs.W, programs.X))
         for name, fun in programs.PROGRAMS.items()
     },
     **{name: functools.partial(model, name) for name in models.MODELS},
-    **{f"people {seed}": functools.partial(written, seed) for seed in range(12)},
+    **{f"people {seed}": functools.partial(written, seed) for seed in SMOOTH},
 }
-QUICK = ("conditional", "bfloat16"), ("einsum", "float16")
+CASES = [*itertools.product(PROGRAMS, HALVES)]
+QUICK = ("custom_vjp", "bfloat16"), ("jitted", "float16")
 
 
-@pytest.mark.parametrize(
-    ("name", "half"), thorough_but([*itertools.product(PROGRAMS, HALVES)], *QUICK)
-)
+@pytest.mark.parametrize(("name", "half"), thorough_but(CASES, *QUICK))
 def test_the_report_is_what_measurements_say(name, half):
-    import time
-
-    begun = time.process_time()
     fun, args = PROGRAMS[name]()
     row, _ = checked(fun, f"mixed_{half}", args, probes=PROBES)
-    import time
-
-    print("ROW", name, half, row, round(time.process_time() - begun, 1), flush=True)
     assert 0.9 < row["to_compare"] < 1.1
     assert row["shown"] < 1.5
     if row["first_order"] and row["checked"] >= ENOUGH:
