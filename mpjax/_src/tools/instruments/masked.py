@@ -242,7 +242,7 @@ def rounds(eqn: Any) -> bool:
 def reads_half(eqn: Any) -> bool:
     """Returns whether an equation computes with what it reads in 16 bits."""
     name = eqn.primitive.name
-    moves = name == CAST or rule_of(name).need == MOVE or name in CHOOSES
+    moves = name == CAST or rule_of(name).need == MOVE or name in CHOOSES or is_precise(eqn)
     return not moves and any(dtype_of(v.aval) in HALVES for v in eqn.invars)
 
 

@@ -367,6 +367,7 @@ class Trial:
     def _stopped(self, program: Program) -> set[int]:
         """Returns the ops, by number, whose results are rounded unless an override names them."""
         rounded = _rounded(program) - Places(program.plan).owners(None)
+        rounded = {n for n in rounded if program.ops[n].has_float32}
         named = {own_pattern(program.ops[n]): "float32" for n in rounded}
         if not named:
             return set()
