@@ -23,7 +23,7 @@ QUICK_PAGES = ("README.md", *(f"docs/{name}.md" for name in ("autocast", "concep
 COSTLY_MODULES = {
     f"mpjax._src.{name}"
     for name in (
-        *("tools.instruments.compare", "tools.instruments.tune"),
+        *("tools.instruments.compare", "tools.instruments.tune", "tools.instruments.calibrate"),
         *("optim.moments", "optim.rounding"),
     )
 }

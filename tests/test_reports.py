@@ -71,6 +71,7 @@ REPORTS = {
     "agreement": lambda: mpjax.compare(forward, mpjax.autocast(forward, "O3"))(PARAMS, X),
     "find_nonfinite": lambda: mpjax.find_nonfinite(loss, "mixed_float16")(PARAMS, X * 20),
     "tune": lambda: mpjax.debug.tune(loss, "mixed_bfloat16", 1e-3, max_runs=9)(PARAMS, X),
+    "calibrate": lambda: mpjax.debug.calibrate(loss, "mixed_bfloat16", 0.1)(PARAMS, X),
     "histogram": lambda: mpjax.debug.gradient_histogram(PARAMS),
     "loss_scale": lambda: mpjax.debug.recommend_loss_scale(mpjax.debug.gradient_histogram(PARAMS)),
     "devices": mpjax.hardware.device_report,
@@ -99,7 +100,7 @@ class Printer:
         self.shown += text
 
 
-SLOW = ("compare", "find_nonfinite", "tune")
+SLOW = ("calibrate", "compare", "find_nonfinite", "tune")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,8 @@ def test_a_report_shows_itself_in_a_notebook_and_fits(name):
 
 
 def test_every_public_report_is_a_report_class():
-    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled", "ment")
+    words = ("Report", "Comparison", "Tuning", "Histogram", "Advice", "flow", "Stalled")
+    words += ("ment", "Calibration")
     # Classes are imported when they are first asked for: by name, so that none is missed.
     found = [getattr(mpjax.reports, name) for name in mpjax.reports.__all__ if name.endswith(words)]
     found += [mpjax.reports.LargestBatch, mpjax.reports.MemoryFit]

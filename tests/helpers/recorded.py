@@ -138,6 +138,20 @@ def tuned(patterns, **changes):
     )
 
 
+def calibrated():
+    """A calibration that found these parts."""
+    part = mpjax.reports.CalibratedPart
+    parts = (
+        part("up/w", "range", "values up to 4.2e+06", 1, 0.5, 2e-6, None),
+        part("down", "amplified", "exp of up to 278 reads it", 1, 0.25, 1e-6, 0.18),
+    )
+    tuning = tuned(("up/w", "down"))
+    return mpjax.reports.Calibration(
+        *(tuning.policy, tuning.met, float("inf"), tuning.error, 0.003, tuning.results),
+        *(parts, "h100", 2, tuning),
+    )
+
+
 def overflow(index, **changes):
     fields = {"layer": -1, "nonfinite": 0.0, "largest": 100.0, "loss_scale": 2.0**15} | changes
     return Overflow(index, paths=("up/w", "down"), **jax.tree.map(np.float32, fields))
@@ -258,6 +272,7 @@ REPORTS = {
     "range": lambda: Range("f16", (8, 16), -60000.0, 4.5, 1, 2, "up/w"),
     "tune": lambda: tuned(("up/w", "down")),
     "tune_cut_short": lambda: tuned((), cut_short=True),
+    "calibrate": calibrated,
     "histogram": gradients,
     "loss_scale": lambda: mpjax.debug.recommend_loss_scale(gradients()),
     "overflow": lambda: overflow(1, layer=3, nonfinite=0.25),

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax._src.core.planner import rounding
-from tests.helpers.support import fresh_rng
+from tests.helpers.support import fresh_rng, thorough_but
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +133,74 @@ def test_parameters_select_the_gradients_that_count():
     assert told.gradient == pytest.approx(told.results["gradient of c"])
     # What the backward pass does after the gradient of c does not matter to it.
     assert not any(row.backward and "first" in row.scope for row in told.rows)
+
+
+@pytest.mark.thorough
+def test_estimates_of_chosen_parameters_are_what_is_measured(monkeypatch):
+    from mpjax._src.tools.instruments import contributions
+
+    args, options = parameters("a", "b", "c"), {"parameters": "b", "probes": 64}
+    monkeypatch.setattr(contributions, "LARGEST", 0)
+    estimated = {row.row: row.gradient for row in report(loss, *args, **options).errors.rows}
+    monkeypatch.setattr(contributions, "LARGEST", 1000)
+    measured = report(loss, *args, **options).errors
+    assert measured.gradient == pytest.approx(measured.results["gradient of b"])
+    for row in measured.rows:
+        assert row.gradient / 1.4 < estimated[row.row] < 1.4 * row.gradient
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.first, self.second = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def of_a_module(net, x):
+    return jnp.mean(net(x) ** 2)
+
+
+def over_devices(w, x):
+    def local(w, x):
+        return jax.lax.pmean(loss(w, x), "d")
+
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec())(w, x)
+
+
+def scanned_again(w, x):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w), None
+
+    stacked = jnp.stack([w["a"], w["b"], w["c"]])
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, stacked)[0] ** 2)
+
+
+def of_each(w, x):
+    return jnp.mean(jax.vmap(lambda row: loss(w, row))(x))
+
+
+WRITTEN = {
+    "a module": (of_a_module, lambda: Net()),
+    "shard_map": (over_devices, None),
+    "scan": (scanned_again, None),
+    "vmap": (of_each, None),
+}
+
+
+@pytest.mark.parametrize("name", thorough_but(WRITTEN, "vmap"))
+def test_programs_of_all_kinds_are_explained(name):
+    (fun, make), (w, x) = WRITTEN[name], parameters("a", "b", "c")
+    w = make() if make else w
+    told = report(fun, w, x).errors
+    compared = mpjax.compare(fun, "mixed_bfloat16")(w, x).results
+    assert told.results == pytest.approx(compared, rel=0.1)
+    assert told.is_first_order
+    assert {row.backward for row in told.rows} == {True, False}
+    assert {row.source.rpartition(":")[0] for row in told.rows} == {__file__}
+    assert any(row.path for row in told.rows)
 
 
 def test_masks_of_relu_that_flip_are_said_to_be_of_no_order():

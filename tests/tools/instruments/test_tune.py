@@ -92,6 +92,15 @@ class TestSearch:
         assert tuned.met and tuned.steps
         assert error(loss, tuned.policy, *args) <= tolerance
 
+    def test_tune_says_which_operations_no_pattern_tells_apart(self):
+        def loss(x):
+            h = jnp.sin((x @ x.T) * 60)  # no scope, and no parameter
+            return jnp.mean(jnp.tanh(h @ x) ** 2)
+
+        tuned = tune(loss, "mixed_bfloat16", 0.05)(normal(1, 16, 16))
+        assert tuned.met and tuned.unnamed == ("dot_general",)
+        assert "jax.named_scope" in str(tuned)
+
     @pytest.mark.thorough
     def test_tune_names_parameters_without_scopes_by_their_paths(self, rng):
         def loss(params, x):

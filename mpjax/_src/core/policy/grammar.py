@@ -67,8 +67,7 @@ def get_policy(x: "PolicyLike", half: dtypes.DTypeLike | None = None, **settings
         'O2:float16,storage=lean,moments=8bit'
     """
     half = None if half is None else _as_half(half)
-    found = getattr(x, "policy", None)  # of a report
-    x = found if isinstance(found, Policy) else x
+    x = _found(x)
     if isinstance(x, jmp.Policy):
         base = x if isinstance(x, Policy) else Policy(**vars(x))
         return _refined(base, _added({}, settings.items(), x), x, half) if settings else base
@@ -90,6 +89,12 @@ def get_policy(x: "PolicyLike", half: dtypes.DTypeLike | None = None, **settings
 def _is_mapping(x: Any) -> bool:  # that of ml_collections is no `Mapping`
     fits = isinstance(x, Mapping) or (hasattr(x, "items") and hasattr(x, "keys"))
     return fits and not isinstance(x, type)
+
+
+def _found(x: Any) -> Any:
+    """Returns the policy that a report found, or else what was given."""
+    policy = getattr(x, "policy", None)
+    return policy if isinstance(policy, Policy) else x
 
 
 def _text_of(x: Any) -> tuple[str | None, list[tuple[Any, Any]]]:
@@ -254,7 +259,7 @@ def means_another_policy(x: Any) -> bool:
     For Hugging Face's ``mixed_precision=`` and PyTorch's autocast it is what matmuls run in; for
     jmp and mpjax it is the dtype of everything, parameters included.
     """
-    text = None if isinstance(x, jmp.Policy) else _text_of(x)[0]
+    text = None if isinstance(_found(x), jmp.Policy) else _text_of(x)[0]
     word = _split(text)[0].lower() if text else ""
     return word == "half" or dtypes.BY_NAME.get(word) in dtypes.HALVES
 

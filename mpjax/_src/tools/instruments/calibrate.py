@@ -9,7 +9,7 @@ override has the cause that the values show.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +31,17 @@ from mpjax._src.tools.hardware.targets import Target, find_target
 from mpjax._src.tools.instruments.places import Place, Places, overridden
 from mpjax._src.tools.instruments.programs import Program, make_program
 from mpjax._src.tools.instruments.ranges import largest_finite
-from mpjax._src.tools.instruments.tune import RUN, TARGET, Trial, Tuning, local, tune, worst
+from mpjax._src.tools.instruments.tune import (
+    RUN,
+    TARGET,
+    OutOfRuns,
+    Trial,
+    TuneStep,
+    Tuning,
+    local,
+    tune,
+    worst,
+)
 
 # Values grow in training: what comes within this factor of the largest 16-bit number needs float32.
 HEADROOM = 4.0
@@ -118,7 +128,7 @@ class Calibration(Report):
         """
         if not isinstance(other, Calibration):
             return NotImplemented
-        given = {part.pattern: part for part in (*other.parts, *self.parts)}
+        given = {part.pattern: part for part in (*self.parts, *other.parts)}
         return dataclasses.replace(
             other,
             policy=self.policy.override(dict(other.policy.overrides)),
@@ -140,12 +150,16 @@ class Calibration(Report):
 
     def summary(self) -> str:
         """Returns what the calibration changed, as a line of text."""
+        return (
+            f"{self._cost()}; largest error of a result {self.error:.3g}, before {self.before:.3g}"
+        )
+
+    def _cost(self) -> str:
         if not self.parts:
             return "nothing needs float32"
         return (
-            f"parts in float32: {len(self.parts)}, with {self.flops:.1%} of the matmul FLOPs; "
-            f"they add {time(self.seconds)} to a step on {self.target}. Largest error of a "
-            f"result: {self.error:.3g}, without them {self.before:.3g}"
+            f"parts in float32: {len(self.parts)}, with {self.flops:.1%} of the matmul FLOPs; they "
+            f"add {time(self.seconds)} to a step on {self.target}"
         )
 
     def document(self) -> Document:
@@ -156,7 +170,7 @@ class Calibration(Report):
             "What the values need in float32",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
             f"{self.before:.3g}",
-            (self.summary(), f"policy  {self.policy}"),
+            (self._cost(), *(self.tuning.notes() if self.tuning else ()), f"policy  {self.policy}"),
             (
                 Table("Parts", COLUMNS, tuple(map(_cells, self.parts)), (COLUMNS[0], COLUMNS[-1])),
                 Table("Error of the results", ("error", "result"), named, ("result",), most=5),
@@ -229,8 +243,6 @@ def calibrate(
         (True, 'physics/*', 'range')
         >>> step = mpjax.autocast(loss, calibrated)
     """
-    earlier = policy.parts if isinstance(policy, Calibration) else ()
-    batches = policy.batches if isinstance(policy, Calibration) else 0
     start = get_policy(policy)
     tune(  # which checks these settings
         *(fun, start, tolerance, argnums, has_aux, max_runs),
@@ -242,55 +254,28 @@ def calibrate(
 
     def report(*args, **kwargs):
         make = functools.partial(make_program, "calibrate", fun, args=args, kwargs=kwargs)
-        program = make(policy=start, argnums=None, has_aux=False)
-        places, seen = Places(program.plan), Seen(program)
-        near = (places.around(op)[0] for op in places.movable if seen.leaves_range(op, start))
-        ranged = [*dict.fromkeys(near)]
+        seen = Seen(make(policy=start, argnums=None, has_aux=False))
+        ranged = seen.out_of_range(start)
         make = functools.partial(make, argnums=argnums, has_aux=has_aux)
         with progress_bar(progress, "calibrate", RUN, max_runs):
-            trial = Trial(make, overridden(start, ranged), max_runs, loss_scale, chip)
-            before = worst(trial.trained(start)[0])
+            try:
+                trial = Trial(make, overridden(start, ranged), max_runs, loss_scale, chip)
+                before = worst(trial.trained(start)[0])
+            except OutOfRuns:
+                raise ValueError(
+                    f"calibrate: max_runs={max_runs} is too small: float32, the loss scale and the "
+                    "given policy need more runs."
+                ) from None
             tuning = trial.report(tolerance)
-        parts = [*earlier, *(_ranged(place, places, seen, chip) for place in ranged)]
-        for step in tuning.steps:
-            ops = places.place(step.pattern).ops
-            kind, cause = seen.cause(program.ops[n] for n in sorted(ops))
-            parts.append(
-                CalibratedPart(
-                    *(step.pattern, kind, cause, step.operations),
-                    *(step.flops, step.seconds, step.alone),
-                )
-            )
-        return Calibration(
-            policy=tuning.policy,
-            met=tuning.met,
-            before=before,
-            error=tuning.error,
-            tolerance=tolerance,
-            results=tuning.results,
-            parts=tuple({part.pattern: part for part in parts}.values()),
-            target=tuning.target,
-            batches=1 + batches,
-            tuning=tuning,
+        parts = [seen.ranged(place, chip) for place in ranged]
+        parts += [seen.tuned(step, trial.places) for step in tuning.steps]
+        found = Calibration(
+            *(tuning.policy, tuning.met, before, tuning.error, tolerance, tuning.results),
+            *(tuple(parts), tuning.target, 1, tuning),
         )
+        return policy | found if isinstance(policy, Calibration) else found
 
     return report
-
-
-def _ranged(place: Place, places: Places, seen: "Seen", chip: Target) -> CalibratedPart:
-    ops = [op for op in places.movable if places.rows[op] in place.ops]
-    low, high = zip(*(seen.ends(op) for op in ops), strict=True)
-    return CalibratedPart(
-        pattern=place.pattern,
-        kind=RANGE,
-        cause=f"values up to {max(high):.3g}"
-        if max(high) > 1
-        else f"no values above {max(low):.3g}",
-        operations=len(place.ops),
-        flops=places.flops(place.ops),
-        seconds=places.seconds(place.ops, chip),
-        alone=None,
-    )
 
 
 # ---- what a run in float32 shows -----------------------------------------------------------------
@@ -301,11 +286,11 @@ class Sizes(NamedTuple):
 
     Attributes:
         largest: The largest magnitude of each operand, and of the result.
-        amplifies: By how much the operation amplifies a relative error of an operand.
+        gain: By how much the operation amplifies a relative error of an operand.
     """
 
     largest: tuple[float, ...]
-    amplifies: float
+    gain: float
 
 
 class Seen(Wide):
@@ -313,7 +298,8 @@ class Seen(Wide):
 
     def __init__(self, program: Program):
         super().__init__()
-        self._ops, self._sizes = program.ops, dict[Op, Sizes]()
+        self._ops, self.places = program.ops, Places(program.plan)
+        self._sizes: dict[Op, Sizes] = {}
         self._readers: dict[Any, list[Op]] = {}
         for op in self._ops:
             for v in op.ins:
@@ -323,33 +309,53 @@ class Seen(Wide):
     def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         outs = super().operation(eqn, ins, place)
         op = None if place.op is None else self._ops[place.op]
-        if op is not None and op.name == eqn.primitive.name and all(map(is_float, outs)):
+        made = all(is_float(x) and x.size for x in outs)
+        if op is not None and op.name == eqn.primitive.name and made:
             floats = [x for x in ins if is_float(x) and x.size]
             new = Sizes(tuple(map(largest_finite, (*floats, *outs))), _gain(eqn, floats, outs))
             old = self._sizes.get(op, new)
             largest = tuple(map(max, old.largest, new.largest))
-            self._sizes[op] = Sizes(largest, max(old.amplifies, new.amplifies))
+            self._sizes[op] = Sizes(largest, max(old.gain, new.gain))
         return outs
 
-    def ends(self, op: Op) -> tuple[float, float]:
+    def out_of_range(self, policy: Policy) -> list[Place]:
+        """Returns the smallest places whose values come near an end of the 16-bit range."""
+        info = jnp.finfo(policy.compute_dtype)
+        found: dict[Place, None] = {}
+        for op in self.places.movable:
+            low, high = self._ends(op)
+            if high * HEADROOM > float(info.max) or low < float(info.smallest_normal):
+                found[self.places.around(op)[0]] = None
+        return [*found]
+
+    def _ends(self, op: Op) -> tuple[float, float]:
         """Returns the largest magnitudes of an op's smallest and largest array."""
         found = [x for x in self._sizes[op].largest if x] if op in self._sizes else []
         return min(found, default=1.0), max(found, default=1.0)
 
-    def leaves_range(self, op: Op, policy: Policy) -> bool:
-        """Returns whether values of an op come near an end of the 16-bit range, or beyond."""
-        info, (low, high) = jnp.finfo(policy.compute_dtype), self.ends(op)
-        return high * HEADROOM > float(info.max) or low < float(info.smallest_normal)
+    def ranged(self, place: Place, chip: Target) -> CalibratedPart:
+        """Returns a part that is near an end of the range."""
+        low, high = zip(*(self._ends(self._ops[n]) for n in place.ops), strict=True)
+        values = f"values up to {max(high):.3g}"
+        return CalibratedPart(
+            *(place.pattern, RANGE, values if max(high) > 1 else f"no value above {min(low):.3g}"),
+            *(len(place.ops), self.places.flops(place.ops), self.places.seconds(place.ops, chip)),
+            alone=None,
+        )
 
-    def cause(self, ops: Iterable[Op]) -> tuple[str, str]:
-        """Returns why ops need float32: what amplifies the rounding of their results most."""
-        behind = [(self._sizes[op].amplifies, op) for each in ops for op in self._behind(each)]
-        gain, op = max(behind, key=lambda pair: pair[0], default=(0.0, None))
-        if op is None or gain < CAUSE:
-            return ROUNDED, "rounding errors add up"
-        if op.spec.gain_of(op.params) == SUM:
-            return CANCELED, f"{op.name} cancels all but 1/{gain:.3g} of it"
-        return AMPLIFIED, f"{op.name} of up to {gain:.3g} reads it"
+    def tuned(self, step: TuneStep, places: Places) -> CalibratedPart:
+        """Returns a part that `tune` found, and what amplifies its rounding most."""
+        ops = (self._ops[n] for n in places.place(step.pattern).ops)
+        behind = {reader for op in ops for reader in self._behind(op)}
+        worst = max(behind, key=lambda op: (self._sizes[op].gain, -op.index), default=None)
+        gain = self._sizes[worst].gain if worst else 0.0
+        kind, cause = ROUNDED, "rounding errors add up"
+        if worst and gain >= CAUSE and worst.spec.gain_of(worst.params) == SUM:
+            kind, cause = CANCELED, f"{worst.name} cancels all but 1/{gain:.3g} of it"
+        elif worst and gain >= CAUSE:
+            kind, cause = AMPLIFIED, f"{worst.name} of up to {gain:.3g} reads it"
+        work = (step.operations, step.flops, step.seconds, step.alone)
+        return CalibratedPart(step.pattern, kind, cause, *work)
 
     def _behind(self, op: Op) -> Iterator[Op]:
         """Yields the ops that read what an op makes, up to the second matmul behind it."""
@@ -361,8 +367,8 @@ class Seen(Wide):
                     if reader not in found:
                         found.add(reader)
                         (matmuls if reader.spec.need == HALF else ahead).append(reader)
-            yield from (each for each in found if each is not op and each in self._sizes)
             ahead = matmuls
+        yield from (each for each in found if each is not op and each in self._sizes)
 
 
 def _gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:

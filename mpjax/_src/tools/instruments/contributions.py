@@ -14,7 +14,7 @@ signs (Hutchinson, 1989).
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,8 @@ from mpjax._src.tools.instruments.programs import Program
 # The parts that reverse mode computes again: what lives between them is kept.
 SEGMENTS = 8
 
-# The groups that are measured one by one: the largest, and at most so many that act through a kink.
+# The groups that are measured one by one: the largest, until these are the largest as measured, and
+# at most so many that act through a kink.
 LARGEST, KINKS = 10, 32
 
 # What is not seen to first order is measured one by one from this share of the whole error on.
@@ -117,7 +118,7 @@ class Runner:
     def at(self, mask: Any) -> list[jax.Array]:
         """Returns the floating results with some entries rounded: a mask of 0 and 1."""
         none = jnp.zeros((2, len(self.names)))
-        return self._run(self.inputs, jnp.asarray(mask, jnp.float32), none, False)[0]
+        return self._run(self.inputs, jnp.asarray(mask, jnp.float32), none, self.numbers, False)[0]
 
     def derived(self, weights: Any) -> np.ndarray:
         """Returns the derivative by each entry at 0 of a weighted sum of the results, and of sums
@@ -125,10 +126,10 @@ class Runner:
 
         ``weights`` are those of the results in the sum, and in the others: ``(2, results)``.
         """
-        mask = jnp.zeros(len(self.entries))
-        return np.asarray(self._run(self.inputs, mask, jnp.asarray(weights), True)[1], np.float64)
+        given = jnp.zeros(len(self.entries)), jnp.asarray(weights), self.numbers
+        return np.asarray(self._run(self.inputs, *given, True)[1], np.float64)
 
-    def _compiled(self, inputs, mask, weights, probing):
+    def _compiled(self, inputs, mask, weights, numbers, probing):
         outs, back = jax.vjp(lambda mask: self.rounding.evaluated(inputs, mask, SEGMENTS), mask)
 
         def probe(number):
@@ -143,8 +144,8 @@ class Runner:
         # One after the other: together they would hold as many cotangents of every value.
         derived = jax.lax.cond(
             probing,
-            lambda: jax.lax.map(probe, self.numbers),
-            lambda: jnp.zeros((self.numbers.size, mask.size)),
+            lambda: jax.lax.map(probe, numbers),
+            lambda: jnp.zeros((numbers.size, mask.size)),
         )
         return outs, derived
 
@@ -216,40 +217,23 @@ def contributions(
     with np.errstate(invalid="ignore", over="ignore"):
         derived = by_entry @ member
         sizes = np.stack([np.abs(derived[0]), np.sqrt((derived[1:] ** 2).mean(0))])
-    biggest = sizes.max(0)
-    finite = biggest < INFINITE
+    finite = sizes.max(0) < INFINITE
+    total, results = measure.errors(np.ones(len(group_of)))
+    # What leads into operations without a derivative.
+    hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
 
     def measured(groups: Any) -> Pair:
         return measure.pair(member[:, groups].sum(1))
 
-    everything = np.arange(member.shape[1])
-    total, results = measure.errors(np.ones(len(group_of)))
-    order = np.argsort(-np.where(finite, biggest, 0))
-    # Kinks, overflow, and what leads into operations without a derivative.
-    hidden = (masked.hidden(runner.block)[:, None] * member).any(0)
-    odd = everything[~finite | hidden | (biggest == 0)]
-    unseen = measured(odd) if len(odd) else Pair(0.0, 0.0)
-    matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
-    alone = {int(i) for i in order[:LARGEST] if finite[i] and biggest[i]}
-    if matters and len(odd) <= KINKS:
-        alone |= {*map(int, odd)}
-        unseen = Pair(0.0, 0.0)
+    exact, unseen, surprising = _alone(measured, np.where(finite, sizes, 0), hidden, total)
     estimates = np.where(finite, sizes, math.inf).T.tolist()
-    exact = {i: measured([i]) for i in alone}
-    surprising = any(
-        exact[i].gradient > max(SURPRISING * sizes[1, i], SMALL * total.gradient)
-        for i in alone
-        if finite[i] and not hidden[i]
-    )
-    if surprising:  # others may be larger than they seem, too
-        exact |= {int(i): measured([i]) for i in order[:KINKS] if int(i) not in exact}
     pairs = [exact.get(i) or Pair(*each) for i, each in enumerate(estimates)]
     summed = derived[:, finite].sum(1)
     by_size = np.abs(np.nan_to_num(by_entry)).max(0)
     firsts = [np.flatnonzero(column)[np.argmax(by_size[column > 0])] for column in member.T]
     return Contributions(
         pairs=pairs,
-        measured=[i in exact for i in everything],
+        measured=[i in exact for i in range(len(pairs))],
         worst=[runner.entries[i].turns for i in firsts],
         first_order=Pair(abs(float(summed[0])), float(np.sqrt((summed[1:] ** 2).mean()))),
         squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
@@ -258,3 +242,40 @@ def contributions(
         results=results,
         surprising=surprising,
     )
+
+
+def _alone(
+    measured: Callable[[Any], Pair], sizes: np.ndarray, hidden: np.ndarray, total: Pair
+) -> tuple[dict[int, Pair], Pair, bool]:
+    """Returns the groups that are measured one by one, what all others together add that no
+    estimate sees, and whether a measurement surprises.
+
+    ``sizes`` are the estimates of the loss and of the gradient, 0 for what overflows.
+    """
+    exact: dict[int, Pair] = {}
+    largest = sizes[1].copy()
+
+    def measure(groups: Any) -> None:
+        for i in map(int, groups):
+            exact[i] = measured([i])
+            largest[i] = exact[i].gradient
+
+    def first(count: int) -> list[int]:
+        return [i for i in np.argsort(-largest)[:count] if largest[i] and int(i) not in exact]
+
+    odd = np.flatnonzero(hidden | (sizes.max(0) == 0))
+    unseen = measured(odd) if len(odd) else Pair(0.0, 0.0)
+    matters = any(a > SMALL * min(b, 1.0) for a, b in zip(unseen, total, strict=True))
+    if matters and len(odd) <= KINKS:
+        measure(odd)
+        unseen = Pair(0.0, 0.0)
+    while new := first(LARGEST):  # one that turns out smaller makes room
+        measure(new)
+    surprising = any(
+        pair.gradient > max(SURPRISING * sizes[1, i], SMALL * total.gradient)
+        for i, pair in exact.items()
+        if not hidden[i]
+    )
+    if surprising:  # others may be larger than they seem, too
+        measure(first(KINKS))
+    return exact, unseen, surprising

@@ -27,6 +27,7 @@ from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
 from mpjax._src.tools.document import model
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.instruments import planned, rows
+from mpjax._src.tools.instruments.calibrate import Calibration
 from mpjax._src.tools.instruments.error_report import (
     ERROR,
     ErrorReport,
@@ -81,6 +82,8 @@ class CastReport(Report):
             with the index of the first row that does. Devices that each have a part of such an
             argument exchange it in float32. Empty without gradients.
         errors: What each operation contributes to the error, if ``errors`` was given.
+        calibrated: What a calibration changed and by how much the error fell, if the policy is a
+            `Calibration`. The reasons of its overrides are those that it found.
     """
 
     rows: tuple[Row, ...]
@@ -92,6 +95,7 @@ class CastReport(Report):
     kept: tuple[Kept, ...] = ()
     wide: tuple[tuple[str, int], ...] = ()
     errors: ErrorReport | None = None
+    calibrated: str = ""
 
     def calls(self) -> dict[str, dict[str, int]]:
         """Returns the number of equations by primitive and compute dtype.
@@ -141,6 +145,7 @@ class CastReport(Report):
             )
         else:
             lines.append("with argnums: the backward pass too, and what is stored for it")
+        lines += [f"calibrated: {self.calibrated}"] if self.calibrated else []
         return [*lines, *(self.errors.summary() if self.errors else [])]
 
     def document(self, most: int = 0) -> model.Document:
@@ -295,7 +300,7 @@ def explain(
 
     Args:
         fun: The function, as for `autocast`.
-        policy: The policy, as for `autocast`.
+        policy: The policy, as for `autocast`. Of a `Calibration`, the report says what it changed.
         argnums: The positions of the arguments to differentiate, as for `jax.value_and_grad`. If
             given, the report covers ``jax.value_and_grad(autocast(fun), argnums)``, and each row of
             the backward pass names the forward row it comes from. If None, the report covers the
@@ -340,6 +345,7 @@ def explain(
         attention: cudnn, causal
         ...
     """
+    calibration = policy if isinstance(policy, Calibration) else None
     policy = get_policy(policy)
     if target is not None:
         check_name("target", target)
@@ -387,7 +393,25 @@ def explain(
             ),
         )
 
-    return with_errors if errors else report
+    return _calibrated(with_errors if errors else report, calibration)
+
+
+def _calibrated(report: Callable[..., CastReport], by: Calibration | None) -> Callable[..., Any]:
+    """Returns a function whose report says what a calibration changed, if there is one."""
+    if by is None:
+        return report
+    causes = {f'override "{part.pattern}"': part.cause for part in by.parts}
+
+    def calibrated(*args, **kwargs):
+        told = report(*args, **kwargs)
+        reasons = ((row, causes.get(row.reason, "")) for row in told.rows)
+        rows = tuple(
+            dataclasses.replace(row, reason=f"{row.reason}: {cause}") if cause else row
+            for row, cause in reasons
+        )
+        return dataclasses.replace(told, rows=rows, calibrated=by.summary())
+
+    return calibrated
 
 
 def _without_gradients(traced: Traced) -> CastReport:

@@ -398,13 +398,12 @@ def evaluate(block: Block, masks: Masks, args: Sequence[Any], count: int = 1) ->
         count: The number of segments for reverse mode.
     """
     env = dict(zip(block.args, map(widen, args), strict=True))
-    always = jnp.all(jnp.stack([m.sum() for m in masks.values()]) >= 0)
     for part in segments(block, count) if count > 1 else [_whole(block)]:
         numbers = [b.number for step in part.steps for each in step.blocks for b in each.blocks()]
         given = {n: masks[n] for n in (block.number, *numbers)}
         read = {v: env[v] for v in part.reads}
         if count > 1:
-            env |= _again(block, part, given, read, always)
+            env |= _again(block, part, given, read)
         else:
             env |= _computed(block, part, given, read)
     return [_constant(x) if isinstance(x, Constant) else env[x] for x in block.results]
@@ -423,42 +422,41 @@ def _computed(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -
     return {v: env[v] for v in part.writes}
 
 
-def _again(
-    block: Block, part: Segment, masks: Masks, read: dict[int, Any], always: Any
-) -> dict[int, Any]:
+def _again(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> dict[int, Any]:
     """Returns what a segment writes; reverse mode keeps what it reads, and computes it again.
 
-    `jax.checkpoint` would say so by barriers, which XLA drops on CPUs. Here it is a branch that is
-    ``always`` taken, which XLA does not know.
+    `jax.checkpoint` would say so by barriers, which XLA drops on CPUs. Here it is a branch, taken
+    if any cotangent is not 0: what a sum of results does not depend on is left out.
     """
     moving = {v: x for v, x in read.items() if is_float(x)}
     others = {v: x for v, x in read.items() if v not in moving}
 
     @jax.custom_vjp
-    def run(always, masks, moving, others):
+    def run(masks, moving, others):
         return _computed(block, part, masks, moving | others)
 
     def forward(*args):
         return run(*args), args
 
     def backward(args, cotangents):
-        always, masks, moving, others = args
+        *floating, others = args
 
-        def floats(*args):
-            outs = _computed(block, part, args[0], args[1] | others)
+        def floats(masks, moving):
+            outs = _computed(block, part, masks, moving | others)
             return {v: x for v, x in outs.items() if is_float(x)}
 
         def pull(cotangents):
-            return jax.vjp(floats, masks, moving)[1](cotangents)
+            return jax.vjp(floats, *floating)[1](cotangents)
 
         def nothing(cotangents):
-            return jax.tree.map(jnp.zeros_like, (masks, moving))
+            return jax.tree.map(jnp.zeros_like, (*floating,))
 
         known = {v: x for v, x in cotangents.items() if x.dtype != jax.dtypes.float0}
-        return None, *jax.lax.cond(always, pull, nothing, known), None
+        needed = jnp.any(jnp.array([jnp.any(x != 0) for x in known.values()], bool))
+        return *jax.lax.cond(needed, pull, nothing, known), None
 
     run.defvjp(forward, backward)
-    return run(always, masks, moving, others)
+    return run(masks, moving, others)
 
 
 def _read(step: Step, ins: list[Any], entry: Any) -> list[Any]:

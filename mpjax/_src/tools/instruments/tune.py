@@ -27,7 +27,7 @@ from mpjax._src.core.base.errors import (
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.rules import BARRIERS
+from mpjax._src.core.base.rules import BARRIERS, RULES
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import Policy, PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
@@ -123,6 +123,8 @@ class Tuning(Report):
             compiled. Else "", and the search rounded by a mask.
         remaining: If the tolerance is not met: the largest relative error of a result with all
             parts in float32 that an override can move, compiled and measured.
+        unnamed: The primitives whose operations without a scope had to be moved together, because
+            no pattern tells them apart.
         left: What rounds to 16 bits even then, by operation and line, with the largest relative
             error of a result that each makes alone; or ``unfollowed``, with ``remaining``.
         float32_error: In that case, the largest relative error of a result in float32 itself,
@@ -143,6 +145,7 @@ class Tuning(Report):
     target: str = TARGET
     before: float = math.nan
     unfollowed: str = ""
+    unnamed: tuple[str, ...] = ()
     remaining: float | None = None
     left: dict[str, float] = dataclasses.field(default_factory=dict)
     float32_error: float | None = None
@@ -150,24 +153,22 @@ class Tuning(Report):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "policy": str(self.policy)}
 
-    def document(self) -> Document:
-        verdict = "meets" if self.met else "does not meet"
+    def notes(self) -> list[str]:
+        """Returns what limits the result, as lines of text."""
         lines = []
         if self.unfollowed:
             lines.append(f"Each set was compiled: a mask cannot follow {self.unfollowed}.")
         if self.cut_short:
+            more = "less float32 may be enough"
+            less = "more float32, or other parts, may meet the tolerance"
             lines.append(
                 "The search stopped at max_runs. This is the best policy that was tried; "
-                + (
-                    "less float32 may be enough."
-                    if self.met
-                    else "more float32, or other parts, may meet the tolerance."
-                )
+                f"{more if self.met else less}."
             )
-        elif self.met and self.places:
+        if self.unnamed:
             lines.append(
-                f"parts of the program in float32: {self.places}; they add {time(self.cost)} to a "
-                f"step on {self.target}; at least {time(self.bound)} by the model of errors"
+                f"All operations {' and '.join(self.unnamed)} without a scope were moved together: "
+                "with jax.named_scope around parts of the code, fewer may be enough."
             )
         if self.remaining is not None:
             lines.append(
@@ -176,6 +177,15 @@ class Tuning(Report):
             )
         if self.float32_error is not None:
             lines.append(f"The error of float32, relative to float64, is {self.float32_error:.3g}.")
+        return lines
+
+    def document(self) -> Document:
+        verdict, lines = "meets" if self.met else "does not meet", self.notes()
+        if self.met and self.places and not self.cut_short:
+            lines.append(
+                f"parts of the program in float32: {self.places}; they add {time(self.cost)} to a "
+                f"step on {self.target}; at least {time(self.bound)} by the model of errors"
+            )
         return Document(
             "Cheapest float32 parts that meet a tolerance",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
@@ -499,6 +509,7 @@ class Trial:
             target=self.target.name,
             before=before,
             unfollowed=self.unfollowed,
+            unnamed=tuple(sorted({p.pattern for p in best if p.pattern in RULES and p.ops})),
             **unmet,
         )
 

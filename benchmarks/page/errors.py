@@ -1,0 +1,49 @@
+"""The section on what `explain` reports of errors, beside measurements."""
+
+from typing import Any
+
+from benchmarks.models import TITLES
+from benchmarks.page.tables import table
+
+NOTE = """\
+Each operation that rounds was measured: the error of the gradient with that operation alone in
+16 bits. *rank* is the rank correlation of the estimates by 8 and by 16 random vectors with
+these errors; *ten largest* the largest factor between the two among the ten largest. *as shown*
+is that factor for the first ten rows of the report, which measures them. *adds up* is what the
+report says: whether first-order estimates explain the error. *beside compare* is the measured
+error of all together, relative to what `compare` finds (the median of all results). *time* is
+that of the estimates by 8 random vectors, in float32 gradients: each vector is one reverse pass
+through the gradient, which computes it again in parts. *memory*, beside the arguments, is
+relative to that gradient's without `jax.checkpoint`.
+"""
+FIGURES = {
+    "rows": "{}",
+    "error": "{:.2%}",
+    "rank_8": "{:.3f}",
+    "rank_16": "{:.3f}",
+    "factor_8": "{:.2f}x",
+    "factor_16": "{:.2f}x",
+    "shown": "{:.2f}x",
+    "to_compare": "{:.3f}x",
+    "gradients": "{:.0f}",
+    "memory": "{:.1f}x",
+}
+HEAD = (
+    *("model", "policy", "adds up", "rows", "error", "rank, 8", "rank, 16", "ten largest, 8"),
+    *("ten largest, 16", "as shown", "beside compare", "time", "memory"),
+)
+
+
+def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
+    """Returns the table of all models."""
+    rows = [
+        (
+            TITLES.get(case, case),
+            policy,
+            "yes" if row["first_order"] else "no",
+            *(text.format(row[figure]) for figure, text in FIGURES.items()),
+        )
+        for case, found in stored["cases"].items()
+        for policy, row in found.items()
+    ]
+    return f"{NOTE}\n{table(HEAD, rows, 3)}"

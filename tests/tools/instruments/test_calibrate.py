@@ -1,0 +1,206 @@
+"""Tests of `calibrate`: programs whose values need float32, which no static plan can know."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpjax
+from mpjax._src.core.planner import rounding
+from tests.helpers.support import fresh_rng
+
+T, D = 64, 32
+TOLERANCE = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def small_matmuls_round(monkeypatch):
+    monkeypatch.setattr(rounding, "SMALL", 1)
+
+
+def draw(*shape, scale=1.0):
+    return jnp.asarray(scale * fresh_rng().normal(size=shape), jnp.float32)
+
+
+def square():
+    return draw(D, D, scale=D**-0.5)
+
+
+def norm(h):
+    h = h - h.mean(-1, keepdims=True)
+    return h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-6)
+
+
+def rows_that_are_one_hot():
+    def loss(p, x):
+        with jax.named_scope("scores"):
+            scores = 4 * (x @ p["q"]) @ (x @ p["k"]).T
+        with jax.named_scope("mix"):
+            return jnp.mean((x + jax.nn.softmax(scores) @ (x @ p["v"])) ** 2)
+
+    return loss, {name: square() for name in "qkv"}, draw(T, D)
+
+
+def a_parameter_whose_mean_is_taken_off():
+    def loss(p, x):
+        with jax.named_scope("embed"):
+            h = x @ p["w"]
+        with jax.named_scope("head"):
+            return jnp.mean(jnp.tanh(norm(h) @ p["v"]) ** 2)
+
+    return loss, {"w": 1 + 0.02 * draw(D, D), "v": square()}, 3 + draw(T, D)
+
+
+def a_parameter_much_larger_than_its_matmul():
+    def loss(p, x):
+        with jax.named_scope("embed"):
+            h = 0.1 * (x @ p["w"]) + p["bias"]
+        with jax.named_scope("phase"):
+            return jnp.mean(jnp.cos(h @ p["v"])) + jnp.mean(h**2) * 1e-6
+
+    return loss, {"w": square(), "v": square(), "bias": 100 * draw(T, D)}, draw(T, D)
+
+
+def the_change_of_a_stream():
+    def loss(p, x):
+        h = first = x @ p["a"]
+        for name in "bc":
+            with jax.named_scope(f"block_{name}"):
+                h = h + jnp.tanh(norm(h)) @ (0.01 * p[name])
+        with jax.named_scope("head"):
+            return jnp.mean((h @ p["v"] - first @ p["v"]) ** 2)
+
+    return loss, {name: square() for name in "abcv"}, draw(T, D)
+
+
+def units_as_arguments():
+    def loss(p, batch):
+        x, unit = batch
+        with jax.named_scope("physics"):
+            force = (x * unit) @ p["w"]
+        with jax.named_scope("head"):
+            return jnp.mean(jnp.tanh(force / unit @ p["v"]) ** 2)
+
+    return loss, {name: square() for name in "wv"}, (draw(T, D), jnp.float32(1e6))
+
+
+CLASSES = {  # with the kinds of cause that they may have
+    rows_that_are_one_hot: ("mixed_bfloat16", {"amplified"}),
+    a_parameter_whose_mean_is_taken_off: ("mixed_bfloat16", {"canceled"}),
+    a_parameter_much_larger_than_its_matmul: ("mixed_bfloat16", {"amplified", "rounding"}),
+    the_change_of_a_stream: ("mixed_bfloat16", {"canceled"}),
+    units_as_arguments: ("mixed_float16", {"range"}),
+}
+
+
+def errors(loss, policy, *args):
+    """Returns the relative errors of the loss and of each gradient."""
+    wanted = jax.jit(jax.value_and_grad(loss))(*args)
+    got = jax.jit(jax.value_and_grad(mpjax.autocast(loss, policy)))(*args)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_what_no_static_plan_knows_is_found_and_mended(make):
+    (loss, *args), (policy, kinds) = make(), CLASSES[make]
+    assert not max(errors(loss, policy, *args)) <= TOLERANCE
+    found = mpjax.debug.calibrate(loss, policy, TOLERANCE)(*args)
+    assert found.met and found.error <= TOLERANCE < found.before
+    assert max(errors(loss, found, *args)) <= 1.5 * TOLERANCE
+    assert {part.kind for part in found.parts} <= kinds
+    # The cost is stated, and is not that of float32.
+    assert found.seconds > 0 and 0 <= found.flops < 1
+    assert found.target in str(found) and f"{found.before:.3g}" in str(found)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_values_of_common_size_need_nothing(policy):
+    def loss(p, x):
+        nothing = jnp.sum(2 * x[:0])  # an array without entries
+        return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2) + nothing
+
+    found = mpjax.debug.calibrate(loss, policy, 0.02)({"a": square(), "b": square()}, draw(T, D))
+    assert found.policy == mpjax.get_policy(policy)
+    assert not found.parts and found.met and found.flops == found.seconds == 0
+    assert "nothing needs float32" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("size", "moves"), [(20_000.0, True), (10_000.0, False), (1e-6, True), (1e-3, False)]
+)
+def test_values_near_an_end_of_the_range_are_in_float32(size, moves):
+    def loss(p, x):
+        with jax.named_scope("scaled"):
+            h = (x * size) @ p["a"]
+        return jnp.mean(jnp.tanh(h / size @ p["b"]) ** 2)
+
+    p = {"a": jnp.eye(D), "b": square()}
+    x = jnp.sign(draw(T, D))
+    found = mpjax.debug.calibrate(loss, "mixed_float16", 0.1)(p, x)
+    assert [part.kind for part in found.parts] == ["range"] * moves
+    assert not moves or found.parts[0].pattern in ("a", "scaled/*")
+
+
+def scaled(p, batch):
+    """Each input is scaled by a number of its own, so each batch may need another part."""
+    (x, one), (y, other) = batch
+    with jax.named_scope("first"):
+        h = (x * one) @ p["a"]
+    with jax.named_scope("second"):
+        g = (y * other) @ p["b"]
+    return jnp.mean(jnp.tanh(h / one) + jnp.tanh(g / other))
+
+
+def batches():
+    one, large = jnp.float32(1), jnp.float32(1e6)
+    x = draw(T, D), draw(T, D)
+    return [((x[0], a), (x[1], b)) for a, b in ((large, one), (one, large))]
+
+
+@pytest.mark.parametrize("join", ["as the policy", "by |"])
+def test_calibrations_over_several_batches_join(join):
+    p, (first, second) = {"a": square(), "b": square()}, batches()
+    found = mpjax.debug.calibrate(scaled, "mixed_float16")(p, first)
+    assert [part.pattern for part in found.parts] == ["a"]
+    start = found if join == "as the policy" else "mixed_float16"
+    other = mpjax.debug.calibrate(scaled, start)(p, second)
+    both = other if join == "as the policy" else found | other
+    assert [part.pattern for part in both.parts] == ["a", "b"]
+    assert both.batches == 2 and both.met
+    for batch in (first, second):
+        assert max(errors(scaled, both, p, batch)) <= TOLERANCE
+    with pytest.raises(TypeError):
+        found | "mixed_float16"
+
+
+def test_explain_says_what_a_calibration_changed():
+    loss, *args = units_as_arguments()
+    found = mpjax.debug.calibrate(loss, "mixed_float16")(*args)
+    told = mpjax.explain(loss, found, argnums=0)(*args)
+    (part,) = found.parts
+    reasons = [row.reason for row in told.rows if part.cause in row.reason]
+    assert reasons and all(part.pattern in reason for reason in reasons)
+    assert found.summary() in str(told).replace("\n    ", " ")
+    assert not mpjax.explain(loss, found.policy)(*args).calibrated
+
+
+def test_a_calibration_is_taken_wherever_a_policy_is():
+    loss, *args = units_as_arguments()
+    found = mpjax.debug.calibrate(loss, "mixed_float16")(*args)
+    assert mpjax.get_policy(found) == found.policy == mpjax.get_policy(str(found.policy))
+    init, step = mpjax.build_train_step(loss, optax.sgd(0.1), found)
+    assert step(init(args[0]), args[1])[1]["grads_finite"]
+    assert mpjax.debug.tune(loss, found, TOLERANCE)(*args).met
+
+
+def test_wrong_settings_are_refused_before_anything_runs():
+    loss, *_ = units_as_arguments()
+    for settings, name in (
+        ({"tolerance": -1}, "tolerance"),
+        ({"max_runs": 1}, "max_runs"),
+        ({"target": "abacus"}, "target"),
+        ({"policy": "mixed_float17"}, "mixed_float17"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            mpjax.debug.calibrate(loss, **{"policy": "mixed_float16", **settings})
