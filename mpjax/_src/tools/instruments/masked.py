@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -244,6 +244,27 @@ def reads_half(eqn: Any) -> bool:
     name = eqn.primitive.name
     moves = name == CAST or rule_of(name).need == MOVE or name in CHOOSES or is_precise(eqn)
     return not moves and any(dtype_of(v.aval) in HALVES for v in eqn.invars)
+
+
+def readers(block: Block, ops: Collection[int]) -> dict[int, set[int]]:
+    """Returns for each cast to 16 bits, by its id, which of some ops read its result.
+
+    Other ops hand it on. A cast whose readers are not all known is left out.
+    """
+    found: dict[int, set[int]] = {}
+    for each in block.blocks():
+        reads: dict[int, set[Any]] = {v: {None} for v in each.results if isinstance(v, int)}
+        for step in reversed(each.steps):
+            number, is_cast = step.site.op, step.eqn.primitive.name == CAST
+            of = set[Any]().union(*(reads.get(v, ()) for v in step.outs))
+            if is_cast and step.place is not None and of and None not in of:
+                found[id(step)] = of
+            widens = is_cast and step.place is None
+            own = {None} if step.blocks else {number} if number in ops else set() if widens else of
+            for v in step.ins:
+                if isinstance(v, int):
+                    reads.setdefault(v, set()).update(own)
+    return found
 
 
 def hidden(block: Block) -> np.ndarray:

@@ -38,7 +38,7 @@ from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target, find_target
 from mpjax._src.tools.instruments.compare import compare_program
 from mpjax._src.tools.instruments.contributions import Rounding
-from mpjax._src.tools.instruments.masked import masked, unfollowed
+from mpjax._src.tools.instruments.masked import masked, readers, unfollowed
 from mpjax._src.tools.instruments.places import Place, Places, overridden, own_pattern
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.search import Model, Search
@@ -360,6 +360,8 @@ class Trial:
         numbers = [entry.step.site.op for entry in self.rounding.entries]
         owners = {n: self.places.owners(n) for n in {*numbers}}
         self._owners = [owners[n] for n in numbers]
+        found = readers(self.rounding.block, self.places.owners(None))
+        self._readers = [found.get(id(entry.step), set()) for entry in self.rounding.entries]
         self._written = self._own(self.rounding)
         self.wanted = self._exact()
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
@@ -377,6 +379,7 @@ class Trial:
     def _stopped(self, program: Program) -> set[int]:
         """Returns the ops, by number, whose results are rounded unless an override names them."""
         rounded = _rounded(program) - Places(program.plan).owners(None)
+        rounded = {n for n in rounded if program.ops[n].has_float32}
         named = {own_pattern(program.ops[n]): "float32" for n in rounded}
         if not named:
             return set()
@@ -427,8 +430,11 @@ class Trial:
                 moved = [p for p in self.places.finest() if p.ops.isdisjoint(ops)]
                 self._known[ops] = self.trained(overridden(self.policy, moved))
             else:
-                rounds = np.array([not ops.isdisjoint(owners) for owners in self._owners], bool)
-                outs = self._by_mask(self.rounding, rounds | self._written)
+                # A cast for several ops is none for those in float32; the others round for
+                # themselves what they read.
+                each = zip(self._owners, self._readers, strict=True)
+                rounds = [b <= ops if b else not ops.isdisjoint(a) for a, b in each]
+                outs = self._by_mask(self.rounding, np.array(rounds, bool) | self._written)
                 self._known[ops] = self._errors(outs)
         return self._known[ops]
 
