@@ -28,6 +28,7 @@ from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
 from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.rules import CAST, HALF, MOVE, rule_of
+from mpjax._src.core.planner.rounding import EXACT
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.interpret import (
     BITS,
@@ -40,7 +41,6 @@ from mpjax._src.core.program.interpret import (
 )
 from mpjax._src.core.program.site import Site
 from mpjax._src.core.program.unmapped import unmapped
-from mpjax._src.tools.instruments.shadows import CHOOSES
 
 # The error of what overflows: finite, because 0 times infinity is NaN, and beyond all that is not.
 OVERFLOW = 1e36
@@ -230,20 +230,23 @@ def rounds(eqn: Any) -> bool:
         return any(dtype_of(v.aval) in HALVES for v in (*eqn.outvars, *inside))
     if eqn.params.get("half") in HALVES:
         return True
-    # The mark of a 16-bit array, which compilers respect, would round a second time what another
-    # place has rounded.
-    if is_precise(eqn) or not any(dtype_of(v.aval) in HALVES for v in eqn.outvars):
+    if not any(dtype_of(v.aval) in HALVES for v in eqn.outvars):
         return False
     if name == CAST:
         return dtype_of(eqn.invars[0].aval) != dtype_of(eqn.outvars[0].aval)
-    return rule_of(name).need != MOVE and name not in CHOOSES
+    return not _moves(eqn)
 
 
 def reads_half(eqn: Any) -> bool:
     """Returns whether an equation computes with what it reads in 16 bits."""
-    name = eqn.primitive.name
-    moves = name == CAST or rule_of(name).need == MOVE or name in CHOOSES or is_precise(eqn)
+    moves = eqn.primitive.name == CAST or _moves(eqn)
     return not moves and any(dtype_of(v.aval) in HALVES for v in eqn.invars)
+
+
+def _moves(eqn: Any) -> bool:
+    """Returns whether an equation makes 16-bit numbers of 16-bit numbers without rounding them."""
+    name = eqn.primitive.name
+    return rule_of(name).need == MOVE or name in EXACT or is_precise(eqn)
 
 
 def readers(block: Block, ops: Collection[int]) -> dict[int, set[int]]:
