@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import mpjax
 from mpjax._src.core.planner import rounding
@@ -169,6 +170,26 @@ def test_calibrations_over_several_batches_join(join):
         assert max(errors(scaled, both, p, batch)) <= TOLERANCE
     with pytest.raises(TypeError):
         found | "mixed_float16"
+
+
+@pytest.mark.thorough
+def test_a_function_in_shard_map_is_calibrated():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+    def loss(p, batch):
+        def part(p, x, unit):
+            with jax.named_scope("physics"):
+                force = (x * unit) @ p["w"]
+            with jax.named_scope("head"):
+                return jax.lax.pmean(jnp.mean(jnp.tanh(force / unit @ p["v"]) ** 2), "data")
+
+        specs = (PartitionSpec(), PartitionSpec("data"), PartitionSpec())
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(p, *batch)
+
+    args = squares("wv"), (X, jnp.float32(1e6))
+    found = mpjax.debug.calibrate(loss, "mixed_float16")(*args)
+    assert [part.pattern for part in found.parts] == ["physics/*"]
+    assert max(errors(loss, found, *args)) <= TOLERANCE
 
 
 def test_explain_says_what_a_calibration_changed():

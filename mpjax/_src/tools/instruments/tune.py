@@ -367,7 +367,8 @@ class Trial:
             for n, entry in zip(numbers, self.rounding.entries, strict=True)
         ]
         self._written = self._own(self.rounding)
-        self.wanted = self._exact()
+        # On the host: the types of what runs in shard_map name its mesh, and others do not.
+        self.wanted = jax.device_get(self._exact())
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
