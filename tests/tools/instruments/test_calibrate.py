@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
 from mpjax._src.core.planner import rounding
@@ -174,7 +174,7 @@ def test_calibrations_over_several_batches_join(join):
 
 @pytest.mark.thorough
 def test_a_function_in_shard_map_is_calibrated():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = Mesh(jax.devices()[:2], ("data",))
 
     def loss(p, batch):
         def part(p, x, unit):
