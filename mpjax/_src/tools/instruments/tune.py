@@ -353,15 +353,19 @@ class Trial:
         self.runs = 0
         self._make = functools.partial(make, ran=self._count)
         self.program = self._make(policy=policy)
-        self.places = Places(self.program.plan, self._stopped(self.program))
+        stopped = self._stopped(self.program)
+        self.places = Places(self.program.plan, stopped)
         self.scale = training_scale(self.program, policy, loss_scale)
-        self.rounding = Rounding(self.program, operands=True)
+        self.rounding = Rounding(self.program, self.places.owners(None))
         self.unfollowed = unfollowed(self.rounding.block, policy)
         numbers = [entry.step.site.op for entry in self.rounding.entries]
         owners = {n: self.places.owners(n) for n in {*numbers}}
         self._owners = [owners[n] for n in numbers]
-        found = readers(self.rounding.block, self.places.owners(None))
-        self._readers = [found.get(id(entry.step), set()) for entry in self.rounding.entries]
+        found = readers(self.rounding.block, self.places.owners(None) - stopped)
+        self._readers = [
+            set[int]() if n in stopped else found.get(id(entry.step), set())
+            for n, entry in zip(numbers, self.rounding.entries, strict=True)
+        ]
         self._written = self._own(self.rounding)
         self.wanted = self._exact()
         self._norms = {name: float(norm) for name, norm in _norms(self.wanted).items()}
