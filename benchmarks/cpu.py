@@ -13,6 +13,7 @@
     checkpoints  checksums, relative to a save and to a restore without them
     underflow    the error of float16 gradients, by loss scale and batch
     codes        the error of gradients by what the backward pass reads, for each model
+    searches     tune beside the searches of others, on sums of errors and on programs
     bf16_dots    half beside float32, on CPUs that multiply half
     inference    forward passes with bfloat16 weights beside float32 ones, by batch
     quality      half's held-out quality, three seeds: a long case, which runs only when named
@@ -40,6 +41,7 @@ from benchmarks.on_cpu import (
     overhead,
     quality,
     reports,
+    searches,
     steps,
     tracing,
     underflow,
@@ -61,6 +63,7 @@ CASES = {
     "checkpoints": checkpoints.case,
     "underflow": underflow.case,
     "codes": codes.case,
+    "searches": searches.case,
     "bf16_dots": dots.case,
     "inference": inference.case,
     quality.CASE: quality.case,

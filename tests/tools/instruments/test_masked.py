@@ -204,3 +204,19 @@ def test_moves_round_nothing():
     assert not found["transpose"]
     assert found["add"]
     assert not found["convert_element_type"]
+
+
+def test_what_an_operation_reads_in_16_bits_has_an_entry_of_its_own():
+    program, _ = problem(layers)
+    plain = masked(program.jaxpr, root_of(program.jaxpr))
+    ops = {step.site.op for step in plain.steps if step.eqn.primitive.name == "dot_general"}
+    block = masked(program.jaxpr, root_of(program.jaxpr), ops)
+    reading = [step for step in block.steps if step.reading is not None]
+    assert reading and {step.site.op for step in reading} <= ops
+    assert block.size == plain.size + len(reading)
+    # With all entries of results at 0, operands that are rounded are the only error.
+    mask = np.zeros(block.size)
+    exact = run_at(program, block, mask)
+    mask[[step.reading for step in reading]] = 1
+    planned = program.compiled(*program.inputs(1.0))
+    assert 0 < distance(run_at(program, block, mask), exact) < 2 * distance(planned, exact)

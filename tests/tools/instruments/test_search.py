@@ -1,78 +1,16 @@
 import itertools
 
-import numpy as np
 import pytest
 
-from mpjax._src.tools.instruments.search import FEW, Model, Search
-
-
-class Case:
-    """Places whose errors of several results add up, and what each costs in float32.
-
-    Errors of one entry have a sign, and may cancel; those of many hardly do. ``fresh`` is the share
-    of the squared error that is another one in each run, as roundings are.
-    """
-
-    def __init__(self, seed, count=9, results=4, entries=64, fresh=0.0):
-        rng = np.random.default_rng(seed)
-        own = np.exp(1.5 * rng.normal(size=(count, 1)) + 0.7 * rng.normal(size=(count, results)))
-        own *= rng.random((count, results)) < 0.7
-        directions = rng.normal(size=(count, results, entries))
-        directions /= np.linalg.norm(directions, axis=-1, keepdims=True)
-        self.terms = directions * np.sqrt(own)[..., None]
-        self.costs = np.exp(rng.normal(size=count))
-        self.seed, self.fresh = seed, fresh
-        self.tolerance = self.error(()) * rng.choice([0.8, 0.5, 0.25, 0.1])
-        self.measured = []
-
-    def errors(self, places):
-        """Returns the error of each result, a vector, with some places in float32."""
-        left = [i for i in range(len(self.terms)) if i not in places]
-        total = self.terms[left].sum(0)
-        rng = np.random.default_rng([self.seed, *sorted(places)])
-        size = np.sqrt((self.terms[left] ** 2).sum((0, 2)) / total.shape[-1])
-        new = size[:, None] * rng.normal(size=total.shape)
-        return (1 - self.fresh) ** 0.5 * total + self.fresh**0.5 * new
-
-    def error(self, places):
-        return np.linalg.norm(self.errors(places), axis=-1).max()
-
-    def measure(self, places):
-        self.measured.append(places)
-        return self.error(places)
-
-    def search(self, inside=None):
-        everything = frozenset(range(len(self.terms)))
-        alone = np.array([self.errors(everything - {i}) for i in everything]) / self.tolerance
-        model = Model([*alone.swapaxes(0, 1)], [*np.zeros(alone.shape[1:])])
-        return Search(self.measure, model, self.costs, self.tolerance, inside)
-
-    def cost(self, places):
-        return self.costs[[*places]].sum()
-
-    def cheapest(self):
-        """Returns what the cheapest set that is enough costs, by trying all sets."""
-        sets = (
-            some
-            for count in range(len(self.terms) + 1)
-            for some in itertools.combinations(range(len(self.terms)), count)
-        )
-        return min(self.cost(some) for some in sets if self.error(some) <= self.tolerance)
-
-
-KINDS = [  # results, entries, fresh
-    (4, 64, 0.0),
-    (1, 64, 0.0),
-    (4, 4, 0.0),
-    (1, 1, 0.0),
-    (4, 64, 0.3),
-]
+from benchmarks.on_cpu.searching import KINDS, SEEDS
+from benchmarks.on_cpu.searching import Sums as Case
+from mpjax._src.tools.instruments.search import FEW, Search
 
 
 @pytest.mark.thorough
 def test_the_search_is_within_5_percent_of_the_best_of_all_sets_in_210_of_220_cases():
     good = 0
-    for kind, seed in itertools.product(KINDS, range(44)):
+    for kind, seed in itertools.product(KINDS, SEEDS):
         case = Case(seed, 9, *kind)
         search = case.search()
         search.run()

@@ -14,7 +14,7 @@ signs (Hutchinson, 1989).
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +87,7 @@ class Rounding:
         names: The names of the floating results.
     """
 
-    def __init__(self, program: Program, operands: bool = False):
+    def __init__(self, program: Program, operands: Collection[int] = ()):
         self.block = masked.masked(program.jaxpr, root_of(program.jaxpr), operands)
         self.entries = [*_entries(self.block)]
         outs = zip(program.results, program.jaxpr.out_avals, strict=True)

@@ -104,10 +104,10 @@ class Block:
         return sum(math.prod(block.shape) for block in self.blocks())
 
 
-def masked(jaxpr: Any, site: Site, operands: bool = False) -> Block:
+def masked(jaxpr: Any, site: Site, operands: Collection[int] = ()) -> Block:
     """Returns a jaxpr as a block, with its places.
 
-    With ``operands``, what an operation reads in 16 bits has an entry of its own, which rounds it
+    What the ops ``operands``, by number, read in 16 bits has an entry of its own, which rounds it
     where what makes it does not.
     """
     block = _block(jaxpr, site, (), operands)
@@ -116,7 +116,7 @@ def masked(jaxpr: Any, site: Site, operands: bool = False) -> Block:
     return block
 
 
-def _block(jaxpr: Any, site: Site, turns: tuple[int, ...], operands: bool) -> Block:
+def _block(jaxpr: Any, site: Site, turns: tuple[int, ...], operands: Collection[int]) -> Block:
     inner, _ = _jax.open_jaxpr(jaxpr)
     block = Block([], turns)
     block.args = [block.value() for _ in inner.invars]
@@ -125,7 +125,7 @@ def _block(jaxpr: Any, site: Site, turns: tuple[int, ...], operands: bool) -> Bl
 
 
 def _flatten(
-    jaxpr: Any, args: Sequence[Any], block: Block, site: Site, operands: bool
+    jaxpr: Any, args: Sequence[Any], block: Block, site: Site, operands: Collection[int]
 ) -> list[Any]:
     """Appends the operations of a jaxpr to a block, and returns its results."""
     inner, consts = _jax.open_jaxpr(jaxpr)
@@ -165,7 +165,7 @@ def _flatten(
             if rounds(eqn):
                 step.place = len(block.places)
                 block.places.append(step)
-            if operands and reads_half(eqn):
+            if here.op in operands and reads_half(eqn):
                 step.reading = len(block.places)
                 block.places.append(step)
         block.steps.append(step)
@@ -252,18 +252,21 @@ def _moves(eqn: Any) -> bool:
 def readers(block: Block, ops: Collection[int]) -> dict[int, set[int]]:
     """Returns for each cast to 16 bits, by its id, which of some ops read its result.
 
-    Other ops hand it on. A cast whose readers are not all known is left out.
+    Casts that other operations compute with are left out: what these return may be compared with
+    what they read, so that both have to be rounded, or none.
     """
     found: dict[int, set[int]] = {}
     for each in block.blocks():
         reads: dict[int, set[Any]] = {v: {None} for v in each.results if isinstance(v, int)}
         for step in reversed(each.steps):
-            number, is_cast = step.site.op, step.eqn.primitive.name == CAST
+            is_cast = step.eqn.primitive.name == CAST
             of = set[Any]().union(*(reads.get(v, ()) for v in step.outs))
             if is_cast and step.place is not None and of and None not in of:
                 found[id(step)] = of
-            widens = is_cast and step.place is None
-            own = {None} if step.blocks else {number} if number in ops else set() if widens else of
+            if step.blocks or step.place is not None or reads_half(step.eqn):
+                own = {step.site.op if step.site.op in ops and not step.blocks else None}
+            else:
+                own = set() if is_cast else of
             for v in step.ins:
                 if isinstance(v, int):
                     reads.setdefault(v, set()).update(own)
@@ -464,8 +467,16 @@ def _again(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> d
 
 def _read(step: Step, ins: list[Any], entry: Any) -> list[Any]:
     """Returns operands as a step reads them: in 16 bits, or as they are."""
-    rounded = map(widen, _typed(step, ins))
+    rounded = map(_kept, _typed(step, ins))
     return [jnp.where(entry > 0, r, x) for r, x in zip(rounded, ins, strict=True)]
+
+
+def _kept(x: Any) -> Any:
+    """Returns a 16-bit array in float32. XLA would leave out the rounding of two casts."""
+    if dtype_of(x) not in HALVES:
+        return widen(x)
+    info = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(widen(x), info.nexp, info.nmant)
 
 
 def _constant(x: Constant) -> Any:
@@ -488,7 +499,7 @@ def _step(step: Step, ins: list[Any], masks: Masks, entry: Any) -> list[Any]:
     if exact is None:
         exact = local = [*map(widen, got)]
     return [
-        x + entry * _bounded(jax.lax.stop_gradient(widen(rounded) - own)) if is_float(x) else x
+        x + entry * _bounded(jax.lax.stop_gradient(_kept(rounded) - own)) if is_float(x) else x
         for x, rounded, own in zip(exact, got, local, strict=True)
     ]
 

@@ -356,7 +356,7 @@ class Trial:
         stopped = self._stopped(self.program)
         self.places = Places(self.program.plan, stopped)
         self.scale = training_scale(self.program, policy, loss_scale)
-        self.rounding = Rounding(self.program, operands=True)
+        self.rounding = Rounding(self.program, self.places.owners(None))
         self.unfollowed = unfollowed(self.rounding.block, policy)
         numbers = [entry.step.site.op for entry in self.rounding.entries]
         owners = {n: self.places.owners(n) for n in {*numbers}}
