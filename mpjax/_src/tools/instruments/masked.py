@@ -26,6 +26,7 @@ from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
 from mpjax._src.core.base.rules import CAST, HALF, MOVE, rule_of
+from mpjax._src.core.planner.rounding import EXACT
 from mpjax._src.core.program.interpret import (
     NARROW,
     holds_program,
@@ -36,7 +37,6 @@ from mpjax._src.core.program.interpret import (
 )
 from mpjax._src.core.program.site import Site
 from mpjax._src.core.program.unmapped import unmapped
-from mpjax._src.tools.instruments.shadows import CHOOSES
 
 # The error of what overflows: finite, because 0 times infinity is NaN, and beyond all that is not.
 OVERFLOW = 1e36
@@ -216,7 +216,7 @@ def rounds(eqn: Any) -> bool:
         return False
     if name == CAST:
         return dtype_of(eqn.invars[0].aval) != dtype_of(eqn.outvars[0].aval)
-    return rule_of(name).need != MOVE and name not in CHOOSES
+    return rule_of(name).need != MOVE and name not in EXACT
 
 
 def hidden(block: Block) -> np.ndarray:
