@@ -3,18 +3,19 @@
 from typing import Any
 
 from benchmarks.models import TITLES
-from benchmarks.page.tables import table
+from benchmarks.page.tables import shown, table
 
 NOTE = """
-Each operation that rounds was measured: the error of the gradient with it alone in 16 bits. *rank*
-is the rank correlation of these errors with the estimates by 8 and by 16 random vectors; *ten
-largest* the largest factor between the two among the ten largest errors. *as shown* is that factor
-for the first ten rows of the report, which measures them. *adds up* is what the report says:
-whether the estimates explain the error. *beside compare* is the measured error of all together,
-relative to what `compare` finds (the median of all results). *time* is that of the estimates by 8
-random vectors, in float32 gradients: a vector is a reverse pass through the gradient, parts of
-which are computed again for it; on CPUs, roundings of small arrays take longer than their float32
-gradient. *memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`.
+Models at small sizes, and a larger GPT. Each operation that rounds was measured or, in the larger
+GPT, a sample of these: the error of the gradient with it alone in 16 bits. *rank* is the rank
+correlation of these errors with the estimates by 8 and by 16 random vectors; *ten largest* the
+largest factor between the two among the ten largest errors. *as shown* is that factor for the
+first ten rows of the report, which measures them. *adds up* is what the report says: whether the
+estimates explain the error. *beside compare* is the measured error of all together, relative to
+what `compare` finds (the median of all results). *time* is that of the estimates by 8 random
+vectors, in float32 gradients: a vector is a reverse pass through the gradient, parts of which are
+computed again for it; on CPUs, roundings of small arrays take longer than their float32 gradient.
+*memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`.
 """
 FIGURES = {
     "rows": "{}",
@@ -38,7 +39,7 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
     """Returns the table of all models."""
     rows = [
         (
-            TITLES.get(case, case),
+            TITLES.get(case) or shown(case),
             policy,
             "yes" if row["first_order"] else "no",
             *(text.format(row[figure]) for figure, text in FIGURES.items()),

@@ -311,7 +311,7 @@ def explain(
         errors: Whether to report where the error comes from, in ``report.errors``. Then the
             arguments must be concrete arrays, and a function that returns a loss is differentiated
             by its first argument if ``argnums`` is None. ``argnums=()`` is the forward pass alone.
-        probes: The number of random vectors, for ``errors``. 8 take about 20 gradients' time.
+        probes: The number of random vectors, for ``errors``. 8 take about 30 gradients' time.
         parameters: For ``errors``, a pattern of the parameters whose gradients count, such as
             ``"blocks/3/*"``, as in overrides; None for all.
         loss_scale: For ``errors``, the loss scale, as for `compare`.
