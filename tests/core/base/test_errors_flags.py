@@ -78,6 +78,7 @@ CALLS = {
     "Manager.restore": restore_numbered,
     "load_safetensors": load,
     "restore": save_and_restore,
+    "calibrate": lambda _, **flag: mpjax.debug.calibrate(loss, POLICY, **flag)(PARAMS, BATCH),
     "tune": lambda _, **flag: mpjax.debug.tune(loss, POLICY, tolerance=0.1, **flag)(PARAMS, BATCH),
     "fit_memory": lambda _, **flag: mpjax.hardware.fit_memory("h100", lambda policy: loss, **flag)(
         PARAMS, BATCH

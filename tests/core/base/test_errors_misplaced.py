@@ -51,6 +51,7 @@ TAKES = [
     (mpjax.explain, FUN | POLICY),
     (mpjax.compare, FUN | {"policy": "policy dtype function module"}),
     (mpjax.find_nonfinite, FUN | {"policy": "policy dtype none"}),
+    (mpjax.debug.calibrate, FUN | POLICY | {"tolerance": "count huge"}),
     (mpjax.debug.tune, FUN | POLICY | {"tolerance": "count huge"}),
     (mpjax.lint, FUN),
     (mpjax.half_inputs, {"kernel": "function module none"}),

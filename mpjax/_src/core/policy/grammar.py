@@ -12,7 +12,16 @@ import numpy as np
 from mpjax._src.core.base import dtypes
 from mpjax._src.core.base.errors import LONGEST, brief, did_you_mean, misplaced
 from mpjax._src.core.policy.fields import CHOICES, FLAGS, pairs_of
-from mpjax._src.core.policy.policy import ALIASES, KEYS, LEVELS, NAMES, Policy, PolicyLike, of_level
+from mpjax._src.core.policy.policy import (
+    ALIASES,
+    KEYS,
+    LEVELS,
+    NAMES,
+    FoundPolicy,
+    Policy,
+    PolicyLike,
+    of_level,
+)
 from mpjax._src.core.policy.words import NAMES_ELSEWHERE, key_elsewhere, rewritten
 
 
@@ -93,8 +102,7 @@ def _is_mapping(x: Any) -> bool:  # that of ml_collections is no `Mapping`
 
 def _found(x: Any) -> Any:
     """Returns the policy that a report found, or else what was given."""
-    policy = getattr(x, "policy", None)
-    return policy if isinstance(policy, Policy) else x
+    return x.policy if isinstance(x, FoundPolicy) else x
 
 
 def _text_of(x: Any) -> tuple[str | None, list[tuple[Any, Any]]]:

@@ -31,7 +31,17 @@ PolicyName: TypeAlias = Literal[
     "O1:bfloat16", "O1:float16", "O2:bfloat16", "O2:float16", "O3:bfloat16", "O3:float16",
     "bf16-mixed", "16-mixed", "bf16-true", "16-true", "32-true", "32", "no",
 ]  # fmt: skip
-PolicyLike: TypeAlias = jmp.Policy | PolicyName | str | Mapping[str, Any] | Sequence[Any]
+
+
+class FoundPolicy:
+    """A report that found a policy, and is taken in its place."""
+
+    policy: "Policy"
+
+
+PolicyLike: TypeAlias = (
+    FoundPolicy | jmp.Policy | PolicyName | str | Mapping[str, Any] | Sequence[Any]
+)
 
 # Names of normalization layers in Flax, Equinox, Haiku and PyTorch models.
 NORM_PATTERNS = (

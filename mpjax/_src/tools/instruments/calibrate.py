@@ -19,7 +19,7 @@ from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import AMPLIFIES, HALF, SUM, rule_of
 from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.policy.policy import FoundPolicy, Policy, PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.graph import Op
 from mpjax._src.core.program.interpret import Wide, interpret, root_of
@@ -27,7 +27,7 @@ from mpjax._src.core.program.site import Site
 from mpjax._src.core.training.loss_scale import LossScale
 from mpjax._src.tools.document.model import Document, Table, time
 from mpjax._src.tools.document.report import Report
-from mpjax._src.tools.hardware.targets import Target, find_target
+from mpjax._src.tools.hardware.targets import Target
 from mpjax._src.tools.instruments.places import Place, Places, overridden
 from mpjax._src.tools.instruments.programs import Program, make_program
 from mpjax._src.tools.instruments.ranges import largest_finite
@@ -38,8 +38,7 @@ from mpjax._src.tools.instruments.tune import (
     Trial,
     TuneStep,
     Tuning,
-    local,
-    tune,
+    checked,
     worst,
 )
 
@@ -84,7 +83,7 @@ class CalibratedPart:
 
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
-class Calibration(Report):
+class Calibration(Report, FoundPolicy):
     """The result of `calibrate`. It is taken wherever a policy is.
 
     Attributes:
@@ -244,13 +243,7 @@ def calibrate(
         >>> step = mpjax.autocast(loss, calibrated)
     """
     start = get_policy(policy)
-    tune(  # which checks these settings
-        *(fun, start, tolerance, argnums, has_aux, max_runs),
-        target=target,
-        loss_scale=loss_scale,
-        progress=progress,
-    )
-    chip = find_target(target) if target is not None else local()
+    chip = checked(tolerance, max_runs, target, loss_scale, progress)
 
     def report(*args, **kwargs):
         make = functools.partial(make_program, "calibrate", fun, args=args, kwargs=kwargs)

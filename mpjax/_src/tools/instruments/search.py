@@ -11,6 +11,7 @@ proposal is measured, and corrects the budget of the next one.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class Model:
         self.products: list[np.ndarray] = []
         self.squares: list[np.ndarray] = []
         self.fresh = FRESH[-2]
+        self._measured: list[tuple[float, list[Any]]] = []
         for each, other in zip(vectors, rest, strict=True):
             terms = np.vstack([each, other])
             products = np.nan_to_num(terms @ terms.T, nan=1e30, posinf=1e30, neginf=-1e30)
@@ -50,17 +52,32 @@ class Model:
     def predicted(self, rounds: np.ndarray) -> np.ndarray:
         """Returns the largest squared error of each row: 1 for the places that round."""
         z = np.column_stack([rounds, np.ones(len(rounds))]).astype(float)
-        old = [np.einsum("ij,ij->i", z @ form, z) for form in self.products]
-        new = [z @ squares for squares in self.squares]
-        return np.max((1 - self.fresh) * np.array(old) + self.fresh * np.array(new), 0, initial=0)
+        return np.max([self._squared(form, z) for form in self.products], 0, initial=0)
 
-    def fit(self, rounds: np.ndarray, squares: np.ndarray) -> None:
-        """Takes the share of new errors with which measured squares are predicted best."""
+    def within(self, rounds: np.ndarray, budget: float) -> np.ndarray:
+        """Returns which rows have no squared error above a budget."""
+        z = np.column_stack([rounds, np.ones(len(rounds))]).astype(float)
+        left = np.arange(len(z))
+        # The largest results first: most rows end there.
+        for form in sorted(self.products, key=np.trace, reverse=True):
+            left = left[self._squared(form, z[left]) <= budget]
+        return np.isin(np.arange(len(z)), left)
+
+    def _squared(self, form: np.ndarray, z: np.ndarray) -> np.ndarray:
+        mixed = (1 - self.fresh) * form + self.fresh * np.diag(np.diag(form))
+        return np.einsum("ij,ij->i", z @ mixed, z)
+
+    def learn(self, rounds: np.ndarray, square: float) -> None:
+        """Takes the share of new errors with which all measured squares are predicted best."""
+        z = np.append(rounds, 1.0)
+        forms = zip(self.products, self.squares, strict=True)
+        self._measured.append((square, [(z @ form @ z, z @ own) for form, own in forms]))
+        squares = np.array([square for square, _ in self._measured])
+        old, new = np.moveaxis(np.array([terms for _, terms in self._measured]), -1, 0)
 
         def doubt(fresh: float) -> float:
-            self.fresh = fresh
-            logs = np.log((self.predicted(rounds) + 1e-12) / (squares + 1e-12))
-            return float(np.median(np.abs(logs)))
+            predicted = np.max((1 - fresh) * old + fresh * new, 1, initial=0)
+            return float(np.median(np.abs(np.log((predicted + 1e-12) / (squares + 1e-12)))))
 
         self.fresh = min(FRESH, key=doubt)
 
@@ -136,9 +153,9 @@ class Search:
         if places not in self.tried:
             error = self._measure(places)
             self.tried[places] = error if error == error else math.inf
-            rows, errors = self._measured()
-            if len(rows):
-                self.model.fit(rows, (errors / self.tolerance) ** 2)
+            if 0 < error < math.inf:
+                rounds = ~np.isin(np.arange(self.count), [*places])
+                self.model.learn(rounds, (error / self.tolerance) ** 2)
         enough = self.tried[places] <= self.tolerance
         if enough and (self.best is None or self._cost(places) < self._cost(self.best)):
             self.best = places
@@ -149,7 +166,7 @@ class Search:
     def _proposed(self, budget: float) -> frozenset[int]:
         """Returns the cheapest set whose squared error is within a budget under the model."""
         if self._all is not None:
-            enough = self._all[self.model.predicted(~self._all) <= budget]
+            enough = self._all[self.model.within(~self._all, budget)]
             rows = enough if len(enough) else np.ones((1, self.count), bool)
         else:
             rows = self._exchanged(self._knapsack(budget), budget)[None]
@@ -201,7 +218,7 @@ class Search:
             cheaper = near[near @ self.costs < chosen @ self.costs * (1 - 1e-9)]
             if not len(cheaper):
                 break
-            enough = cheaper[self.model.predicted(~cheaper) <= budget]
+            enough = cheaper[self.model.within(~cheaper, budget)]
             if not len(enough):
                 break
             chosen = enough[np.argmin(enough @ self.costs)]

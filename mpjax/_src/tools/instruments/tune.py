@@ -29,7 +29,7 @@ from mpjax._src.core.base.progress import advance, progress_bar
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import BARRIERS, RULES
 from mpjax._src.core.policy.grammar import get_policy
-from mpjax._src.core.policy.policy import Policy, PolicyLike
+from mpjax._src.core.policy.policy import FoundPolicy, Policy, PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.interpret import is_precise, root_of
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
@@ -98,7 +98,7 @@ class TuneStep:
 
 @public("mpjax.reports")
 @dataclasses.dataclass(frozen=True)
-class Tuning(Report):
+class Tuning(Report, FoundPolicy):
     """The result of `tune`. ``print`` it, and train with ``policy``.
 
     Attributes:
@@ -289,22 +289,8 @@ def tune(
         >>> tuned.met
         True
     """
-    check_flag("progress", progress)
     policy = get_policy(policy)
-    if (finite_number(tolerance) or 0.0) <= 0:
-        raise ValueError(
-            f"tolerance={brief(tolerance)} must be a positive number such as 1e-2."
-            f"{misplaced(tolerance)}"
-        )
-    if (whole_number(max_runs) or 0) < LEAST_RUNS:
-        raise ValueError(
-            f"max_runs={brief(max_runs)} must be an integer >= {LEAST_RUNS}: float32 and "
-            "the given policy need one run each."
-        )
-
-    resolve_loss_scale(loss_scale, False)
-
-    chip = find_target(target) if target is not None else local()
+    chip = checked(tolerance, max_runs, target, loss_scale, progress)
 
     def report(*args, **kwargs):
         make = functools.partial(
@@ -320,9 +306,25 @@ def tune(
     return report
 
 
-def local() -> Target:
-    """Returns this device, or the default where its times are not known."""
-    try:
+def checked(
+    tolerance: Any, max_runs: Any, target: str | None, loss_scale: Any, progress: Any
+) -> Target:
+    """Checks the settings of a search, and returns its target."""
+    check_flag("progress", progress)
+    if (finite_number(tolerance) or 0.0) <= 0:
+        raise ValueError(
+            f"tolerance={brief(tolerance)} must be a positive number such as 1e-2."
+            f"{misplaced(tolerance)}"
+        )
+    if (whole_number(max_runs) or 0) < LEAST_RUNS:
+        raise ValueError(
+            f"max_runs={brief(max_runs)} must be an integer >= {LEAST_RUNS}: float32 and "
+            "the given policy need one run each."
+        )
+    resolve_loss_scale(loss_scale, False)
+    if target is not None:
+        return find_target(target)
+    try:  # this device, or the default where its times are not known
         return find_target(jax.devices()[0].device_kind)
     except ValueError:
         return find_target(TARGET)
