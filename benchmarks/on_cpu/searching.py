@@ -67,7 +67,8 @@ class Sums:
     """Places whose errors of several results add up, and what each costs in float32.
 
     Errors of one entry have a sign, and may cancel; those of many hardly do. ``fresh`` is the share
-    of the squared error that is another one in each run, as roundings are.
+    of the squared error that is another one in each run, as roundings are. So many ``shared``
+    arrays cost something once for all the places that have them.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Sums:
         results: int = 4,
         entries: int = 64,
         fresh: float = 0.0,
+        shared: int = 0,
     ):
         rng = np.random.default_rng(seed)
         own = np.exp(1.5 * rng.normal(size=(count, 1)) + 0.7 * rng.normal(size=(count, results)))
@@ -87,6 +89,8 @@ class Sums:
         self.costs = np.exp(rng.normal(size=count))
         self.seed, self.fresh = seed, fresh
         self.tolerance = self.error(frozenset()) * rng.choice([0.8, 0.5, 0.25, 0.1])
+        self.has = (rng.random((count, shared)) < 0.4).astype(float)
+        self.arrays = np.exp(rng.normal(size=shared))
         self.measured: list[Places] = []
 
     def errors(self, places: Places) -> np.ndarray:
@@ -113,10 +117,12 @@ class Sums:
         everything = frozenset(range(len(self.terms)))
         alone = np.array([self.errors(everything - {i}) for i in everything]) / self.tolerance
         model = Model([*alone.swapaxes(0, 1)], [*np.zeros(alone.shape[1:])])
-        return Search(self.measure, model, self.costs, self.tolerance, inside)
+        shared = (self.has, self.arrays)
+        return Search(self.measure, model, self.costs, self.tolerance, inside, shared)
 
     def cost(self, places: Places) -> float:
-        return float(self.costs[[*places]].sum())
+        own = self.costs[[*places]].sum()
+        return float(own + self.arrays[self.has[[*places]].any(0)].sum())
 
     def cheapest(self) -> float:
         """Returns what the cheapest set that is enough costs, by trying all sets."""

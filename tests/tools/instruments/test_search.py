@@ -1,9 +1,11 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from benchmarks.on_cpu.searching import KINDS, SEEDS
 from benchmarks.on_cpu.searching import Sums as Case
+from mpjax._src.tools.instruments import search
 from mpjax._src.tools.instruments.search import FEW, Search
 
 
@@ -28,6 +30,19 @@ def test_the_best_set_was_measured_and_costs_no_more_than_another_that_was(kind)
     enough = [places for places in case.measured if case.error(places) <= case.tolerance]
     assert case.cost(search.best) == min(map(case.cost, enough))
     assert case.cost(search.best) <= 1.2 * case.cheapest()
+
+
+@pytest.mark.parametrize("few", [FEW, 0])  # exhaustive under the model, and by the integer program
+def test_arrays_that_places_share_cost_once(few, monkeypatch):
+    monkeypatch.setattr(search, "FEW", few)
+    ratios = []
+    for seed in range(8):
+        case = Case(seed, 8, shared=6)
+        found = case.search()
+        found.run()
+        assert case.error(found.best) <= case.tolerance
+        ratios.append(case.cost(found.best) / (case.cheapest() or 1.0))
+    assert np.mean(np.array(ratios) <= 1.05) >= 7 / 8
 
 
 def test_many_places_are_searched_by_an_integer_program():

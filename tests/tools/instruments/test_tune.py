@@ -10,6 +10,9 @@ from support import normal, thorough_but
 
 import mpjax
 from mpjax._src.core.planner import rounding
+from mpjax._src.tools.hardware.targets import find_target
+from mpjax._src.tools.instruments.places import Places
+from mpjax._src.tools.instruments.programs import make_program
 from mpjax._src.tools.instruments.tune import tune
 
 LAYERS, WIDTH = 3, 16
@@ -91,6 +94,22 @@ class TestSearch:
         tuned = tune(loss, policy, tolerance)(*args)
         assert tuned.met and tuned.steps
         assert error(loss, tuned.policy, *args) <= tolerance
+
+    def test_neighbors_in_float32_share_the_array_between_them(self):
+        def loss(p, x):
+            with jax.named_scope("first"):
+                h = x @ p["a"]
+            with jax.named_scope("second"):
+                return jnp.mean((h.T.reshape(16, 64).T @ p["b"]) ** 2)
+
+        p = {"a": normal(0, 16, 16), "b": normal(1, 16, 16)}
+        args = ((p, normal(2, 64, 16)), {}, 0, False)
+        program = make_program("tune", loss, mpjax.get_policy("mixed_bfloat16"), *args)
+        places, chip = Places(program.plan), find_target("h100")
+        first, second = (places.place(f"{name}/*").ops for name in ("first", "second"))
+        both = places.seconds(first | second, chip)
+        apart = places.seconds(first, chip) + places.seconds(second, chip)
+        assert apart - both == pytest.approx(2 * 64 * 16 / chip.bandwidth)
 
     def test_tune_says_which_operations_no_pattern_tells_apart(self):
         def loss(x):

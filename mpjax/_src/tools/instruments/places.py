@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
 
 from mpjax._src.core.autocast.classify import Outline
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.dtypes import HALVES
 from mpjax._src.core.base.patterns import matches
+from mpjax._src.core.base.rules import HALF, MOVE
 from mpjax._src.core.policy.policy import Policy
-from mpjax._src.core.program.graph import Op
+from mpjax._src.core.program.graph import Op, Value
 from mpjax._src.core.program.site import shown
 from mpjax._src.tools.hardware.targets import Target
 
@@ -35,7 +38,7 @@ class Places:
             if op.has_float32 and (rulings[op].in_force == "half" or self.rows[op] in stopped)
         ]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
-        self._entries = {self.rows[op]: _entries(op) * times for op, times in pairs}
+        self._arrays = self._arrays_of(pairs)
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
         self.place = functools.cache(self._place)  # returns the place of a pattern
 
@@ -99,18 +102,48 @@ class Places:
         """Returns the share of the matmul FLOPs of some ops."""
         return sum(self._flops[i] for i in ops) / (sum(self._flops.values()) or 1)
 
-    def cost(self, ops: Iterable[int]) -> tuple[int, int]:
-        """Returns the work of some ops: matmul FLOPs, and entries computed."""
-        ops = tuple(ops)
-        return sum(self._flops[i] for i in ops), sum(self._entries[i] for i in ops)
+    def _arrays_of(self, pairs: Iterable[tuple[Op, int]]) -> dict[int, dict[Value, int]]:
+        """Returns the arrays that ops read and make in float32 if they move, with their entries.
+
+        Views of one array are that array. Parameters and constants are in float32 anyway, and what
+        is no matmul computes in float32 anyway: it makes one array more.
+        """
+        origin: dict[Value, Value] = {}
+        found: dict[int, dict[Value, int]] = {}
+        for op, times in pairs:
+            if op.spec.need == MOVE and op.ins:
+                origin.update((out, origin.get(op.ins[0], op.ins[0])) for out in op.outs)
+            values = (*op.ins, *op.outs) if op.spec.need == HALF else op.outs
+            own = (v for v in values if v.is_f32 and not (v.given or v.constant))
+            found[self.rows[op]] = {origin.get(v, v): v.size * times for v in own}
+        return found
 
     def seconds(self, ops: Iterable[int], target: Target) -> float:
         """Returns the time that ops take longer in float32 on a target."""
-        flops, entries = self.cost(ops)
+        costs, _, arrays = self.prices([frozenset(ops)], target)
+        return float(costs.sum() + arrays.sum())
+
+    def prices(
+        self, sets: Sequence[frozenset[int]], target: Target
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns what sets of ops cost in float32 on a target, in seconds.
+
+        Returns:
+            The time of the matmuls of each; which arrays each has in float32, ``(sets, arrays)``;
+            and the time that each array takes, which neighbors share.
+        """
         peaks = target.peaks
         wide = peaks.get("tf32", peaks["f32"])
-        slower = 1 / wide - 1 / max(peaks.get("bf16", wide), peaks.get("f16", wide))
-        return max(slower, 0.0) * flops + 2 * entries / target.bandwidth
+        slower = max(1 / wide - 1 / max(peaks.get("bf16", wide), peaks.get("f16", wide)), 0.0)
+        costs = np.array([slower * sum(self._flops[n] for n in ops) for ops in sets])
+        each = [{v for n in ops for v in self._arrays[n]} for ops in sets]
+        entries = {v: size for ops in sets for n in ops for v, size in self._arrays[n].items()}
+        has = np.array([[v in own for v in entries] for own in each], float)
+        return (
+            costs,
+            has.reshape(len(sets), -1),
+            2 * np.array([*entries.values()]) / target.bandwidth,
+        )
 
     def merged(self, moved: frozenset[int], places: Iterable[Place]) -> list[Place]:
         """Returns the fewest places that move exactly these ops; scopes replace their parts."""
@@ -162,7 +195,3 @@ def patterns(op: Op) -> list[str]:
 def _escape(path: str) -> str:
     # A pattern would read the brackets of a path such as ['w'] as a set of characters.
     return path.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
-
-
-def _entries(op: Op) -> int:
-    return sum(v.size for v in op.outs if v.is_f32)

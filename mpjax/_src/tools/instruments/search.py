@@ -96,22 +96,27 @@ class Search:
         self,
         measure: Callable[[frozenset[int]], float],
         model: Model,
-        costs: Sequence[float],
+        costs: Sequence[float] | np.ndarray,
         tolerance: float,
         inside: Sequence[Sequence[int]] | None = None,
+        shared: tuple[np.ndarray, np.ndarray] | None = None,
     ):
         """
         Args:
             measure: Returns the largest error with a set of places in float32. What it raises ends
                 the search.
             model: The model of the errors.
-            costs: What each place costs in float32.
+            costs: What each place costs in float32 by itself.
             tolerance: What no error may exceed.
             inside: Of each place, the others that are within it: they are in float32 with it.
+            shared: Which arrays each place has in float32, ``(places, arrays)``, and what each of
+                them costs, once for all the places that have it.
         """
         self._measure, self.model, self.tolerance = measure, model, tolerance
         self.costs = np.asarray(costs, float)
         self.count = len(costs)
+        self._has: np.ndarray = shared[0] if shared else np.zeros((self.count, 0))
+        self._arrays: np.ndarray = shared[1] if shared else np.zeros(0)
         self._inside = np.eye(self.count, dtype=bool)
         for place, others in enumerate(inside or ()):
             self._inside[place, list(others)] = True
@@ -170,7 +175,7 @@ class Search:
             rows = enough if len(enough) else np.ones((1, self.count), bool)
         else:
             rows = self._exchanged(self._knapsack(budget), budget)[None]
-        best = rows[np.lexsort((rows.sum(1), rows @ self.costs))[0]]
+        best = rows[np.lexsort((rows.sum(1), self._prices(rows)))[0]]
         return frozenset(np.flatnonzero(best).tolist())
 
     def _every(self) -> np.ndarray:
@@ -181,47 +186,62 @@ class Search:
 
     def _knapsack(self, budget: float) -> np.ndarray:
         """Returns the cheapest set if squares alone added up."""
-        from scipy.optimize import Bounds, LinearConstraint, milp  # here, because it imports slowly
+        # Here, because they import slowly.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
 
         squares = np.array([each[:-1] for each in self.model.squares])
         rest = np.array([each[-1] for each in self.model.squares])
         needed = squares.sum(1) + rest - budget  # what float32 has to take away
-        outer, inner = np.nonzero(self._inside & ~np.eye(self.count, dtype=bool))
-        within = np.zeros((len(outer), self.count))
-        within[np.arange(len(outer)), outer], within[np.arange(len(outer)), inner] = -1, 1
         # Very large squares would hide the others.
         limits = np.minimum(needed, squares.sum(1))
         scale = np.maximum(squares.max(1, initial=0), 1e-30)
+        arrays = len(self._arrays)
+        # A place in float32 has those inside it there, and its arrays: variables of their own.
+        outer, inner = np.nonzero(self._inside & ~np.eye(self.count, dtype=bool))
+        place, array = np.nonzero(self._has)
+        first, then = np.r_[outer, place], np.r_[inner, self.count + array]
+        pairs = np.arange(len(first))
+        shape = len(pairs), self.count + arrays
+        implied = coo_array(
+            (
+                np.r_[-np.ones(len(pairs)), np.ones(len(pairs))],
+                (np.r_[pairs, pairs], np.r_[first, then]),
+            ),
+            shape,
+        )
         solution = milp(
-            self.costs + 1e-9 * (self.costs.max(initial=0) or 1),
+            np.r_[self.costs + 1e-9 * (self.costs.max(initial=0) or 1), self._arrays],
             constraints=[
-                LinearConstraint(squares / scale[:, None], limits / scale),
-                LinearConstraint(within, 0),
+                LinearConstraint(
+                    np.pad(squares / scale[:, None], ((0, 0), (0, arrays))), limits / scale
+                ),
+                *([LinearConstraint(implied, 0)] if len(pairs) else []),
             ],
-            integrality=np.ones(self.count),
+            integrality=np.r_[np.ones(self.count), np.zeros(arrays)],
             bounds=Bounds(0, 1),
             options={"time_limit": 5, "mip_rel_gap": 1e-3},
         )
         if solution.x is None:
             return np.ones(self.count, bool)
-        return solution.x > 0.5
+        return solution.x[: self.count] > 0.5
 
     def _exchanged(self, chosen: np.ndarray, budget: float) -> np.ndarray:
         """Returns a set that is within the budget under the model, improved place by place."""
         while self.model.predicted(~chosen[None])[0] > budget and not chosen.all():
             more = np.array([chosen | self._inside[i] for i in np.flatnonzero(~chosen)])
             gain = self.model.predicted(~chosen[None])[0] - self.model.predicted(~more)
-            price = more @ self.costs - chosen @ self.costs
+            price = self._prices(more) - self._prices(chosen[None])
             chosen = more[np.argmax(gain / np.maximum(price, 1e-30))]
         for _ in range(4 * self.count):
             near = self._neighbors(chosen)
-            cheaper = near[near @ self.costs < chosen @ self.costs * (1 - 1e-9)]
+            cheaper = near[self._prices(near) < self._prices(chosen[None]) * (1 - 1e-9)]
             if not len(cheaper):
                 break
             enough = cheaper[self.model.within(~cheaper, budget)]
             if not len(enough):
                 break
-            chosen = enough[np.argmin(enough @ self.costs)]
+            chosen = enough[np.argmin(self._prices(enough))]
         return chosen
 
     def _neighbors(self, chosen: np.ndarray) -> np.ndarray:
@@ -232,7 +252,7 @@ class Search:
 
     def _trim(self) -> None:
         """Leaves out of the best set, one after the other, what need not be in it."""
-        for place in sorted(self.best or (), key=lambda i: -self.costs[i]):
+        for place in sorted(self.best or (), key=lambda i: -self._cost(frozenset([i]))):
             around = frozenset(np.flatnonzero(self._inside[:, place]).tolist())
             if self.best and place in self.best:
                 self.is_enough(self.best - around)
@@ -244,7 +264,7 @@ class Search:
                 return
             best = np.isin(np.arange(self.count), [*self.best])
             rows = self._neighbors(best) if self._all is None else self._all
-            rows = rows[rows @ self.costs < 0.99 * self._cost(self.best)]
+            rows = rows[self._prices(rows) < 0.99 * self._cost(self.best)]
             rows = rows[[frozenset(np.flatnonzero(row).tolist()) not in self.tried for row in rows]]
             predicted = self.model.predicted(~rows)
             if not len(rows) or predicted.min() > DOUBT:
@@ -263,4 +283,8 @@ class Search:
         return np.array(rows, bool).reshape(-1, self.count), np.array([e for _, e in sets])
 
     def _cost(self, places: frozenset[int]) -> float:
-        return float(self.costs[[*places]].sum())
+        return float(self._prices(np.isin(np.arange(self.count), [*places])[None])[0])
+
+    def _prices(self, rows: np.ndarray) -> np.ndarray:
+        """Returns what each row costs: 1 for the places in float32."""
+        return rows @ self.costs + (rows.astype(float) @ self._has > 0) @ self._arrays

@@ -562,12 +562,14 @@ class Trial:
             [np.array([vector[r] for vector in vectors]) / tolerance for r in by_result],
             [rest[r] / tolerance for r in by_result],
         )
+        costs, has, arrays = self.places.prices(own, self.target)
         search = Search(
             lambda chosen: worst(self.masked(_ops(places[i] for i in chosen))[0]),
             model,
-            [self.places.seconds(ops, self.target) for ops in own],
+            costs,
             tolerance,
             inside,
+            (has, arrays),
         )
         search.run()
         best = range(len(places)) if search.best is None else sorted(search.best)
