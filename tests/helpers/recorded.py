@@ -133,6 +133,7 @@ def tuned(patterns, **changes):
     error = 0.01 / 2 ** (1 + len(steps))
     results = {"loss": error, "gradient of down": error / 3}
     fields = {"runs": 9, "places": len(steps), "cost": 6e-6, "bound": 5e-6, "before": 0.0125}
+    fields |= {"totals": ((2048, 1e-5), (4096, 1.6e-5))}
     return mpjax.reports.Tuning(
         policy, error < 0.003, error, 0.003, results, steps, **fields | changes
     )

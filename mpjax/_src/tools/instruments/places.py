@@ -132,9 +132,8 @@ class Places:
             The time of the matmuls of each; which arrays each has in float32, ``(sets, arrays)``;
             and the time that each array takes, which neighbors share.
         """
-        peaks = target.peaks
-        wide = peaks.get("tf32", peaks["f32"])
-        slower = max(1 / wide - 1 / max(peaks.get("bf16", wide), peaks.get("f16", wide)), 0.0)
+        wide, half = _rates(target)
+        slower = 1 / wide - 1 / half
         costs = np.array([slower * sum(self._flops[n] for n in ops) for ops in sets])
         each = [{v for n in ops for v in self._arrays[n]} for ops in sets]
         entries = {v: size for ops in sets for n in ops for v, size in self._arrays[n].items()}
@@ -144,6 +143,20 @@ class Places:
             has.reshape(len(sets), -1),
             2 * np.array([*entries.values()]) / target.bandwidth,
         )
+
+    def totals(self, moved: frozenset[int], target: Target) -> tuple[int, float]:
+        """Returns the bytes of the arrays of all movable ops, and their time on a target.
+
+        ``moved`` are those in float32. The time is a bound: of matmuls at the peak rates, and of
+        each array moved once.
+        """
+        ops = self.owners(None)
+        _, _, arrays = self.prices([ops], target)
+        _, _, wide = self.prices([moved], target)
+        bytes_moved = round(float(arrays.sum() + wide.sum()) * target.bandwidth)
+        flops = sum(self._flops[n] for n in ops)
+        seconds = flops / _rates(target)[1] + self.seconds(moved, target) + arrays.sum()
+        return bytes_moved, float(seconds)
 
     def merged(self, moved: frozenset[int], places: Iterable[Place]) -> list[Place]:
         """Returns the fewest places that move exactly these ops; scopes replace their parts."""
@@ -163,6 +176,12 @@ class Places:
             chosen.append(wider[ops])
             left -= ops
         return chosen
+
+
+def _rates(target: Target) -> tuple[float, float]:
+    """Returns the peak rates of float32 and of 16-bit matmuls."""
+    wide = target.peaks.get("tf32", target.peaks["f32"])
+    return wide, max(wide, *(target.peaks.get(name, wide) for name in ("bf16", "f16")))
 
 
 def overridden(policy: Policy, places: Iterable[Place]) -> Policy:

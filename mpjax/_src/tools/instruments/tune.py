@@ -33,7 +33,16 @@ from mpjax._src.core.policy.policy import FoundPolicy, Policy, PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.interpret import is_precise, root_of
 from mpjax._src.core.training.loss_scale import LossScale, resolve_loss_scale
-from mpjax._src.tools.document.model import WORST, Color, Document, Drawing, Operation, Table, time
+from mpjax._src.tools.document.model import (
+    WORST,
+    Color,
+    Document,
+    Drawing,
+    Operation,
+    Table,
+    size,
+    time,
+)
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target, find_target
 from mpjax._src.tools.instruments.compare import compare_program
@@ -119,6 +128,9 @@ class Tuning(Report, FoundPolicy):
             they did where the search's model of them was most wrong.
         target: The device of these times.
         before: The largest relative error of a result under the given policy.
+        totals: The bytes of the arrays of all operations that an override can move, and the time
+            of these on the target at its peak rates, in seconds: under the given policy, and under
+            the tuned one.
         unfollowed: What a mask cannot follow in the program, such as a kernel. Then each set was
             compiled. Else "", and the search rounded by a mask.
         remaining: If the tolerance is not met: the largest relative error of a result with all
@@ -144,6 +156,7 @@ class Tuning(Report, FoundPolicy):
     bound: float = 0.0
     target: str = TARGET
     before: float = math.nan
+    totals: tuple[tuple[int, float], ...] = ()
     unfollowed: str = ""
     unnamed: tuple[str, ...] = ()
     remaining: float | None = None
@@ -179,6 +192,10 @@ class Tuning(Report, FoundPolicy):
             lines.append(f"The error of float32, relative to float64, is {self.float32_error:.3g}.")
         return lines
 
+    def _totals(self) -> tuple[tuple[str, ...], ...]:
+        both = zip((self.before, self.error), self.totals, ("before", "after"), strict=False)
+        return tuple((f"{e:.3g}", size(b), time(t), name) for e, (b, t), name in both)
+
     def document(self) -> Document:
         verdict, lines = "meets" if self.met else "does not meet", self.notes()
         if self.met and self.places and not self.cut_short:
@@ -195,6 +212,7 @@ class Tuning(Report, FoundPolicy):
             (*lines, f"policy  {self.policy}"),
             (
                 Table("Overrides", COLUMNS, tuple(map(_cells, self.steps)), COLUMNS[-1:]),
+                Table("Before and after", ("error", "bytes", "time", "policy"), self._totals()),
                 _table("Rounds even with all these parts in float32", "operation", self.left, 12),
                 _table("Error of the results", "result", self.results, 5),
             ),
@@ -515,6 +533,9 @@ class Trial:
             bound=bound,
             target=self.target.name,
             before=before,
+            totals=tuple(
+                self.places.totals(ops, self.target) for ops in (frozenset[int](), _ops(best))
+            ),
             unfollowed=self.unfollowed,
             unnamed=tuple(sorted({p.pattern for p in best if p.pattern in RULES and p.ops})),
             **unmet,
