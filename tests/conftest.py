@@ -186,6 +186,25 @@ peaks: dict[str, str] = {}  # of each worker
 spent: collections.Counter[str] = collections.Counter()  # seconds of processor time, by file
 own_peak = (0, "")
 
+# A budget of processor time says nothing of another processor, nor of one that others load. So a
+# fixed work is timed after every so many tests, relative to what it takes where budgets are from.
+PROBED, WORK, REFERENCE = 50, 200_000, 0.009  # seconds
+paces: list[float] = []
+finished = 0  # tests of this process
+
+
+def pace():
+    """Returns how many times as long as on the machine of the budgets work takes here, now."""
+    begun = time.process_time()
+    sum(i * i for i in range(WORK))
+    return (time.process_time() - begun) / REFERENCE
+
+
+def at_reference():
+    """Returns the seconds that the tests would have taken on the machine of the budgets."""
+    mean = sum(paces) / len(paces) if paces else 1.0
+    return spent.total() / max(mean, 1.0)
+
 
 def cpu_seconds():
     """Returns the processor time of this process and of its children: no other load changes it."""
@@ -219,6 +238,10 @@ def pytest_runtest_makereport(item, call):
         report.outcome, report.longrepr = "skipped", (*item.location[:2], f"Skipped: {reason}")
     if report.when == "teardown":
         report.user_properties.append(("cpu", cpu_seconds() - item.stash[STARTED]))
+        global finished
+        if finished % PROBED == 0:
+            report.user_properties.append(("pace", pace()))
+        finished += 1
     return report
 
 
@@ -235,12 +258,14 @@ def described_peak():
 def pytest_runtest_logreport(report):
     if report.when == "teardown":
         name = report.nodeid.partition("::")[0]
-        spent[name] += dict(report.user_properties).get("cpu", 0)
+        properties = dict(report.user_properties)
+        spent[name] += properties.get("cpu", 0)
+        paces.extend([properties["pace"]] if "pace" in properties else [])
 
 
 def over_budget():
     """Returns whether the tests took more seconds of processor time than BUDGET, if it is set."""
-    return spent.total() > float(os.environ.get("BUDGET", "inf"))
+    return at_reference() > float(os.environ.get("BUDGET", "inf"))
 
 
 def pytest_sessionfinish(session):
@@ -261,7 +286,10 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("cost")
     terminalreporter.write_line(f"seed of all random inputs: SEED={seed_of_run()}")
     terminalreporter.write_line(f"peak memory of each worker: {memory}")
-    terminalreporter.write_line(f"processor time of all tests: {spent.total():.0f} s. Most of it:")
+    terminalreporter.write_line(
+        f"processor time of all tests: {spent.total():.0f} s; {at_reference():.0f} s at the pace "
+        "of the machine that budgets are from. Most of it:"
+    )
     for name, seconds in spent.most_common(SLOWEST):
         terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
     if over_budget():

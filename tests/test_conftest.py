@@ -17,4 +17,5 @@ def test_a_run_over_its_budget_of_processor_time_fails(budget, status):
     environ = {**os.environ, "BUDGET": budget, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == status, done.stdout
+    assert "s at the pace of the machine that budgets are from" in done.stdout
     assert (f"over the budget of {budget} s" in done.stdout) == bool(status)
