@@ -80,6 +80,7 @@ nitpick_ignore = [
     *(("py:class", name) for name in ("chex.ArrayTree", "flax.nnx.DiffState")),
     *(("py:class", f"optax.Transform{name}Fn") for name in ("Init", "UpdateExtraArgs")),
     ("py:class", "mpjax._src.core.autocast.regions.Region"),  # a context manager and decorator
+    ("py:class", "mpjax._src.core.policy.policy.FoundPolicy"),  # a Tuning or a Calibration
     *(("py:obj", f"jax.sharding.{name}") for name in ("AbstractMesh", "reshard")),
 ]
 
