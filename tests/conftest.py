@@ -188,6 +188,7 @@ own_peak = (0, "")
 
 # A budget of processor time says nothing of another processor, nor of one that others load. So a
 # fixed work is timed after every so many tests, relative to what it takes where budgets are from.
+# That time is inferred: where the tier took 1.8 times as long, the work took 0.016 s.
 PROBED, WORK, REFERENCE = 50, 200_000, 0.009  # seconds
 paces: list[float] = []
 finished = 0  # tests of this process

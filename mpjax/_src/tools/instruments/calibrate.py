@@ -39,6 +39,7 @@ from mpjax._src.tools.instruments.tune import (
     TuneStep,
     Tuning,
     checked,
+    errors_table,
     worst,
 )
 
@@ -163,8 +164,6 @@ class Calibration(Report, FoundPolicy):
 
     def document(self) -> Document:
         verdict = "meets" if self.met else "does not meet"
-        results = sorted(self.results.items(), key=lambda item: -item[1])
-        named = tuple((f"{error:.3g}", name) for name, error in results)
         return Document(
             "What the values need in float32",
             f"error {self.error:.3g} {verdict} the tolerance of {self.tolerance:.3g}; before "
@@ -172,7 +171,7 @@ class Calibration(Report, FoundPolicy):
             (self._cost(), *(self.tuning.notes() if self.tuning else ()), f"policy  {self.policy}"),
             (
                 Table("Parts", COLUMNS, tuple(map(_cells, self.parts)), (COLUMNS[0], COLUMNS[-1])),
-                Table("Error of the results", ("error", "result"), named, ("result",), most=5),
+                errors_table("Error of the results", "result", self.results, 5),
             ),
         )
 
@@ -345,13 +344,13 @@ class Seen(Wide):
         """Returns a part that `tune` found, and what amplifies its rounding most."""
         ops = (self._ops[n] for n in places.place(step.pattern).ops)
         behind = {reader for op in ops for reader in self._behind(op)}
-        worst = max(behind, key=lambda op: (self._sizes[op].gain, -op.index), default=None)
-        gain = self._sizes[worst].gain if worst else 0.0
+        most = max(behind, key=lambda op: (self._sizes[op].gain, -op.index), default=None)
+        gain = self._sizes[most].gain if most else 0.0
         kind, cause = ROUNDED, "rounding errors add up"
-        if worst and gain >= CAUSE and worst.spec.gain_of(worst.params) == SUM:
-            kind, cause = CANCELED, f"{worst.name} cancels all but 1/{gain:.3g} of it"
-        elif worst and gain >= CAUSE:
-            kind, cause = AMPLIFIED, f"{worst.name} of up to {gain:.3g} reads it"
+        if most and gain >= CAUSE and most.spec.gain_of(most.params) == SUM:
+            kind, cause = CANCELED, f"{most.name} cancels all but 1/{gain:.3g} of it"
+        elif most and gain >= CAUSE:
+            kind, cause = AMPLIFIED, f"{most.name} of up to {gain:.3g} reads it"
         work = (step.operations, step.flops, step.seconds, step.alone)
         return CalibratedPart(step.pattern, kind, cause, *work)
 

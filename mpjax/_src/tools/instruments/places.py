@@ -152,10 +152,10 @@ class Places:
         """
         ops = self.owners(None)
         _, _, arrays = self.prices([ops], target)
-        _, _, wide = self.prices([moved], target)
+        slower, _, wide = self.prices([moved], target)
         bytes_moved = round(float(arrays.sum() + wide.sum()) * target.bandwidth)
         flops = sum(self._flops[n] for n in ops)
-        seconds = flops / _rates(target)[1] + self.seconds(moved, target) + arrays.sum()
+        seconds = flops / _rates(target)[1] + slower.sum() + wide.sum() + arrays.sum()
         return bytes_moved, float(seconds)
 
     def merged(self, moved: frozenset[int], places: Iterable[Place]) -> list[Place]:

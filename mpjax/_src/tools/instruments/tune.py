@@ -213,8 +213,10 @@ class Tuning(Report, FoundPolicy):
             (
                 Table("Overrides", COLUMNS, tuple(map(_cells, self.steps)), COLUMNS[-1:]),
                 Table("Before and after", ("error", "bytes", "time", "policy"), self._totals()),
-                _table("Rounds even with all these parts in float32", "operation", self.left, 12),
-                _table("Error of the results", "result", self.results, 5),
+                errors_table(
+                    "Rounds even with all these parts in float32", "operation", self.left, 12
+                ),
+                errors_table("Error of the results", "result", self.results, 5),
             ),
             drawing=lambda: Drawing(
                 operations=tuple(map(_place, self.steps)), colors=(ALONE, WORK), things="parts"
@@ -222,7 +224,8 @@ class Tuning(Report, FoundPolicy):
         )
 
 
-def _table(title: str, of: str, errors: dict[str, float], most: int) -> Table:
+def errors_table(title: str, of: str, errors: dict[str, float], most: int) -> Table:
+    """Returns a table of errors by name, the largest first."""
     order = sorted(errors.items(), key=lambda item: -item[1])
     rows = tuple((f"{error:.3g}", name) for name, error in order)
     return Table(title, ("error", of), rows, (of,), most=most)
