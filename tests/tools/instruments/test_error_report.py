@@ -258,3 +258,15 @@ def test_abstract_arguments_are_refused():
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters("a", "b", "c"))
     with pytest.raises(TypeError, match="concrete"):
         report(loss, *args)
+
+
+def test_a_constant_rounds_too():
+    def scaled(w, x):
+        return jnp.mean((x @ w["a"] * 0.7971) ** 2)
+
+    args = parameters("a")
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("mul",))
+    errors = report(scaled, *args, policy=policy).errors
+    compared = mpjax.compare(scaled, policy)(*args).results
+    assert errors.loss == pytest.approx(compared["loss"], rel=0.1)
+    assert errors.results["gradient of a"] == pytest.approx(compared["gradient of a"], rel=0.1)

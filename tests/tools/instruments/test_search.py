@@ -57,6 +57,20 @@ def test_many_places_are_searched_by_an_integer_program():
     assert all(case.error(search.best - {i}) > case.tolerance for i in search.best)
 
 
+def test_many_places_are_also_left_out_one_by_one(monkeypatch):
+    def cost(seed):
+        case = Case(seed, 40, fresh=0.5)
+        found = case.search()
+        found.run()
+        assert case.error(found.best) <= case.tolerance
+        return case.cost(found.best)
+
+    with_it = np.array([cost(seed) for seed in (1, 3)])
+    monkeypatch.setattr(Search, "_descend", lambda self: None)
+    without = np.array([cost(seed) for seed in (1, 3)])
+    assert np.all(with_it < 0.99 * without)
+
+
 def test_a_place_brings_those_inside_it():
     case = Case(2, 5)
     search = case.search(inside=[[1, 2], [], [], [], []])

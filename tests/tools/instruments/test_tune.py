@@ -11,9 +11,10 @@ from support import normal, thorough_but
 import mpjax
 from mpjax._src.core.planner import rounding
 from mpjax._src.tools.hardware.targets import find_target
-from mpjax._src.tools.instruments.places import Places
+from mpjax._src.tools.instruments import tune as tuning
+from mpjax._src.tools.instruments.places import Place, Places, overridden
 from mpjax._src.tools.instruments.programs import make_program
-from mpjax._src.tools.instruments.tune import tune
+from mpjax._src.tools.instruments.tune import Trial, tune, worst
 
 LAYERS, WIDTH = 3, 16
 
@@ -220,6 +221,80 @@ class TestSearch:
         assert tuned.met and "aux logits" not in tuned.results
         forward = tune(lambda p, x: loss(p, x)[1], "mixed_float16", 0.5)(*args)
         assert forward.met and set(forward.results) == {"result logits"}
+
+
+def trial(fun, policy, *args):
+    make = functools.partial(
+        make_program, "tune", fun, args=args, kwargs={}, argnums=0, has_aux=False
+    )
+    return Trial(make, mpjax.get_policy(policy), 1000, "auto", find_target("h100"))
+
+
+class TestPlaces:
+    def test_an_operation_whose_derivative_is_in_16_bits_is_a_place(self):
+        def loss(w, x):
+            with jax.named_scope("act"):
+                h = jnp.tanh(x @ w)  # its derivative subtracts
+            return jnp.mean(h**2)
+
+        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("sub",))
+        tried = trial(loss, policy, normal(0, 32, 32, scale=0.2), normal(1, 16, 32))
+        places = {p.pattern: p for p in tried.places.finest()}
+        assert "act/tanh" in places
+        moved = [p for pattern, p in places.items() if pattern != "act/tanh"]
+        by_mask = worst(tried.masked(frozenset().union(*(p.ops for p in moved)))[0])
+        planned = worst(tried.trained(overridden(policy, moved))[0])
+        assert planned > 1e-4 and by_mask == pytest.approx(planned, rel=0.1)
+
+    def test_containers_are_no_places(self):
+        def loss(w, x):
+            return jnp.sum(jax.lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: -a @ w, x))
+
+        tried = trial(loss, "mixed_bfloat16", normal(0, 32, 32), normal(1, 16, 32))
+        assert [p.pattern for p in tried.places.finest()] == ["dot_general"]
+
+
+class TestProposals:
+    def proposals(self, sees):
+        """Returns what is allowed to masks, and found, where they see a part of the errors."""
+        asked = []
+
+        class Fake(Trial):
+            def __init__(self):
+                self.policy = None
+
+            def _merged(self, chosen):
+                return chosen
+
+            def _search(self, places, allowed):
+                asked.append(allowed)
+                count = next(n for n in range(21) if (20 - n) * 0.05 <= allowed + 1e-9)
+                return places[:count], 0.0
+
+            def masked(self, ops):
+                return {"loss": (20 - len(ops)) * 0.05}, []
+
+            def trained(self, policy):
+                by_mask = (20 - len(policy)) * 0.05
+                return {"loss": by_mask / sees(len(asked))}, []
+
+        places = [Place(str(i), frozenset([i])) for i in range(20)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "overridden", lambda policy, places: places)
+            return asked, [(len(c), e["loss"]) for c, e, _ in Fake()._proposals(places, 0.601)]
+
+    def test_one_is_enough_where_masks_see_all(self):
+        asked, found = self.proposals(lambda attempt: 1.0)
+        assert asked == [0.601] and found == [(8, pytest.approx(0.6))]
+
+    def test_a_search_is_allowed_less_where_masks_see_less_and_then_more_again(self):
+        asked, found = self.proposals(lambda attempt: 0.75 if attempt == 1 else 1.0)
+        assert asked[1] < 0.6 * 0.75 < asked[2] < asked[3] < 0.6
+        assert found[0] == (8, pytest.approx(0.8)) and found[-1] == (9, pytest.approx(0.55))
+
+    def test_all_places_are_the_last_that_is_tried(self):
+        asked, found = self.proposals(lambda attempt: 1e-3)
+        assert len(asked) <= tuning.VERIFIED and found[-1] == (20, 0.0)
 
 
 class TestUnmet:

@@ -61,3 +61,14 @@ def test_with_places_in_float32_the_mask_has_the_error_of_the_plan(moved, policy
     assert np.hypot.reduce([*errors.values()]) == pytest.approx(
         np.hypot.reduce([*planned.values()]), rel=0.1
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - ON_DEVICES))
+def test_the_tuned_policy_has_the_error_of_its_mask(name, policy):
+    tried = trial(PROGRAMS[name], policy, W, X)
+    told = tried.report(worst(tried.trained(tried.policy)[0]) / 3)
+    moved = frozenset[int]().union(*(tried.places.place(step.pattern).ops for step in told.steps))
+    assert told.met
+    assert worst(tried.masked(moved)[0]) == pytest.approx(told.error, rel=0.1, abs=1e-6)

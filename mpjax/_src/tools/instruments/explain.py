@@ -10,6 +10,7 @@ import jax
 
 from mpjax._src.core.autocast.transform import Traced, call, trace
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base.contexts import constants_as_casts
 from mpjax._src.core.base.devices import check_name, traced_for
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
 from mpjax._src.core.base.errors import brief, check_flag, whole_number
@@ -376,7 +377,8 @@ def explain(
     def with_errors(*args, **kwargs):
         wanted = 0 if argnums is None else argnums
         by = None if wanted == () else wanted
-        program = make_program("explain", fun, policy, args, kwargs, by, has_aux)
+        with constants_as_casts():
+            program = make_program("explain", fun, policy, args, kwargs, by, has_aux)
         traced, jaxpr = program.traced, _jax.open_jaxpr(program.jaxpr)[0]
         if program.follows_gradient:
             active = differentiated("explain", args, kwargs, by)

@@ -5,7 +5,8 @@ measured with that place alone in 16 bits. A part of it is another one in each r
 places change what is rounded: its squares add up. So the square of an error is a quadratic form of
 the places that round (`Model`). What is cheapest under it is a knapsack whose items interact: an
 integer program takes the squares alone (HiGHS), and exchanges of places the products too. Each
-proposal is measured, and corrects the budget of the next one.
+proposal is measured, and corrects the budget of the next one. Many places are also left out one by
+one, from all, with a measurement each: where errors do not add up, that ends elsewhere.
 """
 
 import itertools
@@ -126,10 +127,21 @@ class Search:
         self._all = self._every() if self.count <= FEW else None
 
     def run(self) -> None:
-        """Searches until a proposal repeats, or a measurement raises."""
-        everything = frozenset(range(self.count))
+        """Searches until nothing cheaper is found, or a measurement raises."""
         if self.is_enough(frozenset()):
             return
+        self._propose()
+        self._improve()
+        before = self.best
+        if self._all is None:
+            self._descend()
+        if self.best != before:
+            self._improve()
+        self.bound = self._cost(self._proposed(self._most()))
+
+    def _propose(self) -> None:
+        """Measures the cheapest sets under the model, until one repeats."""
+        everything = frozenset(range(self.count))
         low, high, budget = 0.0, math.inf, 1.0
         for _ in range(PROPOSALS):
             chosen = self._proposed(budget)
@@ -149,9 +161,6 @@ class Search:
                 budget *= min(max(off, 1 / 64), 64) * (1.02 if off > 1 else 0.98)
         if self.best is None:
             self.is_enough(everything)
-        self._trim()
-        self._retry()
-        self.bound = self._cost(self._proposed(self._most()))
 
     def is_enough(self, places: frozenset[int]) -> bool:
         """Returns whether a set of places meets the tolerance; measures it if needed."""
@@ -176,7 +185,7 @@ class Search:
         else:
             rows = self._exchanged(self._knapsack(budget), budget)[None]
         best = rows[np.lexsort((rows.sum(1), self._prices(rows)))[0]]
-        return frozenset(np.flatnonzero(best).tolist())
+        return _set(best)
 
     def _every(self) -> np.ndarray:
         """Returns all sets that contain what is within their places."""
@@ -250,10 +259,37 @@ class Search:
         instead = [each | self._inside[i] for each in without for i in np.flatnonzero(~chosen)]
         return np.array([*without, *instead]).reshape(-1, self.count)
 
+    # ---- measured improvements ------------------------------------------------------------------
+
+    def _descend(self) -> None:
+        """Leaves out one place after the other: what gains most for the error that it adds.
+
+        What is predicted next is corrected by each measurement.
+        """
+        kept = left = np.ones(self.count, bool)
+        while left.any() and self.is_enough(_set(kept)):
+            rows = kept & ~self._inside[:, left].T
+            now, then = self.model.predicted(~kept[None]), self.model.predicted(~rows)
+            corrected = (self.tried[_set(kept)] / self.tolerance) ** 2 / np.maximum(now, 1e-30)
+            gains = self._prices(kept[None]) - self._prices(rows)
+            gains /= np.maximum(corrected * (then - now), 1e-4)
+            gains[corrected * then > DOUBT] = 0
+            if gains.max() <= 0:
+                return
+            place = np.flatnonzero(left)[np.argmax(gains)]
+            without = rows[np.argmax(gains)]
+            left = left & (np.arange(self.count) != place)
+            if self.is_enough(_set(without)):
+                kept, left = without, left & without
+
+    def _improve(self) -> None:
+        self._trim()
+        self._retry()
+
     def _trim(self) -> None:
         """Leaves out of the best set, one after the other, what need not be in it."""
         for place in sorted(self.best or (), key=lambda i: -self._cost(frozenset([i]))):
-            around = frozenset(np.flatnonzero(self._inside[:, place]).tolist())
+            around = _set(self._inside[:, place])
             if self.best and place in self.best:
                 self.is_enough(self.best - around)
 
@@ -265,11 +301,11 @@ class Search:
             best = np.isin(np.arange(self.count), [*self.best])
             rows = self._neighbors(best) if self._all is None else self._all
             rows = rows[self._prices(rows) < 0.99 * self._cost(self.best)]
-            rows = rows[[frozenset(np.flatnonzero(row).tolist()) not in self.tried for row in rows]]
+            rows = rows[[_set(row) not in self.tried for row in rows]]
             predicted = self.model.predicted(~rows)
             if not len(rows) or predicted.min() > DOUBT:
                 return
-            self.is_enough(frozenset(np.flatnonzero(rows[np.argmin(predicted)]).tolist()))
+            self.is_enough(_set(rows[np.argmin(predicted)]))
 
     def _most(self) -> float:
         """Returns the largest budget at which a measured error was within the tolerance's."""
@@ -288,3 +324,8 @@ class Search:
     def _prices(self, rows: np.ndarray) -> np.ndarray:
         """Returns what each row costs: 1 for the places in float32."""
         return rows @ self.costs + (rows.astype(float) @ self._has > 0) @ self._arrays
+
+
+def _set(chosen: np.ndarray) -> frozenset[int]:
+    """Returns the places that a row is true for."""
+    return frozenset(np.flatnonzero(chosen).tolist())

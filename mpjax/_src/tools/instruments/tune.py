@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base.contexts import constants_as_casts
 from mpjax._src.core.base.dtypes import FLOAT64, default_device
 from mpjax._src.core.base.errors import (
     brief,
@@ -47,7 +48,7 @@ from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target, find_target
 from mpjax._src.tools.instruments.compare import compare_program
 from mpjax._src.tools.instruments.contributions import Rounding
-from mpjax._src.tools.instruments.masked import masked, readers, unfollowed
+from mpjax._src.tools.instruments.masked import masked, readers, reads_half, unfollowed
 from mpjax._src.tools.instruments.places import Place, Places, overridden, own_pattern
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
 from mpjax._src.tools.instruments.search import Model, Search
@@ -62,9 +63,9 @@ ENTRIES = 64
 
 LEAST_RUNS = 2  # the float32 reference, and the policy without overrides
 
-# The overrides are measured as they train so often; each time the search's tolerance shrinks by
-# what the masks did not see.
-VERIFIED = 3
+# The overrides are measured as they train so often. In between, what a search allows the masks is
+# this part of what they saw, but not less than that of the tolerance, and grows by so much or not.
+VERIFIED, ROOM, LEAST_ALLOWED, NEAR = 4, 0.98, 1 / 64, 1.05
 
 # The device whose times count if this one's are not known.
 TARGET = "h100"
@@ -379,7 +380,7 @@ class Trial:
         stopped = self._stopped(self.program)
         self.places = Places(self.program.plan, stopped)
         self.scale = training_scale(self.program, policy, loss_scale)
-        self.rounding = Rounding(self.program, self.places.owners(None))
+        self.rounding = self._rounding(policy, self.places.owners(None))
         self.unfollowed = unfollowed(self.rounding.block, policy)
         numbers = [entry.step.site.op for entry in self.rounding.entries]
         owners = {n: self.places.owners(n) for n in {*numbers}}
@@ -403,6 +404,11 @@ class Trial:
             raise OutOfRuns
         self.runs += 1
         advance(RUN)
+
+    def _rounding(self, policy: Policy, operands: Collection[int] = ()) -> Rounding:
+        """Returns the program under a policy with a mask."""
+        with constants_as_casts():
+            return Rounding(self._make(policy=policy), operands)
 
     def _stopped(self, program: Program) -> set[int]:
         """Returns the ops, by number, whose results are rounded unless an override names them."""
@@ -500,25 +506,23 @@ class Trial:
         best: Sequence[Place] = []
         results: dict[str, float] = {}
         met = cut_short = False
-        bound, allowed, unmet = 0.0, tolerance, dict[str, Any]()
+        bound, unmet = 0.0, dict[str, Any]()
         places = self.places.finest()
+
+        def rank(chosen: Sequence[Place], errors: dict[str, float]) -> tuple[bool, float]:
+            error = worst(errors)
+            return error > tolerance, error if error > tolerance else self._seconds(chosen)
+
         try:
             results, _ = self.trained(self.policy)
             before = worst(results)
             met = before <= tolerance
-            for attempt in range(0 if met else VERIFIED + 1):
-                searching = places and attempt < VERIFIED
-                chosen, least = self._search(places, allowed) if searching else (places, 0.0)
-                errors, _ = self.trained(overridden(self.policy, self._merged(chosen)))
-                if worst(errors) < worst(results) or not best:
+            for chosen, errors, least in () if met else self._proposals(places, tolerance):
+                if not best or rank(chosen, errors) < rank(best, results):
                     best, results, bound = chosen, errors, least
-                met = worst(errors) <= tolerance
+                met = worst(results) <= tolerance
                 if not met and len(chosen) == len(places):
                     unmet = self._unmet(errors, places)
-                if met or unmet:
-                    break
-                # The masks did not see this much: the next search leaves room for it.
-                allowed *= 0.9 * tolerance / worst(errors)
         except OutOfRuns:
             cut_short = True
         merged = self._merged(best)
@@ -532,7 +536,7 @@ class Trial:
             runs=self.runs,
             cut_short=cut_short,
             places=len(best),
-            cost=self.places.seconds(_ops(best), self.target),
+            cost=self._seconds(best),
             bound=bound,
             target=self.target.name,
             before=before,
@@ -543,6 +547,39 @@ class Trial:
             unnamed=tuple(sorted({p.pattern for p in best if p.pattern in RULES and p.ops})),
             **unmet,
         )
+
+    def _proposals(
+        self, places: Sequence[Place], tolerance: float
+    ) -> Iterator[tuple[Sequence[Place], dict[str, float], float]]:
+        """Yields sets of places, their errors as they train, and what is needed at least.
+
+        If masks see less than all of an error, the next search is allowed less, until a set is
+        enough; then it is allowed more again.
+        """
+        allowed, low, high = tolerance, 0.0, math.inf
+        for _ in range(VERIFIED if places else 0):
+            chosen, least = self._search(places, allowed)
+            errors, _ = self.trained(overridden(self.policy, self._merged(chosen)))
+            yield chosen, errors, least
+            by_mask, error = worst(self.masked(_ops(chosen))[0]), worst(errors)
+            seen = tolerance * by_mask / max(error, 1e-30)
+            if error <= tolerance:
+                low = allowed
+                allowed = min(seen, math.sqrt(low * high))
+            elif len(chosen) == len(places):
+                return
+            else:
+                high = allowed
+                allowed = math.sqrt(low * high) or max(ROOM * seen, tolerance * LEAST_ALLOWED)
+            if allowed < NEAR * low:
+                return
+        if not low:
+            errors, _ = self.trained(overridden(self.policy, self._merged(places)))
+            yield places, errors, 0.0
+
+    def _seconds(self, places: Iterable[Place]) -> float:
+        """Returns the time that places add to a step on the target."""
+        return self.places.seconds(_ops(places), self.target)
 
     def _unmet(self, errors: dict[str, float], places: Sequence[Place]) -> dict[str, Any]:
         """Returns what there is to say if all places in float32 are not enough.
@@ -564,13 +601,12 @@ class Trial:
 
     def _left(self, policy: Policy) -> dict[str, float]:
         """Returns what rounds under a policy beside own casts, with the error of each alone."""
-        program = self._make(policy=policy)
-        rounding = Rounding(program)
+        rounding = self._rounding(policy)
         own = self._own(rounding)
         masks: dict[str, np.ndarray] = {}
         for i in np.flatnonzero(~own):
             step = rounding.entries[i].step
-            line = where(*program.lines(step.eqn, step.site))
+            line = where(*self.program.lines(step.eqn, step.site))
             masks.setdefault(f"{step.eqn.primitive.name}  {line}".strip(), own.copy())[i] = True
         errors = {n: self._errors(self._by_mask(rounding, m))[0] for n, m in masks.items()}
         return {name: worst(each) for name, each in errors.items() if worst(each)}
@@ -629,24 +665,28 @@ class Trial:
 
 
 def _rounded(program: Program) -> set[int]:
-    """Returns the ops, by number, that autocast rounds for others than matmuls, and for no matmul.
+    """Returns the ops, by number, that are in 16 bits and not for what reads them.
 
-    A matmul rounds what it reads itself.
+    They compute in 16 bits, or autocast rounds what they make. 16-bit operations, such as matmuls,
+    round what they read themselves: the op that made it does not stop that.
     """
-    found: set[Any] = set()
-    read: set[Any] = {None}
+    computes: set[Any] = set()
+    stored: set[Any] = set()
+    read: set[Any] = set()
     for block in masked(program.jaxpr, root_of(program.jaxpr)).blocks():
-        others: set[int] = set()  # what is read in 16 bits
+        readers: dict[Any, set[Any]] = {}  # the ops that read a value in 16 bits
         for step in reversed(block.steps):
-            name, ins = step.eqn.primitive.name, step.ins
-            if name in BARRIERS:
-                ins = [v for v, out in zip(ins, step.outs, strict=False) if out in others]
-            if not is_precise(step.eqn):
-                others.update(v for v in ins if isinstance(v, int))
+            barrier = step.eqn.primitive.name in BARRIERS
+            for i, v in enumerate(step.ins):
+                if isinstance(v, int) and not is_precise(step.eqn):
+                    own = None if step.blocks else step.site.op
+                    through = readers.get(step.outs[i], ()) if barrier else [own]
+                    readers.setdefault(v, set()).update(through)
         for step in block.places:
-            into = read if others.intersection(step.outs) else found
+            others = set[Any]().union(*(readers.get(v, ()) for v in step.outs)) - {step.site.op}
+            into = computes if reads_half(step.eqn) else read if others else stored
             into.add(step.site.op)
-    return found - read
+    return (computes | stored - read) - {None}
 
 
 def worst(errors: dict[str, float]) -> float:
