@@ -53,3 +53,39 @@ def test_override_reaches_scanned_parameters():
     params = {"layers": {"w": jnp.stack([W] * 2)}}
     policy = mpjax.get_policy("mixed_bfloat16").override({"layers/*": "float32"})
     assert full_matmuls(mpjax.autocast(fun, policy), params, X)
+
+
+def two(p, h):
+    return jnp.tanh(h @ p["a"]) @ p["b"]
+
+
+INSIDE = {
+    "scan": lambda p, x: lax.scan(lambda h, w: (two(w, h), None), x, p)[0],
+    "scan, constants": lambda p, x: lax.scan(lambda h, _: (two(p, h), None), x, None, length=2)[0],
+    "scan of remat": lambda p, x: lax.scan(jax.checkpoint(lambda h, w: (two(w, h), None)), x, p)[0],
+    "cond": lambda p, x: lax.cond(x[0, 0] > 0, two, lambda p, h: -two(p, h), p, x),
+    "remat": lambda p, x: jax.checkpoint(two)(p, x),
+    "jit": lambda p, x: jax.jit(two)(p, x),
+    "fori": lambda p, x: lax.fori_loop(0, 2, lambda i, h: two(p, h), x),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_an_override_by_path_leaves_the_other_matmuls_of_a_program_in_16_bits(name):
+    stacked = name.startswith("scan") and "constants" not in name
+    shape = (2, 32, 32) if stacked else (32, 32)
+    params = {"a": normal(0, *shape), "b": normal(1, *shape)}
+    policy = mpjax.get_policy("mixed_bfloat16").override({"a": "float32"})
+    report = mpjax.explain(lambda p, x: jnp.sum(INSIDE[name](p, x)), policy, argnums=None)(
+        params, normal(2, 8, 32)
+    )
+    assert report.half_flops == 0.5
+
+
+def test_an_override_by_path_reaches_a_custom_rule():
+    rule = jax.custom_vjp(two)
+    rule.defvjp(lambda p, h: jax.vjp(two, p, h), lambda back, ct: back(ct))
+    policy = mpjax.get_policy("mixed_bfloat16").override({"a": "float32"})
+    params = {"a": normal(0, 32, 32), "b": normal(1, 32, 32)}
+    report = mpjax.explain(lambda p, x: jnp.sum(rule(p, x)), policy)(params, normal(2, 8, 32))
+    assert report.half_flops == 0  # its derivatives are traced later, without paths

@@ -123,6 +123,9 @@ def _planned(eqn: Any) -> Iterable[Inside]:
     yield Inside(program, range(len(eqn.invars)), range(len(eqn.outvars)))
 
 
+# Functions whose derivatives are functions too, which JAX traces later.
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
 FIRST_ORDER = HigherOrder(lambda eqn: (), "")
 HIGHER_ORDER: dict[str, HigherOrder] = {
     "scan": scanning("jaxpr", ("length", "reverse", "unroll")),

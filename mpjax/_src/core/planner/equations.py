@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
 from mpjax._src.core.base.dtypes import FLOAT32
-from mpjax._src.core.base.higher_order import CALL, REMATS, HigherOrder, higher_order
+from mpjax._src.core.base.higher_order import CALL, CUSTOM, REMATS, HigherOrder, higher_order
 from mpjax._src.core.base.rules import Rule, rule_of
 from mpjax._src.core.program.graph import PLANNED, REGION
 
 BARRIER = "optimization_barrier"
 # Their author's rules say how they are differentiated: they stay calls until the end.
-CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
 class Value:

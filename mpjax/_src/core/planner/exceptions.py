@@ -174,7 +174,9 @@ class Exceptions:
         # Inside of a kernel, its author chose the dtypes.
         if any(name.startswith(KERNEL) for name in scopes):
             return "", None
-        paths = [path for fact in ins for path in fact.paths]
+        # What is inside reads its operands by their paths; but JAX traces custom rules later.
+        decides = e.is_custom or not e.row.params
+        paths = [path for fact in ins for path in fact.paths if decides]
         matching = overriding(self.overrides, scopes, e.name, paths)
         if not matching:
             return "", None

@@ -14,7 +14,7 @@ import numpy as np
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building, internals
 from mpjax._src.core.base.dtypes import FLOAT32, dtype_of
-from mpjax._src.core.planner.equations import CUSTOM
+from mpjax._src.core.base.higher_order import CUSTOM
 from mpjax._src.core.planner.exceptions import Exceptions
 from mpjax._src.core.planner.narrowed import narrowed
 from mpjax._src.core.planner.program import Program

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
-from mpjax._src.core.base.higher_order import MAP, REMATS
+from mpjax._src.core.base.higher_order import CUSTOM, MAP, REMATS
 from mpjax._src.core.base.rules import UNKNOWN, rule_of
 from mpjax._src.core.base.trees import vary_like
-from mpjax._src.core.planner.equations import CUSTOM, Equation, Value, closed, opened
+from mpjax._src.core.planner.equations import Equation, Value, closed, opened
 from mpjax._src.core.program import graph
 from mpjax._src.core.program.graph import PLANNED, Block, Op
 from mpjax._src.core.program.site import equations as all_equations

@@ -15,8 +15,8 @@ from jax.extend.core import Literal
 from mpjax._src.core.autocast.transform import Traced, call
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base._jax import building
+from mpjax._src.core.base.higher_order import CUSTOM
 from mpjax._src.core.base.trees import is_floating
-from mpjax._src.core.planner.equations import CUSTOM
 from mpjax._src.core.program.graph import CONSTANT_LIMIT
 
 # How many programs of a function are remembered; each set of shapes has one.
