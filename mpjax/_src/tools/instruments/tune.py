@@ -47,7 +47,7 @@ from mpjax._src.tools.document.model import (
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target, find_target
 from mpjax._src.tools.instruments.compare import compare_program
-from mpjax._src.tools.instruments.contributions import Rounding
+from mpjax._src.tools.instruments.contributions import Rounding, ratio
 from mpjax._src.tools.instruments.masked import masked, readers, reads_half, unfollowed
 from mpjax._src.tools.instruments.places import Place, Places, overridden, own_pattern
 from mpjax._src.tools.instruments.programs import Program, make_program, training_scale
@@ -437,20 +437,14 @@ class Trial:
 
     def _exact(self, arrays: Any = None) -> dict[str, jax.Array]:
         """Returns the results in float32, of these arrays if any are given."""
-        if self.unfollowed:
-            program = self._make(policy=get_policy("float32"))
-            arrays = program.arrays if arrays is None else arrays
-            return self._named(dataclasses.replace(program, arrays=arrays).at(self.scale))
-        return self._by_mask(self.rounding, self._written, arrays)
-
-    def _by_mask(
-        self, rounding: Rounding, mask: np.ndarray, arrays: Any = None
-    ) -> dict[str, jax.Array]:
-        self._count()
-        inputs = self.program.inputs(self.scale)
+        program = self._make(policy=get_policy("float32"))
         if arrays is not None:
-            inputs[: len(arrays)] = arrays
-        outs = rounding.at(inputs, mask.astype(float))
+            program = dataclasses.replace(program, arrays=arrays)
+        return self._named(program.at(self.scale))
+
+    def _by_mask(self, rounding: Rounding, mask: np.ndarray) -> dict[str, jax.Array]:
+        self._count()
+        outs = rounding.at(self.program.inputs(self.scale), mask.astype(float))
         return self._named(zip(rounding.names, outs, strict=True))
 
     def masked(self, moved: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
@@ -480,7 +474,7 @@ class Trial:
     def _errors(self, got: dict[str, jax.Array]) -> tuple[dict[str, float], list[np.ndarray]]:
         distances = jax.device_get(_distances(got, self.wanted, self._signs))
         sizes = self._sizes({name: float(d) for name, (d, _) in distances.items()})
-        errors = {name: _ratio(float(d), sizes[name]) for name, (d, _) in distances.items()}
+        errors = {name: ratio(d, sizes[name]) for name, (d, _) in distances.items()}
         return errors, [_of_length(v, errors[name]) for name, (_, v) in distances.items()]
 
     def _sizes(self, distances: dict[str, float]) -> dict[str, float]:
@@ -695,11 +689,6 @@ def worst(errors: dict[str, float]) -> float:
 
 def _ops(places: Iterable[Place]) -> frozenset[int]:
     return frozenset().union(*(p.ops for p in places))
-
-
-def _ratio(distance: float, size: float) -> float:
-    error = distance / size if size else (0.0 if distance == 0 else math.inf)
-    return math.inf if math.isnan(error) else error
 
 
 @jax.jit
