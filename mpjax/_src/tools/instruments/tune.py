@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.autocast.classify import PROGRAM
 from mpjax._src.core.base.contexts import constants_as_casts
 from mpjax._src.core.base.dtypes import FLOAT64, default_device
 from mpjax._src.core.base.errors import (
@@ -412,8 +413,12 @@ class Trial:
 
     def _stopped(self, program: Program) -> set[int]:
         """Returns the ops, by number, whose results are rounded unless an override names them."""
-        rounded = _rounded(program) - Places(program.plan).owners(None)
-        rounded = {n for n in rounded if program.ops[n].has_float32}
+        rounded = {
+            n
+            for n in _rounded(program) - Places(program.plan).owners(None)
+            # An override of what holds a program would move all of it.
+            if (op := program.ops[n]).has_float32 and program.plan.rulings[op].kind != PROGRAM
+        }
         named = {own_pattern(program.ops[n]): "float32" for n in rounded}
         if not named:
             return set()
@@ -673,8 +678,7 @@ def _rounded(program: Program) -> set[int]:
             barrier = step.eqn.primitive.name in BARRIERS
             for i, v in enumerate(step.ins):
                 if isinstance(v, int) and not is_precise(step.eqn):
-                    own = None if step.blocks else step.site.op
-                    through = readers.get(step.outs[i], ()) if barrier else [own]
+                    through = readers.get(step.outs[i], ()) if barrier else [step.site.op]
                     readers.setdefault(v, set()).update(through)
         for step in block.places:
             others = set[Any]().union(*(readers.get(v, ()) for v in step.outs)) - {step.site.op}
