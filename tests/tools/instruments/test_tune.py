@@ -246,6 +246,20 @@ class TestPlaces:
         planned = worst(tried.trained(overridden(policy, moved))[0])
         assert planned > 1e-4 and by_mask == pytest.approx(planned, rel=0.1)
 
+    def test_what_places_cost_together_does_not_depend_on_their_order(self):
+        def loss(w, x):
+            with jax.named_scope("first"):
+                h = x @ w
+            with jax.named_scope("second"):  # reads a larger view of the array
+                return jnp.mean((jnp.broadcast_to(h, (4, 64, 32)) @ w) ** 2)
+
+        tried = trial(loss, "mixed_bfloat16", normal(0, 32, 32), normal(1, 64, 32))
+        sets = [place.ops for place in tried.places.finest()]
+        for order in (sets, sets[::-1]):
+            costs, _, arrays = tried.places.prices(order, tried.target)
+            together = tried.places.seconds(frozenset().union(*sets), tried.target)
+            assert costs.sum() + arrays.sum() == pytest.approx(together)
+
     def test_containers_are_no_places(self):
         def loss(w, x):
             return jnp.sum(jax.lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: -a @ w, x))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -38,7 +38,8 @@ class Places:
             if op.has_float32 and (rulings[op].in_force == "half" or self.rows[op] in stopped)
         ]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
-        self._arrays = self._arrays_of(pairs)
+        self._sizes: dict[Value, int] = {}  # the entries of arrays that ops have in float32
+        self._arrays = {self.rows[op]: [*arrays] for op, arrays in self._arrays_of(pairs)}
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
         self.place = functools.cache(self._place)  # returns the place of a pattern
 
@@ -102,21 +103,22 @@ class Places:
         """Returns the share of the matmul FLOPs of some ops."""
         return sum(self._flops[i] for i in ops) / (sum(self._flops.values()) or 1)
 
-    def _arrays_of(self, pairs: Iterable[tuple[Op, int]]) -> dict[int, dict[Value, int]]:
-        """Returns the arrays that ops read and make in float32 if they move, with their entries.
+    def _arrays_of(self, pairs: Iterable[tuple[Op, int]]) -> Iterator[tuple[Op, Iterable[Value]]]:
+        """Yields the arrays that ops read and make in float32 if they move, and notes their sizes.
 
-        Views of one array are that array. Parameters and constants are in float32 anyway, and what
-        is no matmul computes in float32 anyway: it makes one array more.
+        Views of one array are that array, as large as the largest. Parameters and constants are in
+        float32 anyway, and what is no matmul computes in float32 anyway: it makes one array more.
         """
         origin: dict[Value, Value] = {}
-        found: dict[int, dict[Value, int]] = {}
         for op, times in pairs:
             if op.spec.need == MOVE and op.ins:
                 origin.update((out, origin.get(op.ins[0], op.ins[0])) for out in op.outs)
             values = (*op.ins, *op.outs) if op.spec.need == HALF else op.outs
-            own = (v for v in values if v.is_f32 and not (v.given or v.constant))
-            found[self.rows[op]] = {origin.get(v, v): v.size * times for v in own}
-        return found
+            own = [v for v in values if v.is_f32 and not (v.given or v.constant)]
+            for v in own:
+                array = origin.get(v, v)
+                self._sizes[array] = max(self._sizes.get(array, 0), v.size * times)
+            yield op, dict.fromkeys(origin.get(v, v) for v in own)
 
     def seconds(self, ops: Iterable[int], target: Target) -> float:
         """Returns the time that ops take longer in float32 on a target."""
@@ -136,12 +138,13 @@ class Places:
         slower = 1 / wide - 1 / half
         costs = np.array([slower * sum(self._flops[n] for n in ops) for ops in sets])
         each = [{v for n in ops for v in self._arrays[n]} for ops in sets]
-        entries = {v: size for ops in sets for n in ops for v, size in self._arrays[n].items()}
-        has = np.array([[v in own for v in entries] for own in each], float)
+        arrays = dict.fromkeys(v for own in each for v in own)
+        has = np.array([[v in own for v in arrays] for own in each], float)
+        entries = np.array([self._sizes[v] for v in arrays], float)
         return (
             costs,
             has.reshape(len(sets), -1),
-            2 * np.array([*entries.values()]) / target.bandwidth,
+            2 * entries / target.bandwidth,
         )
 
     def totals(self, moved: frozenset[int], target: Target) -> tuple[int, float]:
