@@ -34,6 +34,7 @@ from benchmarks import Options
 from benchmarks.models import MODELS, SMALL
 from benchmarks.on_cpu.codes import drawn
 from benchmarks.results import Results, Row
+from mpjax._src.core.base.contexts import constants_as_casts
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.tools.instruments import contributions, error_report
 from mpjax._src.tools.instruments.programs import make_program, training_scale
@@ -73,7 +74,8 @@ def checked(
     loss: Any, policy: str, args: Any, has_aux: bool = False, probes: int = PROBES
 ) -> tuple[Row, Any]:
     """Returns what measurements say of the estimates, and what estimates, with its arguments."""
-    program = make_program("explain", loss, get_policy(policy), args, {}, 0, has_aux)
+    with constants_as_casts():
+        program = make_program("explain", loss, get_policy(policy), args, {}, 0, has_aux)
     scale = training_scale(program, get_policy(policy), "auto")
     runner = contributions.Runner(program, scale, probes)
     weights = error_report.weights_of(program, runner.names, None)

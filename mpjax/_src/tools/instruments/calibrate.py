@@ -118,7 +118,7 @@ class Calibration(Report, FoundPolicy):
 
     @property
     def seconds(self) -> float:
-        """The time that the parts add to a step on the target."""
+        """The time that the parts add to a step on the target, arrays between two of them twice."""
         return sum(part.seconds for part in self.parts)
 
     def __or__(self, other: "Calibration") -> "Calibration":
