@@ -375,6 +375,8 @@ class Trial:
         target: Target,
     ):
         self.policy, self.max_runs, self.target = policy, max_runs, target
+        # Parameters that are stored in 16 bits arrive as float32.
+        self._float32 = get_policy("float32").replace(param_dtype=policy.param_dtype)
         self.runs = 0
         self._make = functools.partial(make, ran=self._count)
         self.program = self._make(policy=policy)
@@ -442,7 +444,7 @@ class Trial:
 
     def _exact(self, arrays: Any = None) -> dict[str, jax.Array]:
         """Returns the results in float32, of these arrays if any are given."""
-        program = self._make(policy=get_policy("float32"))
+        program = self._make(policy=self._float32)
         if arrays is not None:
             program = dataclasses.replace(program, arrays=arrays)
         return self._named(program.at(self.scale))
@@ -592,7 +594,7 @@ class Trial:
             if not self.unfollowed:
                 told["left"] = self._left(overridden(self.policy, self._merged(places)))
             if default_device().platform != "tpu":  # which have no float64
-                program = self._make(policy=get_policy("float32"))
+                program = self._make(policy=self._float32)
                 compared = compare_program(program, self.scale, FLOAT64)
                 # The program's own casts are not float32's.
                 told["float32_error"] = worst(compared.float32 or compared.results)
