@@ -68,7 +68,16 @@ def searching(w, x):
     return jnp.mean((x @ w["b"]) ** 2) * jax.lax.stop_gradient(found.sum())
 
 
-FUNCTIONS = [layers, scanned, branching, checkpointed, with_own_rule, searching]
+def repeated(w, x):
+    # What a loop of unknown length calls is in 16 bits, and nothing of its own.
+    half = lambda x: x.astype(jnp.bfloat16)  # noqa: E731
+    step = jax.jit(lambda h: jnp.tanh((half(h) @ half(w["a"])).astype(jnp.float32)))
+    turn = lambda c: (step(step(c[0])), c[1] + 1)  # noqa: E731
+    found, _ = jax.lax.while_loop(lambda c: c[1] < 3, turn, (x, 0))
+    return jnp.mean((x @ w["b"]) ** 2) + jax.lax.stop_gradient(jnp.mean(found**2))
+
+
+FUNCTIONS = [layers, scanned, branching, checkpointed, with_own_rule, searching, repeated]
 
 
 def problem(fun, policy="mixed_bfloat16"):
@@ -180,6 +189,19 @@ def test_what_leads_into_a_loop_without_a_derivative_is_hidden():
     assert behind.any()
     assert not behind.all()
     assert not hidden(problem(layers)[1]).any()
+
+
+def test_operations_in_a_loop_of_unknown_length_have_entries_of_their_own():
+    program, block = problem(repeated)
+    (loop,) = (step for step in block.steps if step.opaque)
+    _, body = loop.blocks
+    assert {"dot_general"} <= {step.eqn.primitive.name for step in body.places}
+    masks = split(block, np.zeros(block.size))
+    masks[body.number] = np.ones(len(body.places))
+    mask = np.concatenate([np.ravel(masks[each.number]) for each in block.blocks()])
+    assert hidden(block)[mask > 0].all()
+    exact = run_at(program, block, np.zeros(block.size))
+    assert 0 < distance(run_at(program, block, mask)[:1], exact[:1]) < 0.1
 
 
 def test_what_jax_does_not_reverse_is_opaque():

@@ -6,15 +6,15 @@ less the same in float32, both on operands in these dtypes), and m the place's e
 With 0 everywhere that is the float32 program, with 1 everywhere the given one. The derivative by m
 at 0 is what each place contributes to first order (`contributions`).
 
-Calls are written out. A scan has one entry of the mask for each place and iteration. What has no
-derivative (a `while`, a kernel) is one place, behind which nothing is differentiated.
+Calls are written out. A scan has one entry of the mask for each place and iteration, a `while` one
+for each place. What has no derivative (a `while`, a kernel) is not differentiated.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ from mpjax._src.core.program.interpret import (
     run_in,
     widen,
 )
-from mpjax._src.core.program.site import Site
+from mpjax._src.core.program.site import Site, equations
 from mpjax._src.core.program.unmapped import unmapped
 
 # The error of what overflows: finite, because 0 times infinity is NaN, and beyond all that is not.
@@ -59,7 +59,7 @@ class Step:
     outs: list[int]
     place: int | None = None  # the number of its entry in the mask of the block
     reading: int | None = None  # that of an entry for its operands
-    blocks: Sequence["Block"] = ()  # the programs of a scan or a conditional
+    blocks: Sequence["Block"] = ()  # the programs of a loop or a conditional
     opaque: bool = False  # has no derivative
 
 
@@ -155,13 +155,13 @@ def _flatten(
             step.blocks = [
                 _block(inside.program, here.inside(eqn), (*block.turns, length), operands)
             ]
-        elif kind.kind == BRANCH:
+        elif kind.kind in (BRANCH, WHILE):
             programs = (inside.program for inside in kind.wire(eqn))
             step.blocks = [_block(p, here.inside(eqn), block.turns, operands) for p in programs]
+            step.opaque = kind.kind == WHILE
         else:
             reads = any(is_float(v.aval) for v in eqn.invars)
-            reverses = kind.kind != WHILE and not eqn.effects and has_derivative(eqn)
-            step.opaque = reads and not reverses
+            step.opaque = reads and (bool(eqn.effects) or not has_derivative(eqn))
             if rounds(eqn):
                 step.place = len(block.places)
                 block.places.append(step)
@@ -225,8 +225,9 @@ def _is_reversed(eqn: Any) -> bool:
 def rounds(eqn: Any) -> bool:
     """Returns whether an equation may round its result to 16 bits."""
     name = eqn.primitive.name
-    if higher_order(name).kind == WHILE:
-        inside = (v for jaxpr in _jax.inner_jaxprs(eqn) for e in jaxpr.eqns for v in e.outvars)
+    if higher_order(name).kind:  # its programs run as one operation
+        programs = map(equations, _jax.inner_jaxprs(eqn))
+        inside = (v for e, _, _ in itertools.chain(*programs) for v in e.outvars)
         return any(dtype_of(v.aval) in HALVES for v in (*eqn.outvars, *inside))
     if eqn.params.get("half") in HALVES:
         return True
@@ -488,11 +489,10 @@ def _whole(block: Block) -> Segment:
 
 
 def _step(step: Step, ins: list[Any], masks: Masks, entry: Any) -> list[Any]:
-    if step.blocks:
-        kind = higher_order(step.eqn.primitive.name).kind
-        return (_scan if kind == SCAN else _branch)(step, ins, masks)
     if step.opaque:
-        ins = jax.lax.stop_gradient(ins)
+        ins, masks = jax.lax.stop_gradient((ins, masks))
+    if step.blocks:
+        return EVALUATE[higher_order(step.eqn.primitive.name).kind](step, ins, masks)
     if entry is None:
         return run_in(FLOAT32, step.eqn, ins) or [*map(widen, run(step.eqn, _typed(step, ins)))]
     exact, got, local = _rounded(step, ins)
@@ -553,3 +553,20 @@ def _branch(step: Step, ins: list[Any], masks: Masks) -> list[Any]:
     given = {b.number: masks[b.number] for each in step.blocks for b in each.blocks()}
     branches = [jax.checkpoint(functools.partial(evaluate, block)) for block in step.blocks]
     return jax.lax.switch(index, branches, given, operands)
+
+
+def _while(step: Step, ins: list[Any], masks: Masks) -> list[Any]:
+    cond, body = higher_order(step.eqn.primitive.name).wire(step.eqn)
+
+    def program(block: Block, consts: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+        return lambda carry: evaluate(block, masks, [*consts, *carry])
+
+    going, turn = (
+        program(block, [ins[i] for i in inside.ins[: inside.consts]])
+        for block, inside in zip(step.blocks, (cond, body), strict=True)
+    )
+    carry = ins[cond.consts + body.consts :]
+    return jax.lax.while_loop(lambda carry: going(carry)[0], turn, carry)
+
+
+EVALUATE = {SCAN: _scan, BRANCH: _branch, WHILE: _while}
