@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jex
+from jax.interpreters import ad
 
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.program.interpret import Wide, interpret, root_of
 from mpjax._src.tools.instruments.masked import (
     evaluate,
+    has_derivative,
     hidden,
     masked,
     rounds,
@@ -216,6 +219,19 @@ def test_what_jax_does_not_reverse_is_opaque():
     # Whether JAX has the rule or not, its reverse can be traced.
     reverse = lambda x, w, s: jax.vjp(lambda x: run(x, w, s), x)[1]([w])  # noqa: E731
     jax.eval_shape(reverse, *args, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
+def test_what_refuses_the_derivative_by_an_operand_is_opaque():
+    solve = jex.Primitive("solve_of_a_package")
+    solve.def_abstract_eval(lambda x, state: x)
+
+    def derivative(primals, tangents):
+        assert type(tangents[1]) is ad.Zero  # as lineax has it
+        return solve.bind(*primals), tangents[0] * primals[1]
+
+    ad.primitive_jvps[solve] = derivative
+    (eqn,) = jax.make_jaxpr(solve.bind)(jnp.ones(3), jnp.ones(3)).eqns
+    assert not has_derivative(eqn)
 
 
 def test_moves_round_nothing():

@@ -199,7 +199,10 @@ def has_derivative(eqn: Any) -> bool:
 
 
 def _is_reversed(eqn: Any) -> bool:
-    """Returns whether JAX traces the reverse of an equation: some rules are not written yet."""
+    """Returns whether JAX traces the reverse of an equation by all its operands.
+
+    Some rules are not written yet, and those of other packages take some operands for constants.
+    """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, dtype_of(v.aval)) for v in eqn.invars]
     moving = [is_float(aval) for aval in avals]
 
@@ -215,10 +218,10 @@ def _is_reversed(eqn: Any) -> bool:
 
     try:
         jax.eval_shape(reverse, *avals)
-    except NotImplementedError:
-        return False
     except (TypeError, ValueError, KeyError):  # of abstract values that are no arrays: it is used
         return True
+    except Exception:  # whatever a rule refuses with
+        return False
     return True
 
 
