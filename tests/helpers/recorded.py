@@ -144,7 +144,7 @@ def calibrated():
     part = mpjax.reports.CalibratedPart
     parts = (
         part("up/w", "range", "values up to 4.2e+06", 1, 0.5, 2e-6, None),
-        part("down", "amplified", "exp of up to 278 reads it", 1, 0.25, 1e-6, 0.18),
+        part("down", "amplified", "exp amplifies it up to 278 times", 1, 0.25, 1e-6, 0.18),
     )
     tuning = tuned(("up/w", "down"))
     return mpjax.reports.Calibration(

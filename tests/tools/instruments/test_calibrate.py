@@ -1,5 +1,7 @@
 """Tests of `calibrate`: programs whose values need float32, which no static plan can know."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import mpjax
 from mpjax._src.core.planner import rounding
+from mpjax._src.core.program.interpret import run
+from mpjax._src.tools.instruments.calibrate import _gain
 from tests.helpers.support import normal, thorough_but
 
 T, D = 64, 32
@@ -234,3 +238,23 @@ def test_wrong_settings_are_refused_before_anything_runs():
     ):
         with pytest.raises(ValueError, match=name):
             mpjax.debug.calibrate(loss, **{"policy": "mixed_float16", **settings})
+
+
+@pytest.mark.parametrize(
+    ("fun", "ins", "low", "high"),
+    [
+        (jnp.exp, [[-50.0, 1.0]], 50, 50),
+        (jnp.sin, [[-50.0, 1.0]], 40, 80),
+        (jnp.log, [[1e6, 2e6]], 0, 1),
+        (lambda x: x**8, [[1e3, 2e3]], 7, 8.1),
+        (jax.lax.sub, [[1e30, 2e30], [1.01e30, 2.01e30]], 100, 200),
+        (jax.lax.dot, [[1e-9, 2e-9], [1e-9, 3e-9]], 0, 2),  # products are small, and do not cancel
+        (jax.lax.dot, [[1.0, 1.0], [1.0, -0.99]], 1, 200),
+        (jax.lax.linalg.cholesky, [[[1.0, 0.9999], [0.9999, 1.0]]], 20, math.inf),
+    ],
+)
+def test_the_gain_of_an_operation_is_that_of_its_values(fun, ins, low, high):
+    ins = [*map(jnp.array, ins)]
+    names = ("exp", "sin", "log", "integer_pow", "sub", "dot_general", "cholesky")
+    (eqn,) = (e for e in jax.make_jaxpr(fun)(*ins).eqns if e.primitive.name in names)
+    assert low <= _gain(eqn, ins, run(eqn, ins)) <= high

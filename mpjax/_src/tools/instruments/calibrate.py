@@ -12,22 +12,26 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mpjax._src.core.base import rules
 from mpjax._src.core.base.dtypes import is_float
 from mpjax._src.core.base.progress import progress_bar
 from mpjax._src.core.base.public import public
-from mpjax._src.core.base.rules import AMPLIFIES, HALF, SUM, rule_of
+from mpjax._src.core.base.rules import AMPLIFIES, FOLLOW, HALF, SUM, rule_of
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.policy.policy import FoundPolicy, Policy, PolicyLike
 from mpjax._src.core.program.curried import takes_arguments
 from mpjax._src.core.program.graph import Op
-from mpjax._src.core.program.interpret import Wide, interpret, root_of
+from mpjax._src.core.program.interpret import Wide, interpret, root_of, run_in_float32
 from mpjax._src.core.program.site import Site
 from mpjax._src.core.training.loss_scale import LossScale
 from mpjax._src.tools.document.model import Document, Table, time
 from mpjax._src.tools.document.report import Report
 from mpjax._src.tools.hardware.targets import Target
+from mpjax._src.tools.instruments.masked import has_derivative
 from mpjax._src.tools.instruments.places import Place, Places, overridden
 from mpjax._src.tools.instruments.programs import Program, make_program
 from mpjax._src.tools.instruments.ranges import largest_finite
@@ -301,10 +305,10 @@ class Seen(Wide):
     def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         outs = super().operation(eqn, ins, place)
         op = None if place.op is None else self._ops[place.op]
-        made = all(is_float(x) and x.size for x in outs)
+        made = all(map(_is_filled, outs))
         if op is not None and op.name == eqn.primitive.name and made:
-            floats = [x for x in ins if is_float(x) and x.size]
-            new = Sizes(tuple(map(largest_finite, (*floats, *outs))), _gain(eqn, floats, outs))
+            floats = filter(_is_filled, ins)
+            new = Sizes(tuple(map(largest_finite, (*floats, *outs))), _gain(eqn, ins, outs))
             old = self._sizes.get(op, new)
             largest = tuple(map(max, old.largest, new.largest))
             self._sizes[op] = Sizes(largest, max(old.gain, new.gain))
@@ -350,7 +354,7 @@ class Seen(Wide):
         if most and gain >= CAUSE and most.spec.gain_of(most.params) == SUM:
             kind, cause = CANCELED, f"{most.name} cancels all but 1/{gain:.3g} of it"
         elif most and gain >= CAUSE:
-            kind, cause = AMPLIFIED, f"{most.name} of up to {gain:.3g} reads it"
+            kind, cause = AMPLIFIED, f"{most.name} amplifies it up to {gain:.3g} times"
         work = (step.operations, step.flops, step.seconds, step.alone)
         return CalibratedPart(step.pattern, kind, cause, *work)
 
@@ -370,13 +374,42 @@ class Seen(Wide):
 
 def _gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
     """Returns by how much an operation amplifies a relative error of an operand."""
-    gain = rule_of(eqn.primitive.name).gain_of(eqn.params)
-    if gain in AMPLIFIES:  # |x f'(x) / f(x)| of an exponential or of a sine
-        return max(map(largest_finite, ins), default=0.0)
-    if gain == SUM and len(ins) == 2:
-        return max(map(_rms, ins)) / (_rms(outs[0]) or math.inf)
+    rule, floats = rule_of(eqn.primitive.name), [*filter(_is_filled, ins)]
+    gain = rule.gain_of(eqn.params)
+    if gain == rules.RANGE and "y" not in eqn.params:
+        # |x f'(x) / f(x)| of an exponential is its operand, even where it underflows.
+        return max(map(largest_finite, floats), default=0.0)
+    # A matmul's operands are no terms of its sums, which may cancel.
+    if (gain in AMPLIFIES or rule.need == HALF) and has_derivative(eqn):
+        return _measured_gain(eqn, ins, outs)
+    if gain == SUM and rule.need == FOLLOW:
+        return max(map(_rms, floats)) / (_rms(outs[0]) or math.inf)
     return 1.0
 
 
+def _measured_gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
+    """Returns the same by the derivative along the operands, with random signs.
+
+    An entry of the result counts as at least the root mean square of all.
+    """
+    moving = [i for i, x in enumerate(ins) if is_float(x)]
+
+    def compute(*floats):
+        arrays = {**dict(enumerate(ins)), **dict(zip(moving, floats, strict=True))}
+        return run_in_float32(eqn, [*arrays.values()])
+
+    keys = jax.random.split(jax.random.key(0), len(ins))
+    floats = [ins[i] for i in moving]
+    errors = [x * jax.random.rademacher(keys[i], x.shape, x.dtype) for i, x in enumerate(floats)]
+    _, moved = jax.jvp(compute, floats, errors)
+    pairs = zip(moved, outs, strict=True)
+    return max(largest_finite(dx / jnp.maximum(jnp.abs(x), _rms(x))) for dx, x in pairs)
+
+
+def _is_filled(x: Any) -> bool:
+    return is_float(x) and bool(x.size)
+
+
 def _rms(x: Any) -> float:
-    return float(jnp.sqrt(jnp.mean(jnp.square(jnp.where(jnp.isfinite(x), x, 0)))))
+    wide = np.asarray(x, np.float64)  # in float32 the squares of large numbers are infinite
+    return float(np.sqrt(np.mean(np.square(np.where(np.isfinite(wide), wide, 0)))))
