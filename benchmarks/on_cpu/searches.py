@@ -23,6 +23,7 @@ from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.tools.hardware.targets import find_target
 from mpjax._src.tools.instruments import tune
 from mpjax._src.tools.instruments.programs import make_program
+from mpjax._src.tools.instruments.trials import ops_of, worst
 
 OURS = "mpjax"
 SEARCHES = {OURS: None, **RIVALS}
@@ -110,7 +111,7 @@ PROGRAMS = {  # with the policy that is tuned
 }
 
 
-class Trial(tune.Trial):
+class Rival(tune.Tuner):
     """Runs a program as `tune` does; with a rival's algorithm it searches by that."""
 
     algorithm: Any = None
@@ -120,10 +121,10 @@ class Trial(tune.Trial):
             return super()._search(places, tolerance)
 
         def ops(chosen):
-            return tune._ops(places[i] for i in chosen)
+            return ops_of(places[i] for i in chosen)
 
         def enough(chosen):
-            return tune.worst(self.masked(ops(chosen))[0]) <= tolerance
+            return worst(self.masked(ops(chosen))[0]) <= tolerance
 
         found = self.algorithm(
             len(places), enough, lambda chosen: self.places.seconds(ops(chosen), self.target)
@@ -139,9 +140,9 @@ def of_program(program: str, name: str) -> dict[str, Any]:
         make_program, "tune", loss, args=args, kwargs={}, argnums=0, has_aux=False
     )
     start = time.process_time()
-    trial = Trial(make, policy, MOST, "auto", find_target(TARGET))
+    trial = Rival(make, policy, MOST, "auto", find_target(TARGET))
     trial.algorithm = RIVALS.get(name)
-    tolerance = tune.worst(trial.trained(policy)[0]) / PART
+    tolerance = worst(trial.trained(policy)[0]) / PART
     told = trial.report(tolerance)
     seconds = time.process_time() - start
     return {

@@ -12,9 +12,9 @@ import mpjax
 from mpjax._src.core.planner import rounding
 from mpjax._src.tools.hardware.targets import find_target
 from mpjax._src.tools.instruments import tune as tuning
-from mpjax._src.tools.instruments.places import Place, Places, overridden
+from mpjax._src.tools.instruments.places import Place, Places
 from mpjax._src.tools.instruments.programs import make_program
-from mpjax._src.tools.instruments.tune import Trial, tune, worst
+from mpjax._src.tools.instruments.tune import Tuner, tune
 
 LAYERS, WIDTH = 3, 16
 
@@ -223,57 +223,12 @@ class TestSearch:
         assert forward.met and set(forward.results) == {"result logits"}
 
 
-def trial(fun, policy, *args):
-    make = functools.partial(
-        make_program, "tune", fun, args=args, kwargs={}, argnums=0, has_aux=False
-    )
-    return Trial(make, mpjax.get_policy(policy), 1000, "auto", find_target("h100"))
-
-
-class TestPlaces:
-    def test_an_operation_whose_derivative_is_in_16_bits_is_a_place(self):
-        def loss(w, x):
-            with jax.named_scope("act"):
-                h = jax.nn.sigmoid(x @ w)  # its derivative subtracts
-            return jnp.mean(h**2)
-
-        policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("sub",))
-        tried = trial(loss, policy, normal(0, 32, 32, scale=0.2), normal(1, 16, 32))
-        places = {p.pattern: p for p in tried.places.finest()}
-        assert "act/logistic" in places
-        moved = [p for pattern, p in places.items() if pattern != "act/logistic"]
-        by_mask = worst(tried.masked(frozenset().union(*(p.ops for p in moved)))[0])
-        planned = worst(tried.trained(overridden(policy, moved))[0])
-        assert planned > 1e-4 and by_mask == pytest.approx(planned, rel=0.1)
-
-    def test_what_places_cost_together_does_not_depend_on_their_order(self):
-        def loss(w, x):
-            with jax.named_scope("first"):
-                h = x @ w
-            with jax.named_scope("second"):  # reads a larger view of the array
-                return jnp.mean((jnp.broadcast_to(h, (4, 64, 32)) @ w) ** 2)
-
-        tried = trial(loss, "mixed_bfloat16", normal(0, 32, 32), normal(1, 64, 32))
-        sets = [place.ops for place in tried.places.finest()]
-        for order in (sets, sets[::-1]):
-            costs, _, arrays = tried.places.prices(order, tried.target)
-            together = tried.places.seconds(frozenset().union(*sets), tried.target)
-            assert costs.sum() + arrays.sum() == pytest.approx(together)
-
-    def test_containers_are_no_places(self):
-        def loss(w, x):
-            return jnp.sum(jax.lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: -a @ w, x))
-
-        tried = trial(loss, "mixed_bfloat16", normal(0, 32, 32), normal(1, 16, 32))
-        assert [p.pattern for p in tried.places.finest()] == ["dot_general"]
-
-
 class TestProposals:
     def proposals(self, sees):
         """Returns what is allowed to masks, and found, where they see a part of the errors."""
         asked = []
 
-        class Fake(Trial):
+        class Fake(Tuner):
             def __init__(self):
                 self.policy = None
 

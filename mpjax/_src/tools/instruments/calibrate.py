@@ -35,16 +35,14 @@ from mpjax._src.tools.instruments.masked import has_derivative
 from mpjax._src.tools.instruments.places import Place, Places, overridden
 from mpjax._src.tools.instruments.programs import Program, make_program
 from mpjax._src.tools.instruments.ranges import largest_finite
+from mpjax._src.tools.instruments.trials import RUN, OutOfRuns, worst
 from mpjax._src.tools.instruments.tune import (
-    RUN,
     TARGET,
-    OutOfRuns,
-    Trial,
+    Tuner,
     TuneStep,
     Tuning,
     checked,
     errors_table,
-    worst,
 )
 
 # Values grow in training: what comes within this factor of the largest 16-bit number needs float32.
@@ -255,16 +253,16 @@ def calibrate(
         make = functools.partial(make, argnums=argnums, has_aux=has_aux)
         with progress_bar(progress, "calibrate", RUN, max_runs):
             try:
-                trial = Trial(make, overridden(start, ranged), max_runs, loss_scale, chip)
-                before = worst(trial.trained(start)[0])
+                tuner = Tuner(make, overridden(start, ranged), max_runs, loss_scale, chip)
+                before = worst(tuner.trained(start)[0])
             except OutOfRuns:
                 raise ValueError(
                     f"calibrate: max_runs={max_runs} is too small: float32, the loss scale and the "
                     "given policy need more runs."
                 ) from None
-            tuning = trial.report(tolerance)
+            tuning = tuner.report(tolerance)
         parts = [seen.ranged(place, chip) for place in ranged]
-        parts += [seen.tuned(step, trial.places) for step in tuning.steps]
+        parts += [seen.tuned(step, tuner.places) for step in tuning.steps]
         found = Calibration(
             *(tuning.policy, tuning.met, before, tuning.error, tolerance, tuning.results),
             *(tuple(parts), tuning.target, 1, tuning),
