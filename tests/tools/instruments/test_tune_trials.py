@@ -1,6 +1,7 @@
 """The program that rounds by a mask has the error of the plan, compiled as it trains."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,19 @@ def chain(w, x):
     return jnp.mean(x**2)
 
 
+def solved(w, x):
+    with jax.named_scope("a"):
+        x = jnp.tanh(x @ w[0])
+
+    def turn(carry):
+        with jax.named_scope("b"):
+            return jnp.tanh(carry[0] @ w[1] + x), carry[1] + 1
+
+    found, _ = jax.lax.while_loop(lambda carry: carry[1] < 9, turn, (x, 0))
+    with jax.named_scope("c"):
+        return jnp.mean((jax.lax.stop_gradient(found) @ w[2]) ** 2)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - ON_DEVICES))
@@ -51,11 +65,14 @@ def test_the_mask_of_ones_has_the_error_of_the_plan(name, policy):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("moved", ["ab", "c", "bd", "bcd"])
-def test_with_places_in_float32_the_mask_has_the_error_of_the_plan(moved, policy):
+@pytest.mark.parametrize(
+    ("fun", "moved"),
+    [*itertools.product([chain], ["ab", "c", "bd", "bcd"]), (solved, "b"), (solved, "ac")],
+)
+def test_with_places_in_float32_the_mask_has_the_error_of_the_plan(fun, moved, policy):
     numbers = fresh_rng()
     w = jnp.asarray(numbers.normal(size=(4, 64, 64)) / 8, jnp.float32)
-    tried = trial(chain, policy, w, jnp.asarray(numbers.normal(size=(64, 64)), jnp.float32))
+    tried = trial(fun, policy, w, jnp.asarray(numbers.normal(size=(64, 64)), jnp.float32))
     places = [p for p in tried.places.finest() if p.pattern.split("/")[0] in moved]
     assert len(places) == len(moved)
     errors = tried.masked(frozenset().union(*(p.ops for p in places)))[0]
