@@ -124,7 +124,8 @@ class ErrorReport(Report):
             lines.append(
                 "The estimates do not add up to what was measured: a rounding is too large for a "
                 "first-order estimate (it flips a kink such as relu's, turns a phase, or "
-                "overflows), or operations act together. Rows without ~ are measured."
+                "overflows), acts through an operation without a derivative, or operations act "
+                "together. Rows without ~ are measured."
             )
         if self.unseen:
             lines.append(
