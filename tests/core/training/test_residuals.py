@@ -99,3 +99,10 @@ def test_xla_keeps_the_residual_of_a_rounding():
     param, beside = compensated(jnp.float32(1.001))
     assert float(beside) != 0 and float(param) == 3
     assert float(residuals.full(param, beside)) == pytest.approx(3.003, rel=2**-16)
+
+
+def test_a_weight_that_is_subnormal_in_float16_is_not_0():
+    value, half = jnp.array([1e-6, -3e-5], jnp.float32), np.dtype(jnp.float16)
+    param, error = split(value, half, half)
+    np.testing.assert_array_equal(param, value.astype(half))
+    np.testing.assert_allclose(full(param, error), value, rtol=0, atol=2**-25)

@@ -13,6 +13,7 @@ from mpjax._src.core.planner import rounding
 from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.program.interpret import Wide, interpret, root_of
 from mpjax._src.tools.instruments.masked import (
+    _kept,
     evaluate,
     has_derivative,
     hidden,
@@ -232,6 +233,13 @@ def test_what_refuses_the_derivative_by_an_operand_is_opaque():
     ad.primitive_jvps[solve] = derivative
     (eqn,) = jax.make_jaxpr(solve.bind)(jnp.ones(3), jnp.ones(3)).eqns
     assert not has_derivative(eqn)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_what_is_kept_in_16_bits_is_rounded_once_and_may_be_subnormal(half):
+    x = jnp.array([1 / 3, 1e-6], jnp.float32)
+    kept = jax.jit(lambda x: _kept(x.astype(half)))(x)
+    assert (kept == x.astype(half).astype(jnp.float32)).all() and (kept != x).all()
 
 
 def test_moves_round_nothing():

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax._src.core.base._jax.rounded import as_reduced
 from mpjax._src.core.base.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
@@ -42,12 +43,6 @@ def full(param: Any, master: Any) -> jax.Array:
 def split(value: jax.Array, dtype: np.dtype, kind: Any) -> tuple[jax.Array, jax.Array]:
     """Splits a float32 value into a weight of a dtype and its master or residual."""
     return KINDS[np.dtype(kind)].split(value, np.dtype(dtype))
-
-
-def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rounds a float32 value to 16 bits, even if the result is widened again under jit."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
 
 
 # ---- integers: the bits that a bfloat16 weight lacks --------------------------------------------
@@ -91,7 +86,7 @@ def _summed(param: jax.Array, error: jax.Array) -> jax.Array:
 
 
 def _compensated(value: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    param = rounded(value, dtype)
+    param = as_reduced(value, dtype).astype(dtype)
     rest = value - param.astype(FLOAT32)
     return param, jnp.where(jnp.isfinite(rest), rest, 0).astype(dtype)  # 0 for an infinite weight
 

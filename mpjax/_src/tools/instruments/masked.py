@@ -477,10 +477,11 @@ def _read(step: Step, ins: list[Any], entry: Any) -> list[Any]:
 
 def _kept(x: Any) -> Any:
     """Returns a 16-bit array in float32. XLA would leave out the rounding of two casts."""
-    if dtype_of(x) not in HALVES:
-        return widen(x)
-    info = jnp.finfo(x.dtype)
-    return jax.lax.reduce_precision(widen(x), info.nexp, info.nmant)
+    if dtype_of(x) in HALVES:
+        info = jnp.finfo(x.dtype)
+        # In its own dtype: what is subnormal in float16 would become 0 in float32.
+        x = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    return widen(x)
 
 
 def _constant(x: Constant) -> Any:

@@ -12,13 +12,18 @@ ROUNDED = "rounded"
 rounded_p = Primitive(ROUNDED)
 
 
-def _as_reduced(x: Any, half: np.dtype) -> Any:
+def as_reduced(x: Any, half: np.dtype) -> Any:
+    """Rounds a float32 array to 16 bits, and returns it in float32.
+
+    XLA drops a cast to 16 bits and back, but not this.
+    """
     info = jnp.finfo(half)
-    # XLA drops a cast to 16 bits and back, but not this.
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.minexp > jnp.finfo(x.dtype).minexp:  # float16, whose subnormals would become 0
+        x = x.astype(half)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
 
 
-rounded_p.def_impl(_as_reduced)
+rounded_p.def_impl(as_reduced)
 rounded_p.def_abstract_eval(lambda x, half: x.update(weak_type=False))
 ad.primitive_jvps[rounded_p] = lambda primals, tangents, half: (
     rounded_p.bind(*primals, half=half),
@@ -26,4 +31,4 @@ ad.primitive_jvps[rounded_p] = lambda primals, tangents, half: (
 )
 ad.primitive_transposes[rounded_p] = lambda cotangent, x, half: (cotangent,)
 batching.defvectorized(rounded_p)
-mlir.register_lowering(rounded_p, mlir.lower_fun(_as_reduced, multiple_results=False))
+mlir.register_lowering(rounded_p, mlir.lower_fun(as_reduced, multiple_results=False))
