@@ -15,8 +15,7 @@ estimates explain the error. *beside compare* is the measured error of all toget
 what `compare` finds (the median of all results). *time* is that of the estimates by 8 random
 vectors, in float32 gradients: a vector is a reverse pass through the gradient, parts of which are
 computed again for it; on CPUs, roundings of small arrays take longer than their float32 gradient.
-At small sizes it moves by up to 6x with what else the machine does (Llama, layers written out, in
-float16: 83 and 474): only the larger GPT says what to expect.
+At small sizes it depends on what else the machine does: only the larger GPT says what to expect.
 *memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`.
 """
 FIGURES = {
