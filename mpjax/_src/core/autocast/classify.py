@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax._src.core.base import _jax, rules
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES
-from mpjax._src.core.base.higher_order import CUSTOM, turns_of
+from mpjax._src.core.base.higher_order import turns_of
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.policy.policy import Policy
 from mpjax._src.core.program.graph import PLANNED, REGION, Block, Op, build, is_float
@@ -211,8 +211,7 @@ def override_of(op: Op, policy: Policy, used: set[str]) -> Any:
     """Returns the dtype of the first override that matches an op, and adds all to ``used``."""
     if not policy.overrides:
         return None
-    # As `planner.exceptions` has it.
-    paths = [path for v in op.ins for path in v.paths if op.name in CUSTOM or not op.subs]
+    paths = [path for v in op.ins for path in v.paths]
     matching = overriding(policy.overrides, op.scopes, op.name, paths)
     used.update(pattern for pattern, _ in matching)
     return matching[0][1] if matching else None

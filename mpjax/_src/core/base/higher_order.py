@@ -123,7 +123,7 @@ def _planned(eqn: Any) -> Iterable[Inside]:
     yield Inside(program, range(len(eqn.invars)), range(len(eqn.outvars)))
 
 
-# Functions whose derivatives are functions too, which JAX traces later.
+# Their author's rules say how they are differentiated: JAX traces these later.
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 FIRST_ORDER = HigherOrder(lambda eqn: (), "")

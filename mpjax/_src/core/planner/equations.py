@@ -20,7 +20,6 @@ from mpjax._src.core.base.rules import Rule, rule_of
 from mpjax._src.core.program.graph import PLANNED, REGION
 
 BARRIER = "optimization_barrier"
-# Their author's rules say how they are differentiated: they stay calls until the end.
 
 
 class Value:

@@ -174,9 +174,7 @@ class Exceptions:
         # Inside of a kernel, its author chose the dtypes.
         if any(name.startswith(KERNEL) for name in scopes):
             return "", None
-        # What is inside reads its operands by their paths; but JAX traces custom rules later.
-        decides = e.is_custom or not e.row.params
-        paths = [path for fact in ins for path in fact.paths if decides]
+        paths = [path for fact in ins for path in fact.paths]
         matching = overriding(self.overrides, scopes, e.name, paths)
         if not matching:
             return "", None

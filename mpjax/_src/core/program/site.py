@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpjax._src.core.base import _jax
-from mpjax._src.core.base.higher_order import turns_of
+from mpjax._src.core.base.higher_order import CUSTOM, higher_order, turns_of
 from mpjax._src.core.base.patterns import matches
 from mpjax._src.core.program.derived import Key, key_of
 from mpjax._src.core.program.graph import AGAIN, KERNEL, Block, Op
@@ -156,5 +156,8 @@ def overriding(
     """Returns the overrides that match an operation of a primitive, in scopes, on parameters."""
     scopes = [scope for scope in scopes if not scope.startswith((ROW, NUMBER))]
     user_scopes = (scope for scope in scopes if not scope.startswith(KERNEL))
-    places = ["/".join(scopes), "/".join((*scopes, name)), "/".join(user_scopes), *paths]
+    places = ["/".join(scopes), "/".join((*scopes, name)), "/".join(user_scopes)]
+    # What is inside a program reads its operands by their paths, but for rules that come later.
+    if name in CUSTOM or not higher_order(name).params:
+        places += paths
     return [o for o in overrides if any(matches(o[0], place) for place in places)]

@@ -23,6 +23,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax.rounded import as_reduced
 from mpjax._src.core.base.coded import KINDS
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
 from mpjax._src.core.base.higher_order import BRANCH, CALL, MAP, SCAN, WHILE, higher_order
@@ -477,11 +478,7 @@ def _read(step: Step, ins: list[Any], entry: Any) -> list[Any]:
 
 def _kept(x: Any) -> Any:
     """Returns a 16-bit array in float32. XLA would leave out the rounding of two casts."""
-    if dtype_of(x) in HALVES:
-        info = jnp.finfo(x.dtype)
-        # In its own dtype: what is subnormal in float16 would become 0 in float32.
-        x = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    return widen(x)
+    return as_reduced(widen(x), x.dtype) if dtype_of(x) in HALVES else widen(x)
 
 
 def _constant(x: Constant) -> Any:

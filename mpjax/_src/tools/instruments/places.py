@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -38,8 +38,7 @@ class Places:
             if op.has_float32 and (rulings[op].in_force == "half" or self.rows[op] in stopped)
         ]
         self._flops = {self.rows[op]: _jax.flops_of(op.eqn) * times for op, times in pairs}
-        self._sizes: dict[Value, int] = {}  # the entries of arrays that ops have in float32
-        self._arrays = {self.rows[op]: [*arrays] for op, arrays in self._arrays_of(pairs)}
+        self._arrays, self._sizes = self._arrays_of(pairs)
         self._spots = {self.rows[op]: spots(op) for op in self.movable}
         self.place = functools.cache(self._place)  # returns the place of a pattern
 
@@ -103,22 +102,27 @@ class Places:
         """Returns the share of the matmul FLOPs of some ops."""
         return sum(self._flops[i] for i in ops) / (sum(self._flops.values()) or 1)
 
-    def _arrays_of(self, pairs: Iterable[tuple[Op, int]]) -> Iterator[tuple[Op, Iterable[Value]]]:
-        """Yields the arrays that ops read and make in float32 if they move, and notes their sizes.
+    def _arrays_of(
+        self, pairs: Iterable[tuple[Op, int]]
+    ) -> tuple[dict[int, set[Value]], dict[Value, int]]:
+        """Returns the arrays that ops read and make in float32 if they move, and their entries.
 
         Views of one array are that array, as large as the largest. Parameters and constants are in
         float32 anyway, and what is no matmul computes in float32 anyway: it makes one array more.
         """
         origin: dict[Value, Value] = {}
+        found: dict[int, set[Value]] = {}
+        sizes: dict[Value, int] = {}
         for op, times in pairs:
             if op.spec.need == MOVE and op.ins:
                 origin.update((out, origin.get(op.ins[0], op.ins[0])) for out in op.outs)
             values = (*op.ins, *op.outs) if op.spec.need == HALF else op.outs
             own = [v for v in values if v.is_f32 and not (v.given or v.constant)]
+            found[self.rows[op]] = {origin.get(v, v) for v in own}
             for v in own:
                 array = origin.get(v, v)
-                self._sizes[array] = max(self._sizes.get(array, 0), v.size * times)
-            yield op, dict.fromkeys(origin.get(v, v) for v in own)
+                sizes[array] = max(sizes.get(array, 0), v.size * times)
+        return found, sizes
 
     def seconds(self, ops: Iterable[int], target: Target) -> float:
         """Returns the time that ops take longer in float32 on a target."""

@@ -282,8 +282,8 @@ class Search:
             gains[corrected * then > DOUBT] = 0
             if gains.max() <= 0:
                 return
-            place = np.flatnonzero(left)[np.argmax(gains)]
-            without = rows[np.argmax(gains)]
+            best = np.argmax(gains)
+            place, without = np.flatnonzero(left)[best], rows[best]
             left = left & (np.arange(self.count) != place)
             if self.is_enough(_set(without)):
                 kept, left = without, left & without
