@@ -133,3 +133,23 @@ def test_containers_are_no_places():
 
     tried = trial(loss, "mixed_bfloat16", normal(0, 32, 32), normal(1, 16, 32))
     assert [p.pattern for p in tried.places.finest()] == ["dot_general"]
+
+
+def test_an_operation_is_a_place_by_its_derivative_even_if_others_read_it_in_16_bits():
+    def loss(w, x):
+        with jax.named_scope("act"):
+            h = jax.nn.sigmoid(x @ w)
+        return jnp.mean((h + x) ** 2)
+
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("sub", "add"))
+    tried = trial(loss, policy, normal(0, 32, 32, scale=0.2), normal(1, 16, 32))
+    assert "act/logistic" in {p.pattern for p in tried.places.finest()}
+
+
+def test_a_mask_rounds_the_constants_of_16_bit_operations():
+    policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("mul",))
+    args = normal(0, 32, 32), normal(1, 16, 32)
+    tried = trial(lambda w, x: jnp.mean((x @ w * 0.7971) ** 2), policy, *args)
+    planned = tried.trained(policy)[0]["loss"]
+    assert tried.masked(frozenset())[0]["loss"] == pytest.approx(planned, rel=0.1)
+    assert tried.masked(tried.places.owners(None))[0]["loss"] < 1e-5 < planned
