@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 import mpjax
 from mpjax._src.core.planner import rounding
 from mpjax._src.core.program.interpret import run
-from mpjax._src.tools.instruments.calibrate import _gain
+from mpjax._src.tools.instruments import calibrate
 from tests.helpers.support import normal, thorough_but
 
 T, D = 64, 32
@@ -131,7 +131,9 @@ def test_what_no_static_plan_knows_is_found_and_mended(make):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_values_of_common_size_need_nothing(policy):
+def test_values_of_common_size_need_nothing(policy, monkeypatch):
+    monkeypatch.setattr(calibrate, "_gain", None)  # no cause is looked for
+
     def loss(p, x):
         nothing = jnp.sum(2 * x[:0])  # an array without entries
         return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2) + nothing
@@ -155,6 +157,20 @@ def test_values_near_an_end_of_the_range_are_in_float32(size, moves):
     found = mpjax.debug.calibrate(loss, "mixed_float16", 0.1)(p, x)
     assert [part.kind for part in found.parts] == ["range"] * moves
     assert not moves or found.parts[0].pattern == "scaled/*"
+
+
+def test_an_array_between_two_parts_costs_once():
+    def loss(p, x):
+        with jax.named_scope("first"):
+            h = (x * 1e6) @ p["a"]
+        with jax.named_scope("second"):
+            h = h @ p["b"]
+        return jnp.mean(jnp.tanh(h / 1e6))
+
+    found = mpjax.debug.calibrate(loss, "mixed_float16", 0.1)(squares("ab"), X)
+    assert [part.pattern for part in found.parts] == ["first/*", "second/*"]
+    each = [part.seconds for part in found.parts]
+    assert max(each) < found.seconds < sum(each)
 
 
 def scaled(p, batch):
@@ -182,6 +198,7 @@ def test_calibrations_over_several_batches_join(join):
     both = other if join == "as the policy" else found | other
     assert [part.pattern for part in both.parts] == ["first/*", "second/*"]
     assert both.batches == 2 and both.met
+    assert both.seconds == pytest.approx(sum(part.seconds for part in both.parts))
     for batch in (first, second):
         assert max(errors(scaled, both, p, batch)) <= TOLERANCE
     with pytest.raises(TypeError):
@@ -257,4 +274,4 @@ def test_the_gain_of_an_operation_is_that_of_its_values(fun, ins, low, high):
     ins = [*map(jnp.array, ins)]
     names = ("exp", "sin", "log", "integer_pow", "sub", "dot_general", "cholesky")
     (eqn,) = (e for e in jax.make_jaxpr(fun)(*ins).eqns if e.primitive.name in names)
-    assert low <= _gain(eqn, ins, run(eqn, ins)) <= high
+    assert low <= calibrate._gain(eqn, ins, run(eqn, ins)) <= high

@@ -9,8 +9,8 @@ override has the cause that the values show.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from mpjax._src.tools.instruments.masked import has_derivative
 from mpjax._src.tools.instruments.places import Place, Places, overridden
 from mpjax._src.tools.instruments.programs import Program, make_program
 from mpjax._src.tools.instruments.ranges import largest_finite
-from mpjax._src.tools.instruments.trials import RUN, OutOfRuns, worst
+from mpjax._src.tools.instruments.trials import RUN, OutOfRuns, ops_of, worst
 from mpjax._src.tools.instruments.tune import (
     TARGET,
     Tuner,
@@ -100,6 +100,7 @@ class Calibration(Report, FoundPolicy):
         target: The device of the times.
         batches: The number of calibrations that were joined.
         tuning: The result of `tune` for the last of them.
+        seconds: The time that the parts add to a step on the target; of several batches, at most.
     """
 
     policy: Policy
@@ -112,16 +113,12 @@ class Calibration(Report, FoundPolicy):
     target: str = TARGET
     batches: int = 1
     tuning: Tuning | None = None
+    seconds: float = 0.0
 
     @property
     def flops(self) -> float:
         """The share of the matmul FLOPs in the parts, from 0 to 1."""
         return min(sum(part.flops for part in self.parts), 1.0)
-
-    @property
-    def seconds(self) -> float:
-        """The time that the parts add to a step on the target, arrays between two of them twice."""
-        return sum(part.seconds for part in self.parts)
 
     def __or__(self, other: "Calibration") -> "Calibration":
         """Returns a calibration with the parts of both, for the batches of both.
@@ -131,6 +128,7 @@ class Calibration(Report, FoundPolicy):
         if not isinstance(other, Calibration):
             return NotImplemented
         given = {part.pattern: part for part in (*self.parts, *other.parts)}
+        known = {part.pattern for part in self.parts}
         return dataclasses.replace(
             other,
             policy=self.policy.override(dict(other.policy.overrides)),
@@ -144,6 +142,7 @@ class Calibration(Report, FoundPolicy):
             },
             parts=tuple(given.values()),
             batches=self.batches + other.batches,
+            seconds=self.seconds + sum(p.seconds for p in other.parts if p.pattern not in known),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,7 +247,7 @@ def calibrate(
 
     def report(*args, **kwargs):
         make = functools.partial(make_program, "calibrate", fun, args=args, kwargs=kwargs)
-        seen = Seen(make(policy=start, argnums=None, has_aux=False))
+        seen = Values(make(policy=start, argnums=None, has_aux=False))
         ranged = seen.out_of_range(start)
         make = functools.partial(make, argnums=argnums, has_aux=has_aux)
         with progress_bar(progress, "calibrate", RUN, max_runs):
@@ -262,10 +261,11 @@ def calibrate(
                 ) from None
             tuning = tuner.report(tolerance)
         parts = [seen.ranged(place, chip) for place in ranged]
-        parts += [seen.tuned(step, tuner.places) for step in tuning.steps]
+        parts += seen.tuned(tuning.steps, tuner.places)
+        moved = [*ranged, *(tuner.places.place(step.pattern) for step in tuning.steps)]
         found = Calibration(
             *(tuning.policy, tuning.met, before, tuning.error, tolerance, tuning.results),
-            *(tuple(parts), tuning.target, 1, tuning),
+            *(tuple(parts), tuning.target, 1, tuning, tuner.places.seconds(ops_of(moved), chip)),
         )
         return policy | found if isinstance(policy, Calibration) else found
 
@@ -275,42 +275,44 @@ def calibrate(
 # ---- what a run in float32 shows -----------------------------------------------------------------
 
 
-class Sizes(NamedTuple):
-    """The sizes of an operation's operands and result, over all iterations.
-
-    Attributes:
-        largest: The largest magnitude of each operand, and of the result.
-        gain: By how much the operation amplifies a relative error of an operand.
-    """
-
-    largest: tuple[float, ...]
-    gain: float
+Look = Callable[[Any, Sequence[Any], Sequence[Any]], tuple[float, ...]]
 
 
 class Seen(Wide):
-    """Runs a program in float32, operation by operation, and looks at the values of its ops."""
+    """Runs a program in float32, operation by operation, and looks at the values of its ops.
 
-    def __init__(self, program: Program):
+    Attributes:
+        found: Of each op, the largest figures that were seen, over all iterations.
+    """
+
+    def __init__(self, program: Program, look: Look, among: Collection[Op]):
         super().__init__()
-        self._ops, self.places = program.ops, Places(program.plan)
-        self._sizes: dict[Op, Sizes] = {}
-        self._readers: dict[Any, list[Op]] = {}
-        for op in self._ops:
-            for v in op.ins:
-                self._readers.setdefault(v, []).append(op)
+        self._ops, self._look, self._among = program.ops, look, among
+        self.found: dict[Op, tuple[float, ...]] = {}
         interpret(program.jaxpr, program.inputs(1.0), self, root_of(program.jaxpr))
 
     def operation(self, eqn: Any, ins: list[Any], place: Site) -> list[Any]:
         outs = super().operation(eqn, ins, place)
         op = None if place.op is None else self._ops[place.op]
-        made = all(map(_is_filled, outs))
-        if op is not None and op.name == eqn.primitive.name and made:
-            floats = filter(_is_filled, ins)
-            new = Sizes(tuple(map(largest_finite, (*floats, *outs))), _gain(eqn, ins, outs))
-            old = self._sizes.get(op, new)
-            largest = tuple(map(max, old.largest, new.largest))
-            self._sizes[op] = Sizes(largest, max(old.gain, new.gain))
+        if op is None or op not in self._among or op.name != eqn.primitive.name:
+            return outs
+        if all(map(_is_filled, outs)):
+            new = self._look(eqn, ins, outs)
+            self.found[op] = tuple(map(max, self.found.get(op, new), new))
         return outs
+
+
+class Values:
+    """What the values of a program show."""
+
+    def __init__(self, program: Program):
+        self._program, self._ops = program, program.ops
+        self.places = Places(program.plan)
+        self._sizes = Seen(program, _sizes, {*program.ops}).found
+        self._readers: dict[Any, list[Op]] = {}
+        for op in self._ops:
+            for v in op.ins:
+                self._readers.setdefault(v, []).append(op)
 
     def out_of_range(self, policy: Policy) -> list[Place]:
         """Returns the smallest places whose values come near an end of the 16-bit range."""
@@ -329,7 +331,7 @@ class Seen(Wide):
 
     def _ends(self, op: Op) -> tuple[float, float]:
         """Returns the largest magnitudes of an op's smallest and largest array."""
-        found = [x for x in self._sizes[op].largest if x] if op in self._sizes else []
+        found = [x for x in self._sizes.get(op, ()) if x]
         return min(found, default=1.0), max(found, default=1.0)
 
     def ranged(self, place: Place, chip: Target) -> CalibratedPart:
@@ -342,19 +344,25 @@ class Seen(Wide):
             alone=None,
         )
 
-    def tuned(self, step: TuneStep, places: Places) -> CalibratedPart:
-        """Returns a part that `tune` found, and what amplifies its rounding most."""
-        ops = (self._ops[n] for n in places.place(step.pattern).ops)
-        behind = {reader for op in ops for reader in self._behind(op)}
-        most = max(behind, key=lambda op: (self._sizes[op].gain, -op.index), default=None)
-        gain = self._sizes[most].gain if most else 0.0
-        kind, cause = ROUNDED, "rounding errors add up"
-        if most and gain >= CAUSE and most.spec.gain_of(most.params) == SUM:
-            kind, cause = CANCELED, f"{most.name} cancels all but 1/{gain:.3g} of it"
-        elif most and gain >= CAUSE:
-            kind, cause = AMPLIFIED, f"{most.name} amplifies it up to {gain:.3g} times"
-        work = (step.operations, step.flops, step.seconds, step.alone)
-        return CalibratedPart(step.pattern, kind, cause, *work)
+    def tuned(self, steps: Sequence[TuneStep], places: Places) -> Iterator[CalibratedPart]:
+        """Yields the parts that `tune` found, each with what amplifies its rounding most."""
+        behind = [
+            {r for n in places.place(step.pattern).ops for r in self._behind(self._ops[n])}
+            for step in steps
+        ]
+        among = set[Op]().union(*behind)
+        seen = Seen(self._program, lambda *run: (_gain(*run),), among).found if among else {}
+        gains = {op: gain for op, (gain,) in seen.items()}
+        for step, ops in zip(steps, behind, strict=True):
+            most = max(ops, key=lambda op: (gains[op], -op.index), default=None)
+            gain = gains[most] if most else 0.0
+            kind, cause = ROUNDED, "rounding errors add up"
+            if most and gain >= CAUSE and most.spec.gain_of(most.params) == SUM:
+                kind, cause = CANCELED, f"{most.name} cancels all but 1/{gain:.3g} of it"
+            elif most and gain >= CAUSE:
+                kind, cause = AMPLIFIED, f"{most.name} amplifies it up to {gain:.3g} times"
+            work = (step.operations, step.flops, step.seconds, step.alone)
+            yield CalibratedPart(step.pattern, kind, cause, *work)
 
     def _behind(self, op: Op) -> Iterator[Op]:
         """Yields the ops that read what an op makes, up to the second matmul behind it."""
@@ -368,6 +376,11 @@ class Seen(Wide):
                         (matmuls if reader.spec.need == HALF else ahead).append(reader)
             ahead = matmuls
         yield from (each for each in found if each is not op and each in self._sizes)
+
+
+def _sizes(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> tuple[float, ...]:
+    """Returns the largest magnitudes of an operation's operands and results."""
+    return tuple(map(largest_finite, filter(_is_filled, (*ins, *outs))))
 
 
 def _gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
