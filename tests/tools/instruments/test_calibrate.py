@@ -261,6 +261,7 @@ def test_wrong_settings_are_refused_before_anything_runs():
     ("fun", "ins", "low", "high"),
     [
         (jnp.exp, [[-50.0, 1.0]], 50, 50),
+        (jnp.exp, [[-50.0, -1e9, -1e38]], 50, 50),  # what masks give has no error
         (jnp.sin, [[-50.0, 1.0]], 40, 80),
         (jnp.log, [[1e6, 2e6]], 0, 1),
         (lambda x: x**8, [[1e3, 2e3]], 7, 8.1),

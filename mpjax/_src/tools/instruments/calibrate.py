@@ -388,8 +388,8 @@ def _gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
     rule, floats = rule_of(eqn.primitive.name), [*filter(_is_filled, ins)]
     gain = rule.gain_of(eqn.params)
     if gain == rules.RANGE and "y" not in eqn.params:
-        # |x f'(x) / f(x)| of an exponential is its operand, even where it underflows.
-        return max(map(largest_finite, floats), default=0.0)
+        # |x f'(x) / f(x)| of an exponential is its operand. Under a mask it is 0 in any case.
+        return max(largest_finite(jnp.where(outs[0] == 0, 0, x)) for x in floats)
     # A matmul's operands are no terms of its sums, which may cancel.
     if (gain in AMPLIFIES or rule.need == HALF) and has_derivative(eqn):
         return _measured_gain(eqn, ins, outs)
