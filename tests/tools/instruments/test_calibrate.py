@@ -268,6 +268,7 @@ def test_wrong_settings_are_refused_before_anything_runs():
         (jax.lax.sub, [[1e30, 2e30], [1.01e30, 2.01e30]], 100, 200),
         (jax.lax.dot, [[1e-9, 2e-9], [1e-9, 3e-9]], 0, 2),  # products are small, and do not cancel
         (jax.lax.dot, [[1.0, 1.0], [1.0, -0.99]], 1, 200),
+        (jax.lax.dot, normal(0, 2, 64, 64), 1, 2),  # sums of random signs, of which some are small
         (jax.lax.linalg.cholesky, [[[1.0, 0.9999], [0.9999, 1.0]]], 20, math.inf),
     ],
 )

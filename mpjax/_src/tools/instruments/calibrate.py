@@ -390,19 +390,19 @@ def _gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
     if gain == rules.RANGE and "y" not in eqn.params:
         # |x f'(x) / f(x)| of an exponential is its operand. Under a mask it is 0 in any case.
         return max(largest_finite(jnp.where(outs[0] == 0, 0, x)) for x in floats)
-    # A matmul's operands are no terms of its sums, which may cancel.
-    if (gain in AMPLIFIES or rule.need == HALF) and has_derivative(eqn):
-        return _measured_gain(eqn, ins, outs)
+    if rule.need == HALF and has_derivative(eqn):  # its operands are no terms of its sums
+        return max(_rms(dx) / (_rms(x) or math.inf) for dx, x in _moved(eqn, ins, outs))
+    if gain in AMPLIFIES and has_derivative(eqn):
+        # An entry of the result counts as at least the root mean square of all.
+        moved = ((dx, jnp.maximum(jnp.abs(x), _rms(x))) for dx, x in _moved(eqn, ins, outs))
+        return max(largest_finite(dx / size) for dx, size in moved)
     if gain == SUM and rule.need == FOLLOW:
         return max(map(_rms, floats)) / (_rms(outs[0]) or math.inf)
     return 1.0
 
 
-def _measured_gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
-    """Returns the same by the derivative along the operands, with random signs.
-
-    An entry of the result counts as at least the root mean square of all.
-    """
+def _moved(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields how results move with operands that move by as much as they are, with random signs."""
     moving = [i for i, x in enumerate(ins) if is_float(x)]
 
     def compute(*floats):
@@ -413,8 +413,7 @@ def _measured_gain(eqn: Any, ins: Sequence[Any], outs: Sequence[Any]) -> float:
     floats = [ins[i] for i in moving]
     errors = [x * jax.random.rademacher(keys[i], x.shape, x.dtype) for i, x in enumerate(floats)]
     _, moved = jax.jvp(compute, floats, errors)
-    pairs = zip(moved, outs, strict=True)
-    return max(largest_finite(dx / jnp.maximum(jnp.abs(x), _rms(x))) for dx, x in pairs)
+    return zip(moved, outs, strict=True)
 
 
 def _is_filled(x: Any) -> bool:
