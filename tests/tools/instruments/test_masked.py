@@ -81,7 +81,14 @@ def repeated(w, x):
     return jnp.mean((x @ w["b"]) ** 2) + jax.lax.stop_gradient(jnp.mean(found**2))
 
 
-FUNCTIONS = [layers, scanned, branching, checkpointed, with_own_rule, searching, repeated]
+def filtered(w, x):
+    spectrum = jnp.fft.rfft(x @ w["a"], axis=0) * jnp.exp(1j * jnp.arange(5.0))[:, None]
+    return jnp.mean(jnp.tanh(jnp.fft.irfft(spectrum, axis=0) @ w["b"]) ** 2)
+
+
+FUNCTIONS = [
+    *(layers, scanned, branching, checkpointed, with_own_rule, searching, repeated, filtered),
+]
 
 
 def problem(fun, policy="mixed_bfloat16"):
@@ -124,7 +131,7 @@ def test_what_is_in_16_bits_has_one_place():
     assert not any(step.eqn.primitive.name == "reduce_precision" for step in block.places)
 
 
-@pytest.mark.parametrize("fun", [layers, scanned])
+@pytest.mark.parametrize("fun", [layers, scanned, filtered])
 def test_segments_change_no_result_and_no_derivative(fun):
     program, block = problem(fun)
     cut = segments(block, 4)

@@ -23,6 +23,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from mpjax._src.core.base import _jax
+from mpjax._src.core.base._jax.held import is_inexact
 from mpjax._src.core.base._jax.rounded import as_reduced
 from mpjax._src.core.base.coded import KINDS
 from mpjax._src.core.base.dtypes import FLOAT32, HALVES, dtype_of, is_float
@@ -439,7 +440,7 @@ def _again(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> d
     `jax.checkpoint` would say so by barriers, which XLA drops on CPUs. Here it is a branch, taken
     if any cotangent is not 0: what a sum of results does not depend on is left out.
     """
-    moving = {v: x for v, x in read.items() if is_float(x)}
+    moving = {v: x for v, x in read.items() if is_inexact(x)}
     others = {v: x for v, x in read.items() if v not in moving}
 
     @jax.custom_vjp
@@ -454,7 +455,7 @@ def _again(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> d
 
         def floats(masks, moving):
             outs = _computed(block, part, masks, moving | others)
-            return {v: x for v, x in outs.items() if is_float(x)}
+            return {v: x for v, x in outs.items() if is_inexact(x)}
 
         def pull(cotangents):
             return jax.vjp(floats, *floating)[1](cotangents)
