@@ -134,10 +134,7 @@ class Runner:
 
         def probe(number):
             key = jax.random.fold_in(jax.random.key(0), number)
-            signs = [
-                jax.random.rademacher(jax.random.fold_in(key, i), x.shape, x.dtype)
-                for i, x in enumerate(outs)
-            ]
+            signs = [_signs(jax.random.fold_in(key, i), x) for i, x in enumerate(outs)]
             rows = zip(*weights, signs, strict=True)
             return back([jnp.where(number == 0, a, b * s) for a, b, s in rows])[0]
 
@@ -148,6 +145,14 @@ class Runner:
             lambda: jnp.zeros((numbers.size, mask.size)),
         )
         return outs, derived
+
+
+def _signs(key: Any, x: jax.Array) -> jax.Array:
+    """Returns random signs in the shape of an array."""
+    # A number is drawn for 32 of them: XLA keeps what draws as many numbers as there are results.
+    words = jax.random.bits(key, (math.ceil(x.size / 32), 1), jnp.uint32)
+    bits = (words >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return 1 - 2 * bits.ravel()[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def _entries(block: Block) -> Iterator[Entry]:
