@@ -349,34 +349,47 @@ def segments(block: Block, count: int) -> list[Segment]:
         for v in step.ins:
             if isinstance(v, int):
                 last.setdefault(v, i)
-    made = [sum(map(_bytes, step.eqn.outvars)) for step in block.steps]
-    size = {v: _bytes(a) for s in block.steps for v, a in zip(s.outs, s.eqn.outvars, strict=True)}
-    # What lives across the end of each operation, of what the operations made.
-    alive, total = [], 0
-    ending: dict[int, int] = {}
-    for i, step in enumerate(block.steps):
-        for v in step.outs:
-            if v in last:
-                total += size[v]
-                ending[last[v]] = ending.get(last[v], 0) + size[v]
-        total -= ending.pop(i, 0)
-        alive.append(total)
-    cuts, begun, target = [0], 0, sum(made) / count
-    summed = np.cumsum([0, *made])
-    while summed[-1] - summed[begun] > 1.5 * target:
-        near = np.searchsorted(summed, [summed[begun] + 0.6 * target, summed[begun] + 1.4 * target])
-        low, high = max(int(near[0]), begun + 1), max(int(near[1]), begun + 2)
-        begun = min(range(low, min(high, len(made))), key=lambda i: alive[i - 1], default=len(made))
-        cuts.append(begun)
-    cuts.append(len(made))
+    cuts = _cuts(block, last, count)
     parts = []
-    for start, end in itertools.pairwise(dict.fromkeys(cuts)):
+    for start, end in itertools.pairwise(cuts):
         steps = block.steps[start:end]
         own = {v for step in steps for v in step.outs}
         reads = dict.fromkeys(v for s in steps for v in s.ins if isinstance(v, int))
         writes = [v for step in steps for v in step.outs if last.get(v, -1) >= end]
         parts.append(Segment(steps, [v for v in reads if v not in own], writes))
     return parts
+
+
+def _cuts(block: Block, last: dict[int, int], count: int) -> list[int]:
+    """Returns where parts begin and end so that they hand on the fewest bytes.
+
+    ``last`` is where each value is read last. A part makes at most its share of all bytes, unless
+    it is one operation.
+    """
+    number = len(block.steps)
+    # Of what each operation makes, the bytes by where they are read last.
+    made = np.zeros((number, number + 1))
+    for i, step in enumerate(block.steps):
+        for v, var in zip(step.outs, step.eqn.outvars, strict=True):
+            made[i, last.get(v, i)] += _bytes(var)
+    summed = np.cumsum([0, *made.sum(1)])
+    # Before each operation, what was made earlier and is read at another, or later.
+    earlier = np.zeros(number + 1)
+    alive = np.array([made[:i, i:].sum() for i in range(number + 1)])
+    best, came = np.full(number + 1, np.inf), np.zeros(number + 1, int)
+    best[0] = 0
+    for start in range(number):
+        crossing = np.cumsum(earlier[::-1])[::-1]
+        end = np.searchsorted(summed, summed[start] + summed[-1] / count, "right") - 1
+        ends = np.arange(start + 1, max(end, start + 1) + 1)
+        cost = best[start] + alive[ends] - crossing[ends]
+        less = cost < best[ends]
+        best[ends[less]], came[ends[less]] = cost[less], start
+        earlier += made[start]
+    cuts = [number]
+    while cuts[-1]:
+        cuts.append(came[cuts[-1]])
+    return cuts[::-1]
 
 
 def _bytes(v: Any) -> int:
