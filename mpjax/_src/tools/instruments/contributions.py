@@ -27,8 +27,9 @@ from mpjax._src.tools.instruments import masked
 from mpjax._src.tools.instruments.masked import Block, Step
 from mpjax._src.tools.instruments.programs import Program
 
-# The parts that reverse mode computes again: what lives between them is kept.
-SEGMENTS = 8
+# The numbers of parts that reverse mode computes again, to choose from: what lives between them is
+# kept, so that fewer are better where much does.
+SEGMENTS = 4, 5, 6, 8
 
 # The groups that are measured one by one: the largest, until these are the largest as measured, and
 # at most so many that act through a kink.
@@ -95,9 +96,9 @@ class Rounding:
         self.names = [program.results[i] for i in self.floats]
         self._compiled = jax.jit(self.evaluated)
 
-    def evaluated(self, inputs: Any, mask: Any, count: int = 1) -> list[Any]:
-        """Returns the floating results, computed in as many segments."""
-        outs = masked.evaluate(self.block, masked.split(self.block, mask), inputs, count)
+    def evaluated(self, inputs: Any, mask: Any, counts: Sequence[int] = ()) -> list[Any]:
+        """Returns the floating results, computed in one of as many segments."""
+        outs = masked.evaluate(self.block, masked.split(self.block, mask), inputs, counts)
         return [outs[i] for i in self.floats]
 
     def at(self, inputs: Any, mask: Any) -> list[jax.Array]:

@@ -339,17 +339,16 @@ class Segment(NamedTuple):
     writes: Sequence[int]
 
 
-def segments(block: Block, count: int) -> list[Segment]:
-    """Returns the operations of a block in parts that make about as many bytes each.
-
-    A part ends where little is alive.
+def segments(block: Block, counts: Sequence[int]) -> list[Segment]:
+    """Returns the operations of a block in parts: about as many as one of ``counts`` says, by
+    which reverse mode holds least.
     """
     last = {v: len(block.steps) for v in block.results if isinstance(v, int)}
     for i, step in reversed([*enumerate(block.steps)]):
         for v in step.ins:
             if isinstance(v, int):
                 last.setdefault(v, i)
-    cuts = _cuts(block, last, count)
+    _, cuts = min(_cuts(block, last, count) for count in counts)
     parts = []
     for start, end in itertools.pairwise(cuts):
         steps = block.steps[start:end]
@@ -360,36 +359,40 @@ def segments(block: Block, count: int) -> list[Segment]:
     return parts
 
 
-def _cuts(block: Block, last: dict[int, int], count: int) -> list[int]:
-    """Returns where parts begin and end so that they hand on the fewest bytes.
+def _cuts(block: Block, last: dict[int, int], count: int) -> tuple[float, list[int]]:
+    """Returns about how many bytes reverse mode holds, and where the parts begin and end that hand
+    on the fewest bytes.
 
     ``last`` is where each value is read last. A part makes at most its share of all bytes, unless
     it is one operation.
     """
     number = len(block.steps)
-    # Of what each operation makes, the bytes by where they are read last.
-    made = np.zeros((number, number + 1))
-    for i, step in enumerate(block.steps):
-        for v, var in zip(step.outs, step.eqn.outvars, strict=True):
-            made[i, last.get(v, i)] += _bytes(var)
-    summed = np.cumsum([0, *made.sum(1)])
-    # Before each operation, what was made earlier and is read at another, or later.
-    earlier = np.zeros(number + 1)
-    alive = np.array([made[:i, i:].sum() for i in range(number + 1)])
-    best, came = np.full(number + 1, np.inf), np.zeros(number + 1, int)
+    values = [
+        (i, last.get(v, i), _bytes(var))
+        for i, step in enumerate(block.steps)
+        for v, var in zip(step.outs, step.eqn.outvars, strict=True)
+    ]
+    made, read, size = np.array(values, int).reshape(-1, 3).T
+    summed = np.cumsum(np.bincount(made + 1, size, number + 1))
+    alive = np.cumsum(
+        np.bincount(made + 1, size, number + 2) - np.bincount(read + 1, size, number + 2)
+    )
+    best, begun = np.full(number + 1, np.inf), np.zeros(number + 1, int)
     best[0] = 0
     for start in range(number):
-        crossing = np.cumsum(earlier[::-1])[::-1]
-        end = np.searchsorted(summed, summed[start] + summed[-1] / count, "right") - 1
-        ends = np.arange(start + 1, max(end, start + 1) + 1)
-        cost = best[start] + alive[ends] - crossing[ends]
-        less = cost < best[ends]
-        best[ends[less]], came[ends[less]] = cost[less], start
-        earlier += made[start]
+        # What was made before this part has been handed on already.
+        old = made < start
+        crossing = np.cumsum(np.bincount(read[old], size[old], number + 1)[::-1])[::-1]
+        end = int(np.searchsorted(summed, summed[start] + summed[-1] / count, "right"))
+        ends = np.arange(start + 1, max(end, start + 2))
+        kept = best[start] + alive[ends] - crossing[ends]
+        less = kept < best[ends]
+        best[ends[less]], begun[ends[less]] = kept[less], start
     cuts = [number]
     while cuts[-1]:
-        cuts.append(came[cuts[-1]])
-    return cuts[::-1]
+        cuts.append(int(begun[cuts[-1]]))
+    # What is handed on is kept, beside its cotangents; a part is computed again.
+    return 2 * best[-1] + np.diff(summed[cuts[::-1]]).max(initial=0), cuts[::-1]
 
 
 def _bytes(v: Any) -> int:
@@ -412,21 +415,23 @@ def split(block: Block, flat: Any) -> Masks:
     return parts
 
 
-def evaluate(block: Block, masks: Masks, args: Sequence[Any], count: int = 1) -> list[Any]:
+def evaluate(
+    block: Block, masks: Masks, args: Sequence[Any], counts: Sequence[int] = ()
+) -> list[Any]:
     """Returns the results of a block, floating ones in float32.
 
     Args:
         block: The program.
         masks: The entries of the mask for each block.
         args: The arguments.
-        count: The number of segments for reverse mode.
+        counts: The numbers of segments for reverse mode to choose from; none for no segments.
     """
     env = dict(zip(block.args, map(widen, args), strict=True))
-    for part in segments(block, count) if count > 1 else [_whole(block)]:
+    for part in segments(block, counts) if counts else [_whole(block)]:
         numbers = [b.number for step in part.steps for each in step.blocks for b in each.blocks()]
         given = {n: masks[n] for n in (block.number, *numbers)}
         read = {v: env[v] for v in part.reads}
-        if count > 1:
+        if counts:
             env |= _again(block, part, given, read)
         else:
             env |= _computed(block, part, given, read)
