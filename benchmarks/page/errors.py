@@ -16,7 +16,8 @@ what `compare` finds (the median of all results). *time* is that of the estimate
 vectors, in float32 gradients: a vector is a reverse pass through the gradient, parts of which are
 computed again for it; on CPUs, roundings of small arrays take longer than their float32 gradient.
 At small sizes it depends on what else the machine does: only the larger GPT says what to expect.
-*memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`.
+*memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`: what the
+parts hand on is kept for all vectors, and beside it lie its cotangents and one part's own values.
 """
 FIGURES = {
     "rows": "{}",

@@ -27,8 +27,9 @@ from mpjax._src.tools.instruments import masked
 from mpjax._src.tools.instruments.masked import Block, Step
 from mpjax._src.tools.instruments.programs import Program
 
-# The parts that reverse mode computes again: what lives between them is kept.
-SEGMENTS = 8
+# The numbers of parts that reverse mode computes again, to choose from: what lives between them is
+# kept, so that fewer are better where much does.
+SEGMENTS = 4, 5, 6, 8
 
 # The groups that are measured one by one: the largest, until these are the largest as measured, and
 # at most so many that act through a kink.
@@ -95,9 +96,9 @@ class Rounding:
         self.names = [program.results[i] for i in self.floats]
         self._compiled = jax.jit(self.evaluated)
 
-    def evaluated(self, inputs: Any, mask: Any, count: int = 1) -> list[Any]:
-        """Returns the floating results, computed in as many segments."""
-        outs = masked.evaluate(self.block, masked.split(self.block, mask), inputs, count)
+    def evaluated(self, inputs: Any, mask: Any, counts: Sequence[int] = ()) -> list[Any]:
+        """Returns the floating results, computed in one of as many segments."""
+        outs = masked.evaluate(self.block, masked.split(self.block, mask), inputs, counts)
         return [outs[i] for i in self.floats]
 
     def at(self, inputs: Any, mask: Any) -> list[jax.Array]:
@@ -134,10 +135,7 @@ class Runner:
 
         def probe(number):
             key = jax.random.fold_in(jax.random.key(0), number)
-            signs = [
-                jax.random.rademacher(jax.random.fold_in(key, i), x.shape, x.dtype)
-                for i, x in enumerate(outs)
-            ]
+            signs = [_signs(jax.random.fold_in(key, i), x) for i, x in enumerate(outs)]
             rows = zip(*weights, signs, strict=True)
             return back([jnp.where(number == 0, a, b * s) for a, b, s in rows])[0]
 
@@ -148,6 +146,14 @@ class Runner:
             lambda: jnp.zeros((numbers.size, mask.size)),
         )
         return outs, derived
+
+
+def _signs(key: Any, x: jax.Array) -> jax.Array:
+    """Returns random signs in the shape of an array."""
+    # A number is drawn for 32 of them: XLA keeps what draws as many numbers as there are results.
+    words = jax.random.bits(key, (math.ceil(x.size / 32), 1), jnp.uint32)
+    bits = (words >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return 1 - 2 * bits.ravel()[: x.size].reshape(x.shape).astype(x.dtype)
 
 
 def _entries(block: Block) -> Iterator[Entry]:

@@ -340,44 +340,60 @@ class Segment(NamedTuple):
     writes: Sequence[int]
 
 
-def segments(block: Block, count: int) -> list[Segment]:
-    """Returns the operations of a block in parts that make about as many bytes each.
-
-    A part ends where little is alive.
+def segments(block: Block, counts: Sequence[int]) -> list[Segment]:
+    """Returns the operations of a block in parts: about as many as one of ``counts`` says, by
+    which reverse mode holds least.
     """
     last = {v: len(block.steps) for v in block.results if isinstance(v, int)}
     for i, step in reversed([*enumerate(block.steps)]):
         for v in step.ins:
             if isinstance(v, int):
                 last.setdefault(v, i)
-    made = [sum(map(_bytes, step.eqn.outvars)) for step in block.steps]
-    size = {v: _bytes(a) for s in block.steps for v, a in zip(s.outs, s.eqn.outvars, strict=True)}
-    # What lives across the end of each operation, of what the operations made.
-    alive, total = [], 0
-    ending: dict[int, int] = {}
-    for i, step in enumerate(block.steps):
-        for v in step.outs:
-            if v in last:
-                total += size[v]
-                ending[last[v]] = ending.get(last[v], 0) + size[v]
-        total -= ending.pop(i, 0)
-        alive.append(total)
-    cuts, begun, target = [0], 0, sum(made) / count
-    summed = np.cumsum([0, *made])
-    while summed[-1] - summed[begun] > 1.5 * target:
-        near = np.searchsorted(summed, [summed[begun] + 0.6 * target, summed[begun] + 1.4 * target])
-        low, high = max(int(near[0]), begun + 1), max(int(near[1]), begun + 2)
-        begun = min(range(low, min(high, len(made))), key=lambda i: alive[i - 1], default=len(made))
-        cuts.append(begun)
-    cuts.append(len(made))
+    _, cuts = min(_cuts(block, last, count) for count in counts)
     parts = []
-    for start, end in itertools.pairwise(dict.fromkeys(cuts)):
+    for start, end in itertools.pairwise(cuts):
         steps = block.steps[start:end]
         own = {v for step in steps for v in step.outs}
         reads = dict.fromkeys(v for s in steps for v in s.ins if isinstance(v, int))
         writes = [v for step in steps for v in step.outs if last.get(v, -1) >= end]
         parts.append(Segment(steps, [v for v in reads if v not in own], writes))
     return parts
+
+
+def _cuts(block: Block, last: dict[int, int], count: int) -> tuple[float, list[int]]:
+    """Returns about how many bytes reverse mode holds, and where the parts begin and end that hand
+    on the fewest bytes.
+
+    ``last`` is where each value is read last. A part makes at most its share of all bytes, unless
+    it is one operation.
+    """
+    number = len(block.steps)
+    values = [
+        (i, last.get(v, i), _bytes(var))
+        for i, step in enumerate(block.steps)
+        for v, var in zip(step.outs, step.eqn.outvars, strict=True)
+    ]
+    made, read, size = np.array(values, int).reshape(-1, 3).T
+    summed = np.cumsum(np.bincount(made + 1, size, number + 1))
+    alive = np.cumsum(
+        np.bincount(made + 1, size, number + 2) - np.bincount(read + 1, size, number + 2)
+    )
+    best, begun = np.full(number + 1, np.inf), np.zeros(number + 1, int)
+    best[0] = 0
+    for start in range(number):
+        # What was made before this part has been handed on already.
+        old = made < start
+        crossing = np.cumsum(np.bincount(read[old], size[old], number + 1)[::-1])[::-1]
+        end = int(np.searchsorted(summed, summed[start] + summed[-1] / count, "right"))
+        ends = np.arange(start + 1, max(end, start + 2))
+        kept = best[start] + alive[ends] - crossing[ends]
+        less = kept < best[ends]
+        best[ends[less]], begun[ends[less]] = kept[less], start
+    cuts = [number]
+    while cuts[-1]:
+        cuts.append(int(begun[cuts[-1]]))
+    # What is handed on is kept, beside its cotangents; a part is computed again.
+    return 2 * best[-1] + np.diff(summed[cuts[::-1]]).max(initial=0), cuts[::-1]
 
 
 def _bytes(v: Any) -> int:
@@ -400,21 +416,23 @@ def split(block: Block, flat: Any) -> Masks:
     return parts
 
 
-def evaluate(block: Block, masks: Masks, args: Sequence[Any], count: int = 1) -> list[Any]:
+def evaluate(
+    block: Block, masks: Masks, args: Sequence[Any], counts: Sequence[int] = ()
+) -> list[Any]:
     """Returns the results of a block, floating ones in float32.
 
     Args:
         block: The program.
         masks: The entries of the mask for each block.
         args: The arguments.
-        count: The number of segments for reverse mode.
+        counts: The numbers of segments for reverse mode to choose from; none for no segments.
     """
     env = dict(zip(block.args, map(widen, args), strict=True))
-    for part in segments(block, count) if count > 1 else [_whole(block)]:
+    for part in segments(block, counts) if counts else [_whole(block)]:
         numbers = [b.number for step in part.steps for each in step.blocks for b in each.blocks()]
         given = {n: masks[n] for n in (block.number, *numbers)}
         read = {v: env[v] for v in part.reads}
-        if count > 1:
+        if counts:
             env |= _again(block, part, given, read)
         else:
             env |= _computed(block, part, given, read)
