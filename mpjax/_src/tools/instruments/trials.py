@@ -201,7 +201,7 @@ def _rounded(program: Program) -> set[int]:
                     through = readers.get(step.outs[i], ()) if barrier else [step.site.op]
                     readers.setdefault(v, set()).update(through)
         for step in block.places:
-            others = set[Any]().union(*(readers.get(v, ()) for v in step.outs)) - {step.site.op}
+            others = set[Any]().union(*(readers.get(v, ()) for v in step.outs))
             into = computes if reads_half(step.eqn) else read if others else stored
             into.add(step.site.op)
     return (computes | stored - read) - {None}
