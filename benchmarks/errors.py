@@ -118,10 +118,10 @@ def held_against(
     measure = contributions.Measure(runner, *weights)
     scaled = (measure.weights / measure.sizes[:, None]).astype(np.float32)
     member = np.eye(1 + max(group_of))[group_of]
-    probes, found_by = len(runner.numbers) - 1, [runner.derived(scaled)[1:] @ member]
+    probes, found_by = len(runner.numbers) - 1, [runner.derived(scaled)[:, 1:] @ member]
     runner.numbers += probes
-    found_by.append(runner.derived(scaled)[1:] @ member)
-    estimates = [np.sqrt((np.concatenate(found_by[:n]) ** 2).mean(0)) for n in (1, 2)]
+    found_by.append(runner.derived(scaled)[:, 1:] @ member)
+    estimates = [contributions.lengths(*np.concatenate(found_by[:n], 1)) for n in (1, 2)]
     shown = np.array([pair.gradient for pair in found.pairs])
     order = np.random.default_rng(0).permutation(len(shown))
     first = {*np.argsort(-shown)[:FIRST].tolist(), *np.argsort(-estimates[0])[:FIRST].tolist()}

@@ -54,6 +54,15 @@ def solved(w, x):
         return jnp.mean((jax.lax.stop_gradient(found) @ w[2]) ** 2)
 
 
+def test_a_policy_runs_once():
+    tried = trial(chain, "mixed_bfloat16", normal(0, 4, 8, 8), normal(1, 8, 8))
+    error, _ = tried.trained(tried.policy)
+    runs = tried.runs
+    assert tried.trained(tried.policy)[0] == error and tried.runs == runs
+    tried.trained(tried.policy.override({"a": "float32"}))
+    assert tried.runs == runs + 1
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - ON_DEVICES))

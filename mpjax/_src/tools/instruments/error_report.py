@@ -80,7 +80,10 @@ class ErrorReport(Report):
     Attributes:
         rows: One row per operation that rounds, the largest contribution to the gradient first.
         gradient: The measured relative error of the gradient: the norm of the difference from
-            float32, over all parameters, relative to the norm of the gradient.
+            float32, over all parameters, relative to the norm of the gradient. If it comes from few
+            numbers that float32 hardly knows, such as what an iterative solver returns to a
+            tolerance, the function that is compiled without the report may round one of them to the
+            other side, and be off by another error.
         loss: The measured relative error of the loss; 0 without one.
         first_order: The error of the gradient if every contribution is added to first order.
         squares: The root of the sum of the squares of all contributions to the gradient: the error

@@ -411,7 +411,7 @@ def split(block: Block, flat: Any) -> Masks:
     parts, start = {}, 0
     for each in block.blocks():
         size = math.prod(each.shape)
-        parts[each.number] = flat[start : start + size].reshape(each.shape)
+        parts[each.number] = flat[start : start + size].reshape(*each.shape, *flat.shape[1:])
         start += size
     return parts
 
@@ -519,9 +519,34 @@ def _step(step: Step, ins: list[Any], masks: Masks, entry: Any) -> list[Any]:
     if exact is None:
         exact = local = [*map(widen, got)]
     return [
-        x + entry * _bounded(jax.lax.stop_gradient(_kept(rounded) - own)) if is_float(x) else x
+        _moved(x, entry, _bounded(jax.lax.stop_gradient(_kept(rounded) - own)))
+        if is_float(x)
+        else x
         for x, rounded, own in zip(exact, got, local, strict=True)
     ]
+
+
+def _moved(x: Any, entry: Any, error: Any) -> Any:
+    """Returns a result with a part of its error."""
+    return _squared(x, entry, error) if entry.ndim else x + entry * error
+
+
+@jax.custom_vjp
+def _squared(x: Any, entry: Any, error: Any) -> Any:
+    """Returns the same by an entry that is a pair: by its first number.
+
+    In place of a derivative by the second, reverse mode returns the sum of the squares of all that
+    it adds up for the first.
+    """
+    return x + entry[0] * error
+
+
+def _sum_of_squares(error: Any, cotangent: Any) -> Any:
+    terms = cotangent * error
+    return cotangent, jnp.stack([terms.sum(), (terms**2).sum()]), jnp.zeros_like(error)
+
+
+_squared.defvjp(lambda x, entry, error: (_squared(x, entry, error), error), _sum_of_squares)
 
 
 def _bounded(error: Any) -> Any:

@@ -79,7 +79,9 @@ class Trial:
         longest = max((x.size for x in self.wanted.values()), default=0)
         self._signs = np.random.default_rng(0).choice([-1.0, 1.0], longest).astype(np.float32)
         self._terms: dict[str, float] = {}  # the sizes of canceled terms, by result
+        # What was measured: by the ops that round, and by policy.
         self._known: dict[frozenset[int], tuple[dict[str, float], list[np.ndarray]]] = {}
+        self._trained: dict[Policy, tuple[dict[str, float], list[np.ndarray]]] = {}
 
     def _count(self) -> None:
         if self.runs >= self.max_runs:
@@ -154,8 +156,10 @@ class Trial:
 
     def trained(self, policy: Policy) -> tuple[dict[str, float], list[np.ndarray]]:
         """Returns the same under a policy, compiled as it trains."""
-        program = self.program if policy == self.policy else self._make(policy=policy)
-        return self._errors(self._named(program.at(self.scale)))
+        if policy not in self._trained:
+            program = self.program if policy == self.policy else self._make(policy=policy)
+            self._trained[policy] = self._errors(self._named(program.at(self.scale)))
+        return self._trained[policy]
 
     def _errors(self, got: dict[str, jax.Array]) -> tuple[dict[str, float], list[np.ndarray]]:
         distances = jax.device_get(_distances(got, self.wanted, self._signs))
@@ -197,7 +201,7 @@ def _rounded(program: Program) -> set[int]:
                     through = readers.get(step.outs[i], ()) if barrier else [step.site.op]
                     readers.setdefault(v, set()).update(through)
         for step in block.places:
-            others = set[Any]().union(*(readers.get(v, ()) for v in step.outs)) - {step.site.op}
+            others = set[Any]().union(*(readers.get(v, ()) for v in step.outs))
             into = computes if reads_half(step.eqn) else read if others else stored
             into.add(step.site.op)
     return (computes | stored - read) - {None}

@@ -106,7 +106,8 @@ class Tuning(Report, FoundPolicy):
         tolerance: The tolerance.
         results: The relative error of each result under it, by name.
         steps: The effect of each override, the most valuable first.
-        runs: The number of times a program was run, in float32 and in 16 bits.
+        runs: The number of times a program was run, in float32 and in 16 bits; a set of places that
+            is found again is not.
         cut_short: Whether the search stopped at ``max_runs``. Then this is the best set that was
             tried.
         places: The number of parts of the program in float32, counted in the smallest parts that
