@@ -155,6 +155,11 @@ def test_an_operation_is_a_place_by_its_derivative_even_if_others_read_it_in_16_
     assert "act/logistic" in {p.pattern for p in tried.places.finest()}
 
 
+def test_a_policy_that_casts_at_the_boundary_has_no_places():
+    tried = trial(PROGRAMS["nested_scans"], "bfloat16", W, X)
+    assert not tried.places.finest() and "boundary" in tried.unfollowed
+
+
 def test_a_mask_rounds_the_constants_of_16_bit_operations():
     policy = mpjax.get_policy("mixed_bfloat16").with_ops(half=("mul",))
     args = normal(0, 32, 32), normal(1, 16, 32)

@@ -29,9 +29,6 @@ PROPOSALS, NEAR = 12, 1.03
 # Then so many cheaper sets are measured, whose squared error is predicted within this factor.
 MORE, DOUBT = 24, 2.0
 
-# Many places are left out one by one so often, in orders that differ by so much.
-SPREADS = (0.0, 0.3)
-
 
 class Model:
     """The squared errors of results by which places round, relative to the tolerance."""
@@ -135,9 +132,9 @@ class Search:
             return
         self._propose()
         self._improve()
-        for spread in SPREADS if self._all is None else ():
+        if self._all is None:
             before = self.best
-            self._descend(spread)
+            self._descend()
             if self.best != before:
                 self._improve()
         self.bound = self._cost(self._proposed(self._most()))
@@ -264,13 +261,11 @@ class Search:
 
     # ---- measured improvements ------------------------------------------------------------------
 
-    def _descend(self, spread: float) -> None:
+    def _descend(self) -> None:
         """Leaves out one place after the other: what gains most for the error that it adds.
 
-        What is predicted next is corrected by each measurement. Gains are taken times random
-        factors, whose logarithms are normal with a standard deviation of ``spread``.
+        What is predicted next is corrected by each measurement.
         """
-        numbers = np.random.default_rng(0)
         kept = left = np.ones(self.count, bool)
         while left.any() and self.is_enough(_set(kept)):
             rows = kept & ~self._inside[:, left].T
@@ -278,7 +273,6 @@ class Search:
             corrected = (self.tried[_set(kept)] / self.tolerance) ** 2 / np.maximum(now, 1e-30)
             gains = self._prices(kept[None]) - self._prices(rows)
             gains /= np.maximum(corrected * (then - now), 1e-4)
-            gains *= np.exp(spread * numbers.normal(size=len(gains)))
             gains[corrected * then > DOUBT] = 0
             if gains.max() <= 0:
                 return

@@ -103,7 +103,7 @@ class Trial:
             if (op := program.ops[n]).has_float32 and program.plan.rulings[op].kind != PROGRAM
         }
         named = {own_pattern(program.ops[n]): "float32" for n in rounded}
-        if not named:
+        if not named or self.policy.casting != "op":  # others have no overrides of operations
             return set()
         return rounded - _rounded(self._make(policy=self.policy.override(named)))
 
